@@ -228,7 +228,7 @@ class ForwardEngine:
         self._come_together()
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
-            full = whole(name, tensor, self.device)
+            full = full_tensor(name, tensor, self.device)
             for each in (name, *tied.get(name, ())):
                 yield each, full
 
@@ -507,7 +507,7 @@ def _low_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimize
     return LowAdamW(groups, config.optimizer, config.precision, config.run.seed)
 
 
-def whole(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+def full_tensor(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
     """Return all of a tensor on `device`. Collective over the ranks that hold parts.
 
     Parts in host memory are brought to the device first. Raises ModelError for a weight that is

@@ -23,7 +23,7 @@ from drumline.dist.mesh import device_mesh
 from drumline.engine.data_parallel import Spread
 from drumline.engine.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.engine.experts import apply_expert_parallelism
-from drumline.engine.native import ForwardEngine, NativeEngine, spread_over_data, whole
+from drumline.engine.native import ForwardEngine, NativeEngine, full_tensor, spread_over_data
 from drumline.engine.norms import local
 from drumline.engine.stages import Cuts, Stage, find_cuts, rank_part, weights_of_both_ends
 from drumline.engine.tensor_parallel import apply_tp
@@ -202,7 +202,7 @@ class PartOfPipeline(ForwardEngine):
                     continue
                 own = None
                 if rank == self.rank:
-                    own = whole(name, own_tensors[name], self.place)
+                    own = full_tensor(name, own_tensors[name], self.place)
                 full = self._broadcast_from(rank, own, form.shape, form.dtype)
                 for each in (name, *form.aliases):
                     yielded.add(each)

@@ -16,7 +16,16 @@ from drumline.models.classes import LM, auto_class, with_classes
 from drumline.models.files import from_hub, hub_options, quiet
 from drumline.models.load import load_grown, on_meta
 from drumline.models.scores import extra_heads, with_head
-from drumline.models.shards import Drawn, Loaded, Source, Values, Whole, aliases, from_files, torn
+from drumline.models.shards import (
+    Drawn,
+    Loaded,
+    NeedsFullModel,
+    Source,
+    Values,
+    aliases,
+    from_files,
+    tied_weights_differ,
+)
 from drumline.models.vocabulary import Growth, grow_whole, set_rows
 
 logger = logging.getLogger(__name__)
@@ -78,7 +87,7 @@ def lay_out(
             return built, files
         drawn = Drawn(built, seed, draw_device or device)
         return built, replace(files, rest=drawn)
-    except Whole as reason:
+    except NeedsFullModel as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
     with drawing(seed):
         if pretrained is None:
@@ -141,11 +150,14 @@ def _unpacked(config: Any, model: ModelConfig) -> Any:
 def _without_weights(
     path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head
 ) -> Any:
-    """Return the model on the meta device, apart from the buffers that no file holds. Raises Whole if that is not reliable."""
+    """Return the model on the meta device, apart from the buffers that no file holds.
+
+    Raises NeedsFullModel if that is not reliable.
+    """
     if type(config).__module__.startswith("transformers_modules"):
-        raise Whole("it brings code of its own")
+        raise NeedsFullModel("it brings code of its own")
     if getattr(config, "quantization_config", None) is not None:
-        raise Whole("its weights are quantised")
+        raise NeedsFullModel("its weights are quantised")
     built = on_meta(config, head, path or "model.config", model, **options)
     # As from_pretrained does it: the model's own rules write what is not marked as initialised.
     stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
@@ -223,7 +235,7 @@ def _match_layout(built: Any, laid_out: Any, where: str) -> None:
     for first, *rest in aliases(laid_out):
         for other in rest:
             if first in read and other in read and read[first] is not read[other]:
-                raise torn(first, other, where)
+                raise tied_weights_differ(first, other, where)
 
 
 def _require_heads(lacking: frozenset[str], path: str) -> None:

@@ -42,8 +42,12 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-class Whole(Exception):
-    """The reason why a model's weights cannot be read part by part: each rank must build the whole model."""
+class NeedsFullModel(Exception):
+    """The weights cannot be read or drawn shard by shard, so each rank builds the full model.
+
+    The message is the reason. `models.build.lay_out` and `models.tape.lay_out_module` catch it and
+    log it.
+    """
 
 
 class Source(Protocol):
@@ -277,8 +281,9 @@ def from_files(
     `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of tensors
     that are left out if they are missing or have another shape. With `growth` embedding and head of
     the model have its rows, and those of the files fewer.
-    Raises Whole if the files' names and shapes do not match those of the model one to one, and
-    ModelError if the files have different values for weights that the config ties.
+
+    Raises NeedsFullModel if the files' names and shapes do not match those of the model one to one.
+    Raises ModelError if the files have different values for weights that the config ties.
     """
     stored = _renamed(model, _stored(path, source))
     places: dict[str, Stored] = {}
@@ -297,18 +302,18 @@ def from_files(
         if fresh.issuperset(names) and shape not in shapes:
             continue
         if not found:
-            raise Whole(f"its files have no tensor {names[0]}")
+            raise NeedsFullModel(f"its files have no tensor {names[0]}")
         first, *rest = found
         if shapes != {shape}:
-            raise Whole(f"{first.key} has another shape in its files")
+            raise NeedsFullModel(f"{first.key} has another shape in its files")
         for other in rest:
             if not _have_equal_values(first, other):
-                raise torn(first.key, rest[0].key, path)
+                raise tied_weights_differ(first.key, rest[0].key, path)
         places |= dict.fromkeys(names, first)
     return FromFiles(places, growth=growth, grown=frozenset(grown))
 
 
-def torn(one: str, other: str, where: str) -> ModelError:
+def tied_weights_differ(one: str, other: str, where: str) -> ModelError:
     """Return the error for weights that a config ties and that differ in the files.
 
     Only the user knows which of the two models is meant.
@@ -329,7 +334,7 @@ def aliases(model: Any) -> list[list[str]]:
 def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
     """Return the model's name of each stored tensor → the tensor; transformers has tables of old names.
 
-    Raises Whole if transformers would join, cut or transpose stored tensors.
+    Raises NeedsFullModel if transformers would join, cut or transpose stored tensors.
     """
     from drumline.vendor.transformers import WeightRenaming, get_model_conversion_mapping
 
@@ -348,25 +353,28 @@ def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
         for conversion in conversions:
             _, matched = conversion.rename_source_key(name)
             if matched:
-                raise Whole(f"transformers converts {tensor.key} as it loads it")
+                raise NeedsFullModel(f"transformers converts {tensor.key} as it loads it")
         by_name[name] = tensor
     return by_name
 
 
 def _stored(path: str, source: ModelConfig) -> list[Stored]:
-    """Return the tensors of a model's safetensors files. Raises Whole if there are none, or they cannot be read."""
+    """Return the tensors of a model's safetensors files.
+
+    Raises NeedsFullModel if there are none, or they cannot be read.
+    """
     stored = []
     try:
         for name in _file_names(path, source):
             file = find_file(path, name, source)
             if file is None:
-                raise Whole("it has no safetensors files")
+                raise NeedsFullModel("it has no safetensors files")
             with safe_open(file, framework="pt") as file_tensors:
                 for key in file_tensors.keys():  # noqa: SIM118 - no dict
                     shape = tuple(file_tensors.get_slice(key).get_shape())
                     stored.append(Stored(file, key, shape))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise Whole(f"its safetensors files cannot be read: {error}") from error
+        raise NeedsFullModel(f"its safetensors files cannot be read: {error}") from error
     return stored
 
 
@@ -450,7 +458,10 @@ def _join(path: str, name: str) -> str:
 
 
 class Drawn:
-    """Weights drawn from `seed`; a `shards.Source`. Raises Whole for a model whose initialisation does not work piece by piece."""
+    """Weights drawn from `seed`; a `shards.Source`.
+
+    Raises NeedsFullModel for a model whose initialisation does not work piece by piece.
+    """
 
     def __init__(self, model: Any, seed: int, device: str = "cpu") -> None:
         """`model`: laid out on the meta device, before any transform. `device`: whose generator draws.
@@ -498,7 +509,7 @@ class Drawn:
         entry.holder[entry.key] = tensor
 
     def _require_pieces(self) -> None:
-        """Raise Whole unless the initialisation works piece by piece.
+        """Raise NeedsFullModel unless the initialisation works piece by piece.
 
         It runs on the meta device, where nothing is drawn, and the tensors that it writes to are
         recorded.
@@ -529,10 +540,12 @@ class Drawn:
                 foreign = (drawn & weights.keys()) - own
                 if foreign:
                     owner = type(piece.module).__name__
-                    raise Whole(f"{owner} initialises weights of other modules")
+                    raise NeedsFullModel(f"{owner} initialises weights of other modules")
                 missed = (weights.keys() & own) - drawn
                 if missed:
-                    raise Whole(f"{weights[missed.pop()]} is initialised by its constructor")
+                    raise NeedsFullModel(
+                        f"{weights[missed.pop()]} is initialised by its constructor"
+                    )
 
 
 def _pieces(

@@ -19,7 +19,7 @@ from torch import nn
 
 from drumline.dist.seeds import constructing, derive, drawing
 from drumline.errors import ModelError
-from drumline.models.shards import Loaded, Source, Whole, copy_part
+from drumline.models.shards import Loaded, NeedsFullModel, Source, copy_part
 from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_leaves, tree_map_only
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
     try:
         with constructing(seed), torch.device("meta"), tape:
             model = _module(build())
-        return model, Played(tape, model, seed)
+        return model, ReplayedValues(tape, model, seed)
     except Exception as error:  # noqa: BLE001 - whatever fails without memory either works with it, or is raised again
         reason, _, _ = str(error).strip().partition("\n")
     with constructing(seed):
@@ -217,10 +217,10 @@ def _changed_keys(operator: Any, args: Any, kwargs: Any) -> frozenset[int]:
     return changed
 
 
-class Played:
+class ReplayedValues:
     """The first values of a module's tensors, by its own rules; a `shards.Source`.
 
-    Raises Whole if the tape does not have all of them.
+    Raises NeedsFullModel if the tape does not have all of them.
     """
 
     # `put` gets the module's own names: one that is an adapter's in another model means nothing here.
@@ -242,9 +242,9 @@ class Played:
                 self.laid_out[name] = _view_of(tensor)
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
-                raise Whole(f"{name} is not made on the device of torch's context")
+                raise NeedsFullModel(f"{name} is not made on the device of torch's context")
         if any(tensor._version != version for tensor, version in tape.watched):
-            raise Whole("it writes to a large tensor of the host that it has copied from")
+            raise NeedsFullModel("it writes to a large tensor of the host that it has copied from")
         for view in self.laid_out.values():
             self._calls_for(view)
         _require_registered(model)
@@ -257,14 +257,17 @@ class Played:
                 copy_part(tensor, self._play(self.laid_out[name], device))
 
     def _calls_for(self, view: torch.Tensor) -> list[int]:
-        """Return the numbers of the calls that a tensor's values depend on, in order. Raises Whole if they are not recorded."""
+        """Return the numbers of the calls that a tensor's values depend on, in order.
+
+        Raises NeedsFullModel if they are not recorded.
+        """
         numbers = set[int]()
         # This list grows as the loop finds storages that the calls read.
         keys = [_storage_key(view)]
         seen = set(keys)
         for key in keys:
             if key in self.lost or key not in self.writers:
-                raise Whole("it has values that are not there without memory")
+                raise NeedsFullModel("it has values that are not there without memory")
             for number in self.writers[key]:
                 numbers.add(number)
                 reads = self.calls[number].reads
@@ -335,12 +338,15 @@ def _all_named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _require_registered(model: nn.Module) -> None:
-    """Raise Whole for a tensor without memory in an attribute that is neither a parameter nor a buffer."""
+    """Raise NeedsFullModel if a tensor without memory is neither a parameter nor a buffer.
+
+    It may be in any attribute of any module.
+    """
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in KEPT and _has_loose_tensor(value):
                 name = f"{path}.{key}" if path else key
-                raise Whole(
+                raise NeedsFullModel(
                     f"{name} is neither a parameter nor a buffer (register_buffer makes it one)"
                 )
 

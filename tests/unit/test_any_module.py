@@ -25,7 +25,7 @@ from drumline.engine.own_pipeline import cut, trace
 from drumline.errors import ModelError, PlanError
 from drumline.models.own import require_trainable
 from drumline.models.shards import Loaded, Values
-from drumline.models.tape import Played, lay_out_module
+from drumline.models.tape import ReplayedValues, lay_out_module
 from drumline.plan.plan import BatchPlan, Plan, Predicted
 from drumline.vendor.torch import device_constructors
 from tests.distributed.staged import Staged, sequence
@@ -59,7 +59,9 @@ class Many(nn.Module):
 
 def filled(seed: int = 0) -> Many:
     model, source = lay_out_module(Many, seed, "cpu")
-    assert isinstance(source, Played) and all(parameter.is_meta for parameter in model.parameters())
+    assert isinstance(source, ReplayedValues) and all(
+        parameter.is_meta for parameter in model.parameters()
+    )
     Values(source, "cpu", seed).fill(model)
     assert isinstance(model, Many)
     return model
@@ -147,7 +149,7 @@ def test_values_are_those_that_the_host_had_then_whatever_weights_are_called(
     width: int, own: bool
 ) -> None:
     model, source = lay_out_module(lambda: Rows(width, own), 0, "cpu")
-    assert isinstance(source, Played) == (width == 3)
+    assert isinstance(source, ReplayedValues) == (width == 3)
     Values(source, "cpu", 0).fill(model)
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert values["base_layer.weight"][:, -1].tolist() == [0, 1, 2, 3]

@@ -15,7 +15,7 @@ from drumline.errors import ConfigError, ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model, lay_out
 from drumline.models.load import facts, load_config
-from drumline.models.shards import Values, Whole
+from drumline.models.shards import NeedsFullModel, Values
 from drumline.models.tokenizer import load_tokenizer
 from drumline.planner.new_tokens import rows_notes, with_new_rows
 from drumline.planner.question import find_model
@@ -127,7 +127,7 @@ def test_a_model_that_is_built_whole_has_the_same_rows(
     in_parts = built(tmp_path, **keys).state_dict()
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise Whole("a test says so")
+        raise NeedsFullModel("a test says so")
 
     monkeypatch.setattr("drumline.models.build.from_files", refuse)
     whole = built(tmp_path, **keys)
