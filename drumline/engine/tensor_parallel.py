@@ -47,7 +47,7 @@ from drumline.models.blocks import (
     whole_layer,
 )
 from drumline.models.cut_trial import weights_on_parts
-from drumline.plan.facts import ROWS_CUT, TP_STYLES
+from drumline.plan.facts import COLUMN_PARALLEL, TP_STYLES
 
 # Styles that leave a module whole.
 REPLICATED = "replicate"
@@ -348,10 +348,10 @@ def _cut_linear(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None)
             where="tp_plan",
             fix="cut linear layers alone",
         )
-    cuts_outputs = style in ROWS_CUT
+    is_column_parallel = style in COLUMN_PARALLEL
     dimension_of_outputs = 1 if is_transposed else 0
     dimension_of_inputs = 1 - dimension_of_outputs
-    if cuts_outputs:
+    if is_column_parallel:
         _cut_parameter(layer, "weight", mesh, Shard(dimension_of_outputs))
         if layer.bias is not None:
             _cut_parameter(layer, "bias", mesh, Shard(0))
@@ -440,7 +440,7 @@ def _own_matrix(layer: Any) -> Tensor:
 
 
 def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Cut embedding and head by rows; a tied pair stays one parameter.
+    """Cut embedding and head over the vocabulary; a tied pair stays one parameter.
 
     The last ranks hold fewer rows if the rows do not divide. The head's own forward gathers all
     logits. If the loss can take hidden states, it is never called (`models.head.Outputs`).
@@ -461,7 +461,7 @@ def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMe
 
 
 def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Cut an embedding by rows, and replace its forward."""
+    """Cut an embedding over the vocabulary, and replace its forward."""
     first = first_row(embedding.num_embeddings, mesh)
     _cut_parameter(embedding, "weight", mesh, Shard(0))
     rows = local(embedding.weight).shape[0]

@@ -16,7 +16,7 @@ from torch import nn
 
 from drumline.errors import ModelError, PlanError
 from drumline.models.classes import reads_images
-from drumline.plan.facts import ROWS_CUT, Place, Weight
+from drumline.plan.facts import COLUMN_PARALLEL, Place, Weight
 from drumline.vendor.torch import BatchNorm
 
 Units = Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
@@ -425,10 +425,10 @@ WHOLE_OUTPUTS = {
 
 
 def regions(model: Any) -> list[str]:
-    """Return the names of modules whose layers begin with columns of a tensor-parallel plan: attentions and feed-forwards."""
+    """Return the names of modules that begin with column-parallel layers: attentions and feed-forwards."""
     outer_names = []
     for name, style in tensor_plan(model).items():
-        if style in ROWS_CUT:
+        if style in COLUMN_PARALLEL:
             outer_name, _, _ = name.rpartition(".")
             outer_names.append(outer_name)
     return list(dict.fromkeys(outer_names))

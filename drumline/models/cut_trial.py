@@ -25,7 +25,7 @@ from drumline.foreign import first_line
 from drumline.models.blocks import blocks, expert_modules, tensor_plan, vocabulary
 from drumline.models.classes import of_layers
 from drumline.models.small import with_few_layers
-from drumline.plan.facts import COLUMNS_CUT, ROWS_CUT, TP_STYLES
+from drumline.plan.facts import COLUMN_PARALLEL, ROW_PARALLEL, TP_STYLES
 
 # Tokens of the trial's row.
 TOKENS = 8
@@ -49,13 +49,14 @@ class CutTrial:
 class _Graph:
     """Nodes of the autograd graph of a trial.
 
-    `parts`: nodes of tensors whose features are cut. `wholes`: nodes of tensors that each rank has
-    whole. `ends`: nodes of the inputs of layers cut by columns, which are cut, too.
+    `sharded`: nodes of the outputs of column-parallel layers, of which a rank has a slice.
+    `replicated`: nodes of tensors that each rank has in full.
+    `row_parallel_inputs`: nodes of the inputs of row-parallel layers, of which a rank has a slice.
     """
 
-    parts: set[Any] = field(default_factory=set)
-    wholes: set[Any] = field(default_factory=set)
-    ends: set[Any] = field(default_factory=set)
+    sharded: set[Any] = field(default_factory=set)
+    replicated: set[Any] = field(default_factory=set)
+    row_parallel_inputs: set[Any] = field(default_factory=set)
 
 
 def try_cut(model: Any) -> CutTrial:
@@ -156,7 +157,7 @@ def _run(trial: Any) -> None:
 def _cut_layers(trial: Any, plan: dict[str, str], ranks: int, graph: _Graph) -> None:
     """Change the forward of each layer that the plan cuts to that of rank 0."""
     embedding, _ = vocabulary(trial)
-    embedding.forward = _whole(embedding.forward, graph)
+    embedding.forward = _forward_with_full_output(embedding.forward, graph)
     for name, style in plan.items():
         if style in ("replicate", "replicated_with_grad_allreduce"):
             continue
@@ -164,41 +165,52 @@ def _cut_layers(trial: Any, plan: dict[str, str], ranks: int, graph: _Graph) -> 
         if style == "experts":
             layer.forward = _experts(graph)
         elif style == "colwise":
-            layer.forward = _part_of_outputs(layer.forward, ranks, graph)
+            layer.forward = _column_parallel_forward(layer.forward, ranks, graph)
         elif style == "rowwise":
-            layer.forward = _of_part(name, layer, ranks, graph)
+            layer.forward = _row_parallel_forward(name, layer, ranks, graph)
         else:
-            assert style in ROWS_CUT or style in COLUMNS_CUT
-            layer.forward = _whole(layer.forward, graph)
+            assert style in COLUMN_PARALLEL or style in ROW_PARALLEL
+            layer.forward = _forward_with_full_output(layer.forward, graph)
 
 
-def _whole(forward: Callable[..., Tensor], graph: _Graph) -> Callable[..., Tensor]:
-    """Return the forward of a layer whose output each rank has whole."""
+def _forward_with_full_output(
+    forward: Callable[..., Tensor], graph: _Graph
+) -> Callable[..., Tensor]:
+    """Return the forward of a layer whose full output is on each rank."""
 
     def run(*inputs: Any) -> Tensor:
         out = forward(*inputs)
-        graph.wholes.add(out.grad_fn)
+        graph.replicated.add(out.grad_fn)
         return out
 
     return run
 
 
-def _part_of_outputs(
+def _column_parallel_forward(
     forward: Callable[..., Tensor], ranks: int, graph: _Graph
 ) -> Callable[..., Tensor]:
-    """Return the forward of a layer cut by rows, with the first part of its outputs."""
+    """Return the forward of a column-parallel layer on rank 0.
+
+    It returns the first slice of the output features.
+    """
 
     def run(x: Tensor) -> Tensor:
-        whole = forward(x)
-        part = whole[..., : math.ceil(whole.shape[-1] / ranks)]
-        graph.parts.add(part.grad_fn)
-        return part
+        full_output = forward(x)
+        features = math.ceil(full_output.shape[-1] / ranks)
+        first_slice = full_output[..., :features]
+        graph.sharded.add(first_slice.grad_fn)
+        return first_slice
 
     return run
 
 
-def _of_part(name: str, layer: Any, ranks: int, graph: _Graph) -> Callable[..., Tensor]:
-    """Return the forward of a layer cut by columns, which takes the first part of its inputs."""
+def _row_parallel_forward(
+    name: str, layer: Any, ranks: int, graph: _Graph
+) -> Callable[..., Tensor]:
+    """Return the forward of a row-parallel layer on rank 0.
+
+    It takes the first slice of the input features. Raises ValueError for any other width.
+    """
     forward = layer.forward
     if isinstance(layer, nn.Linear):
         features = layer.in_features
@@ -210,9 +222,9 @@ def _of_part(name: str, layer: Any, ranks: int, graph: _Graph) -> Callable[..., 
     def run(x: Tensor) -> Tensor:
         if x.shape[-1] != expected:
             raise ValueError(f"{name} is given {x.shape[-1]} features and not {expected}")
-        graph.ends.add(x.grad_fn)
+        graph.row_parallel_inputs.add(x.grad_fn)
         out: Tensor = forward(nn.functional.pad(x, (0, features - expected)))
-        graph.wholes.add(out.grad_fn)
+        graph.replicated.add(out.grad_fn)
         return out
 
     return run
@@ -231,7 +243,7 @@ def _experts(graph: _Graph) -> Callable[..., Tensor]:
             raise ValueError("experts are given tokens without choices")
         hidden_ND, _, weights_Nk = inputs
         out = hidden_ND * weights_Nk.sum(-1, keepdim=True).to(hidden_ND.dtype)
-        graph.wholes.add(out.grad_fn)
+        graph.replicated.add(out.grad_fn)
         return out
 
     return run
@@ -242,7 +254,7 @@ def _result_of(trial: Any, graph: _Graph) -> CutTrial:
     names = {id(weight): name for name, weight in trial.named_parameters()}
     modules: list[str] = []
     for node in _nodes_between(graph):
-        if node in graph.wholes:
+        if node in graph.replicated:
             failure = "its code mixes whole tensors with parts, and would lack gradients"
             return CutTrial(failure=failure)
         name = names.get(id(getattr(node, "variable", None)))
@@ -252,14 +264,17 @@ def _result_of(trial: Any, graph: _Graph) -> CutTrial:
 
 
 def _nodes_between(graph: _Graph) -> Iterator[Any]:
-    """Yield the nodes from layers cut by columns back to layers cut by rows, or to a whole tensor."""
-    waiting = [node for node in graph.ends if node is not None]
-    seen = {*graph.parts}
+    """Yield the autograd nodes between row-parallel inputs and the column-parallel outputs that feed them.
+
+    A replicated node on the way is yielded too, and what feeds it is not.
+    """
+    waiting = [node for node in graph.row_parallel_inputs if node is not None]
+    seen = {*graph.sharded}
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
         yield node
-        if node not in graph.wholes:
+        if node not in graph.replicated:
             waiting += [source for source, _ in node.next_functions if source is not None]

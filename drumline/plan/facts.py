@@ -13,12 +13,14 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-# Styles of transformers' tensor-parallel plans that cut the rows of a weight, and its columns.
-ROWS_CUT = ("colwise", "colwise_gather_output", "colwise_rep")
-COLUMNS_CUT = ("rowwise", "rowwise_rep", "rowwise_split_input")
+# transformers' styles by what a rank computes (Megatron's terms): column-parallel layers split
+# their outputs over the ranks, row-parallel layers their inputs. Which dimension of the stored
+# weight that is depends on its layout: see `cut_dimension`.
+COLUMN_PARALLEL = ("colwise", "colwise_gather_output", "colwise_rep")
+ROW_PARALLEL = ("rowwise", "rowwise_rep", "rowwise_split_input")
 # All styles that engine.tensor_parallel knows. `experts` is its own: cut by the number of experts.
 TP_STYLES = frozenset(
-    (*ROWS_CUT, *COLUMNS_CUT, "replicate", "replicated_with_grad_allreduce", "experts")
+    (*COLUMN_PARALLEL, *ROW_PARALLEL, "replicate", "replicated_with_grad_allreduce", "experts")
 )
 LINEAR = ("Linear", "Conv1D")
 # cuBLAS's fp8 kernels need both sides of a weight to be multiples of this.
@@ -40,7 +42,8 @@ class Weight(NamedTuple):
     """A parameter of a model.
 
     `name`: the name inside its block; the name in the model if it is outside of blocks.
-    `style`: how tensor parallelism cuts its layer, one of TP_STYLES; embedding and head are cut by rows.
+    `style`: how tensor parallelism cuts its layer, one of TP_STYLES. Embedding and head are cut over
+    the vocabulary.
     `owners`: classes of the modules around it, from its block's to the innermost.
     `place`: where it is among the blocks; `both` is a head that is tied to the embedding.
     `apart`: the number of data ranks that it has been cut over already (`experts_over`).
@@ -345,7 +348,7 @@ def cut_dimension(weight: Weight) -> int | None:
     is_matrix = len(weight.shape) > 1
     # Conv1D keeps its weight transposed, (inputs, outputs); its bias has one dimension.
     is_transposed = is_matrix and weight.owners[-1:] == ("Conv1D",)
-    if weight.style in ROWS_CUT:
+    if weight.style in COLUMN_PARALLEL:
         if not weight.shape:
             return None
         return int(is_transposed)
@@ -353,7 +356,7 @@ def cut_dimension(weight: Weight) -> int | None:
         if not weight.shape:
             return None
         return 0
-    if weight.style in COLUMNS_CUT and is_matrix:
+    if weight.style in ROW_PARALLEL and is_matrix:
         return int(not is_transposed)
     return None
 

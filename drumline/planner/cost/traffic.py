@@ -183,8 +183,8 @@ def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str
 class RegionWidths:
     """Entries of one token that enter and leave the regions which tensor parallelism cuts.
 
-    A region is a module that begins with layers cut by rows. Outside of regions the residual stream
-    is cut by tokens.
+    A region is a module that begins with column-parallel layers. Outside of regions the residual
+    stream is cut by tokens.
     """
 
     # Inputs of regions.
@@ -193,11 +193,11 @@ class RegionWidths:
     without_gradient: int = 0
     # Inputs that backward needs for the gradients of weights.
     saved: int = 0
-    # Outputs of layers that are cut by columns, and those of them that backward computes again.
+    # Outputs of row-parallel layers, and those of them that backward computes again.
     outputs: int = 0
     outputs_again: int = 0
-    # Outputs of layers that are cut by rows, if all ranks need them whole.
-    rows: int = 0
+    # Outputs of column-parallel layers that are gathered, because all ranks need them in full.
+    gathered_outputs: int = 0
     # Entries of trainable weights of blocks that are not cut. They do not depend on tokens.
     weights: int = 0
 
@@ -230,7 +230,7 @@ def _add_regions_of_block(
     is_saved: dict[str, bool] = {}
     for place, weight in enumerate(matrices):
         region = _region_of(weight)
-        if _is_cut_by_rows(weight):
+        if _is_column_parallel(weight):
             if region not in is_saved:
                 total.inputs += number * hidden
                 if not is_saved and not has_gradient_before:
@@ -238,8 +238,8 @@ def _add_regions_of_block(
                     total.without_gradient += hidden
                 is_saved[region] = False
             if weight.style != "colwise":
-                total.rows += number * _outputs_of(weight)
-        elif _is_cut_by_columns(weight):
+                total.gathered_outputs += number * _outputs_of(weight)
+        elif _is_row_parallel(weight):
             total.outputs += number * _outputs_of(weight)
             if _is_made_again(matrices[place + 1 :]):
                 total.outputs_again += number * _outputs_of(weight)
@@ -271,13 +271,13 @@ def _region_of(weight: Weight) -> str:
     return layer.rpartition(".")[0]
 
 
-def _is_cut_by_rows(weight: Weight) -> bool:
-    """Return whether tensor parallelism cuts the rows of a weight, so a rank has some outputs."""
+def _is_column_parallel(weight: Weight) -> bool:
+    """Return whether a weight's layer is column-parallel, so a rank has some of its outputs."""
     return weight.style.startswith("colwise")
 
 
-def _is_cut_by_columns(weight: Weight) -> bool:
-    """Return whether tensor parallelism cuts the columns of a weight, so outputs are added up."""
+def _is_row_parallel(weight: Weight) -> bool:
+    """Return whether a weight's layer is row-parallel, so its outputs are summed over the ranks."""
     return weight.style.startswith("rowwise")
 
 
@@ -293,7 +293,7 @@ def _needs_input(weight: Weight) -> bool:
         return False
     if ".lora_A" in weight.name:
         return True
-    return _is_cut_by_rows(weight) and ".lora_B" not in weight.name
+    return _is_column_parallel(weight) and ".lora_B" not in weight.name
 
 
 def _is_made_again(later: Sequence[Weight]) -> bool:
@@ -303,25 +303,25 @@ def _is_made_again(later: Sequence[Weight]) -> bool:
     last layer of a block is not made again, unless an adapter is on that layer. `later`: the
     matrices that follow in the block.
     """
-    return any(_is_cut_by_columns(weight) or ".lora_" in weight.name for weight in later)
+    return any(_is_row_parallel(weight) or ".lora_" in weight.name for weight in later)
 
 
 @dataclass
 class LayerWidths:
     """Entries of one token that all layers send which tensor parallelism cuts."""
 
-    # What comes back to the inputs of layers that are cut by rows.
+    # What comes back to the inputs of column-parallel layers.
     inputs: int = 0
     # Inputs without a gradient, because nothing trainable is before them.
     without_gradient: int = 0
-    # Outputs of layers that are cut by columns, and those of them that backward computes again.
+    # Outputs of row-parallel layers, and those of them that backward computes again.
     outputs: int = 0
     outputs_again: int = 0
     embedding: int = 0
-    # What is gathered, if all ranks need the outputs of a layer cut by rows whole; and what comes
-    # back to a layer cut by columns whose inputs were whole.
-    rows: int = 0
-    columns: int = 0
+    # Outputs of column-parallel layers that are gathered, because all ranks need them in full.
+    gathered_outputs: int = 0
+    # Inputs of row-parallel layers that each rank has in full. Their gradients are gathered.
+    full_inputs: int = 0
     # Entries of whole weights whose gradients are added up. They do not depend on tokens.
     weights: int = 0
     # Half of the layers that are cut.
@@ -363,18 +363,18 @@ def _add_layers_of_block(
     total.calls += number * len(cut) // 2
     for place, weight in enumerate(matrices):
         rows, columns = weight.shape
-        if _is_cut_by_rows(weight):
+        if _is_column_parallel(weight):
             total.inputs += number * columns
             if weight.style != "colwise":
-                total.rows += number * rows
+                total.gathered_outputs += number * rows
             is_of_attention = "attn" in weight.name and ".lora_" not in weight.name
             if is_of_attention and not has_gradient_before:
                 # Only the first block of a model has no gradient before it.
                 total.without_gradient += columns
-        elif _is_cut_by_columns(weight):
+        elif _is_row_parallel(weight):
             total.outputs += number * rows
             if weight.style != "rowwise":
-                total.columns += number * columns
+                total.full_inputs += number * columns
             if _is_made_again(matrices[place + 1 :]):
                 total.outputs_again += number * rows
 
@@ -382,9 +382,9 @@ def _add_layers_of_block(
 def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
     """Add the flows of tensor parallelism, in each micro-batch.
 
-    A layer cut by rows of its weight adds up what comes back to its input, and a layer cut by
-    columns its output. So does the embedding, whose rows are on different ranks. Under autocast the
-    gradients of inputs are fp32, and outputs are in the low type.
+    A column-parallel layer sums the gradients of its input over the ranks, and a row-parallel layer
+    its output. The embedding sums its output too, because its rows are on different ranks. Under
+    autocast the gradients of inputs are fp32, and outputs are in the low type.
     """
     ranks = layout.mesh.tp
     if ranks == 1:
@@ -418,13 +418,13 @@ def _whole_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: flo
     output_calls: float = calls
     gradients = sizes.inputs + sizes.embedding
     outputs = sizes.outputs
-    gathered = sizes.rows + sizes.columns
+    gathered = sizes.gathered_outputs + sizes.full_inputs
     if layout.activation_checkpointing == "none":
         gradients -= sizes.without_gradient
     else:
         # Recomputation begins at the input of a block, which has a gradient then.
         outputs += sizes.outputs_again
-        gathered += sizes.rows
+        gathered += sizes.gathered_outputs
         output_calls = calls * 1.5
     volume.add("all_reduce", tokens * FULL * gradients, ranks, "tp", calls)
     volume.add("all_reduce", tokens * low * outputs, ranks, "tp", output_calls)
@@ -444,10 +444,10 @@ def _cut_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float
     rounds = layout.batch.accumulation
     recomputes = layout.activation_checkpointing != "none"
     sizes = regions(facts)
-    gathers = sizes.inputs + sizes.rows + sizes.outputs
-    reduces = sizes.inputs + sizes.outputs + sizes.rows
+    gathers = sizes.inputs + sizes.gathered_outputs + sizes.outputs
+    reduces = sizes.inputs + sizes.outputs + sizes.gathered_outputs
     if recomputes:
-        gathers += sizes.inputs + sizes.rows
+        gathers += sizes.inputs + sizes.gathered_outputs
         reduces += sizes.outputs_again
     else:
         reduces -= sizes.without_gradient
@@ -511,7 +511,7 @@ def experts(
 
 
 def _vocabulary(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
-    """Add the flows of the loss over a head that is cut by rows.
+    """Add the flows of the loss over a head that is cut over the vocabulary.
 
     Each token with a loss sends its largest logit, the target's logit with the sum, and the entropy
     if the objective needs it. All tokens send the gradients of the hidden states.
