@@ -1,5 +1,8 @@
-"""Batch arithmetic: global samples = micro-batch × accumulation × data ranks, whichever side the user gave. Of rollouts: minibatches ×
-global samples episodes each, trained on `epochs` times. Pure."""
+"""Batch arithmetic, without side effects.
+
+global samples = micro-batch × accumulation × data ranks, whichever side the user gave. A rollout has
+minibatches × global samples episodes, and the policy learns from each of them `epochs` times.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ from drumline.errors import PlanError
 from drumline.plan.plan import BatchPlan, DataPlan
 from drumline.system.output import plural
 
-# With only the global batch given, a device takes as many samples at once as fit into this many tokens: enough to keep
-# matrix products busy, small enough for the activations of a 1B model on a 24 GB card.
+# If only the global batch is given, a device takes as many samples at once as fit into this many
+# tokens: enough to keep matrix products busy, few enough for the activations of a 1B model on a
+# 24 GB card.
 TOKENS_AT_ONCE = 4096
-IMAGE_TOKENS = 128  # an image counts as this many
+# An image counts as this many tokens.
+IMAGE_TOKENS = 128
 
 
 def resolve_batch(
@@ -27,121 +32,228 @@ def resolve_batch(
     batch: BatchConfig | None = None,
     why: list[str] | None = None,
 ) -> BatchPlan:
-    """The batch of the run. `in_flight`: accumulation to choose at least, where it is open. `batch`: in the place of the config's. `why`
-    gets a line for each number that was chosen. Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do
-    not go together."""
-    why = [] if why is None else why
-    batch, rows_per_sample = batch or config.batch, config.algorithm.rows_per_sample
-    tokens = (IMAGE_TOKENS if config.images_alone else config.data.max_length) * rows_per_sample
-    total, micro, accumulation = batch.global_samples, batch.micro_batch, batch.accumulation
-    ranks = plural(data_ranks, "data rank")
-    if batch.global_tokens is not None:
-        unit = (
-            "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length ="
-        )
-        what = f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}"
-        total = _quotient(batch.global_tokens, tokens, what, "batch.global_tokens", "nearest: {}")
+    """Return the batch sizes that satisfy global samples = micro-batch × accumulation × data ranks.
+
+    What the user left open is chosen here, and `why` gets a line for it.
+
+    Args:
+        config: The config of the run.
+        data_ranks: Ranks that take different samples.
+        in_flight: Micro-batches that a pipeline needs, and so the least accumulation to choose.
+        batch: Sizes to use in place of the config's.
+        why: The list for the lines about what was chosen.
+
+    Raises PlanError, with the arithmetic and the nearest valid values, if the sizes do not agree.
+    """
+    if why is None:
+        why = []
+    if batch is None:
+        batch = config.batch
+    algorithm = config.algorithm
+    micro = batch.micro_batch
+    accumulation = batch.accumulation
+    sample_tokens = _tokens_of_sample(config)
+    total = _given_global_samples(batch, sample_tokens, algorithm.rows_per_sample)
     if total is None:
-        micro = micro or 1
-        accumulation = accumulation or default_rounds(
-            config.algorithm, micro * data_ranks, in_flight
-        )
+        micro, accumulation = _default_factors(batch, algorithm, data_ranks, in_flight, why)
         total = micro * accumulation * data_ranks
-        why.append(
-            f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {ranks} = {total}"
-        )
     elif micro and accumulation:
-        if (product := micro * accumulation * data_ranks) != total:
-            what = f"global batch {total} is not micro_batch {micro} × accumulation {accumulation} × {ranks} = {product}"
-            raise PlanError(
-                what, where="batch", fix="leave one of the three out, or make both sides equal"
-            )
-    elif micro or accumulation:
-        name, given = ("micro_batch", micro) if micro else ("accumulation", accumulation or 1)
-        other = _divide(total, given * data_ranks, f"{name} {given} × {ranks}")
-        micro, accumulation = micro or other, accumulation or other
+        _require_product(total, micro, accumulation, data_ranks)
+    elif micro:
+        ranks = plural(data_ranks, "data rank")
+        factors = f"micro_batch {micro} × {ranks}"
+        accumulation = _divide_global_batch(total, micro * data_ranks, factors)
+    elif accumulation:
+        ranks = plural(data_ranks, "data rank")
+        factors = f"accumulation {accumulation} × {ranks}"
+        micro = _divide_global_batch(total, accumulation * data_ranks, factors)
     else:
-        per_rank = _divide(total, data_ranks, ranks)
-        fits = [
-            m
-            for m in divisors(per_rank)
-            if m * tokens <= TOKENS_AT_ONCE and per_rank // m >= in_flight
-        ]
-        micro = max(fits, default=1)
+        per_rank = _divide_global_batch(total, data_ranks, plural(data_ranks, "data rank"))
+        micro = _largest_fitting_micro_batch(per_rank, sample_tokens, in_flight, why)
         accumulation = per_rank // micro
-        why.append(
-            f"micro-batch {micro}: the largest divisor of {per_rank} samples a rank within {TOKENS_AT_ONCE} tokens at once"
-            + (f" that leaves {in_flight} micro-batches for the pipeline" if in_flight > 1 else "")
-        )
-    assert micro and accumulation
-    if total == 1 and config.algorithm.pairs_with_previous:
-        what = "a global batch of 1 sample has no answer to another prompt, which this loss compares with"
-        raise PlanError(what, where="batch", fix="use batch.global_samples=2 or more")
+    _require_another_prompt(total, algorithm)
     return BatchPlan(
         global_samples=total,
         micro_batch=micro,
         accumulation=accumulation,
         eval_micro_batch=config.eval.micro_batch or micro,
-        rows_per_sample=rows_per_sample,
+        rows_per_sample=algorithm.rows_per_sample,
     )
 
 
+def _tokens_of_sample(config: Config) -> int:
+    """Return the tokens that a sample counts as."""
+    row_tokens = config.data.max_length
+    if config.images_alone:
+        row_tokens = IMAGE_TOKENS
+    return row_tokens * config.algorithm.rows_per_sample
+
+
+def _given_global_samples(
+    batch: BatchConfig, sample_tokens: int, rows_per_sample: int
+) -> int | None:
+    """Return the global batch that the user set, in samples; None if neither samples nor tokens are set.
+
+    Raises PlanError if the tokens are not a multiple of a sample's.
+    """
+    if batch.global_tokens is None:
+        return batch.global_samples
+    unit = "data.max_length"
+    if rows_per_sample != 1:
+        unit = f"{rows_per_sample} × data.max_length ="
+    what = f"global_tokens {batch.global_tokens} is not a multiple of {unit} {sample_tokens}"
+    return _divide_exactly(
+        batch.global_tokens, sample_tokens, what, "batch.global_tokens", "nearest: {}"
+    )
+
+
+def _default_factors(
+    batch: BatchConfig,
+    algorithm: AlgorithmSpec,
+    data_ranks: int,
+    in_flight: int,
+    why: list[str],
+) -> tuple[int, int]:
+    """Return micro-batch and accumulation if no global batch is set.
+
+    An open micro-batch is 1. An open accumulation is the least that the pipeline and the algorithm
+    accept.
+    """
+    micro = batch.micro_batch or 1
+    accumulation = batch.accumulation
+    if not accumulation:
+        accumulation = default_rounds(algorithm, micro * data_ranks, in_flight)
+    total = micro * accumulation * data_ranks
+    ranks = plural(data_ranks, "data rank")
+    why.append(
+        f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {ranks} = {total}"
+    )
+    return micro, accumulation
+
+
+def _require_product(total: int, micro: int, accumulation: int, data_ranks: int) -> None:
+    """Raise PlanError if the global batch is not the product of micro-batch, accumulation and data ranks."""
+    product = micro * accumulation * data_ranks
+    if product == total:
+        return
+    ranks = plural(data_ranks, "data rank")
+    what = f"global batch {total} is not micro_batch {micro} × accumulation {accumulation} × {ranks} = {product}"
+    fix = "leave one of the three out, or make both sides equal"
+    raise PlanError(what, where="batch", fix=fix)
+
+
+def _largest_fitting_micro_batch(
+    per_rank: int, sample_tokens: int, in_flight: int, why: list[str]
+) -> int:
+    """Return the largest micro-batch within TOKENS_AT_ONCE that leaves `in_flight` micro-batches.
+
+    It divides `per_rank`, the samples of a rank in one optimizer step. If no divisor fits, it is 1.
+    """
+    micro = 1
+    for divisor in divisors(per_rank):
+        fits = divisor * sample_tokens <= TOKENS_AT_ONCE
+        if fits and per_rank // divisor >= in_flight:
+            micro = divisor
+    line = f"micro-batch {micro}: the largest divisor of {per_rank} samples a rank within {TOKENS_AT_ONCE} tokens at once"
+    if in_flight > 1:
+        line += f" that leaves {in_flight} micro-batches for the pipeline"
+    why.append(line)
+    return micro
+
+
+def _require_another_prompt(total: int, algorithm: AlgorithmSpec) -> None:
+    """Raise PlanError if the loss compares a sample with one before it, and the global batch has only one."""
+    if total == 1 and algorithm.pairs_with_previous:
+        what = "a global batch of 1 sample has no answer to another prompt, which this loss compares with"
+        raise PlanError(what, where="batch", fix="use batch.global_samples=2 or more")
+
+
 def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator[BatchPlan]:
-    """Each batch that the user leaves open on this many data ranks, the smallest micro-batch first. Where no global batch is set, it is
-    that of plain data parallel over all `world` processes, so that layouts compare; where micro-batch and accumulation are set, that of the
-    data ranks. `least`: micro-batches in flight. Raises PlanError where the numbers do not go together."""
+    """Yield each batch that the user's settings allow on these ranks, the smallest micro-batch first.
+
+    If no global batch is set, it is that of plain data parallelism over all processes, so that
+    layouts can be compared. If micro-batch and accumulation are both set, it follows the data ranks.
+
+    Args:
+        config: The config of the run.
+        data_ranks: Ranks that take different samples.
+        world: Number of all processes.
+        least: Micro-batches that a pipeline needs, and so the least accumulation to choose.
+
+    Raises PlanError if the sizes do not agree.
+    """
     batch = config.batch
-    if (
-        batch.global_samples is None
-        and batch.global_tokens is None
-        and not (batch.micro_batch and batch.accumulation)
-    ):
-        total = (batch.micro_batch or 1) * (batch.accumulation or 1) * world
-        total *= default_rounds(config.algorithm, total)
-        batch = BatchConfig(
-            global_samples=total, micro_batch=batch.micro_batch, accumulation=batch.accumulation
-        )
+    has_global_batch = batch.global_samples is not None or batch.global_tokens is not None
+    has_both_factors = bool(batch.micro_batch and batch.accumulation)
+    if not has_global_batch and not has_both_factors:
+        batch = _batch_of_data_parallel(config, world)
     first = resolve_batch(config, data_ranks, least, batch)
     if batch.micro_batch or batch.accumulation:
         yield first
         return
     per_rank = first.global_samples // data_ranks
     for micro in divisors(per_rank):
-        held_out = config.eval.micro_batch or micro
-        yield first.model_copy(
-            update={
-                "micro_batch": micro,
-                "accumulation": per_rank // micro,
-                "eval_micro_batch": held_out,
-            }
-        )
+        sizes = {
+            "micro_batch": micro,
+            "accumulation": per_rank // micro,
+            "eval_micro_batch": config.eval.micro_batch or micro,
+        }
+        yield first.model_copy(update=sizes)
+
+
+def _batch_of_data_parallel(config: Config, world: int) -> BatchConfig:
+    """Return the config's batch with the global batch of plain data parallelism over all processes."""
+    batch = config.batch
+    total = (batch.micro_batch or 1) * (batch.accumulation or 1) * world
+    total *= default_rounds(config.algorithm, total)
+    return BatchConfig(
+        global_samples=total, micro_batch=batch.micro_batch, accumulation=batch.accumulation
+    )
 
 
 def default_rounds(algorithm: AlgorithmSpec, samples: int, least: int = 1) -> int:
     """Return how often to take `samples`, `least` times or more, for a global batch that the algorithm accepts."""
     if samples == 1 and algorithm.pairs_with_previous:
         least = max(least, 2)
-    return least_rounds(samples, algorithm.samples_in_turn, least)
+    return repetitions_to_multiple(samples, algorithm.samples_in_turn, least)
 
 
-def least_rounds(samples: int, multiple: int, least: int = 1) -> int:
-    """How often to take so many samples, `least` times or more, for a multiple of `multiple`."""
-    whole = multiple // math.gcd(samples, multiple)
-    return whole * math.ceil(least / whole)
+def repetitions_to_multiple(samples: int, multiple: int, least: int = 1) -> int:
+    """Return how often to take `samples`, `least` times or more, until they are a multiple of `multiple`."""
+    step = multiple // math.gcd(samples, multiple)
+    return step * math.ceil(least / step)
 
 
 def nearest(number: int, by: int) -> str:
-    """The multiples of `by` next to a number that is none."""
-    return " or ".join(map(str, sorted({max(1, number // by) * by, (number // by + 1) * by})))
+    """Return the multiples of `by` below and above a number that is none, as text."""
+    below = max(1, number // by) * by
+    above = (number // by + 1) * by
+    if below == above:
+        return str(below)
+    return f"{below} or {above}"
 
 
-def _divide(total: int, by: int, names: str) -> int:
-    what = f"global batch of {total} samples does not divide by {names}: {total} / {by} = {total / by:.2f}"
-    return _quotient(total, by, what, "batch", "nearest global batch: {}")
+def _divide_global_batch(total: int, by: int, factors: str) -> int:
+    """Return the global batch divided by some of its factors, which `factors` names.
+
+    Raises PlanError if it does not divide.
+    """
+    what = f"global batch of {total} samples does not divide by {factors}: {total} / {by} = {total / by:.2f}"
+    return _divide_exactly(total, by, what, "batch", "nearest global batch: {}")
 
 
-def _quotient(total: int, by: int, what: str, where: str, fix: str) -> int:
-    """Raises PlanError where `by` does not divide; `fix` gets the nearest multiples."""
+def _divide_exactly(total: int, by: int, what: str, where: str, fix: str) -> int:
+    """Return total / by.
+
+    Args:
+        total: The number to divide.
+        by: The divisor, above 0.
+        what: The error's message.
+        where: The key that the error is about.
+        fix: The error's advice. Its `{}` is replaced by the nearest multiples.
+
+    Raises PlanError, with the nearest multiples in `fix`, if it is not a whole number above 0.
+    """
     quotient, rest = divmod(total, by)
     if rest or not quotient:
         raise PlanError(what, where=where, fix=fix.format(nearest(total, by)))
@@ -149,10 +261,16 @@ def _quotient(total: int, by: int, what: str, where: str, fix: str) -> int:
 
 
 def in_steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> Config:
-    """The config with steps where `every` counts epochs; as it is while the data is not prepared."""
+    """Return the config with `every` of checkpoints and evaluations in steps, if it is set in epochs.
+
+    `why` gets a line for each. Without prepared data the config is returned as it is.
+    """
+    if data is None:
+        return config
     for name in ("checkpoint", "eval"):
         section = getattr(config, name)
-        if (epochs := passes(section.every)) is None or data is None:
+        epochs = passes(section.every)
+        if epochs is None:
             continue
         every = max(1, round(epochs * _steps_of_epoch(config, batch, data)))
         why.append(f"{name}.every {section.every}: {every} steps")
@@ -161,45 +279,41 @@ def in_steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[
 
 
 def _steps_of_epoch(config: Config, batch: BatchPlan, data: DataPlan) -> float:
+    """Return the optimizer steps of an epoch, which may be a fraction."""
     rollout = config.algorithm.rollout
     if rollout is None:
         return data.epoch / batch.global_samples
-    return (
-        rollout.steps_in_turn
-        * data.epoch
-        * rollout.group_size
-        / (rollout.minibatches * batch.global_samples)
-    )
+    episodes_of_epoch = data.epoch * rollout.group_size
+    episodes_of_rollout = rollout.minibatches * batch.global_samples
+    return rollout.steps_in_turn * episodes_of_epoch / episodes_of_rollout
 
 
 def steps_of_rollouts(
     config: Config, algorithm: RolloutSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]
 ) -> int | None:
-    """Optimizer steps of the run; None while the data is not prepared. Raises PlanError where groups or rollouts do not come out whole."""
-    episodes, group = algorithm.minibatches * batch.global_samples, algorithm.group_size
-    what = f"a rollout of {algorithm.minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}"
+    """Return the optimizer steps of a run that learns from rollouts; None if the data is not prepared.
+
+    `why` gets a line with the sizes of a rollout. Raises PlanError if a rollout does not divide into
+    groups, or if the run ends within a rollout.
+    """
+    minibatches = algorithm.minibatches
+    group = algorithm.group_size
+    episodes = minibatches * batch.global_samples
+    what = f"a rollout of {minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}"
     fix = "choose batch.global_samples × algorithm.minibatches as {}"
-    prompts = _quotient(episodes, group, what, "algorithm.group_size", fix)
-    each = algorithm.steps_in_turn
+    prompts = _divide_exactly(episodes, group, what, "algorithm.group_size", fix)
+    steps_of_rollout = algorithm.steps_in_turn
     why.append(
-        f"a rollout: {prompts} prompts × {group} = {episodes} episodes, learned from in {algorithm.epochs} epochs × {algorithm.minibatches}"
-        f" minibatches = {each} steps"
+        f"a rollout: {prompts} prompts × {group} = {episodes} episodes, learned from in {algorithm.epochs} epochs × {minibatches}"
+        f" minibatches = {steps_of_rollout} steps"
     )
-    if config.run.steps is None:
-        return (
-            None
-            if data is None
-            else each * max(1, math.ceil(config.run.epochs * data.epoch / prompts))
-        )
-    steps, rollout = (
-        config.run.steps,
-        f"{algorithm.epochs} epochs × {algorithm.minibatches} minibatches = {each} steps",
-    )
-    _quotient(
-        steps,
-        each,
-        f"{steps} steps end within a rollout, which has {rollout}",
-        "run.steps",
-        "nearest: {}",
-    )
-    return steps
+    steps = config.run.steps
+    if steps is not None:
+        sizes = f"{algorithm.epochs} epochs × {minibatches} minibatches = {steps_of_rollout} steps"
+        what = f"{steps} steps end within a rollout, which has {sizes}"
+        _divide_exactly(steps, steps_of_rollout, what, "run.steps", "nearest: {}")
+        return steps
+    if data is None:
+        return None
+    rollouts = max(1, math.ceil(config.run.epochs * data.epoch / prompts))
+    return steps_of_rollout * rollouts
