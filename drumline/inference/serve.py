@@ -15,7 +15,7 @@ from drumline.errors import EnvironmentFault, ModelError
 from drumline.launch.environment import listen
 from drumline.models.export import exported, plan_of
 from drumline.report.bars import bars
-from drumline.system.process import Process, exit_code, start_command, tied
+from drumline.system.process import Process, start_command, tied, wait_for_exit
 from drumline.system.signals import CtrlC
 
 # Seconds that the server has to end.
@@ -91,7 +91,7 @@ def _wait_for(server: Process) -> int:
             return server.wait()
     except KeyboardInterrupt:
         server.terminate()
-        if exit_code(server, END_SECONDS) is None:
+        if wait_for_exit(server, END_SECONDS) is None:
             # The server is the first process of a session.
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()

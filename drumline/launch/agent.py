@@ -42,7 +42,7 @@ from drumline.launch.early import EarlyRanks
 from drumline.launch.hangs import Hang, aborted
 from drumline.launch.postmortem import RankEnd, read_error
 from drumline.launch.watch import Watch
-from drumline.system.process import PIPE, SECRET_COMES, exit_code, is_suspended
+from drumline.system.process import PIPE, SECRET_COMES, is_suspended, wait_for_exit
 from drumline.system.signals import LauncherSignals
 from drumline.system.sockets import for_store
 
@@ -234,7 +234,7 @@ class Agent(LocalElasticAgent):
         if not self._dead_at:
             self._dead_at = time.monotonic() + patience
         for process in self._processes().values():
-            exit_code(process, max(0.0, self._dead_at - time.monotonic()))
+            wait_for_exit(process, max(0.0, self._dead_at - time.monotonic()))
 
     def strike(self) -> None:
         """Send SIGKILL without waiting. Each rank is the leader of a session of its own."""

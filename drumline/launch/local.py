@@ -56,6 +56,14 @@ MILESTONES = (Restore, Step, Eval, Save)
 # A session reads this variable: above 0 it goes on from its newest checkpoint.
 ATTEMPT = "DRUMLINE_ATTEMPT"
 GRACE_SECONDS = 60.0
+# Codes of ranks that ended on purpose, most important first. A rank exits with 75 only once the
+# checkpoint is whole on all ranks, so a failure while it leaves does not undo it.
+DELIBERATE = (
+    UserError.exit_code,
+    TrainingStopped.exit_code,
+    NotSaved.rank_code,
+    Preempted.exit_code,
+)
 
 
 class Ranks(Protocol):
@@ -154,7 +162,7 @@ class _Launch:
         A signal may come at any time, so `signals` are looked at where each decision is made.
         """
         plan = self.plan
-        code = exit_code(ends, signals.number)
+        code = decide_exit_code(ends, signals.number)
         if signals.number and code != 0 and _was_exporting(self.events_path, self.past):
             _report_stopped_export(signals.number, plan, self.events_path)
             return Preempted.exit_code
@@ -315,22 +323,28 @@ def _note_lost_export(error: str, status: str, code: int, events_path: Path) -> 
     log.emit(RunEnd(status=status, exit_code=code, step=max(steps, default=0), goodput={}))
 
 
-def exit_code(ends: list[RankEnd], stop_signal: int) -> int | None:
-    """Return the exit code of a launch that is over; None if a rank failed and has to be reported."""
-    any_killed = any(end.killed for end in ends)
+def decide_exit_code(ends: list[RankEnd], stop_signal: int) -> int | None:
+    """Return the exit code of a launch that is over; None if a rank failed and must be reported.
+
+    `stop_signal`: the signal that asked the launch to stop; 0 for none.
+    """
+    # A rank that the launcher killed says nothing, unless it had noted an error before.
     codes = {end.exitcode for end in ends if not end.killed or end.error}
-    if codes == {0} and not any_killed:
+    if codes == {0} and not any(end.killed for end in ends):
         return 0
-    # A rank ends with 75 after the checkpoint is whole on all ranks: what fails while it leaves does not undo it.
-    for code in (2, 3, NotSaved.rank_code, 75):
+    for code in DELIBERATE:
         if code in codes:
             return code
-    if stop_signal and -stop_signal in codes:
-        # A rank died of the signal because it could not listen yet; there was nothing to save then.
-        return 75
-    if stop_signal and codes <= {0}:
-        return 1
-    return None
+    if not stop_signal:
+        return None
+    if -stop_signal in codes:
+        # The signal came before the rank had a handler for it. There was nothing to save then.
+        return Preempted.exit_code
+    has_failed = bool(codes - {0})
+    if has_failed:
+        return None
+    # The ranks did not save within the grace time and were killed.
+    return 1
 
 
 def _with_exit_code(ends: list[RankEnd], code: int) -> list[RankEnd]:

@@ -23,7 +23,7 @@ from drumline.launch.environment import listen
 from drumline.launch.local import (
     ATTEMPT,
     GRACE_SECONDS,
-    exit_code,
+    decide_exit_code,
     next_attempt,
     progress_since,
     report_failure,
@@ -116,7 +116,7 @@ def launch_script(
             session = _read_session(logs)
             if session is not None:
                 ends = _move_logs(logs, session, ends)
-            code = exit_code(ends, signals.number)
+            code = decide_exit_code(ends, signals.number)
             if code is not None:
                 _report_silent_end(ends, code, signals.number)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code

@@ -39,7 +39,7 @@ from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import require_package
 from drumline.hardware.detect import usable_cores
 from drumline.system import heartbeat
-from drumline.system.process import exit_code, start_module
+from drumline.system.process import start_module, wait_for_exit
 from drumline.system.redact import reveal
 
 MOST_WORKERS = 4
@@ -448,7 +448,7 @@ class Isolated:
         except Garbled:
             raise _failed_start(NOT_ITS_OWN) from None
         except (EOFError, OSError):
-            raise _failed_start(ending(exit_code(self.process, END_SECONDS))) from None
+            raise _failed_start(ending(wait_for_exit(self.process, END_SECONDS))) from None
         mistake = reply.get("wrong")
         if mistake:
             error_type: type[DrumlineError] = getattr(errors, mistake["kind"])
@@ -487,7 +487,7 @@ class Isolated:
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
-            failure = ending(exit_code(self.process, EXIT_SECONDS))
+            failure = ending(wait_for_exit(self.process, EXIT_SECONDS))
         except Garbled:
             failure = NOT_ITS_OWN
         self.kill()
@@ -496,9 +496,9 @@ class Isolated:
     def kill(self) -> None:
         """End the process and what its rewards have started, and wait for it."""
         is_about_to_end = self.channel.ended
-        exit_code(self.process, EXIT_SECONDS if is_about_to_end else 0.0)
+        wait_for_exit(self.process, EXIT_SECONDS if is_about_to_end else 0.0)
         self.process.terminate()
-        if exit_code(self.process, END_SECONDS) is None:
+        if wait_for_exit(self.process, END_SECONDS) is None:
             self.process.kill()
             self.process.wait()
         self.channel.end.close()

@@ -414,8 +414,8 @@ class Helper(subprocess.Popen[str]):
         self.wait()
 
 
-def exit_code(process: subprocess.Popen[Any], seconds: float) -> int | None:
-    """Of a process that ends within so many seconds; None where it does not."""
+def wait_for_exit(process: subprocess.Popen[Any], seconds: float) -> int | None:
+    """Wait up to `seconds` for a process to end. Return its exit code; None if it still runs."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from drumline.config.resume import Resume
-from drumline.launch.local import exit_code, launch, next_attempt, progress_since, resume_of_restart
+from drumline.launch.local import (
+    decide_exit_code,
+    launch,
+    next_attempt,
+    progress_since,
+    resume_of_restart,
+)
 from drumline.launch.postmortem import (
     RankEnd,
     Restarts,
@@ -169,7 +175,7 @@ def test_notes_that_are_none(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_exit_code(ends: list[RankEnd], asked: int, code: int | None) -> None:
-    assert exit_code(ends, asked) == code
+    assert decide_exit_code(ends, asked) == code
 
 
 def test_how_far_the_attempt_came(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line, require_package
 from drumline.system.network import require_interface
-from drumline.system.process import Helper, exit_code, tied
+from drumline.system.process import Helper, tied, wait_for_exit
 from drumline.system.redact import redact
 from drumline_hosts.coordinator import AGENT, Hosts
 from drumline_hosts.link import Message
@@ -66,7 +66,7 @@ class Node:
 
     def close(self, seconds: float = LEAVE_SECONDS) -> None:
         if self.agent is not None:
-            exit_code(self.agent, seconds)
+            wait_for_exit(self.agent, seconds)
             self.agent.end()
 
 

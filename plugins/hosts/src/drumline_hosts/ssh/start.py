@@ -33,7 +33,7 @@ from drumline.system.network import (
     require_interface,
     source_address,
 )
-from drumline.system.process import Helper, exit_code, run_command, tied
+from drumline.system.process import Helper, run_command, tied, wait_for_exit
 from drumline.system.redact import redact
 from drumline.telemetry.events import Save, Step
 from drumline_hosts.coordinator import AGENT, Hosts
@@ -109,7 +109,7 @@ class SSH:
             self._closed = True
         until = time.monotonic() + LEAVE_SECONDS
         for agent in self._agents.values():
-            exit_code(agent, max(0.0, until - time.monotonic()))
+            wait_for_exit(agent, max(0.0, until - time.monotonic()))
             agent.end()
 
 
