@@ -28,7 +28,7 @@ from drumline.config.urls import is_url
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import MIB, expanded, first_line, judged, open_plain
 from drumline.hardware.detect import cache_dir
-from drumline.system.files import kept
+from drumline.system.files import load_or_compute
 from drumline.system.redact import redact
 
 # Bytes of a file. All are hashed before the first row is read (minutes), and holes of sparse files are
@@ -442,21 +442,21 @@ def hash_file(path: Path) -> str:
             )
         stamp = [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
-        def make() -> str:
+        def compute() -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-        def read(text: str) -> str:
+        def parse(text: str) -> str:
             entry = json.loads(text)
             if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:
                 raise ValueError("the file has changed")
             return str(entry[1])
 
-        def write(digest: str) -> str:
+        def serialize(digest: str) -> str:
             return json.dumps([stamp, digest])
 
         is_settled = time.time() - state.st_ctime >= SETTLED_SECONDS
         if state.st_size < LARGE or not is_settled:
-            return make()
+            return compute()
         full = str(path.absolute()).encode(errors="surrogateescape")
         name = hashlib.sha256(full).hexdigest()[:NAME_DIGITS]
-        return kept(cache_dir() / "hashes" / name, read, make, write)
+        return load_or_compute(cache_dir() / "hashes" / name, parse, compute, serialize)

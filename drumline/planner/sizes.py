@@ -27,7 +27,7 @@ from drumline.hardware.detect import cache_dir
 from drumline.models.shapes import KNOWN, full_config
 from drumline.plan.facts import ModelFacts, with_length
 from drumline.planner.derived import NO_SIZES, of_family, with_lora
-from drumline.system.files import kept
+from drumline.system.files import load_or_compute
 from drumline.version import __version__
 
 PACKAGE = Path(__file__).parents[1]
@@ -113,7 +113,8 @@ def sizes_of(
     if key is None:
         counted_at, sizes = count()
     else:
-        counted_at, sizes = kept(cache_dir() / "facts" / f"{key}.json", _read, count, _text)
+        file = cache_dir() / "facts" / f"{key}.json"
+        counted_at, sizes = load_or_compute(file, _read, count, _text)
     if counted_at == length:
         return sizes
     return with_length(sizes, counted_at, length)

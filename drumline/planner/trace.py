@@ -48,7 +48,7 @@ from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Layout, Plan, Predicted
 from drumline.planner.cost.activations import by_kind, mixed
-from drumline.system.files import kept
+from drumline.system.files import load_or_compute
 from drumline.system.process import run_module
 from drumline.telemetry.memory_tracker import LiveBytes, plain_parts
 from drumline.vendor.torch import (
@@ -96,7 +96,7 @@ def trace(
         return mixed(layout, facts, some, rest)
     try:
         question = question_of(config, model_path, layout, facts)
-        return kept(
+        return load_or_compute(
             cache_dir() / "traces" / f"{_key(question)}.json",
             Activations.model_validate_json,
             lambda: _activations(question, layout),

@@ -39,7 +39,10 @@ def whole_file(
     """Write a file; what has its name stays there until the new one is whole. `private`: for its owner alone, where otherwise the umask
     decides. `durable`: on the device afterwards, and its name too. `shared`: several processes may write it at once, each a file of its
     own."""
-    fresh = path.with_name(f"{UNFINISHED}{path.name}" + f"-{os.getpid()}" * shared)
+    name = f"{UNFINISHED}{path.name}"
+    if shared:
+        name += f"-{os.getpid()}"
+    fresh = path.with_name(name)
     try:
         with open(
             fresh,
@@ -61,27 +64,30 @@ def whole_file(
 
 
 def write_whole(path: Path, text: str, **how: bool) -> None:
-    """The same for a text."""
+    """Replace a file by one with this text, atomically. Options as of `whole_file`."""
     with whole_file(path, **how) as file:
         file.write(text.encode())
 
 
-def kept(
-    path: Path, read: Callable[[str], T], make: Callable[[], T], write: Callable[[T], str]
+def load_or_compute(
+    path: Path, parse: Callable[[str], T], compute: Callable[[], T], serialize: Callable[[T], str]
 ) -> T:
-    """What `read` finds in a file; where it raises ValueError, or there is no file, what `make` makes anew, written for the next time by
-    `write` if the disk takes it."""
+    """Return the value cached in the file `path`, or compute it and cache it there.
+
+    It is computed if the file cannot be read, or if `parse` raises ValueError for its text (damaged,
+    or out of date). If the disk cannot be written, the value is returned uncached.
+    """
     with suppress(OSError, ValueError):
-        return read(path.read_text())
-    made = make()
+        return parse(path.read_text())
+    value = compute()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, write(made), shared=True)
-    return made
+        write_whole(path, serialize(value), shared=True)
+    return value
 
 
 def create_whole(path: Path, data: bytes) -> bool:
-    """Make a file, unless there is one: whether it was made."""
+    """Create a file with this content unless it exists. Return whether this call created it."""
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         own.write_bytes(data)
@@ -194,7 +200,10 @@ def is_own_checkpoint(folder: Path, run_dir: Path) -> bool:
 
 
 def digest(path: Path) -> str | None:
-    """Of the names, sizes and contents of a file, or of all in a folder; None where there is none. Of a large file pieces are read."""
+    """Return the sha256, in hex, of a file or folder: names, sizes, contents. None if there is nothing.
+
+    Files above 16 MiB are sampled in 16 pieces of 1 MiB. In a folder, hidden files are left out.
+    """
     if not path.exists():
         return None
     whole = hashlib.sha256()
