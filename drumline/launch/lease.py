@@ -83,10 +83,10 @@ class Lease:
         ):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if self.after is not None:
-                self._wait_for_the_other()
+                self._remove_dead_lease()
             has_followed = False
             while not create_whole(self.path, self._text()):
-                self._wait_for_the_other()
+                self._remove_dead_lease()
                 has_followed = True
             if has_followed:
                 self._confirm()
@@ -120,31 +120,38 @@ class Lease:
     def _text(self) -> bytes:
         return self._head + b"%020d\n" % self._count
 
-    def _wait_for_the_other(self) -> None:
-        """Wait until the present lease is gone: its holder gives it back, or this process removes the lease of a dead holder.
+    def _remove_dead_lease(self) -> None:
+        """Remove the present lease if its holder is dead. A lease that is gone needs no removal.
 
         Raises EnvironmentFault if the holder lives.
         """
-        seen = self._look()
+        seen = self._read_expected_lease()
         if seen is None:
             return
         holder = _holder(seen)
         is_alive = holder and holder.alive()
         if is_alive is None:
             # It can be seen only from the counter whether the holder lives.
-            say(
-                f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s"
-            )
-            until = self._stands_since(seen) + PATIENCE_SECONDS
-            while not is_alive and time.monotonic() < until:
-                time.sleep(LOOK_SECONDS)
-                now = self._look()
-                if now is None:
-                    return
-                is_alive = now != seen
+            now = self._lease_after_watching(seen)
+            if now is None:
+                return
+            is_alive = now != seen
         if is_alive:
             raise self._in_use(seen)
         self._take_away(seen)
+
+    def _lease_after_watching(self, seen: bytes) -> bytes | None:
+        """Return the lease as soon as it differs from `seen` (None: it is gone), or `seen` after PATIENCE_SECONDS."""
+        say(
+            f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s"
+        )
+        until = self._stands_since(seen) + PATIENCE_SECONDS
+        while time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+            now = self._read_expected_lease()
+            if now != seen:
+                return now
+        return seen
 
     def _stands_since(self, seen: bytes) -> float:
         """Return since when (monotonic seconds) the file has had this content, as far as this host knows."""
@@ -158,8 +165,11 @@ class Lease:
         fix = "wait for that run's end or stop it, or choose another folder with run.dir=…"
         return EnvironmentFault(what, where=str(self.run_dir), fix=fix)
 
-    def _look(self) -> bytes | None:
-        """Return the content of the file. Raises EnvironmentFault if it is not the lease that this one may follow."""
+    def _read_expected_lease(self) -> bytes | None:
+        """Return the content of the file; None if there is none.
+
+        Raises EnvironmentFault if it is not the lease that this one may follow.
+        """
         seen = _read(self.path)
         if self.after not in (None, _token(seen or b"")):
             raise EnvironmentFault(
