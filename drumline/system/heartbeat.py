@@ -107,19 +107,40 @@ class Board:
     def limit(self, place: int, places: Iterable[int]) -> float:
         """Return the seconds that the phase of a rank may take.
 
+        - Phases of a step, and `done`: the limit of start-up in a step from which nothing is learned
+          (FREE), and while nothing has been learned. Then TIMES the longest so far, at least `hang`.
+        - `startup`, `compile`, `report`: their configured limit (OWN_LIMIT).
+        - `save`, `eval`, `rollout`: their configured limit the first time. Then TIMES the longest part
+          so far, at least FLOOR times `hang`, at most the configured limit.
+
+        Granted seconds raise a learned limit: that of a step up to the limit of start-up, that of
+        another phase up to its configured limit.
+
         `places`: the ranks from which it is learned.
         """
-        phase = self.int_(place, PHASE)
-        own_limit = OWN_LIMIT.get(PHASES[phase])
-        learned = max(self.float_(other, LEARNED + phase) for other in places)
-        hang = self.float_(place, LIMIT + LIMITS.index("hang"))
-        most = self.float_(place, LIMIT + LIMITS.index(own_limit or "startup"))
+        number = self.int_(place, PHASE)
+        phase = PHASES[number]
+        longest = max(self.float_(other, LEARNED + number) for other in places)
         granted = self.float_(place, GRANTED)
-        if own_limit is None and learned and not self.int_(place, FREE):
-            return max(hang, TIMES * learned, min(most, granted))
-        if PHASES[phase] not in LEARNING or not learned:
-            return most
-        return min(most, max(FLOOR * hang, TIMES * learned, granted))
+        hang = self._configured_limit(place, "hang")
+        if phase not in OWN_LIMIT:
+            startup = self._configured_limit(place, "startup")
+            is_untimed = self.int_(place, FREE) or not longest
+            if is_untimed:
+                return startup
+            return max(hang, TIMES * longest, min(startup, granted))
+        configured = self._configured_limit(place, OWN_LIMIT[phase])
+        if phase not in LEARNING:
+            return configured
+        is_first_time = not longest
+        if is_first_time:
+            return configured
+        learned = max(FLOOR * hang, TIMES * longest, granted)
+        return min(configured, learned)
+
+    def _configured_limit(self, place: int, name: str) -> float:
+        """Return a limit of the section `health` (one of LIMITS), as a rank has it."""
+        return self.float_(place, LIMIT + LIMITS.index(name))
 
 
 def _reserve(handle: int, size: int) -> None:
