@@ -199,7 +199,8 @@ class Agent(LocalElasticAgent):
         self.grace_seconds = grace
         self.early = early
         self.killed: dict[int, bool] = {}  # by this agent: rank → whether it was suspended
-        self.elsewhere: set[int] = set()  # exit codes of failed ranks of other hosts
+        # Exit codes of failed ranks of other hosts.
+        self.failed_codes_of_other_hosts: set[int] = set()
         self.hang: Hang | None = None
         # The number of a signal for the ranks of this attempt alone: they save and end, and the launcher goes on.
         self.paused = 0
@@ -278,7 +279,7 @@ class Agent(LocalElasticAgent):
         """
         self._forward()
         codes = self._exitcodes()
-        if any(codes.values()) or self.elsewhere or self._stuck():
+        if any(codes.values()) or self.failed_codes_of_other_hosts or self._stuck():
             self._settle()
             self.kill()
         elif self._hangs() or self._is_grace_over():
@@ -298,7 +299,7 @@ class Agent(LocalElasticAgent):
 
         Not at all after a kill, briefly after an error or an abort, and after an end on purpose for as long as saving may take.
         """
-        codes = (set(self._exitcodes().values()) | self.elsewhere) - {None, 0}
+        codes = (set(self._exitcodes().values()) | self.failed_codes_of_other_hosts) - {None, 0}
         was_killed = min(codes - {-signal.SIGABRT}, default=0) < 0
         if was_killed and not self.signals.number:
             return
@@ -373,7 +374,7 @@ class Agent(LocalElasticAgent):
     def _error(self, rank: int, code: int | None) -> dict[str, Any] | None:
         """Return the error that ended a rank: its hang, what the rank noted, or what gloo wrote as it aborted."""
         error = read_error(self.logs / f"rank-{rank}.json")
-        if self.hang is not None and rank == self.hang.of.rank:
+        if self.hang is not None and rank == self.hang.subject.rank:
             return self.hang.error()
         if error is None and code == -signal.SIGABRT:
             return aborted(self.logs / f"rank-{rank}.log")

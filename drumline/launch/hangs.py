@@ -44,11 +44,12 @@ class Seen:
     position: int = 0
     collectives: list[Entry] | None = None
     samples: list[int] | None = None
-    elsewhere: bool = False  # a rank of another host, no further than this one, is at work
-    begun: bool = True  # it is past its imports
+    # Whether a rank of another host, no further than this one, is at work.
+    is_other_host_working: bool = False
+    has_started: bool = True  # it is past its imports
 
     @property
-    def waiting(self) -> Entry | None:
+    def pending_collective(self) -> Entry | None:
         """The oldest collective that this rank has begun and that has not ended."""
         for entry in self.collectives or ():
             if entry["waits"]:
@@ -67,7 +68,7 @@ class Hang:
     sure: bool = True  # False if the ranks may only be waiting for another host
 
     @property
-    def of(self) -> Seen:
+    def subject(self) -> Seen:
         """The culprit, or the first rank of this host if the culprit is on another host."""
         for each in self.seen:
             if each.rank == self.culprit:
@@ -76,7 +77,7 @@ class Hang:
 
     @property
     def message(self) -> str:
-        culprit = self.of
+        culprit = self.subject
         if self.culprit is None:
             # Worded like the errors of gloo and NCCL, so that a rank of another host is blamed.
             return f"Timed out waiting in {culprit.phase} for ranks of other hosts, after {culprit.seconds:.0f} s"
@@ -94,17 +95,17 @@ class Hang:
         the same position.
         """
         for each in self.seen:
-            if each.samples and each.position == self.of.position:
+            if each.samples and each.position == self.subject.position:
                 return each.samples
         return None
 
-    def waits(self) -> list[str]:
+    def waiting_lines(self) -> list[str]:
         """Return a line for each rank that waits."""
         lines = []
         for each in self.seen:
             if each.rank in self.ranks:
                 continue
-            entry = each.waiting
+            entry = each.pending_collective
             if entry is None:
                 place = each.phase
             else:
@@ -114,8 +115,8 @@ class Hang:
 
     def text(self) -> str:
         """Return a few lines: who waits, the samples of the step, and the culprit's stack."""
-        culprit = self.of
-        lines = self.waits()[:MAX_WAITING_RANKS]
+        culprit = self.subject
+        lines = self.waiting_lines()[:MAX_WAITING_RANKS]
         if culprit.phase in STEP_PHASES and culprit.step >= 0:
             names = _sample_names(self.samples())
             lines.append(f"samples of the step, from position {culprit.position} on{names}")
@@ -127,7 +128,7 @@ class Hang:
 
     def error(self) -> dict[str, Any]:
         """Return an error in the form of `train.failure`, with the event and the stacks that the launcher writes."""
-        culprit = self.of
+        culprit = self.subject
         event = {
             "step": culprit.step,
             "rank": culprit.rank,
@@ -136,7 +137,7 @@ class Hang:
             "seconds": round(culprit.seconds, 3),
             "limit": culprit.limit,
             "why": self.why,
-            "waits": self.waits(),
+            "waits": self.waiting_lines(),
             "collective": self._collective(),
             "position": culprit.position,
             "sample_ids": None,
@@ -156,7 +157,7 @@ class Hang:
     def _collective(self) -> str | None:
         """Describe the collective that the first waiting rank waits in."""
         for each in self.seen:
-            entry = each.waiting
+            entry = each.pending_collective
             if entry is not None:
                 return describe(entry)
         return None
@@ -207,19 +208,19 @@ def _innermost(thread: list[str]) -> list[str]:
     return [line for line in frames if line]
 
 
-def name_hang(seen: list[Seen], elsewhere: bool) -> Hang:
+def find_culprits(seen: list[Seen], has_other_hosts: bool) -> Hang:
     """Return which of these ranks cause the hang, and why.
 
-    `seen` are all ranks of this host. `elsewhere` says that there are ranks on other hosts.
+    `seen` are all ranks of this host. `has_other_hosts` says that there are ranks on other hosts.
     """
     blamed, why = _stopped(seen)
     if not blamed:
         blamed, why = _blame_by_collectives(seen)
     if blamed:
         return _hang(blamed, why, seen, sure=True)
-    if elsewhere and all(each.waiting for each in seen):
+    if has_other_hosts and all(each.pending_collective for each in seen):
         return Hang(None, (), "all ranks of this host wait for others", tuple(seen), sure=False)
-    return _blame_slowest(seen, elsewhere)
+    return _blame_slowest(seen, has_other_hosts)
 
 
 def _hang(blamed: list[Seen], why: str, seen: list[Seen], sure: bool) -> Hang:
@@ -229,7 +230,7 @@ def _hang(blamed: list[Seen], why: str, seen: list[Seen], sure: bool) -> Hang:
 
 def _stopped(seen: list[Seen]) -> tuple[list[Seen], str]:
     """Return the ranks that cannot run at all, and why; no ranks if all of them can."""
-    not_started = [each for each in seen if not each.begun]
+    not_started = [each for each in seen if not each.has_started]
     if not_started:
         return not_started, "it has not come to its first line: it is still importing"
     suspended = [each for each in seen if each.state == "T"]
@@ -264,14 +265,16 @@ def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
     return [], ""
 
 
-def _blame_slowest(seen: list[Seen], elsewhere: bool) -> Hang:
+def _blame_slowest(seen: list[Seen], has_other_hosts: bool) -> Hang:
     """Blame the ranks with the fewest steps, of those the ones that do not wait in a collective."""
     # A rank without an answer may have had no core to answer with. Without entries it is not known what a rank
     # waits for.
-    sure = not elsewhere or any(each.collectives and not each.waiting for each in seen)
+    sure = not has_other_hosts or any(
+        each.collectives and not each.pending_collective for each in seen
+    )
     first_step = min(each.step for each in seen)
     slowest = [each for each in seen if each.step == first_step]
-    blamed = [each for each in slowest if not each.waiting] or slowest
+    blamed = [each for each in slowest if not each.pending_collective] or slowest
     if len(seen) > 1:
         why = "it has not moved on"
     else:
@@ -282,7 +285,7 @@ def _blame_slowest(seen: list[Seen], elsewhere: bool) -> Hang:
 def _missing(seen: list[Seen]) -> list[Seen]:
     """Return the ranks that have not come to a collective in which another rank waits."""
     for rank in seen:
-        entry = rank.waiting
+        entry = rank.pending_collective
         if entry is None:
             continue
         behind = []
@@ -307,7 +310,7 @@ def _newest(seen: Seen, group: str) -> int:
 
 
 def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
-    entry = next(each.waiting for each in seen if each.waiting)
+    entry = next(each.pending_collective for each in seen if each.pending_collective)
     is_silent = all(each.collectives is None for each in missing)
     if is_silent:
         rest = "and does not answer: it is in code that holds Python's lock"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from drumline.launch.hangs import Hang, Seen, name_hang
+from drumline.launch.hangs import Hang, Seen, find_culprits
 from drumline.system import heartbeat as beats
 
 # The longest time that counts between two looks: if this process did not run for longer, ranks may not have run either.
@@ -119,7 +119,7 @@ class Watch:
         if any(state_of(each.pid)[0] == "t" for each in beating):
             return None
         has_other_hosts = max(self.ranks, len(beating)) < self.world_size
-        hang = name_hang(self._seen(beating, running), has_other_hosts)
+        hang = find_culprits(self._seen(beating, running), has_other_hosts)
         if hang.sure or self._is_doubt_over(hang, now):
             return hang
         return None
@@ -184,7 +184,7 @@ class Watch:
         if self.doubted is None:
             self.doubted = now
         until = self.doubted + ELSEWHERE_SECONDS
-        is_other_at_work = any(seen.elsewhere for seen in hang.seen)
+        is_other_at_work = any(seen.is_other_host_working for seen in hang.seen)
         if is_other_at_work:
             self.look_again = now + ELSEWHERE_SECONDS
             return False
@@ -292,7 +292,7 @@ class Watch:
         found = []
         for rank in running:
             if rank not in begun:
-                found.append(Seen(rank, "startup", -1, waited, limit, begun=False))
+                found.append(Seen(rank, "startup", -1, waited, limit, has_started=False))
         return found
 
     def _one(self, rank: _Rank) -> Seen:
@@ -322,7 +322,7 @@ class Watch:
             sleeps_in=state.sleeps_in,
             stacks=stacks,
             # A text says why it could not be asked.
-            elsewhere=answer.get("elsewhere") is True,
+            is_other_host_working=answer.get("elsewhere") is True,
             collectives=_list_of(answer, "collectives"),
             samples=_list_of(answer, "samples"),
         )

@@ -124,7 +124,7 @@ def _running(
 def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
     """Report a hang and kill the ranks: under our own launcher only the culprit, since the launcher ends the rest."""
     error = hang.error()
-    rank = hang.of.rank
+    rank = hang.subject.rank
     attempt = 0
     if post.logs:
         victims = [running[rank]]

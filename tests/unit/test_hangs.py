@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from drumline.launch.hangs import Seen, main_lines, name_hang
+from drumline.launch.hangs import Seen, find_culprits, main_lines
 from drumline.launch.watch import Watch, state_of
 from drumline.system import heartbeat
 from drumline.system.heartbeat import LIMITS, Board, Heart
@@ -47,13 +47,13 @@ def seen(rank: int, *collectives: Any, **more: Any) -> Seen:
 
 
 def test_who_has_not_come_is_to_blame_and_who_waits_is_named() -> None:
-    hang = name_hang(
+    hang = find_culprits(
         [
             seen(0, entry(1), entry(2, waits=True)),
             seen(1, entry(1)),
             seen(2, entry(1), entry(2, waits=True)),
         ],
-        elsewhere=False,
+        has_other_hosts=False,
     )
     assert (hang.culprit, hang.ranks) == (1, (1,))
     assert (
@@ -61,7 +61,7 @@ def test_who_has_not_come_is_to_blame_and_who_waits_is_named() -> None:
         == "hangs in backward at step 8, for 6 s (limit 5 s): it has not come to the all_reduce that the others wait in"
     )
     waits = "waits in all_reduce Float [3] (number 2 of group 0 default_pg) at a.py:1 in f"
-    assert hang.waits() == [f"rank 0 {waits}", f"rank 2 {waits}"]
+    assert hang.waiting_lines() == [f"rank 0 {waits}", f"rank 2 {waits}"]
 
 
 @pytest.mark.parametrize(
@@ -72,19 +72,20 @@ def test_who_has_not_come_is_to_blame_and_who_waits_is_named() -> None:
             {"state": "D", "sleeps_in": "percpu_rwsem_wait"},
             "it sleeps in the kernel (percpu_rwsem_wait), state D: it waits for a disk",
         ),
-        ({"begun": False}, "it has not come to its first line"),
+        ({"has_started": False}, "it has not come to its first line"),
     ],
 )
 def test_what_the_kernel_says_of_a_rank_comes_first(culprit: dict[str, Any], why: str) -> None:
-    hang = name_hang(
-        [seen(0, entry(2, waits=True)), Seen(1, "data", 7, 6.0, 5.0, **culprit)], elsewhere=False
+    hang = find_culprits(
+        [seen(0, entry(2, waits=True)), Seen(1, "data", 7, 6.0, 5.0, **culprit)],
+        has_other_hosts=False,
     )
     assert hang.culprit == 1 and hang.why.startswith(why)
 
 
 def test_a_rank_that_does_not_answer_holds_pythons_lock() -> None:
-    hang = name_hang(
-        [seen(0, entry(2, waits=True)), Seen(1, "forward", 7, 6.0, 5.0)], elsewhere=False
+    hang = find_culprits(
+        [seen(0, entry(2, waits=True)), Seen(1, "forward", 7, 6.0, 5.0)], has_other_hosts=False
     )
     assert hang.culprit == 1 and "does not answer" in hang.why
 
@@ -110,7 +111,7 @@ def test_one_that_was_left_out_is_found_by_its_lines() -> None:
     ]
     skips = [entry(1, line="a.py:1 in f"), entry(2, line="a.py:3 in f")]
     assert first_difference({0: lines, 1: skips}) is None
-    hang = name_hang([seen(0, *lines), seen(1, *skips)], elsewhere=False)
+    hang = find_culprits([seen(0, *lines), seen(1, *skips)], has_other_hosts=False)
     assert hang.culprit == 1 and hang.why.startswith("rank 1 has left one out; ")
     assert describe(lines[1]) in hang.why and describe(skips[1]) in hang.why
 
@@ -133,27 +134,28 @@ def test_uneven_collectives_may_differ_in_size() -> None:
 
 def test_where_all_of_a_host_wait_another_one_is_to_blame() -> None:
     waiting = [seen(0, entry(2, waits=True)), seen(1, entry(2, waits=True))]
-    hang = name_hang(waiting, elsewhere=True)
+    hang = find_culprits(waiting, has_other_hosts=True)
     assert hang.culprit is None and hang.message.startswith(
         "Timed out waiting in backward for ranks of other hosts"
     )
-    assert name_hang(waiting, elsewhere=False).culprit == 0
+    assert find_culprits(waiting, has_other_hosts=False).culprit == 0
 
 
 def test_without_an_answer_another_host_may_be_to_blame() -> None:
     silent = Seen(0, "backward", 7, 6.0, 5.0)
     assert (
-        name_hang([silent], elsewhere=False).sure and not name_hang([silent], elsewhere=True).sure
+        find_culprits([silent], has_other_hosts=False).sure
+        and not find_culprits([silent], has_other_hosts=True).sure
     )
     assert (
-        name_hang([seen(0, entry(1))], elsewhere=True).sure
-        and name_hang([Seen(0, "data", 7, 6.0, 5.0, state="T")], elsewhere=True).sure
+        find_culprits([seen(0, entry(1))], has_other_hosts=True).sure
+        and find_culprits([Seen(0, "data", 7, 6.0, 5.0, state="T")], has_other_hosts=True).sure
     )
 
 
 def test_a_rank_that_waits_is_not_to_blame_where_what_it_waits_for_is_not_known() -> None:
     """Without a recorder there are no entries."""
-    assert not name_hang([seen(0)], elsewhere=True).sure
+    assert not find_culprits([seen(0)], has_other_hosts=True).sure
 
 
 def test_the_stack_shows_the_main_thread_and_those_at_work() -> None:
@@ -366,7 +368,7 @@ def test_a_rank_that_has_done_its_part_is_not_waited_for(watch: Watch) -> None:
     one, two = hearts(watch)
     two.beat("done")
     hang = late(watch, 500.0)
-    assert hang is not None and hang.of.rank == 0
+    assert hang is not None and hang.subject.rank == 0
     one.beat("done")
     assert late(watch, 500.0) is None
 
@@ -395,7 +397,7 @@ def test_a_rank_that_answers_is_sent_no_signal(
     hearts(watch)
     hang = late(watch, 500.0)
     assert hang is not None and not signalled
-    assert any("in late" in line for line in main_lines(hang.of.stacks)), hang.of.stacks
+    assert any("in late" in line for line in main_lines(hang.subject.stacks)), hang.subject.stacks
 
 
 def test_a_sign_of_life_is_enough(watch: Watch) -> None:

@@ -58,7 +58,7 @@ class HostRanks(Agent):
     link: Link
 
     def _settle(self) -> None:
-        if not self.elsewhere:
+        if not self.failed_codes_of_other_hosts:
             codes = {code for code in self._exitcodes().values() if code}
             if not codes:
                 codes = {1}  # a rank that has raised an error hangs
@@ -90,7 +90,7 @@ class Host:
         self.ordered = False  # a signal came from the launcher
         self.limit = IDLE_SECONDS  # seconds that the launcher may not hear of this host
         # Exit codes of failed ranks of other hosts, by attempt.
-        self.elsewhere = defaultdict[str, set[int]](set)
+        self.failed_codes_of_other_hosts = defaultdict[str, set[int]](set)
         # The monotonic seconds at which the newest beat was sent that the launcher has heard.
         self.confirmed = time.monotonic()
 
@@ -160,7 +160,7 @@ class Host:
             order["grace"],
         )
         ranks.link = self.link
-        ranks.elsewhere = self.elsewhere[attempt]
+        ranks.failed_codes_of_other_hosts = self.failed_codes_of_other_hosts[attempt]
         # From here on `_leave` finds the ranks, so `gone` is looked at after it.
         self.ranks = ranks
         ends: list[RankEnd] = []
@@ -201,7 +201,7 @@ class Host:
         elif message["do"] == "saved" and self.standby is not None:
             self.standby.known = {**self.standby.known, "resume": "newest"}
         elif message["do"] == "elsewhere":
-            self.elsewhere[message["attempt"]].update(message["codes"])
+            self.failed_codes_of_other_hosts[message["attempt"]].update(message["codes"])
         elif message["do"] == "end":
             self.ended = True
             self.orders.put(None)
@@ -234,7 +234,8 @@ class Host:
         self.gone.set()
         ranks = self.ranks
         if ranks is not None:
-            ranks.elsewhere.add(-signal.SIGKILL)  # for ranks that are just starting
+            # For ranks that are just starting.
+            ranks.failed_codes_of_other_hosts.add(-signal.SIGKILL)
             ranks.strike()
             why += ": its ranks were killed"
         say(why)
