@@ -67,7 +67,7 @@ def none_left(found: list[Host]) -> None:
     """Soon no process is left on these hosts; an agent that has lost its launcher looks for another meanwhile."""
     until, left = time.time() + GONE_SECONDS, [""]
     while left and time.time() < until:
-        left = [line for host in found for line in host.processes("drumline.")]
+        left = [line for host in found for line in host.processes("-m drumline")]
         time.sleep(0.2)
     assert not left
 
