@@ -103,7 +103,7 @@ def _broken(name: str, package: str, error: ConfigError) -> Any:
 
     @app.command(
         name=name,
-        help=f"{package} cannot be imported: `drumline {name}` prints why.",
+        help=f"{package} is not usable: `drumline {name}` prints why.",
         context_settings=anything,
         add_help_option=False,
         rich_help_panel=OTHER,

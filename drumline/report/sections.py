@@ -73,7 +73,7 @@ class Drawings:
         self.made: list[dict[str, Any]] = []
 
     def add(self, kind: str, title: str, note: str = "", **drawing: Any) -> Chart:
-        """Add a chart and return the element that draw.js draws it in.
+        """Add a chart and return what the page says about it.
 
         `kind`: lines (with `series` and `marks`), bars (with `rows` and `series`) or heat (with
         `rows` and `values`).
@@ -372,15 +372,17 @@ def configuration(runs: list[RunFacts], names: list[str]) -> Configuration | Non
     if not keys:
         return None
     differing = set(differences(runs))
-    given: set[str] = set()
-    for run in runs:
-        given |= _given(run)
+    given = _given_by_any(runs)
     choices = []
     if len(runs) > 1:
         choices.append(Choice("differs", f"differences ({len(differing)})"))
-    choices.append(Choice("set", f"not default ({len(given)})"))
+    if given is not None:
+        choices.append(Choice("set", f"not default ({len(given)})"))
     choices.append(Choice("", f"all ({len(keys)})"))
-    rows = [_key_row(key, runs, key in given, key in differing) for key in keys]
+    rows = []
+    for key in keys:
+        is_given = given is None or key in given
+        rows.append(_key_row(key, runs, is_given, key in differing))
     first = runs[0]
     why = first.plan.get("why")
     if not isinstance(why, list):
@@ -417,13 +419,27 @@ def _key_row(key: str, runs: list[RunFacts], is_given: bool, is_differing: bool)
     return KeyRow(key, values, class_, is_differing, title)
 
 
-def _given(run: RunFacts) -> set[str]:
-    """Return the keys whose value is not the default; empty if this version cannot read the config."""
+def _given_by_any(runs: list[RunFacts]) -> set[str] | None:
+    """Return the keys whose value is not the default in one of the runs; None if that is not known."""
+    given: set[str] = set()
+    for run in runs:
+        given_here = _given(run)
+        if given_here is None:
+            return None
+        given |= given_here
+    return given
+
+
+def _given(run: RunFacts) -> set[str] | None:
+    """Return the keys whose value is not the default.
+
+    None if the config cannot be read here: another version wrote it, or a plug-in is not installed.
+    """
     values = as_mapping(run.plan.get("config"))
     try:
         config = Config.model_validate(values, context={"trusted": False})
     except (ValueError, DrumlineError):
-        return set()
+        return None
     given = set()
     for name in _changed(config):
         inside = f"{name}."

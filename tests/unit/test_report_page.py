@@ -22,7 +22,7 @@ from drumline.report.details import samples
 from drumline.report.facts import RunFacts, differences, short_names
 from drumline.report.markup import Keyed, html_environment, table
 from drumline.report.picture import draw
-from drumline.report.sections import Drawings
+from drumline.report.sections import Drawings, configuration
 from drumline.telemetry import watched
 from drumline.telemetry.events import Eval, Fault, Rollout, RunEnd
 from tests.harness import ROOT
@@ -383,3 +383,14 @@ def test_a_table_is_sorted_by_numbers(column: list[object]) -> None:
     code += "console.log(shown([...cells].reverse())); console.log(shown([...cells]))"
     out = subprocess.run(["node", "-e", code], capture_output=True, check=True)
     assert [json.loads(line) for line in out.stdout.splitlines()] == [texts] * 2
+
+
+def test_defaults_are_not_said_of_a_config_that_cannot_be_read_here(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert configuration([RunFacts(run)], ["run"]).choices[0].label.startswith("not default (")
+    plan = json.loads((run / "plan.json").read_text())
+    plan["config"]["launch"] = {"kind": "of a package that is not installed"}
+    (run / "plan.json").write_text(json.dumps(plan))
+    shown = configuration([RunFacts(run)], ["run"])
+    assert [choice.label for choice in shown.choices] == [f"all ({len(shown.rows)})"]
+    assert not [row for row in shown.rows if row.title]

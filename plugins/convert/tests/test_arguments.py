@@ -606,6 +606,10 @@ DATASETS: list[tuple[str, dict[str, Any]]] = [
     ("datasets: [{path: rows.jsonl}]\n", {"train": [FILE]}),
     ("datasets: [{path: json, data_files: rows.jsonl}]\n", {"train": [FILE]}),
     (
+        "datasets: [{id: null, path: a/b, name: en, config: null}]\n",
+        {"train": [{"kind": "hub", "id": "a/b", "name": "en"}]},
+    ),
+    (
         "datasets: [{path: a/b, data_dir: en, split: test}]\n",
         {"train": [{"kind": "file", "path": "hf://datasets/a/b/en", "split": "test"}]},
     ),
@@ -648,3 +652,38 @@ def test_what_an_entry_of_a_mixture_has_besides_is_said(folder: Path) -> None:
     text = "learning_rate: 1e-4\ndataset_mixture: {datasets: [{path: a/b}], streaming: true}\n"
     draft = drafted(text, "old.yaml", folder)
     assert "dataset_mixture.streaming: true: unknown here" in "\n".join(draft.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (
+            "dataset_name: a/b\ndataset_config: main\ndata_files: x.jsonl\n",
+            "dataset_config: 'main': without effect: the files are read by their names",
+        ),
+        (
+            "datasets: [{path: a/b, name: en, data_dir: sub}]\n",
+            "datasets.0.name: 'en': without effect: the files are read by their names",
+        ),
+        (
+            "datasets: [{path: a/b, id: a/c}]\n",
+            "datasets.0.id: 'a/c': without effect: path is read",
+        ),
+    ],
+)
+def test_what_has_no_effect_on_files_is_said(text: str, note: str, folder: Path) -> None:
+    draft = drafted("learning_rate: 1e-4\n" + text, "old.yaml", folder)
+    assert note in "\n".join(draft.notes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base_model: a/b\ndatasets: [{path: rows.jsonl, type: chat_template, split: test}]\n",
+        "learning_rate: 1e-4\ndatasets: [{path: rows.jsonl, split: test}]\n",
+    ],
+)
+def test_a_list_without_sources_is_left_out_with_its_note(text: str, folder: Path) -> None:
+    draft = drafted(text, "old.yaml", folder, lenient=True)
+    assert "train" not in draft.values.get("data", {})
+    assert "split: 'test': left out: files are one split" in "\n".join(draft.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -284,3 +285,18 @@ def test_python_is_told_to_use_the_command_line(tmp_path: Path) -> None:
     request = Request(load(write_config(tmp_path), []))
     with pytest.raises(EnvironmentFault, match="drumline train CONFIG"):
         launch_ranks(request, display=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"), [("TrainJob", "kubeflow_trainer_api"), ("Job", "kubernetes")]
+)
+def test_a_library_that_is_missing_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, kind: str, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    package = module.replace("_", "-")
+    with pytest.raises(EnvironmentFault) as fault:
+        checked({"kind": kind})
+    assert fault.value.line() == (
+        f"launch.kind: the package {package} is missing — pip install {package}"
+    )

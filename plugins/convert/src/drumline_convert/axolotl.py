@@ -309,7 +309,9 @@ def _combine(sheet: Sheet, first: OldKey) -> None:
     _set_alpaca_template(sheet, algorithm, old.get("datasets"))
     for part, key in (("train", "datasets"), ("eval", "test_datasets")):
         if key in old and old[key].value:
-            sheet.put(f"data.{part}", _sources(sheet, old[key], algorithm), old[key])
+            sources = _sources(sheet, old[key], algorithm)
+            if sources:
+                sheet.put(f"data.{part}", sources, old[key])
     hold_out(sheet, old.get("val_set_size"))
 
 

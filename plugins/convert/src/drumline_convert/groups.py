@@ -424,7 +424,9 @@ def _set_sources(
         sources = [{**_source(sheet, name), **options} for name in _file_names(file)]
         sheet.put(f"data.{keys.part}", sources, file)
         if keys.part == "train" and "data_files" in old:
-            sheet.note(old["data_files"], f"without effect: {file.key} names the rows")
+            sheet.note(
+                old["data_files"], f"without effect on data.train: {file.key} names the rows"
+            )
     elif _names_rows(old, keys):
         sources = _dataset_sources(sheet, old, keys, is_limited="limit" in options)
         decisive = old.get("dataset_name") or old["data_files"]

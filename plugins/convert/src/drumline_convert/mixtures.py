@@ -37,7 +37,8 @@ def read_mixture(sheet: Sheet, old: OldKey) -> None:
     for index, entry in enumerate(datasets.value):
         place = (*datasets.place, str(index))
         sources += _entry(sheet, replace(datasets, value=entry, place=place))
-    sheet.put("data.train", sources, datasets)
+    if sources:
+        sheet.put("data.train", sources, datasets)
     hold_out(sheet, section.get("test_split_size"))
     _note_unknown(sheet, section, {"datasets", "test_split_size"})
 
@@ -58,10 +59,10 @@ def hold_out(sheet: Sheet, old: OldKey | None) -> None:
 def _entry(sheet: Sheet, old: OldKey) -> list[dict[str, Any]]:
     """Return the sources for one dataset of a mixture. Raises ConfigError if it has no id."""
     entry = old.by_key()
-    path = entry.get("id") or entry.get("path")
-    if path is None or not path.value:
+    path = _first_set(sheet, entry, "path", "id")
+    if path is None:
         raise translation_error(old, "names no dataset", "write `id: org/name`")
-    subset = entry.get("config") or entry.get("name")
+    subset = _first_set(sheet, entry, "config", "name")
     if subset is not None and subset.value == "default":
         subset = None
     dataset = Dataset(
@@ -83,6 +84,18 @@ def _entry(sheet: Sheet, old: OldKey) -> list[dict[str, Any]]:
         )
     _note_unknown(sheet, entry, KNOWN)
     return sources
+
+
+def _first_set(sheet: Sheet, entry: dict[str, OldKey], *names: str) -> OldKey | None:
+    """Return the first of these keys that has a value; a further one with another value is noted."""
+    found = [entry[name] for name in names if name in entry and entry[name].value]
+    if not found:
+        return None
+    first, *others = found
+    for other in others:
+        if other.value != first.value:
+            sheet.note(other, f"without effect: {first.key} is read")
+    return first
 
 
 def _note_unknown(sheet: Sheet, section: dict[str, OldKey], known: set[str]) -> None:

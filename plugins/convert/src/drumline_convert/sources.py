@@ -6,6 +6,7 @@ It is the name of a dataset of the hub, a folder, a file, or a loader such as `j
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from drumline.config.data import KINDS_OF_FILES, SAVED, kind_of_file
 # Names that load_dataset takes for kinds of files.
 LOADERS = ("json", "csv", "parquet", "text", "arrow")
 ONE_SPLIT = "files are one split, and are read whole"
+READ_AS_FILES = "without effect: the files are read by their names"
 FIX = "name the files of each: data.train, data.eval, or set data.holdout"
 
 
@@ -56,6 +58,26 @@ def _text(old: OldKey | None) -> str:
 
 def sources_of(sheet: Sheet, dataset: Dataset) -> list[dict[str, Any]]:
     """Return the sources of a dataset; none for a split that its files do not have."""
+    sources = _sources(sheet, dataset)
+    for old in _unused(dataset, sources):
+        sheet.note(old, READ_AS_FILES)
+    return sources
+
+
+def _unused(dataset: Dataset, sources: list[dict[str, Any]]) -> Iterator[OldKey]:
+    """Yield the keys of a dataset of the hub that have no effect, since its files are read directly."""
+    paths = [source["path"] for source in sources if source["kind"] != "hub"]
+    if not paths:
+        return
+    if dataset.subset is not None and _text(dataset.subset):
+        yield dataset.subset
+    revision = _text(dataset.revision)
+    is_in_paths = all(f"@{revision}" in path for path in paths)
+    if dataset.revision is not None and revision and not is_in_paths:
+        yield dataset.revision
+
+
+def _sources(sheet: Sheet, dataset: Dataset) -> list[dict[str, Any]]:
     name = dataset.name
     if dataset.files is not None and dataset.files.value:
         return _files(sheet, dataset, dataset.files)

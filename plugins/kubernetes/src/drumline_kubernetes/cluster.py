@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from drumline.errors import EnvironmentFault
-from drumline.foreign import first_line
+from drumline.foreign import first_line, require_package
 from drumline.system.redact import redact
 from drumline_kubernetes.manifest import APIS, CONTAINER
 from drumline_kubernetes.options import KubernetesOptions
@@ -54,8 +54,9 @@ class Cluster:
     def connect(cls, launch: KubernetesOptions) -> Cluster:
         """Return the cluster of the kubeconfig, or in a pod that of its service account.
 
-        Raises EnvironmentFault if there is neither.
+        Raises EnvironmentFault if there is neither, or the package kubernetes is missing.
         """
+        require_package("kubernetes", "launch.kind")
         from kubernetes import config
 
         kubeconfig = os.environ.get("KUBECONFIG")

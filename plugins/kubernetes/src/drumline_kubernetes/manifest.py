@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from drumline.errors import DrumlineError
+from drumline.foreign import require_package
 from drumline_kubernetes.options import KubernetesOptions
 
 CONTAINER = "node"  # the name that Kubeflow and its torch runtime use
@@ -279,12 +280,15 @@ def checked(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the same manifest, after its library has shown that it knows every field.
 
     The models of the libraries drop unknown fields silently, so that a slip would be noticed in the cluster, if at all.
-    Raises DrumlineError with the place of the first unknown field.
+    Raises DrumlineError with the place of the first unknown field, and EnvironmentFault if a library
+    is missing.
     """
     kind = manifest["kind"]
     if kind in ("TrainJob", "JobSet"):
+        require_package("kubeflow_trainer_api", "launch.kind")
         kept = _kept_by_kubeflow(manifest)
     else:
+        require_package("kubernetes", "launch.kind")
         kept = _kept_by_kubernetes(manifest)
     lost = _lost(manifest, kept, kind)
     if lost:

@@ -75,7 +75,7 @@ def _print_line(line: str) -> None:
 
 
 class Actors:
-    """The agents of a RayOptions, by the names of their nodes."""
+    """The agents of a run on Ray, by the names of their nodes."""
 
     def __init__(self, spec: RayOptions, group: Any) -> None:
         self.spec = spec

@@ -57,7 +57,7 @@ SSH_PORT = "22"
 
 
 class SSH:
-    """Start and end the agents of an SSHOptions. The agent of this host is a child process, without ssh."""
+    """Start and end the agents of a run by ssh. The agent of this host is a child process, without ssh."""
 
     def __init__(self, spec: SSHOptions, here: set[str]) -> None:
         self.spec = spec
