@@ -23,7 +23,7 @@ from drumline.config.registry import (
 
 def forget_installed() -> None:
     """Let what is installed be looked for anew."""
-    for cached in (installed_entry_points, entry_points, _extension, _of_package):
+    for cached in (installed_entry_points, _extension, _of_package):
         cached.cache_clear()
 
 

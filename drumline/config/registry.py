@@ -492,18 +492,23 @@ def _callable(found: Any, name: str, where: str) -> Any:
 
 
 @cache
-def installed_entry_points() -> importlib.metadata.EntryPoints:
-    """Return what installed packages offer in all groups. The metadata of every package is read for it."""
-    return importlib.metadata.entry_points()
+def installed_entry_points() -> dict[str, dict[str, importlib.metadata.EntryPoint]]:
+    """Return group → name → what installed packages offer, in the order of names.
+
+    The metadata of every installed package is read for it.
+    """
+    points = importlib.metadata.entry_points()
+    by_group = {}
+    for group in points.groups:
+        # Packages are found in the order of their folders on the disk, which differs by machine.
+        in_order = sorted(points.select(group=group), key=lambda point: point.name)
+        by_group[group] = {point.name: point for point in in_order}
+    return by_group
 
 
-@cache
 def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
     """Return name → what installed packages offer in the group drumline.GROUP, in the order of names."""
-    points = installed_entry_points().select(group=f"drumline.{group}")
-    # Packages are found in the order of their folders on the disk, which differs by machine.
-    in_order = sorted(points, key=lambda point: point.name)
-    return {point.name: point for point in in_order}
+    return installed_entry_points().get(f"drumline.{group}", {})
 
 
 def known_names(group: str, own: Iterable[str]) -> list[str]:
