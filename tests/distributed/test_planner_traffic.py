@@ -17,7 +17,7 @@ from tests.distributed.ranks import run_plans
 from tests.distributed.rows import CUT, LOW, ROWS, Row
 from tests.distributed.test_parity import merge
 from tests.harness import WORDS, events, write_config, write_rows
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
 LENGTH = 96
 # Documents that are cut at LENGTH tokens, so that every row is full. Two steps pass before one is counted.
@@ -178,8 +178,36 @@ def marked(row: Row) -> Any:
 
 @pytest.mark.parametrize("row", list(map(marked, EXACT)))
 def test_the_planner_says_what_a_step_sends(runs: Path, row: Row) -> None:
-    folder = runs / slug(row)
-    plan = Plan.load(folder / "run" / "plan.json")
-    assert events(folder / "run", "step")[-1]["sent_bytes"] == pytest.approx(
-        predicted(plan), rel=1e-6, abs=1
-    )
+    assert_predicted(runs, row)
+
+
+def assert_predicted(root: Path, row: Row) -> None:
+    run = root / slug(row) / "run"
+    plan = Plan.load(run / "plan.json")
+    sent = events(run, "step")[-1]["sent_bytes"]
+    assert sent == pytest.approx(predicted(plan), rel=1e-6, abs=1)
+
+
+WITHOUT_DROPOUT = {"config": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
+WHOLE_STREAM = {"kind": "tp", "sequence_parallel": False}
+TRANSPOSED = [
+    Row("tp of gpt2", 2, {"strategy": WHOLE_STREAM, "model": WITHOUT_DROPOUT}),
+    Row(
+        "tp of gpt2, activation checkpointing",
+        2,
+        {
+            "strategy": WHOLE_STREAM,
+            "model": WITHOUT_DROPOUT,
+            "memory": {"activation_checkpointing": "full"},
+        },
+    ),
+]
+
+
+@pytest.mark.full
+def test_layers_may_keep_their_matrices_transposed(tmp_path: Path) -> None:
+    """As Conv1D of GPT-2 does."""
+    tiny_architecture_dir(tmp_path / "model", "gpt2")
+    run_rows(tmp_path, TRANSPOSED)
+    for row in TRANSPOSED:
+        assert_predicted(tmp_path, row)

@@ -19,6 +19,7 @@ from drumline.plan.plan import Plan
 from drumline.plan.resolve import reason_for_whole_stream, resolve
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
+from drumline.planner.cost.traffic import widths
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,
@@ -294,3 +295,10 @@ def test_a_plan_of_an_older_version_has_what_its_config_says() -> None:
         written = planned(LLAMA, strategy, sizes_of(LLAMA)).model_dump(mode="json")
         del written["stream_parts"]
         assert Plan.of(written).stream_parts == parts
+
+
+def test_layers_send_by_their_inputs_and_outputs_however_their_matrix_lies() -> None:
+    """Conv1D of GPT-2 keeps its matrix transposed: c_attn is 24 → 72, c_fc 24 → 96, their partners lead back to 24."""
+    sent = widths(sizes_of(GPT2), staged=False)
+    assert (sent.inputs, sent.outputs) == (24 + 24, 24 + 24)
+    assert (sent.gathered_outputs, sent.full_inputs) == (72, 24)

@@ -362,21 +362,22 @@ def _add_layers_of_block(
     cut = [weight for weight in matrices if weight.style]
     total.calls += number * len(cut) // 2
     for place, weight in enumerate(matrices):
-        rows, columns = weight.shape
+        outputs = _outputs_of(weight)
+        inputs = weight.numel // outputs
         if _is_column_parallel(weight):
-            total.inputs += number * columns
+            total.inputs += number * inputs
             if weight.style != "colwise":
-                total.gathered_outputs += number * rows
+                total.gathered_outputs += number * outputs
             is_of_attention = "attn" in weight.name and ".lora_" not in weight.name
             if is_of_attention and not has_gradient_before:
                 # Only the first block of a model has no gradient before it.
-                total.without_gradient += columns
+                total.without_gradient += inputs
         elif _is_row_parallel(weight):
-            total.outputs += number * rows
+            total.outputs += number * outputs
             if weight.style != "rowwise":
-                total.full_inputs += number * columns
+                total.full_inputs += number * inputs
             if _is_made_again(matrices[place + 1 :]):
-                total.outputs_again += number * rows
+                total.outputs_again += number * outputs
 
 
 def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
