@@ -83,8 +83,10 @@ def test_what_is_installed_trains_in_an_empty_folder(
     )
     # Python 3.11 brings one that is too old.
     run(python, "-m", "pip", "uninstall", "-q", "-y", "setuptools", cwd=tmp_path)
-    # A path in a .pth file: .pth files there, of editable installs, are not read.
-    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # A path in a .pth file: .pth files there, of editable installs, are not read. What is known of
+    # distributions under development is their metadata, so their modules must be there, too.
+    others = [sysconfig.get_path("purelib"), *map(str, ROOT.glob("plugins/*/src"))]
+    (site / "others.pth").write_text("".join(f"{path}\n" for path in others))
     (package,) = built.glob(kind)
     run(
         python,
