@@ -493,13 +493,15 @@ def _callable(found: Any, name: str, where: str) -> Any:
 
 @cache
 def installed_entry_points() -> dict[str, dict[str, importlib.metadata.EntryPoint]]:
-    """Return group → name → what installed packages offer, in the order of names.
+    """Return group → name → what installed packages offer in Drumline's groups, in the order of names.
 
     The metadata of every installed package is read for it.
     """
     points = importlib.metadata.entry_points()
     by_group = {}
     for group in points.groups:
+        if not group.startswith("drumline."):
+            continue
         # Packages are found in the order of their folders on the disk, which differs by machine.
         in_order = sorted(points.select(group=group), key=lambda point: point.name)
         by_group[group] = {point.name: point for point in in_order}

@@ -53,6 +53,7 @@ def resolve_batch(
     micro = batch.micro_batch
     accumulation = batch.accumulation
     sample_tokens = _tokens_of_sample(config)
+    ranks = plural(data_ranks, "data rank")
     total = _given_global_samples(batch, sample_tokens, algorithm.rows_per_sample)
     if total is None:
         micro, accumulation = _default_factors(batch, algorithm, data_ranks, in_flight, why)
@@ -60,15 +61,13 @@ def resolve_batch(
     elif micro and accumulation:
         _require_product(total, micro, accumulation, data_ranks)
     elif micro:
-        ranks = plural(data_ranks, "data rank")
         factors = f"micro_batch {micro} × {ranks}"
         accumulation = _divide_global_batch(total, micro * data_ranks, factors)
     elif accumulation:
-        ranks = plural(data_ranks, "data rank")
         factors = f"accumulation {accumulation} × {ranks}"
         micro = _divide_global_batch(total, accumulation * data_ranks, factors)
     else:
-        per_rank = _divide_global_batch(total, data_ranks, plural(data_ranks, "data rank"))
+        per_rank = _divide_global_batch(total, data_ranks, ranks)
         micro = _largest_fitting_micro_batch(per_rank, sample_tokens, in_flight, why)
         accumulation = per_rank // micro
     _require_another_prompt(total, algorithm)

@@ -540,8 +540,7 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
     """
     if request.resume is None:
         return None
-    url = plan.config.checkpoint.url
-    saved_state = state_to_resume(request.resume, Path(plan.run_dir) / CHECKPOINTS, url)
+    saved_state = _saved_state(request.resume, plan)
     if saved_state is None:
         return Resume()
     path, state = saved_state
@@ -558,8 +557,7 @@ def as_before(plan: Plan, request: Request) -> Plan:
     """
     if request.resume is None:
         return plan
-    url = plan.config.checkpoint.url
-    saved_state = state_to_resume(request.resume, Path(plan.run_dir) / CHECKPOINTS, url)
+    saved_state = _saved_state(request.resume, plan)
     if saved_state is None:
         return plan
     path, state = saved_state
@@ -633,6 +631,12 @@ def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
         f"the learning rate was {last:.3g} at step {step:,} and is {now:.3g} at step {step + 1:,}:"
         f" {'; '.join(reasons)}"
     )
+
+
+def _saved_state(resume: Resume, plan: Plan) -> tuple[str, dict[str, Any]] | None:
+    """Return the checkpoint that a run resumes from, and its state; None if the run has saved none yet."""
+    root = Path(plan.run_dir) / CHECKPOINTS
+    return state_to_resume(resume, root, plan.config.checkpoint.url)
 
 
 def _changed_keys(

@@ -48,7 +48,7 @@ from drumline_convert.llama_factory import (
     set_pure_bf16,
 )
 from drumline_convert.mixtures import hold_out
-from drumline_convert.sources import Dataset, sources_of
+from drumline_convert.sources import Dataset, put_sources, sources_of
 from drumline_convert.trl import (
     IDLE,
     ROLLOUT,
@@ -309,9 +309,7 @@ def _combine(sheet: Sheet, first: OldKey) -> None:
     _set_alpaca_template(sheet, algorithm, old.get("datasets"))
     for part, key in (("train", "datasets"), ("eval", "test_datasets")):
         if key in old and old[key].value:
-            sources = _sources(sheet, old[key], algorithm)
-            if sources:
-                sheet.put(f"data.{part}", sources, old[key])
+            put_sources(sheet, part, _sources(sheet, old[key], algorithm), old[key])
     hold_out(sheet, old.get("val_set_size"))
 
 

@@ -40,7 +40,7 @@ from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.registry import find
 from drumline_convert.mixtures import read_mixer
 from drumline_convert.preferences import combine_preferences
-from drumline_convert.sources import Dataset, local_source, sources_of
+from drumline_convert.sources import Dataset, local_source, put_sources, sources_of
 
 SCHEDULES = {
     "linear": "linear",
@@ -422,7 +422,7 @@ def _set_sources(
     file = old.get(keys.files)
     if file is not None:
         sources = [{**_source(sheet, name), **options} for name in _file_names(file)]
-        sheet.put(f"data.{keys.part}", sources, file)
+        put_sources(sheet, keys.part, sources, file)
         if keys.part == "train" and "data_files" in old:
             sheet.note(
                 old["data_files"], f"without effect on data.train: {file.key} names the rows"
@@ -430,8 +430,7 @@ def _set_sources(
     elif _names_rows(old, keys):
         sources = _dataset_sources(sheet, old, keys, is_limited="limit" in options)
         decisive = old.get("dataset_name") or old["data_files"]
-        if sources:
-            sheet.put(f"data.{keys.part}", [source | options for source in sources], decisive)
+        put_sources(sheet, keys.part, [source | options for source in sources], decisive)
 
 
 def _file_names(file: OldKey) -> list[str]:

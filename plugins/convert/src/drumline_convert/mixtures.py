@@ -10,7 +10,7 @@ from typing import Any
 
 from drumline.compat.rules import read_names, read_number
 from drumline.compat.sheet import AUTO, OldKey, Sheet, format_value, take_waiting, translation_error
-from drumline_convert.sources import Dataset, sources_of
+from drumline_convert.sources import Dataset, put_sources, sources_of
 
 # The keys of an entry that are translated here.
 KNOWN = {
@@ -37,8 +37,7 @@ def read_mixture(sheet: Sheet, old: OldKey) -> None:
     for index, entry in enumerate(datasets.value):
         place = (*datasets.place, str(index))
         sources += _entry(sheet, replace(datasets, value=entry, place=place))
-    if sources:
-        sheet.put("data.train", sources, datasets)
+    put_sources(sheet, "train", sources, datasets)
     hold_out(sheet, section.get("test_split_size"))
     _note_unknown(sheet, section, {"datasets", "test_split_size"})
 
@@ -164,5 +163,4 @@ def _put_splits(
             if part == "train":
                 _cut_split(sheet, source, dataset)
             sources.append(source)
-    if sources:
-        sheet.put(f"data.{part}", sources, mixer)
+    put_sources(sheet, part, sources, mixer)

@@ -64,6 +64,15 @@ def sources_of(sheet: Sheet, dataset: Dataset) -> list[dict[str, Any]]:
     return sources
 
 
+def put_sources(sheet: Sheet, part: str, sources: list[dict[str, Any]], old: OldKey) -> None:
+    """Set data.train or data.eval (`part`) to the sources that a key names.
+
+    Nothing is set if there are none: a note has said why.
+    """
+    if sources:
+        sheet.put(f"data.{part}", sources, old)
+
+
 def _unused(dataset: Dataset, sources: list[dict[str, Any]]) -> Iterator[OldKey]:
     """Yield the keys of a dataset of the hub that have no effect, since its files are read directly."""
     paths = [source["path"] for source in sources if source["kind"] != "hub"]

@@ -285,10 +285,8 @@ def checked(manifest: dict[str, Any]) -> dict[str, Any]:
     """
     kind = manifest["kind"]
     if kind in ("TrainJob", "JobSet"):
-        require_package("kubeflow_trainer_api", "launch.kind")
         kept = _kept_by_kubeflow(manifest)
     else:
-        require_package("kubernetes", "launch.kind")
         kept = _kept_by_kubernetes(manifest)
     lost = _lost(manifest, kept, kind)
     if lost:
@@ -298,6 +296,7 @@ def checked(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _kept_by_kubeflow(manifest: dict[str, Any]) -> Any:
     """Return what Kubeflow's models keep of a TrainJob or a JobSet."""
+    require_package("kubeflow_trainer_api", "launch.kind")
     from kubeflow_trainer_api import models
 
     if manifest["kind"] == "TrainJob":
@@ -309,6 +308,7 @@ def _kept_by_kubeflow(manifest: dict[str, Any]) -> Any:
 
 def _kept_by_kubernetes(manifest: dict[str, Any]) -> Any:
     """Return what the models of Kubernetes keep of a manifest."""
+    require_package("kubernetes", "launch.kind")
     from kubernetes import client
 
     kind = manifest["kind"]
