@@ -227,7 +227,8 @@ class Forked(subprocess.Popen[str]):
     def told(self, timeout: float) -> tuple[int, str]:
         """Its exit code and all that it said; it is killed when the time is up."""
         try:
-            return self.wait(timeout), "".join(self.communicate())
+            said = "".join(self.communicate(timeout=timeout))
+            return self.wait(), said
         finally:
             self.end()
 

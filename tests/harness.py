@@ -221,11 +221,8 @@ def drumline(*arguments: object, timeout: float = 150, cwd: Path | None = None) 
     process = start_drumline(*arguments, cwd=cwd)
     try:
         out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.end()
-        raise AssertionError(
-            f"drumline {arguments} ran over {timeout} s:\n" + "\n".join(process.communicate())
-        ) from None
+    except subprocess.TimeoutExpired as late:
+        raise AssertionError(f"drumline {arguments} ran over {timeout} s:\n{late.output}") from None
     return Finished(process.returncode, out, err)
 
 
