@@ -63,6 +63,21 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def is_transposed(self) -> bool:
+        """Return whether it is a matrix of inputs × outputs, as GPT-2's Conv1D keeps it."""
+        return len(self.shape) > 1 and self.owners[-1:] == ("Conv1D",)
+
+    @property
+    def inputs(self) -> int:
+        """Return the input features of the linear layer whose matrix it is."""
+        return self.shape[0] if self.is_transposed else self.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        """Return the output features of the linear layer whose matrix it is."""
+        return self.shape[1] if self.is_transposed else self.shape[0]
+
+    @property
     def is_of_linear_layer(self) -> bool:
         """Return whether the innermost module around it is a linear layer."""
         return bool(self.owners) and self.owners[-1] in LINEAR
@@ -345,19 +360,17 @@ class Sizes:
 
 def cut_dimension(weight: Weight) -> int | None:
     """Return the dimension that tensor parallelism cuts; None if each rank has the whole weight."""
-    is_matrix = len(weight.shape) > 1
-    # Conv1D keeps its weight transposed, (inputs, outputs); its bias has one dimension.
-    is_transposed = is_matrix and weight.owners[-1:] == ("Conv1D",)
     if weight.style in COLUMN_PARALLEL:
         if not weight.shape:
             return None
-        return int(is_transposed)
+        return int(weight.is_transposed)
     if weight.style in ("experts", "embedding", "head"):
         if not weight.shape:
             return None
         return 0
+    is_matrix = len(weight.shape) > 1
     if weight.style in ROW_PARALLEL and is_matrix:
-        return int(not is_transposed)
+        return int(not weight.is_transposed)
     return None
 
 

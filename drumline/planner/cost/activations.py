@@ -181,18 +181,8 @@ def _has_rms_norms(norms: list[Weight]) -> bool:
     return any("rms" in weight.owners[-1].lower() for weight in norms)
 
 
-def _inputs_of(weight: Weight) -> int:
-    """Return the number of inputs of a linear layer. GPT-2's Conv1D has its weight transposed."""
-    return weight.shape[0] if weight.owners[-1] == "Conv1D" else weight.shape[1]
-
-
-def _outputs_of(weight: Weight) -> int:
-    """Return the number of outputs of a linear layer."""
-    return weight.shape[1] if weight.owners[-1] == "Conv1D" else weight.shape[0]
-
-
 def _product_of(weight: Weight) -> Product:
-    return Product(_outputs_of(weight), weight.style.startswith("colwise"))
+    return Product(weight.outputs, weight.style.startswith("colwise"))
 
 
 def _attention_widths(facts: ModelFacts, layers: _Layers) -> tuple[int, int]:
@@ -200,8 +190,8 @@ def _attention_widths(facts: ModelFacts, layers: _Layers) -> tuple[int, int]:
     if layers.attention_output is None:
         return facts.hidden, facts.hidden
     # The layer behind attention takes as many inputs as there are entries of queries.
-    queries = _inputs_of(layers.attention_output)
-    together = sum(_outputs_of(weight) for weight in layers.attention_inputs)
+    queries = layers.attention_output.inputs
+    together = sum(weight.outputs for weight in layers.attention_inputs)
     keys = max(0, together - queries) // 2
     return queries, keys
 
@@ -212,11 +202,11 @@ def _feed_width(facts: ModelFacts, layers: _Layers, chosen: int) -> int:
         # The inner width of one expert. The tensor of gate and up together is twice as wide.
         one = min(w.numel // (w.shape[0] * facts.hidden) for w in layers.experts)
         # A shared expert, which every token goes through.
-        shared = [_inputs_of(w) for w in layers.feed if _outputs_of(w) == facts.hidden]
+        shared = [w.inputs for w in layers.feed if w.outputs == facts.hidden]
         return chosen * one + max(shared, default=0)
     if not layers.feed:
         return DEFAULT_FEED_RATIO * facts.hidden
-    inner = _inputs_of(layers.feed[-1])
+    inner = layers.feed[-1].inputs
     if len(layers.feed) > MOST_DENSE_LAYERS:
         return chosen * inner
     return inner
@@ -226,7 +216,7 @@ def _is_gated(layers: _Layers, feed_width: int) -> bool:
     """Return whether the feed-forward part multiplies by a gate, in a layer of its own or in one with up."""
     if len(layers.feed) != 2 or layers.experts:
         return True
-    return _outputs_of(layers.feed[0]) == 2 * feed_width
+    return layers.feed[0].outputs == 2 * feed_width
 
 
 def _adapted_parts(layers: _Layers, factors: list[Weight]) -> frozenset[str]:

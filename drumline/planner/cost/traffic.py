@@ -238,11 +238,11 @@ def _add_regions_of_block(
                     total.without_gradient += hidden
                 is_saved[region] = False
             if weight.style != "colwise":
-                total.gathered_outputs += number * _outputs_of(weight)
+                total.gathered_outputs += number * weight.outputs
         elif _is_row_parallel(weight):
-            total.outputs += number * _outputs_of(weight)
+            total.outputs += number * weight.outputs
             if _is_made_again(matrices[place + 1 :]):
-                total.outputs_again += number * _outputs_of(weight)
+                total.outputs_again += number * weight.outputs
         if _needs_input(weight) and is_saved.get(region) is False:
             total.saved += number * hidden
             is_saved[region] = True
@@ -279,12 +279,6 @@ def _is_column_parallel(weight: Weight) -> bool:
 def _is_row_parallel(weight: Weight) -> bool:
     """Return whether a weight's layer is row-parallel, so its outputs are summed over the ranks."""
     return weight.style.startswith("rowwise")
-
-
-def _outputs_of(weight: Weight) -> int:
-    """Return the outputs of a layer by its matrix. Conv1D keeps its matrix transposed."""
-    is_transposed = weight.owners[-1:] == ("Conv1D",)
-    return weight.shape[1] if is_transposed else weight.shape[0]
 
 
 def _needs_input(weight: Weight) -> bool:
@@ -362,22 +356,20 @@ def _add_layers_of_block(
     cut = [weight for weight in matrices if weight.style]
     total.calls += number * len(cut) // 2
     for place, weight in enumerate(matrices):
-        outputs = _outputs_of(weight)
-        inputs = weight.numel // outputs
         if _is_column_parallel(weight):
-            total.inputs += number * inputs
+            total.inputs += number * weight.inputs
             if weight.style != "colwise":
-                total.gathered_outputs += number * outputs
+                total.gathered_outputs += number * weight.outputs
             is_of_attention = "attn" in weight.name and ".lora_" not in weight.name
             if is_of_attention and not has_gradient_before:
                 # Only the first block of a model has no gradient before it.
-                total.without_gradient += inputs
+                total.without_gradient += weight.inputs
         elif _is_row_parallel(weight):
-            total.outputs += number * outputs
+            total.outputs += number * weight.outputs
             if weight.style != "rowwise":
-                total.full_inputs += number * inputs
+                total.full_inputs += number * weight.inputs
             if _is_made_again(matrices[place + 1 :]):
-                total.outputs_again += number * outputs
+                total.outputs_again += number * weight.outputs
 
 
 def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
