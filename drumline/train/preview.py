@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from rich.text import Text
 
 from drumline.config.load import Loaded, load
@@ -81,12 +82,22 @@ SHOWN_TOKENS = 1000  # of a segment, at most: more would fill many screens
 SAMPLES_ON_SCREEN = 3
 SAMPLES_ON_PAGE = 20
 PAGE_WIDTH = 120
+GREEN = 2  # its number among a terminal's colours
 PAGE = """<!DOCTYPE html>
 <html><head><meta charset="UTF-8"><title>drumline preview</title>
 <style>{stylesheet}
 body {{ color: {foreground}; background: {background}; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}</style></head>
 <body><pre><code style="font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace">{code}</code></pre></body></html>
 """
+
+
+def _page_theme() -> TerminalTheme:
+    """Return the terminal's colours with two pale greens: black text on the usual ones is hard to read."""
+    colors = [tuple(DEFAULT_TERMINAL_THEME.ansi_colors[number]) for number in range(16)]
+    normal, bright = colors[:8], colors[8:]
+    normal[GREEN] = (172, 228, 172)
+    bright[GREEN] = (208, 242, 208)
+    return TerminalTheme((255, 255, 255), (0, 0, 0), normal, bright)
 
 
 @dataclass(frozen=True)
@@ -176,7 +187,7 @@ def _preview_rows(loaded: Loaded, view: View, options: Options) -> UserError | N
 
 def _write(console: Console, path: Path) -> None:
     """Write what was drawn as a page."""
-    page = console.export_html(code_format=PAGE)
+    page = console.export_html(theme=_page_theme(), code_format=PAGE)
     with disk_errors("cannot be written", str(path), UserError, "choose another place"):
         path.write_text(page, encoding="utf-8", errors="backslashreplace")
     print(f"wrote {path}")
