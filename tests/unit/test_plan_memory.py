@@ -429,6 +429,17 @@ def test_host_memory() -> None:
     assert native.save - at_once.save == pytest.approx(12 * FACTS.parameters, rel=1e-3)
 
 
+@pytest.mark.parametrize(("asynchronous", "beside"), [(True, 2**30), (False, 0)])
+def test_on_cpus_a_background_save_stands_beside_a_step(asynchronous: bool, beside: int) -> None:
+    how = layout({"kind": "ddp"}, 2, checkpoint={"asynchronous": asynchronous})
+    on_cpus = how.model_copy(update={"device": "cpu"})
+    ranks = min(2, CLUSTER.per_node)
+    idle = host_memory(on_cpus, FACTS, CLUSTER, 0)
+    busy = host_memory(on_cpus, FACTS, CLUSTER, 2**30)
+    assert busy.train - idle.train == ranks * 2**30
+    assert busy.save - idle.save == ranks * beside
+
+
 @pytest.mark.parametrize(("ranks", "share"), [(8, 1.0), (16, 1.0), (32, 0.5)])
 def test_checkpoints_in_memory_are_counted(ranks: int, share: float) -> None:
     """Two of them: of one host all, of several this host's part and its neighbour's."""

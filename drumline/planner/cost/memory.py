@@ -696,10 +696,14 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
         training = peak + PROCESS + moved
     else:
         training = between
+    during_save = between
+    if layout.config.checkpoint.asynchronous:
+        # The next steps run while a thread writes the copies.
+        during_save = training
     return HostMemory(
         load=_loading_bytes(layout, facts, stage, ranks, own.load) + in_memory // 2,
         train=ranks * training + in_memory,
-        save=ranks * (between + saved) + in_memory,
+        save=ranks * (during_save + saved) + in_memory,
         export=_exporting_bytes(layout, facts, ranks, own.export),
     )
 
