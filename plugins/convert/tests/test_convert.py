@@ -511,6 +511,18 @@ COMMANDS: list[tuple[str, dict[str, Any], str]] = [
         {"data.max_length": 90},
         "--max_prompt_length: 100: without effect",
     ),
+    ("grpo --epsilon_high 0.28", {"algorithm.clip_high": 0.28}, ""),
+    (
+        "grpo --loss_type cispo --epsilon_high 5",
+        {"algorithm.surrogate": "cispo", "algorithm.clip_high": 4.0},
+        "the largest ratio",
+    ),
+    ("grpo --loss_type cispo", {"algorithm.surrogate": "cispo"}, "without epsilon_high"),
+    (
+        "grpo --loss_type cispo --epsilon_high 0.2",
+        {"algorithm.surrogate": "cispo"},
+        "left out: TRL cuts each ratio of cispo below 1",
+    ),
     (
         "ppo",
         {

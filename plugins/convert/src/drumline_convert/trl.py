@@ -108,7 +108,7 @@ ROLLOUT: dict[str, Rule] = by_word(
         "top_k": set_key(f"{GENERATOR}.top_k", read_integer),
         "num_iterations num_ppo_epochs ppo_epochs": set_key("algorithm.epochs", read_integer),
         "epsilon cliprange": set_key("algorithm.clip", read_number),
-        "epsilon_high": set_key("algorithm.clip_high", read_number),
+        "epsilon_high": postpone(),
         "delta": set_key("algorithm.delta", read_number),
         "importance_sampling_level": set_key(
             "algorithm.ratio", read_choice({"token": "token", "sequence": "sequence"})
@@ -311,6 +311,7 @@ def set_rollouts(
     """
     _set_rewards(sheet, old)
     _set_generator(sheet, old)
+    _set_upper_clip(sheet)
     longest = sheet.waiting.pop("max_prompt_length", None)
     if sheet.get("data.max_length") is None:
         if longest is not None:
@@ -323,6 +324,30 @@ def set_rollouts(
         )
     elif longest is not None:
         sheet.note(longest, "without effect: data.max_length holds the prompt and its completion")
+
+
+def _set_upper_clip(sheet: Sheet) -> None:
+    """Set how large a probability ratio may become.
+
+    TRL cuts the ratios of cispo at epsilon_high and all others at 1 + epsilon_high. Drumline cuts
+    at 1 + clip_high.
+    """
+    high = sheet.waiting.pop("epsilon_high", None)
+    if sheet.get("algorithm.surrogate") != "cispo":
+        if high is not None:
+            sheet.put("algorithm.clip_high", read_number(high), high)
+        return
+    fix = "set epsilon_high above 1, for example to 5"
+    if high is None:
+        cispo = sheet.origins["algorithm", "surrogate"]
+        sheet.report_unsupported(cispo, "without epsilon_high TRL cuts each ratio below 1", fix)
+        return
+    bound = read_number(high)
+    if bound <= 1:
+        sheet.report_unsupported(high, "TRL cuts each ratio of cispo below 1", fix)
+        return
+    sheet.put("algorithm.clip_high", bound - 1, high)
+    sheet.note(high, f"the largest ratio, which is 1 + algorithm.clip_high: {bound - 1:g}")
 
 
 def _set_rewards(sheet: Sheet, old: OldKey) -> None:
