@@ -622,7 +622,6 @@ class Progress:
         lines = []
         if Path(run_dir, "tensorboard").is_dir():
             lines.append(f"  tensorboard --logdir {run}/tensorboard")
-        # Models that write no text, such as reward models, cannot chat.
         can_chat = self.start is not None and self.start.writes
         if can_chat:
             lines.append(f"  drumline chat {run}  # talk to the model")
