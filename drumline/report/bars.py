@@ -67,7 +67,7 @@ def title_of(phase: str, rows: int | None) -> str:
 
 
 @contextmanager
-def told_if_slow(tell: Callable[[], None], seconds: float = 2.0) -> Iterator[None]:
+def notify_if_slow(tell: Callable[[], None], seconds: float = 2.0) -> Iterator[None]:
     """Call `tell` if what is inside takes longer than some seconds."""
     timer = threading.Timer(seconds, tell)
     timer.daemon = True
@@ -88,7 +88,7 @@ def line_if_slow(
     def tell() -> None:
         console.print(f"{title_of(phase, None)} …", highlight=False)
 
-    return told_if_slow(tell, seconds)
+    return notify_if_slow(tell, seconds)
 
 
 @contextmanager

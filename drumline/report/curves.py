@@ -29,7 +29,7 @@ Chart = dict[str, Any]
 Series = dict[str, Any]
 
 
-def binned(points: Points, most: int) -> Series:
+def thin_out(points: Points, most: int) -> Series:
     """Return a curve with at most `most` points, for draw.js.
 
     The result has the keys `x` (steps), `y` (values) and `of`, the number of points that the curve
@@ -40,7 +40,7 @@ def binned(points: Points, most: int) -> Series:
     total = len(points)
     if total <= most:
         steps = [step for step, _ in points]
-        values = [_rounded(value) for _, value in points]
+        values = [_round(value) for _, value in points]
         return {"x": steps, "y": values, "of": total}
     size = _ceil_div(total, most)
     bins = _Bins()
@@ -70,9 +70,9 @@ class _Bins:
     def add(self, step: int, mean: float, low: float, high: float) -> None:
         """Add a point with its band."""
         self.x.append(step)
-        self.y.append(_rounded(mean))
-        self.low.append(_rounded(low))
-        self.high.append(_rounded(high))
+        self.y.append(_round(mean))
+        self.low.append(_round(low))
+        self.high.append(_round(high))
 
     def series(self) -> Series:
         """Return the points by the keys that draw.js knows."""
@@ -89,10 +89,10 @@ def band(repeated: list[Points], most: int) -> Series:
 
     Args:
         repeated: The points of each run. Only steps that all of them have are used.
-        most: How many points the mean may have. More steps are cut into bins as in `binned`.
+        most: How many points the mean may have. More steps are cut into bins as in `thin_out`.
 
     Returns:
-        `x`, `y`, `of` and `size` as in `binned`; `low` and `high`, one standard deviation of a
+        `x`, `y`, `of` and `size` as in `thin_out`; `low` and `high`, one standard deviation of a
         sample (n - 1) below and above the mean; and `seeds`, the number of runs.
     """
     runs = [dict(points) for points in repeated]
@@ -235,7 +235,7 @@ def _series_of_group(
         return series
     for place, points in curves.items():
         line: Series = {"name": names[place], "color": color, "member": has_mean}
-        line.update(binned(points, most))
+        line.update(thin_out(points, most))
         series.append(line)
     return series
 
@@ -255,7 +255,7 @@ def _chart_of_sets(name: str, run: RunFacts, sets: list[str]) -> Chart:
     for color, curve in enumerate(sets, 1):
         set_name, _, _ = curve.removeprefix(HELD_OUT).rpartition("/")
         line: Series = {"name": set_name, "color": color, "member": False}
-        line.update(binned(run.curves[curve], MOST_POINTS))
+        line.update(thin_out(run.curves[curve], MOST_POINTS))
         lines.append(line)
     return chart
 
@@ -310,7 +310,7 @@ def _ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     """Return a value with the six digits that a chart can show.
 
     A page holds all its points as text, so shorter numbers make it smaller.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from drumline.config.load import override
 from drumline.plan.explain import count
 from drumline.plan.plan import LEFT_OUT
-from drumline.report.curves import MOST_POINTS, Series, binned
+from drumline.report.curves import MOST_POINTS, Series, thin_out
 from drumline.report.facts import Attempt, Points, RunFacts, as_mapping, as_number, as_numbers
 from drumline.report.markup import (
     ABSENT,
@@ -158,7 +158,7 @@ def _draw_step_seconds(run: RunFacts, drawings: Drawings) -> list[Chart]:
 def _line(name: str, color: int, points: Points) -> Series:
     """Return a line of a chart, thinned out if it is long. `color`: its number in the palette."""
     line: Series = {"name": name, "color": color}
-    line.update(binned(points, MOST_POINTS))
+    line.update(thin_out(points, MOST_POINTS))
     return line
 
 

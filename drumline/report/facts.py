@@ -123,7 +123,7 @@ def as_numbers(value: Any) -> dict[str, float]:
     return numbers
 
 
-def named(event: dict[str, Any]) -> dict[str, float | None]:
+def curve_values(event: dict[str, Any]) -> dict[str, float | None]:
     """Return the points that an event adds to curves, as name of the curve → value.
 
     A value is None if it is no finite number, which events write as null (NaN) or as a text (inf).
@@ -296,7 +296,7 @@ class RunFacts:
 
     def _read_events(self) -> None:
         """Read the events that have a time, and count the damaged lines."""
-        lines = events.examined(self.folder / "events.jsonl")
+        lines = events.examine(self.folder / "events.jsonl")
         damaged = 0
         for _, event, is_sound in lines:
             if event is None or not event.t:
@@ -347,7 +347,7 @@ class RunFacts:
         """
         values_by_name: dict[str, dict[int, float | None]] = {}
         for event in self.events:
-            points = named(event)
+            points = curve_values(event)
             for name, value in points.items():
                 values = values_by_name.setdefault(name, {})
                 values[event["step"]] = value

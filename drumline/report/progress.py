@@ -91,7 +91,7 @@ def size(bytes_: float) -> str:
     return f"{bytes_ / MIB:.1f} MiB"
 
 
-def failed(failures: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+def lines_of_failed_rewards(failures: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """Give a line for each reward that failed.
 
     `failures`: name of a reward → reason → number of episodes, as events have it.
@@ -345,7 +345,7 @@ class Progress:
         metrics = _metrics(event)
         samples = plural(event.samples, "sample")
         self._print(f"Held out at step {event.step}: {metrics} ({samples})", "cyan")
-        self._print_all(failed(event.reward_failures or {}))
+        self._print_all(lines_of_failed_rewards(event.reward_failures or {}))
 
     def _on_samples(self, event: watched.Samples) -> None:
         """Print the end of each of the first prompts and the start of what the model wrote."""
@@ -359,7 +359,7 @@ class Progress:
         if event.reward is not None:
             self.rewards.append(event.reward)
         self._print(_rollout_line(event))
-        self._print_all(failed(event.failures))
+        self._print_all(lines_of_failed_rewards(event.failures))
         for name, value in event.rewards.items():
             # A reward that failed is null, too, and has its line already.
             applied_to_none = value is None and name not in event.failures

@@ -417,7 +417,7 @@ def configuration(runs: list[RunFacts], names: list[str]) -> Configuration | Non
     if not keys:
         return None
     differing = set(differences(runs))
-    given = _given_by_any(runs)
+    given = _set_keys_of_any(runs)
     choices = []
     if len(runs) > 1:
         choices.append(Choice("differs", f"differences ({len(differing)})"))
@@ -432,7 +432,7 @@ def configuration(runs: list[RunFacts], names: list[str]) -> Configuration | Non
     why = first.plan.get("why")
     if not isinstance(why, list):
         why = []
-    return Configuration(names[: len(runs)], choices, rows, _resolved(first), why)
+    return Configuration(names[: len(runs)], choices, rows, _resolved_values(first), why)
 
 
 def _keys_of(runs: list[RunFacts]) -> list[str]:
@@ -465,18 +465,18 @@ def _key_row(key: str, runs: list[RunFacts], is_given: bool, is_differing: bool)
     return KeyRow(key, values, class_, is_differing, title)
 
 
-def _given_by_any(runs: list[RunFacts]) -> set[str] | None:
+def _set_keys_of_any(runs: list[RunFacts]) -> set[str] | None:
     """Return the keys whose value is not the default in one of the runs; None if that is not known."""
     given: set[str] = set()
     for run in runs:
-        given_here = _given(run)
+        given_here = _set_keys(run)
         if given_here is None:
             return None
         given |= given_here
     return given
 
 
-def _given(run: RunFacts) -> set[str] | None:
+def _set_keys(run: RunFacts) -> set[str] | None:
     """Return the keys whose value is not the default.
 
     None if the config cannot be read here: another version wrote it, or a plug-in is not installed.
@@ -489,7 +489,7 @@ def _given(run: RunFacts) -> set[str] | None:
     except (ValueError, DrumlineError):
         return None
     given = set()
-    for name in _changed(config):
+    for name in _changed_fields(config):
         inside = f"{name}."
         for key in run.config:
             if key == name or key.startswith(inside):
@@ -497,7 +497,7 @@ def _given(run: RunFacts) -> set[str] | None:
     return given
 
 
-def _changed(section: BaseModel, prefix: str = "") -> list[str]:
+def _changed_fields(section: BaseModel, prefix: str = "") -> list[str]:
     """Return the dotted names of a section's fields that are not at their defaults.
 
     `prefix`: the section's own dotted name with a dot, empty for the whole config.
@@ -512,7 +512,7 @@ def _changed(section: BaseModel, prefix: str = "") -> list[str]:
             is_other_kind = type(default) is not type(value)
             if not field.is_required() and is_other_kind:
                 changed.append(f"{path}.kind")
-            changed += _changed(value, f"{path}.")
+            changed += _changed_fields(value, f"{path}.")
         elif value != default:
             changed.append(path)
     return changed
@@ -526,7 +526,7 @@ def _default(field: FieldInfo, section: BaseModel) -> Any:
     return field.get_default(call_default_factory=True, validated_data=vars(section))
 
 
-def _resolved(run: RunFacts) -> Pairs:
+def _resolved_values(run: RunFacts) -> Pairs:
     """Return what the plan made of the config."""
     plan = run.plan
     mesh = as_mapping(plan.get("mesh"))
@@ -537,17 +537,17 @@ def _resolved(run: RunFacts) -> Pairs:
         ("mesh", " × ".join(axes)),
     ]
     for name in RESOLVED:
-        pairs.append((_spaced(name), plan.get(name)))
+        pairs.append((_with_spaces(name), plan.get(name)))
     batch = as_mapping(plan.get("batch"))
-    sizes = [f"{_spaced(name)} {value}" for name, value in batch.items()]
+    sizes = [f"{_with_spaces(name)} {value}" for name, value in batch.items()]
     pairs.append(("batch", ", ".join(sizes)))
     for name, value in as_numbers(plan.get("data")).items():
         if value:
-            label = _spaced(name)
+            label = _with_spaces(name)
             pairs.append((f"data: {label}", value))
     return facts(pairs)
 
 
-def _spaced(name: str) -> str:
+def _with_spaces(name: str) -> str:
     """Return the name of a field with spaces in place of its underscores."""
     return name.replace("_", " ")

@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 from rich.console import Console
 
 from drumline.errors import EnvironmentFault
-from drumline.report.curves import MOST_POINTS, binned
+from drumline.report.curves import MOST_POINTS, thin_out
 from drumline.report.facts import (
     RESTARTS,
     Points,
@@ -33,7 +33,7 @@ from drumline.report.facts import (
     as_mapping,
     as_number,
     curve_order,
-    named,
+    curve_values,
     speed_unit,
 )
 from drumline.report.page import asset, document
@@ -101,7 +101,7 @@ class Live:
         # Redacted, and without NaN, which is no JSON.
         values = plain(event.values())
         with self.lock:
-            for name, value in named(values).items():
+            for name, value in curve_values(values).items():
                 if value is not None:
                     points = self.points.setdefault(name, [])
                     points.append((values["step"], value))
@@ -216,7 +216,7 @@ class Live:
         with self.lock:
             points = {}
             for name in sorted(self.points, key=curve_order):
-                points[name] = binned(self.points[name], MOST_POINTS)
+                points[name] = thin_out(self.points[name], MOST_POINTS)
             state = dict(self.state)
             state["goodput"] = self._goodput()
             state["eta"] = self._eta()
@@ -482,7 +482,7 @@ def _cannot_listen(error: Exception, host: str, port: int) -> EnvironmentFault:
 
 
 @contextmanager
-def beside(run_dir: Path, stages: Stages) -> Iterator[str]:
+def serve_new_run(run_dir: Path, stages: Stages) -> Iterator[str]:
     """Serve the page of a run that begins, to this machine alone, and give its address.
 
     If the usual port is held, by the page of another run for example, any free one is taken.

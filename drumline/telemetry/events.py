@@ -390,10 +390,10 @@ class EventLog:
 
 def read(path: Path) -> list[Event]:
     """Return all whole events of a file, in order; none if there is no file. A line torn by a kill is left out."""
-    return [event for _, event, _ in examined(path) if event is not None]
+    return [event for _, event, _ in examine(path) if event is not None]
 
 
-def examined(path: Path) -> list[tuple[int, Event | None, bool]]:
+def examine(path: Path) -> list[tuple[int, Event | None, bool]]:
     """Return number (from 1), event, and whether the line is sound, of each line of a file of events.
 
     The event is None for a line that is torn by a kill, or damaged.
@@ -402,7 +402,7 @@ def examined(path: Path) -> list[tuple[int, Event | None, bool]]:
     found = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            event, is_sound = _parsed(line)
+            event, is_sound = _parse_line(line)
             found.append((number, event, is_sound))
     return found
 
@@ -414,7 +414,7 @@ def _bytes(path: Path) -> bytes:
     return read_bytes(path, EnvironmentFault, MOVE, MOST_EVENTS)
 
 
-def _parsed(line: str) -> tuple[Event | None, bool]:
+def _parse_line(line: str) -> tuple[Event | None, bool]:
     """Return the event of a line, and whether every field of the line is of its declared type.
 
     None for a line that is torn or lacks what readers need: a kind, a time and, for most kinds, a step.
@@ -459,7 +459,7 @@ def last(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
         return []
     events = []
     for line in lines:
-        event, _ = _parsed(line)
+        event, _ = _parse_line(line)
         if event is not None:
             events.append(event)
     return events
@@ -495,7 +495,7 @@ def tail(path: Path, on_event: Emit, offset: int | None = None) -> Iterator[None
         nonlocal rest
         *whole, rest = (rest + piece).split(b"\n")
         for line in whole:
-            event, _ = _parsed(line.decode(errors="replace"))
+            event, _ = _parse_line(line.decode(errors="replace"))
             # None: torn by a kill. The next line is whole again.
             if event is not None:
                 on_event(event)
