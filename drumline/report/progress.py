@@ -40,8 +40,15 @@ SPARK_VALUES = 24
 SAME = 0.01
 # Characters of the live display.
 WIDEST = 100
+# Of what the model writes on held-out prompts: how many samples are shown, and how many characters of
+# the end of each prompt and of the start of each text.
 SAMPLES_SHOWN = 2
+PROMPT_CHARACTERS = 40
+TEXT_CHARACTERS = 100
+# Of the samples of a step that went wrong.
 SAMPLE_IDS_SHOWN = 8
+# Characters of an operator's name in the table of a profile.
+OPERATOR_WIDTH = 44
 # Characters of a score's name in the summary, at least.
 NAME_WIDTH = 15
 # Ranks whose memory is shown one by one. Of more ranks the display has the least and the most.
@@ -345,13 +352,18 @@ class Progress:
         metrics = _metrics(event)
         samples = plural(event.samples, "sample")
         self._print(f"Held out at step {event.step}: {metrics} ({samples})", "cyan")
-        self._print_all(lines_of_failed_rewards(event.reward_failures or {}))
+        # None if no reward failed, or if the evaluation has no rewards.
+        failures = event.reward_failures or {}
+        self._print_all(lines_of_failed_rewards(failures))
 
     def _on_samples(self, event: watched.Samples) -> None:
         """Print the end of each of the first prompts and the start of what the model wrote."""
-        for sample in event.samples[:SAMPLES_SHOWN]:
-            prompt_end = _one_line(sample["prompt"])[-40:]
-            text_start = _one_line(sample["text"])[:100]
+        first_samples = event.samples[:SAMPLES_SHOWN]
+        for sample in first_samples:
+            prompt = _one_line(sample["prompt"])
+            text = _one_line(sample["text"])
+            prompt_end = prompt[-PROMPT_CHARACTERS:]
+            text_start = text[:TEXT_CHARACTERS]
             self._print(f"sample, step {event.step}: …{prompt_end} → {text_start}", "dim")
 
     def _on_rollout(self, event: events.Rollout) -> None:
@@ -582,7 +594,10 @@ class Progress:
         return f"{line}."
 
     def _lines_of_learning(self) -> list[str]:
-        """Return training loss, reward and scores of evaluations, each before and after."""
+        """Return training loss, reward and scores of evaluations, each before and after.
+
+        What has only one value has no line, since there is nothing to compare it with.
+        """
         lines = []
         losses = list(self.losses.values())
         # With fewer losses the two means would share steps.
@@ -716,7 +731,8 @@ class Progress:
         arrow = trend(losses)
         parts = [f"{newest:.4f} {arrow}"]
         if len(losses) >= MEAN_STEPS:
-            mean = _mean(losses[-MEAN_STEPS:])
+            last_losses = losses[-MEAN_STEPS:]
+            mean = _mean(last_losses)
             parts.append(f"mean of {MEAN_STEPS} {mean:.4f}")
         parts.append(spark(losses))
         return "  ".join(parts)
@@ -775,15 +791,16 @@ class Progress:
 
     def _memory(self) -> str:
         """Return the memory of each rank at the newest step, or the least and the most of many."""
-        ranks = [0]
+        bytes_of_ranks = [0]
         if self.step and self.step.memory_bytes:
-            ranks = self.step.memory_bytes
-        if len(ranks) > MOST_RANKS:
-            least = size(min(ranks))
-            most = size(max(ranks))
-            return f"{least} to {most} on {len(ranks)} ranks"
-        sizes = " · ".join(map(size, ranks))
-        if len(ranks) > 1:
+            bytes_of_ranks = self.step.memory_bytes
+        ranks = len(bytes_of_ranks)
+        if ranks > MOST_RANKS:
+            least = size(min(bytes_of_ranks))
+            most = size(max(bytes_of_ranks))
+            return f"{least} to {most} on {ranks} ranks"
+        sizes = " · ".join(map(size, bytes_of_ranks))
+        if ranks > 1:
             return f"{sizes} a rank"
         return sizes
 
@@ -892,16 +909,22 @@ def _operators(event: events.Profiled) -> list[str]:
     head = f"profile of rank {event.rank}, {steps}: {event.trace}"
     lines = [
         f"{head} · snapshot of memory: {event.snapshot}",
-        f"  {'operator':<44} {'calls':>7} {'seconds':>9} {'share':>6}",
+        _operator_row("operator", "calls", "seconds", "share"),
     ]
     for operator in event.operators:
-        name = operator["name"][:44]
+        name = operator["name"]
         calls = operator["calls"]
         seconds = operator["seconds"]
         share = operator["share"]
-        # The widths of the head above.
-        lines.append(f"  {name:<44} {calls:>7,} {seconds:>9.3g} {share:>6.1%}")
+        row = _operator_row(name, f"{calls:,}", f"{seconds:.3g}", f"{share:.1%}")
+        lines.append(row)
     return lines
+
+
+def _operator_row(name: str, calls: str, seconds: str, share: str) -> str:
+    """Return a row of the table of operators, whose columns align."""
+    padded_name = name[:OPERATOR_WIDTH].ljust(OPERATOR_WIDTH)
+    return f"  {padded_name} {calls:>7} {seconds:>9} {share:>6}"
 
 
 def _sample_ids(ids: list[int]) -> str:
@@ -941,30 +964,37 @@ def _speed(step: events.Step) -> str:
 
 
 def _speed_line(step: events.Step) -> str:
-    """Return the speed in all its units."""
+    """Return the speed in all its units: tokens, samples, and the share of the devices' peak (MFU)."""
     parts = [_speed(step)]
+    # Without tokens `_speed` is the samples already.
     if events.has_tokens(step.tokens, step.samples):
         parts.append(f"{step.samples_per_s:.2f} samples/s")
+    # Null if the peak of the device is not known.
     if step.mfu:
         parts.append(f"MFU {step.mfu:.1%}")
     return " · ".join(parts)
 
 
 def _time_line(step: events.Step) -> str:
-    """Return what the seconds of a step were spent on."""
+    """Return what the seconds of a step were spent on.
+
+    Under some strategies a rank waits within its computation, so the two are one number.
+    """
     data = f"data {step.data_s:.2f} s"
     compute = f"{step.compute_s:.2f} s"
     if step.comm_s is None:
         return f"{data} · compute and waiting for others {compute}"
-    return f"{data} · compute {compute} · waiting for others {step.comm_s:.2f} s"
+    waiting = f"{step.comm_s:.2f} s"
+    return f"{data} · compute {compute} · waiting for others {waiting}"
 
 
 def _saved_line(save: events.Save) -> str:
     """Return which checkpoint is the newest, and what it took."""
-    ago = duration(time.time() - save.t)
+    age = duration(time.time() - save.t)
     bytes_ = size(save.bytes)
+    # Training stands still for only a part of the time that a checkpoint takes.
     waited = f"{save.blocked_seconds:.2f} s"
-    return f"step {save.step}, {ago} ago, {bytes_}, training waited {waited}"
+    return f"step {save.step}, {age} ago, {bytes_}, training waited {waited}"
 
 
 def _fault_line(fault: events.Fault) -> str:

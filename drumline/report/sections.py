@@ -335,19 +335,21 @@ def _without_reward(run: RunFacts) -> list[str]:
     """Return the line that counts the rollouts of which no episode got a reward."""
     # By step: a rollout that is done again after a restart counts once.
     rollouts = {event.get("step"): event for event in run.of("rollout")}
-    without = [event for event in rollouts.values() if event.get("reward") is None]
+    rewards = [event.get("reward") for event in rollouts.values()]
+    without = rewards.count(None)
     if not without:
         return []
-    return [f"no episode got a reward in {len(without):,} of {len(rollouts):,} rollouts"]
+    return [f"no episode got a reward in {without:,} of {len(rollouts):,} rollouts"]
 
 
 def _left_out(run: RunFacts) -> list[str]:
     """Return the line that counts the episodes to which no reward applies."""
     left_out = sum(value for _, value in run.points("rollout", "left_out"))
-    episodes = sum(value for _, value in run.points("rollout", "episodes"))
     if not left_out:
         return []
-    return [f"no reward applied to {left_out:,.0f} of {episodes:,.0f} episodes: they were left out"]
+    episodes = sum(value for _, value in run.points("rollout", "episodes"))
+    share = f"{left_out:,.0f} of {episodes:,.0f} episodes"
+    return [f"no reward applied to {share}: they were left out"]
 
 
 def short(value: Any) -> str:
@@ -539,7 +541,10 @@ def _resolved_values(run: RunFacts) -> Pairs:
     for name in RESOLVED:
         pairs.append((_with_spaces(name), plan.get(name)))
     batch = as_mapping(plan.get("batch"))
-    sizes = [f"{_with_spaces(name)} {value}" for name, value in batch.items()]
+    sizes = []
+    for name, value in batch.items():
+        label = _with_spaces(name)
+        sizes.append(f"{label} {value}")
     pairs.append(("batch", ", ".join(sizes)))
     for name, value in as_numbers(plan.get("data")).items():
         if value:

@@ -189,12 +189,14 @@ class Live:
         self.text.write(f"rank {rank}: {error} → {action}\n")
 
     def _goodput(self) -> float | None:
-        """Return the goodput so far, as `RunFacts.goodput` defines it."""
+        """Return the goodput so far, as `RunFacts.goodput` defines it; None before the first step."""
         spent = self.last - self.began - self.idle
         if not self.seconds or spent <= 0:
             return None
         mean = sum(self.seconds.values()) / len(self.seconds)
-        steps_here = max(self.seconds) - (self.before or 0)
+        last_step = max(self.seconds)
+        steps_before = self.before or 0
+        steps_here = last_step - steps_before
         return min(1.0, mean * steps_here / spent)
 
     def _eta(self) -> float | None:
