@@ -329,7 +329,10 @@ def _section_text(section: str, side: list[RunFacts], other: list[RunFacts]) -> 
     keys_of_other: set[str] = set()
     for run in other:
         keys_of_other.update(run.config)
-    texts = {_section_text_of_run(section, run, keys_of_other) for run in side}
+    # Runs of a side are mostly alike, and then give one text.
+    texts = set()
+    for run in side:
+        texts.add(_section_text_of_run(section, run, keys_of_other))
     return "; ".join(sorted(texts))
 
 
@@ -461,13 +464,15 @@ def _at_common_steps(traces: list[Trace]) -> list[Trace]:
 def _mean_by_seed(runs: list[RunFacts], values: list[float]) -> list[float]:
     """Return the mean value of each seed.
 
-    Repeats of one seed differ by rounding alone, so they are not independent samples.
+    Repeats of one seed differ by rounding alone, so they are not independent samples. `values`: one of
+    each run.
     """
     values_by_seed: dict[str, list[float]] = {}
     for run, value in zip(runs, values, strict=True):
         seed = str(run.config.get("run.seed"))
-        values_by_seed.setdefault(seed, []).append(value)
-    return [statistics.fmean(each) for each in values_by_seed.values()]
+        values_of_seed = values_by_seed.setdefault(seed, [])
+        values_of_seed.append(value)
+    return [statistics.fmean(of_seed) for of_seed in values_by_seed.values()]
 
 
 def _seed_count(runs: list[RunFacts]) -> int:

@@ -68,7 +68,7 @@ class _Bins:
         self.high: list[float] = []
 
     def add(self, step: int, mean: float, low: float, high: float) -> None:
-        """Add a point with its band."""
+        """Add a bin: its last step, the mean of its values, and the band around it."""
         self.x.append(step)
         self.y.append(_round(mean))
         self.low.append(_round(low))
@@ -125,7 +125,8 @@ def band(repeated: list[Points], most: int) -> Series:
 def groups(runs: list[RunFacts]) -> list[list[int]]:
     """Return groups of runs that differ in their seed alone and have different seeds.
 
-    Each run is given by its place in `runs`. A repeat of a seed begins another group.
+    Each run is given by its place in `runs`. A repeat of a seed begins another group, so that no group
+    has two runs of one seed.
     """
     places_by_group: dict[tuple[str, int], list[int]] = {}
     runs_of_seed: Counter[tuple[str, str]] = Counter()
@@ -156,17 +157,24 @@ def charts(runs: list[RunFacts], names: list[str]) -> list[Chart]:
 
 
 def _charts_of_one_run(run: RunFacts, names: Iterable[str]) -> list[Chart]:
-    """Return the charts of one run; a score of several evaluation sets is one chart with a line a set."""
-    sets_of_score: dict[str, list[str]] = {name: [] for name in names}
-    for name in list(sets_of_score):
+    """Return the charts of one run, in the order of `names`.
+
+    A score of several evaluation sets is one chart, with a line for each set beside that of all sets.
+    """
+    # The name of each chart → the curves of sets that are drawn in it.
+    sets_by_chart: dict[str, list[str]] = {name: [] for name in names}
+    for name in list(sets_by_chart):
         # The curve of a set is called "held out: SET/SCORE", that of all sets "held out: SCORE".
         _, slash, score = name.rpartition("/")
-        whole = f"{HELD_OUT}{score}"
-        is_of_one_set = slash and whole in sets_of_score
+        chart_of_all = f"{HELD_OUT}{score}"
+        is_of_one_set = slash and chart_of_all in sets_by_chart
         if is_of_one_set:
-            sets_of_score[whole].append(name)
-            del sets_of_score[name]
-    return [_chart_of_sets(name, run, sets) for name, sets in sets_of_score.items()]
+            sets_by_chart[chart_of_all].append(name)
+            del sets_by_chart[name]
+    made = []
+    for name, sets in sets_by_chart.items():
+        made.append(_chart_of_sets(name, run, sets))
+    return made
 
 
 def _chart(

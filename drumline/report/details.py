@@ -141,7 +141,11 @@ def _draw_phases(run: RunFacts, drawings: Drawings) -> list[Chart]:
 
 
 def _draw_step_seconds(run: RunFacts, drawings: Drawings) -> list[Chart]:
-    """Draw what the seconds of a step were spent on."""
+    """Draw what the seconds of a step were spent on.
+
+    Without a measured time of waiting for other ranks, which counts as computing then, the chart has a
+    note about it.
+    """
     lines = []
     for color, (field, name) in enumerate(STEP_SECONDS.items()):
         points = run.points("step", field)
@@ -265,19 +269,25 @@ def _comparison_table(comparisons: list[Comparison]) -> Table:
 
 def _memory_by_rank(run: RunFacts) -> list[Series]:
     """Return the memory of each rank as lines; of many ranks only the least and the most."""
-    least: Points = []
-    most: Points = []
-    by_rank: dict[int, Points] = {}
-    for step, sizes in sorted(_memory_by_step(run).items()):
-        least.append((step, min(sizes)))
-        most.append((step, max(sizes)))
-        for rank, bytes_ in enumerate(sizes):
-            points = by_rank.setdefault(rank, [])
-            points.append((step, bytes_))
-    if len(by_rank) > MOST_RANKS:
+    sizes_by_step = _memory_by_step(run)
+    steps = sorted(sizes_by_step)
+    # A run may go on with another number of ranks.
+    ranks = max((len(sizes) for sizes in sizes_by_step.values()), default=0)
+    if ranks > MOST_RANKS:
+        least: Points = []
+        most: Points = []
+        for step in steps:
+            sizes = sizes_by_step[step]
+            least.append((step, min(sizes)))
+            most.append((step, max(sizes)))
         return [_line("least", 0, least), _line("most", 1, most)]
     lines = []
-    for rank, points in by_rank.items():
+    for rank in range(ranks):
+        points: Points = []
+        for step in steps:
+            sizes = sizes_by_step[step]
+            if rank < len(sizes):
+                points.append((step, sizes[rank]))
         lines.append(_line(f"rank {rank}", rank, points))
     return lines
 
@@ -492,14 +502,18 @@ def evaluations(run: RunFacts, drawings: Drawings) -> Table | None:
 
 
 def _change(evaluations: list[dict[str, Any]], score: str) -> str | None:
-    """Return the change of a score from the first to the last evaluation; None if there is none."""
+    """Return the change of a score from the first to the last evaluation, with its sign.
+
+    None if there is only one evaluation, or if one of the two has no such score.
+    """
     if len(evaluations) < 2:
         return None
     first = as_number(evaluations[0].get(score))
     last = as_number(evaluations[-1].get(score))
     if first is None or last is None:
         return None
-    return f"{last - first:+.4g}"
+    difference = last - first
+    return f"{difference:+.4g}"
 
 
 @dataclass(frozen=True)
@@ -691,6 +705,7 @@ def _device_points(run: RunFacts, field: str) -> dict[int, Points]:
         if type(step) is not int:
             continue
         for rank, device in enumerate(_dictionaries(event.get("ranks"))):
+            # None: the device has no such counter.
             value = as_number(device.get(field))
             if value is not None:
                 of_rank = points.setdefault(rank, [])
