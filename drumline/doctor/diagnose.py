@@ -21,7 +21,7 @@ from drumline.errors import UserError
 from drumline.foreign import open_plain, read_object
 from drumline.system.files import numbered
 from drumline.system.redact import redact
-from drumline.telemetry.events import Step, examined, read
+from drumline.telemetry.events import Step, examine, read
 
 STDIN = "-"
 EVENTS = "events.jsonl"
@@ -441,7 +441,7 @@ def _damage(run: Path) -> Iterator[Line]:
     except UserError as error:
         yield from _own(f"a record is damaged: {error.what}", plan, 1)
     events = run / EVENTS
-    damaged = [number for number, _, is_sound in examined(events) if not is_sound]
+    damaged = [number for number, _, is_sound in examine(events) if not is_sound]
     if damaged:
         first = damaged[0]
         text = f"a record is damaged: {len(damaged):,} lines cannot be read, the first is {first:,}"

@@ -49,7 +49,7 @@ from drumline.models.load import load_config
 from drumline.plan.explain import default_run_dir, strategy_name
 from drumline.plan.plan import Plan
 from drumline.report.bars import bars
-from drumline.report.progress import failed
+from drumline.report.progress import lines_of_failed_rewards
 from drumline.rl.generate import Completion, positions
 from drumline.rl.rewards import Item, Rewards
 from drumline.system.files import write_whole
@@ -128,7 +128,7 @@ def evaluate(
         "reward_failures": found.reward_failures,
     }
     show(f"{weights.origin} on {found.samples} held-out samples", found.metrics)
-    for line in failed(found.reward_failures or {}):
+    for line in lines_of_failed_rewards(found.reward_failures or {}):
         Console(stderr=True).print(
             line, style="yellow", markup=False, highlight=False, soft_wrap=True
         )

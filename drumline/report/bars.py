@@ -1,4 +1,8 @@
-"""Progress bars for what happens before a run: converting a model, tokenising, packing; and notes."""
+"""Progress bars for what happens before a run, such as converting a model or tokenising; and notes.
+
+All of it goes to standard error or to a console of the caller's, so that a command's result on standard
+output stays alone.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from rich.table import Column
 from drumline.errors import printable
 from drumline.system.output import Verbosity, lossy, say_note, verbosity
 
+# Called with a phase, how much of it is done, and how much there is in all; None if that is not known.
 OnProgress = Callable[[str, int, int | None], None]
 # Phases of planning that take long for large models on many devices.
 COMPARING = "comparing plans"
@@ -37,11 +42,12 @@ TITLES = {
 
 @contextmanager
 def aside(display: bool) -> Iterator[OnProgress]:
-    """Draw bars on standard error.
+    """Give a callback that draws bars on standard error, as long as the context is open.
 
     If `display` is false, or the process is quiet, the callback shows nothing.
     """
-    if not display or verbosity() is Verbosity.QUIET:
+    is_quiet = verbosity() is Verbosity.QUIET
+    if is_quiet or not display:
         yield _show_nothing
         return
     with lossy(), bars(Console(stderr=True)) as on_progress:
@@ -59,15 +65,20 @@ def notes(lines: Iterable[str]) -> None:
 
 
 def title_of(phase: str, rows: int | None) -> str:
-    """Return what a phase is called in the terminal: `Tokenising 40 rows`."""
-    plain, counted = TITLES.get(phase, (phase[:1].upper() + phase[1:], ""))
+    """Return what a phase is called in the terminal: `Tokenising 40 rows`.
+
+    `rows`: how much the phase has in all; None if that is not known. A phase that is not in TITLES is
+    called by its name.
+    """
+    capitalised = phase[:1].upper() + phase[1:]
+    plain, counted = TITLES.get(phase, (capitalised, ""))
     if counted and rows:
         return counted.format(rows)
     return plain
 
 
 @contextmanager
-def told_if_slow(tell: Callable[[], None], seconds: float = 2.0) -> Iterator[None]:
+def notify_if_slow(tell: Callable[[], None], seconds: float = 2.0) -> Iterator[None]:
     """Call `tell` if what is inside takes longer than some seconds."""
     timer = threading.Timer(seconds, tell)
     timer.daemon = True
@@ -88,7 +99,7 @@ def line_if_slow(
     def tell() -> None:
         console.print(f"{title_of(phase, None)} …", highlight=False)
 
-    return told_if_slow(tell, seconds)
+    return notify_if_slow(tell, seconds)
 
 
 @contextmanager
@@ -104,13 +115,17 @@ def bars(console: Console) -> Iterator[OnProgress]:
         tasks: dict[str, TaskID] = {}
 
         def update(phase: str, done: int, total: int | None) -> None:
+            """Draw the bar of a phase, which is new at the first call."""
             if phase not in tasks:
-                tasks[phase] = progress.add_task(title_of(phase, None), total=total)
+                # Without the number of rows, which the bar shows anyway.
+                title = title_of(phase, None)
+                tasks[phase] = progress.add_task(title, total=total)
             progress.update(tasks[phase], completed=done, total=total)
 
         yield update
         for task in progress.tasks:
-            if task.total is None:  # its end was not known before it was over
+            # Its end was not known before it was over. Its bar would move on for ever.
+            if task.total is None:
                 done = max(1, task.completed)
                 progress.update(task.id, total=done, completed=done)
 

@@ -1,4 +1,8 @@
-"""`drumline compare A B`: which keys differ, which curve is better and by how much, and whether seeds can tell that from chance."""
+"""`drumline compare A B`: compare two sides of runs, each a run or several seeds of it.
+
+It prints the keys of the config that differ, the final value of each curve on both sides, which side
+is better, and whether there are enough seeds to tell the difference from chance.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +24,27 @@ from drumline.config.load import flat
 from drumline.config.mistakes import kind_of, models_at
 from drumline.errors import UserError, printable
 from drumline.report.bars import notes
-from drumline.report.facts import APART, HELD_OUT, RunFacts, Trace, short_names
+from drumline.report.facts import FOLDER_KEYS, HELD_OUT, RunFacts, Trace, short_names
 from drumline.report.sections import short
 from drumline.system.redact import redact
 
-SIGNIFICANT = 0.05  # p of Welch's test below which a difference counts
+# p of Welch's test below which a difference counts.
+SIGNIFICANT = 0.05
 # Relative difference up to which two means count as equal. The parity tests allow the losses of
 # two strategies as much.
 ROUNDING = 1e-5
-ABSENT = "–"  # shown for a key that a run does not have
-MOST_NAMES = 6  # runs of one side that are listed by name
+# Shown for a key that a run does not have.
+ABSENT = "–"
+# Runs of one side that are listed by name.
+MOST_NAMES = 6
 # Widest minimum width in characters of the first column and of the others. Shorter words are never
 # broken, and all columns together fit a terminal of 80 characters.
 MOST_NAME = 36
 MOST_WORD = 14
-LAST = 0.1  # a curve is judged by the mean of this last part of the common steps
-LARGEST_SHARE = 10  # relative changes from here on say nothing and are not shown
+# A curve is judged by the mean of this last part of the common steps.
+LAST = 0.1
+# Relative changes from here on (1,000%) say nothing and are not shown.
+LARGEST_SHARE = 10
 # Words in a curve's name that tell which direction is better. Words of UNKNOWN overrule the others.
 UNKNOWN = {"rejected", "std", "stderr", "coefficient"}
 LOWER = {"loss", "perplexity", "kl", "error", "failed"}
@@ -55,35 +64,47 @@ HIGHER = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of one curve.
-
-    `values`: the final value of each run of side A and of side B; NaN if a run ended without a
-    number. `better`: -1 if lower is better, 1 if higher is better, 0 if unknown. `p`: of Welch's
-    test; None if no test is possible.
-    """
+    """The comparison of one curve."""
 
     name: str
+    # The final value of each run of side A and of side B; NaN if a run ended without a number.
     values: tuple[list[float], list[float]]
+    # -1 if lower is better, 1 if higher is better, 0 if that is not known.
     better: int
+    # Of Welch's test; None if no test is possible.
     p: float | None
+
+    @property
+    def mean_a(self) -> float:
+        """Return the mean final value of side A; NaN if one of its runs has no number."""
+        return statistics.fmean(self.values[0])
+
+    @property
+    def mean_b(self) -> float:
+        """Return the mean final value of side B; NaN if one of its runs has no number."""
+        return statistics.fmean(self.values[1])
 
     @property
     def difference(self) -> float:
         """Return the mean of B minus the mean of A."""
-        return statistics.fmean(self.values[1]) - statistics.fmean(self.values[0])
+        return self.mean_b - self.mean_a
 
     @property
     def differs_by_rounding(self) -> bool:
         """Return whether the means are as close as fp32 keeps one training under two strategies."""
-        mean_a = statistics.fmean(self.values[0])
-        mean_b = statistics.fmean(self.values[1])
-        return abs(mean_b - mean_a) <= ROUNDING * max(abs(mean_a), abs(mean_b))
+        larger = max(abs(self.mean_a), abs(self.mean_b))
+        return abs(self.difference) <= ROUNDING * larger
 
     @property
     def winner(self) -> str:
-        """Return the text of the column "better"."""
+        """Return the text of the column "better".
+
+        It is the letter of a side only if the difference is significant. Without enough seeds for a
+        test it says which side is ahead, and that this is untested.
+        """
         if self.better == 0:
             return "–"
+        # How much better B is than A, whichever direction is better.
         ahead = self.difference * self.better
         if math.isnan(ahead):
             return self._winner_by_numbers()
@@ -110,7 +131,8 @@ class Verdict:
 def compare(folders: list[Path]) -> None:
     """Print the keys and curves in which two sides of runs differ.
 
-    Raises UserError if the folders are not two sides.
+    `folders`: run folders, or two folders of runs; `sides` says which runs belong together. Raises
+    UserError if the folders are not two sides.
     """
     a, b = sides(folders)
     console = Console(highlight=False)
@@ -127,22 +149,25 @@ def compare(folders: list[Path]) -> None:
     if not verdicts:
         console.print("no curve is in both, so nothing can be compared")
         return
-    console.print(
-        f"curves up to step {last_step:,}, which all have: the mean of the last {LAST:.0%} of its points; ± one standard deviation of runs"
-    )
+    common_steps = f"curves up to step {last_step:,}, which all have"
+    final_value = f"the mean of the last {LAST:.0%} of its points"
+    console.print(f"{common_steps}: {final_value}; ± one standard deviation of runs")
     not_compared = _names_without_common_steps(a, b, verdicts)
     if not_compared:
         names = ", ".join(not_compared)
         notes([f"not compared, as no step after the first has them in all runs: {names}"])
     rows = [_row(verdict) for verdict in verdicts]
-    console.print(_table(["curve", "A", "B", "B − A", "p", "better"], rows))
-    console.print(_method(_seed_count(a), _seed_count(b), len(verdicts)))
+    headers = ["curve", "A", "B", "B − A", "p", "better"]
+    console.print(_table(headers, rows))
+    method = _method(_seed_count(a), _seed_count(b), len(verdicts))
+    console.print(method)
 
 
 def _print_side(console: Console, side_name: str, runs: list[RunFacts]) -> None:
     """Print the letter of a side, the names of its first runs and how many it has."""
     total = len(runs)
-    names = ", ".join(short_names(runs)[:MOST_NAMES])
+    first_names = short_names(runs)[:MOST_NAMES]
+    names = ", ".join(first_names)
     if total > MOST_NAMES:
         names += f", … {total} in all"
     number = "one run" if total == 1 else f"{total} runs"
@@ -155,20 +180,30 @@ def _names_without_common_steps(
 ) -> list[str]:
     """Return the held-out curves that all runs have, but of which no verdict could be given."""
     judged = {verdict.name for verdict in verdicts}
+    runs = [*a, *b]
     names = []
     for name in a[0].traces:
-        is_candidate = name.startswith(HELD_OUT) and name not in judged
-        if is_candidate and all(name in run.curves for run in (*a, *b)):
+        if not name.startswith(HELD_OUT) or name in judged:
+            continue
+        if all(name in run.curves for run in runs):
             names.append(name)
     return names
 
 
 def _row(verdict: Verdict) -> tuple[str, ...]:
-    """Return the cells of one curve."""
-    p = "" if verdict.p is None else f"{verdict.p:.2g}"
-    mean_a = _mean(verdict.values[0])
-    mean_b = _mean(verdict.values[1])
-    return (verdict.name, mean_a, mean_b, _change(verdict), p, verdict.winner)
+    """Return the cells of one curve: name, A, B, difference, p, and which side is better."""
+    p = ""
+    if verdict.p is not None:
+        p = f"{verdict.p:.2g}"
+    values_a, values_b = verdict.values
+    return (
+        verdict.name,
+        _mean(values_a),
+        _mean(values_b),
+        _change(verdict),
+        p,
+        verdict.winner,
+    )
 
 
 def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
@@ -178,9 +213,12 @@ def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
     folders are grouped by their keys; runs that differ in their seed alone are one group. Raises
     UserError if there are not exactly two groups.
     """
-    runs_by_folder = [_runs(folder) for folder in dict.fromkeys(folders)]
+    # A folder that is named twice counts once.
+    different_folders = dict.fromkeys(folders)
+    runs_by_folder = [_runs(folder) for folder in different_folders]
     if len(runs_by_folder) == 2:
-        return runs_by_folder[0], runs_by_folder[1]
+        a, b = runs_by_folder
+        return a, b
     groups: dict[str, list[RunFacts]] = {}
     for runs in runs_by_folder:
         for run in runs:
@@ -203,10 +241,14 @@ def _runs(folder: Path) -> list[RunFacts]:
     """Return the run of a run folder, or all runs directly inside a folder."""
     if not folder.is_dir():
         raise UserError(
-            "there is no such folder", where=str(folder), fix="name a run, or a folder of runs"
+            "there is no such folder",
+            where=str(folder),
+            fix="name a run, or a folder of runs",
         )
     inside = sorted(path.parent for path in folder.glob("*/plan.json"))
-    if (folder / "plan.json").exists() or not inside:
+    is_run = (folder / "plan.json").exists()
+    # A folder with neither is read as a run, too: RunFacts raises the error that says what is missing.
+    if is_run or not inside:
         return [RunFacts(folder)]
     return [RunFacts(path) for path in inside]
 
@@ -219,11 +261,15 @@ def _differing_keys(a: list[RunFacts], b: list[RunFacts]) -> list[tuple[str, str
     keys: dict[str, None] = {}
     for run in (*a, *b):
         keys.update(dict.fromkeys(run.config))
+    # By key or section: all keys of a section lead to the same row.
     rows: dict[str, tuple[str, str, str]] = {}
     for key in keys:
+        # Runs that are compared are in different folders anyway. Seeds are shown.
+        if key in FOLDER_KEYS:
+            continue
         values_a = _values(key, a)
         values_b = _values(key, b)
-        if values_a == values_b or key in APART[1:]:
+        if values_a == values_b:
             continue
         section = _differing_section(key, a, b)
         if section is None:
@@ -239,33 +285,43 @@ def _values(key: str, side: list[RunFacts]) -> list[str]:
     """Return the different values of a key on one side as sorted texts."""
     values = set()
     for run in side:
-        values.add(short(run.config[key]) if key in run.config else ABSENT)
+        text = ABSENT
+        if key in run.config:
+            text = short(run.config[key])
+        values.add(text)
     return sorted(values)
 
 
 def _differing_section(key: str, a: list[RunFacts], b: list[RunFacts]) -> str | None:
-    """Return the outermost section around a key that has another kind on each side, or is missing on one.
+    """Return the section that stands for a differing key in the table; None: the key itself does.
 
-    Only asked for a key that one side lacks, or that is a `kind`. None if the key stands for itself.
+    It is the outermost section around the key that has another kind on each side, or that one side
+    has not set. Only a key that one side lacks, or that is a `kind`, has such a section.
     """
+    runs = [*a, *b]
     is_absent = [ABSENT] in (_values(key, a), _values(key, b))
     names = key.split(".")
     for length in range(1, len(names)):
         section = ".".join(names[:length])
         kind = f"{section}.kind"
-        kinds_differ = _values(kind, a) != _values(kind, b)
+        if is_absent or key == kind:
+            kinds_differ = _values(kind, a) != _values(kind, b)
+            if kinds_differ:
+                return section
         # A section that is null or empty is itself a key of the flat config and has none below it.
-        is_unset = any(section in run.config for run in (*a, *b))
-        if (kinds_differ and (is_absent or key == kind)) or (is_unset and is_absent):
+        is_unset = any(section in run.config for run in runs)
+        if is_unset and is_absent:
             return section
-    if is_absent and any(_has_keys_below(run, key) for run in (*a, *b)):
+    # The key may be such a section: null in one run, and filled with keys in another.
+    if is_absent and any(_has_keys_below(run, key) for run in runs):
         return key
     return None
 
 
 def _has_keys_below(run: RunFacts, section: str) -> bool:
     """Return whether a run's config has a key inside of a section."""
-    return any(key.startswith(f"{section}.") for key in run.config)
+    inside = f"{section}."
+    return any(key.startswith(inside) for key in run.config)
 
 
 def _section_text(section: str, side: list[RunFacts], other: list[RunFacts]) -> str:
@@ -273,13 +329,21 @@ def _section_text(section: str, side: list[RunFacts], other: list[RunFacts]) -> 
     keys_of_other: set[str] = set()
     for run in other:
         keys_of_other.update(run.config)
-    texts = {_section_text_of_run(section, run, keys_of_other) for run in side}
+    # Runs of a side are mostly alike, and then give one text.
+    texts = set()
+    for run in side:
+        texts.add(_section_text_of_run(section, run, keys_of_other))
     return "; ".join(sorted(texts))
 
 
 def _section_text_of_run(section: str, run: RunFacts, keys_of_other: set[str]) -> str:
-    """Describe a section of one run. `keys_of_other`: keys of the other side, which are left out."""
+    """Describe a section of one run: its kind, and the values of keys that are not at their defaults.
+
+    `keys_of_other`: keys of the other side. They are left out, since they have rows of their own if
+    they differ.
+    """
     if section in run.config:
+        # It is null or empty.
         return short(run.config[section])
     kind_key = f"{section}.kind"
     kind = run.config.get(kind_key)
@@ -298,7 +362,9 @@ def _section_text_of_run(section: str, run: RunFacts, keys_of_other: set[str]) -
             parts.append(f"{name} {shown}")
     if parts:
         return ", ".join(parts)
-    return "defaults" if _has_keys_below(run, section) else ABSENT
+    if _has_keys_below(run, section):
+        return "defaults"
+    return ABSENT
 
 
 def _defaults(section: str, kind: Any) -> dict[str, Any]:
@@ -306,34 +372,44 @@ def _defaults(section: str, kind: Any) -> dict[str, Any]:
 
     Empty if the section has keys without a default, or if this version does not know the kind.
     """
+    path = tuple(section.split("."))
     models = []
-    for model in models_at(tuple(section.split("."))):
+    for model in models_at(path):
+        # A model without a kind is the only one of its section.
         if kind_of(model) in (None, kind):
             models.append(model)
     if len(models) != 1:
         return {}
+    model = models[0]
     try:
-        return flat(models[0]().model_dump(mode="json"))
+        values = model()
     except ValidationError:
+        # A key without a default.
         return {}
+    return flat(values.model_dump(mode="json"))
 
 
 def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
-    """Return a verdict for each curve that all runs have, and the last step that all runs reached."""
+    """Return a verdict for each curve that all runs have, and the last step that all runs reached.
+
+    Runs that never finished a step do not count for the last step.
+    """
     runs = [*a, *b]
     reached = [run.reached for run in runs if run.reached]
+    # A run that went further would otherwise win only because it trained for longer.
     last_step = min(reached, default=0)
     verdicts = []
     for name in _common_names(runs):
         finals = _final_values(name, runs, last_step)
         if finals is None:
             continue
-        of_a = finals[: len(a)]
-        of_b = finals[len(a) :]
-        means_a = _mean_by_seed(a, of_a)
-        means_b = _mean_by_seed(b, of_b)
+        finals_a = finals[: len(a)]
+        finals_b = finals[len(a) :]
+        means_a = _mean_by_seed(a, finals_a)
+        means_b = _mean_by_seed(b, finals_b)
+        p = welch(means_a, means_b)
         better = _direction(name, runs[0])
-        verdicts.append(Verdict(name, (of_a, of_b), better, welch(means_a, means_b)))
+        verdicts.append(Verdict(name, (finals_a, finals_b), better, p))
     return verdicts, last_step
 
 
@@ -353,7 +429,10 @@ def _common_names(runs: list[RunFacts]) -> list[str]:
 
 
 def _final_values(name: str, runs: list[RunFacts], last_step: int) -> list[float] | None:
-    """Return the value that each run's curve is judged by; None if one has measured nothing."""
+    """Return the value that each run's curve is judged by; None if a run has measured nothing.
+
+    A value is NaN if the run measured the curve, but it was no number in the end.
+    """
     traces = [run.traces[name] for run in runs]
     if name.startswith(HELD_OUT):
         # An evaluation before the others', or before training, does not tell which run is better.
@@ -369,31 +448,37 @@ def _final_values(name: str, runs: list[RunFacts], last_step: int) -> list[float
 
 def _at_common_steps(traces: list[Trace]) -> list[Trace]:
     """Return the points of the steps after step 0 that all traces have."""
-    steps_of_each = []
+    steps_by_trace = []
     for trace in traces:
-        steps_of_each.append({step for step, _ in trace})
-    common = set.intersection(*steps_of_each) - {0}
+        steps = {step for step, _ in trace}
+        steps_by_trace.append(steps)
+    common = set.intersection(*steps_by_trace)
+    common.discard(0)
     filtered = []
     for trace in traces:
-        filtered.append([point for point in trace if point[0] in common])
+        points = [(step, value) for step, value in trace if step in common]
+        filtered.append(points)
     return filtered
 
 
 def _mean_by_seed(runs: list[RunFacts], values: list[float]) -> list[float]:
     """Return the mean value of each seed.
 
-    Repeats of one seed differ by rounding alone, so they are not independent samples.
+    Repeats of one seed differ by rounding alone, so they are not independent samples. `values`: one of
+    each run.
     """
     values_by_seed: dict[str, list[float]] = {}
     for run, value in zip(runs, values, strict=True):
         seed = str(run.config.get("run.seed"))
-        values_by_seed.setdefault(seed, []).append(value)
-    return [statistics.fmean(each) for each in values_by_seed.values()]
+        values_of_seed = values_by_seed.setdefault(seed, [])
+        values_of_seed.append(value)
+    return [statistics.fmean(of_seed) for of_seed in values_by_seed.values()]
 
 
 def _seed_count(runs: list[RunFacts]) -> int:
     """Return how many different seeds the runs have."""
-    return len({str(run.config.get("run.seed")) for run in runs})
+    seeds = {str(run.config.get("run.seed")) for run in runs}
+    return len(seeds)
 
 
 def _final_value(trace: Trace, last_step: int) -> float | None:
@@ -405,7 +490,8 @@ def _final_value(trace: Trace, last_step: int) -> float | None:
     if not values:
         return None
     length = max(1, round(LAST * len(values)))
-    numbers = [value for value in values[-length:] if value is not None]
+    last_values = values[-length:]
+    numbers = [value for value in last_values if value is not None]
     if not numbers:
         return math.nan
     return statistics.fmean(numbers)
@@ -414,9 +500,11 @@ def _final_value(trace: Trace, last_step: int) -> float | None:
 def _direction(name: str, run: RunFacts) -> int:
     """Return -1 if lower values of a curve are better, 1 if higher values are, 0 if unknown.
 
-    `run`: its `eval.metric` and `eval.mode` decide about the metric that the user chose.
+    `run`: its `eval.metric` and `eval.mode` decide about the metric that the user chose. The
+    direction of any other curve is guessed from the words of its name.
     """
-    if name == f"{HELD_OUT}{run.config.get('eval.metric')}":
+    metric = run.config.get("eval.metric")
+    if name == f"{HELD_OUT}{metric}":
         return 1 if run.config.get("eval.mode") == "max" else -1
     kind, _, detail = name.partition(": ")
     # Users choose parts of the text behind the colon: names of held-out sets and of tasks before a
@@ -439,7 +527,9 @@ def _direction(name: str, run: RunFacts) -> int:
 def welch(one: list[float], other: list[float]) -> float | None:
     """Return the two-sided p of Welch's t-test (Biometrika 34, 1947).
 
-    None if a side has fewer than two values, if a value is NaN, or if both sides have no spread.
+    It is the probability of a difference of means at least as large as this one between two samples
+    of one mean, whose variances may differ. None if a side has fewer than two values, if a value is
+    NaN, or if both sides have no spread.
     """
     size_one = len(one)
     size_other = len(other)
@@ -447,6 +537,7 @@ def welch(one: list[float], other: list[float]) -> float | None:
         return None
     if any(map(math.isnan, (*one, *other))):
         return None
+    # Of the means, not of the values.
     variance_one = statistics.variance(one) / size_one
     variance_other = statistics.variance(other) / size_other
     variance = variance_one + variance_other
@@ -460,6 +551,7 @@ def welch(one: list[float], other: list[float]) -> float | None:
     weighted_one = variance_one**2 / (size_one - 1)
     weighted_other = variance_other**2 / (size_other - 1)
     freedom = variance**2 / (weighted_one + weighted_other)
+    # Both tails of Student's t distribution are one regularised incomplete beta function.
     end = freedom / (freedom + t_squared)
     p = betainc(freedom / 2, 0.5, 0, end, regularized=True)
     return float(p)
@@ -467,38 +559,50 @@ def welch(one: list[float], other: list[float]) -> float | None:
 
 def _mean(values: list[float]) -> str:
     """Return the mean and the standard deviation as text, or how many values are no number."""
+    total = len(values)
     lost = sum(math.isnan(value) for value in values)
+    if lost and total > 1:
+        return f"no number in {lost} of {total}"
     if lost:
-        return f"no number in {lost} of {len(values)}" if len(values) > 1 else "no number"
-    text = f"{statistics.fmean(values):.5g}"
-    if len(values) > 1:
-        text += f" ± {statistics.stdev(values):.2g}"
+        return "no number"
+    mean = statistics.fmean(values)
+    text = f"{mean:.5g}"
+    if total > 1:
+        deviation = statistics.stdev(values)
+        text += f" ± {deviation:.2g}"
     return text
 
 
 def _change(verdict: Verdict) -> str:
     """Return B minus A as text, also relative to A; empty if a side has no number."""
-    if math.isnan(verdict.difference):
+    difference = verdict.difference
+    if math.isnan(difference):
         return ""
-    text = f"{verdict.difference:+.3g}"
-    before = statistics.fmean(verdict.values[0])
-    if before == 0:
+    text = f"{difference:+.3g}"
+    if verdict.mean_a == 0:
         return text
-    share = verdict.difference / abs(before)
+    share = difference / abs(verdict.mean_a)
     if abs(share) < LARGEST_SHARE:
         text += f" ({share:+.1%})"
     return text
 
 
 def _method(a: int, b: int, curves: int) -> str:
-    """Return the line that explains the test. `a`, `b`: seeds of each side; `curves`: how many were tested."""
+    """Return the line that explains the test.
+
+    `a`, `b`: how many seeds each side has. `curves`: how many curves were tested.
+    """
     if min(a, b) < 2:
-        less = "A" if a < 2 else "B"
-        return f"no test is possible: {less} has one seed. Two seeds or more of each side (run.seed=1, …) tell a difference from chance."
+        side = "A" if a < 2 else "B"
+        advice = "Two seeds or more of each side (run.seed=1, …) tell a difference from chance."
+        return f"no test is possible: {side} has one seed. {advice}"
+    test = f"p: Welch's t-test, two-sided, n = {a} and {b} seeds."
+    meaning = f"“not shown”: p ≥ {SIGNIFICANT}."
     warning = ""
     if curves > 1:
+        # p is not corrected for the number of curves, and 0.05 is one of twenty.
         warning = f"{curves} curves are each tested by itself: of twenty, one is below by chance."
-    return f"p: Welch's t-test, two-sided, n = {a} and {b} seeds. “not shown”: p ≥ {SIGNIFICANT}. {warning}"
+    return f"{test} {meaning} {warning}"
 
 
 def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
@@ -508,12 +612,15 @@ def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
         cells.append([printable(redact(cell)) for cell in row])
     table = Table(box=box.SIMPLE_HEAD)
     for place, header in enumerate(headers):
-        column = header.split()  # its words
+        words = header.split()
         for row_cells in cells:
-            column += row_cells[place].split()
-        longest = max(map(len, column))
+            words += row_cells[place].split()
+        longest = max(map(len, words))
         limit = MOST_NAME if place == 0 else MOST_WORD
-        table.add_column(header, overflow="fold", min_width=min(longest, limit))
+        min_width = min(longest, limit)
+        table.add_column(header, overflow="fold", min_width=min_width)
     for row_cells in cells:
-        table.add_row(*map(Text, row_cells))
+        # As Text: names of curves and values may have brackets, which rich takes for its markup.
+        texts = [Text(cell) for cell in row_cells]
+        table.add_row(*texts)
     return table

@@ -1,6 +1,7 @@
-"""The charts of a page: curves thinned out to means of bins, and runs that differ in their seed alone as one mean with a band.
+"""The charts of a page.
 
-Nothing is drawn that was not measured, and what was left out is counted in the note of a chart.
+A long curve is thinned out to means of bins. Runs that differ in their seed alone are one mean with
+a band. Nothing is drawn that was not measured, and the note of a chart says what its lines stand for.
 """
 
 from __future__ import annotations
@@ -13,25 +14,33 @@ from typing import Any
 
 from drumline.report.facts import HELD_OUT, RESTARTS, Points, RunFacts
 
-MOST_POINTS = 1000  # of a curve
-MOST_IN_ALL = 40_000  # of a chart
-FEWEST = 60  # points that a curve may have however many curves a chart has
-MOST_BANDS = 12  # of a chart; of more groups only the means are drawn
+# Points of one curve, at most.
+MOST_POINTS = 1000
+# Points of all curves of a chart together, at most: the browser draws them all.
+MOST_IN_ALL = 40_000
+# Points that each curve may have, however many curves share a chart.
+FEWEST = 60
+# Bands of a chart. If there are more groups of runs, only their means are drawn.
+MOST_BANDS = 12
 
-Chart = dict[str, Any]  # what draw.js draws, as JSON
-Series = dict[str, Any]  # a line of a chart, as JSON
+# What draw.js draws, as JSON.
+Chart = dict[str, Any]
+# A line of a chart, as JSON.
+Series = dict[str, Any]
 
 
-def binned(points: Points, most: int) -> Series:
-    """Return at most `most` points of a curve as {x, y, of}; `of`: how many points it has.
+def thin_out(points: Points, most: int) -> Series:
+    """Return a curve with at most `most` points, for draw.js.
 
-    If it has more, y is the mean of a bin and x the last step of it. Then there are also the bin's
-    `low` and `high`, and `size`, the number of points of a bin.
+    The result has the keys `x` (steps), `y` (values) and `of`, the number of points that the curve
+    had. A curve with more than `most` points is cut into bins of equal size. Then `y` is the mean of
+    a bin and `x` its last step, and there are also the bin's `low` and `high`, and `size`, the
+    number of points of a bin.
     """
     total = len(points)
     if total <= most:
         steps = [step for step, _ in points]
-        values = [_rounded(value) for _, value in points]
+        values = [_round(value) for _, value in points]
         return {"x": steps, "y": values, "of": total}
     size = _ceil_div(total, most)
     bins = _Bins()
@@ -40,8 +49,13 @@ def binned(points: Points, most: int) -> Series:
         last_step, _ = in_bin[-1]
         values = [value for _, value in in_bin]
         mean = statistics.fmean(values)
-        bins.add(last_step, mean, min(values), max(values))
-    return {**vars(bins), "of": total, "size": size}
+        low = min(values)
+        high = max(values)
+        bins.add(last_step, mean, low, high)
+    thinned = bins.series()
+    thinned["of"] = total
+    thinned["size"] = size
+    return thinned
 
 
 class _Bins:
@@ -54,54 +68,85 @@ class _Bins:
         self.high: list[float] = []
 
     def add(self, step: int, mean: float, low: float, high: float) -> None:
-        """Add a point with its band."""
+        """Add a bin: its last step, the mean of its values, and the band around it."""
         self.x.append(step)
-        self.y.append(_rounded(mean))
-        self.low.append(_rounded(low))
-        self.high.append(_rounded(high))
+        self.y.append(_round(mean))
+        self.low.append(_round(low))
+        self.high.append(_round(high))
+
+    def series(self) -> Series:
+        """Return the points by the keys that draw.js knows."""
+        return {
+            "x": self.x,
+            "y": self.y,
+            "low": self.low,
+            "high": self.high,
+        }
 
 
 def band(repeated: list[Points], most: int) -> Series:
-    """Return the mean of several runs at the steps that all of them have, at most `most` points.
+    """Return the mean of several runs, with a band of one standard deviation around it.
 
-    `low` and `high` are one standard deviation (of a sample: n − 1) below and above the mean.
+    Args:
+        repeated: The points of each run. Only steps that all of them have are used.
+        most: How many points the mean may have. More steps are cut into bins as in `thin_out`.
+
+    Returns:
+        `x`, `y`, `of` and `size` as in `thin_out`; `low` and `high`, one standard deviation of a
+        sample (n - 1) below and above the mean; and `seeds`, the number of runs.
     """
     runs = [dict(points) for points in repeated]
     common = set(runs[0])
     for run in runs[1:]:
         common.intersection_update(run)
     steps = sorted(common)
+    # At least one, since `range` refuses a step of 0 if the runs have no step in common.
     size = max(1, _ceil_div(len(steps), most))
     bins = _Bins()
     for start in range(0, len(steps), size):
         in_bin = steps[start : start + size]
+        last_step = in_bin[-1]
+        # First a mean over the bin of each run, then over runs: the band shows how far seeds lie
+        # apart, and not how much one curve goes up and down inside the bin.
         means = []
         for run in runs:
             values = [run[step] for step in in_bin]
             means.append(statistics.fmean(values))
         mean = statistics.fmean(means)
         deviation = statistics.stdev(means)
-        bins.add(in_bin[-1], mean, mean - deviation, mean + deviation)
-    return {**vars(bins), "of": len(steps), "size": size, "seeds": len(repeated)}
+        bins.add(last_step, mean, mean - deviation, mean + deviation)
+    averaged = bins.series()
+    averaged["of"] = len(steps)
+    averaged["size"] = size
+    averaged["seeds"] = len(repeated)
+    return averaged
 
 
 def groups(runs: list[RunFacts]) -> list[list[int]]:
-    """Return the places of runs that differ in their seed alone and have different seeds.
+    """Return groups of runs that differ in their seed alone and have different seeds.
 
-    A repeat of a seed begins another group.
+    Each run is given by its place in `runs`. A repeat of a seed begins another group, so that no group
+    has two runs of one seed.
     """
-    places: dict[tuple[str, int], list[int]] = {}
-    seen: Counter[tuple[str, str]] = Counter()
+    places_by_group: dict[tuple[str, int], list[int]] = {}
+    runs_of_seed: Counter[tuple[str, str]] = Counter()
     for place, run in enumerate(runs):
         seed = str(run.config.get("run.seed"))
-        repeat = seen[run.group, seed]
-        seen[run.group, seed] += 1
-        places.setdefault((run.group, repeat), []).append(place)
-    return list(places.values())
+        # Repeats of one seed are not independent, so a mean with a band must not count them twice.
+        repeat = runs_of_seed[run.group, seed]
+        runs_of_seed[run.group, seed] += 1
+        group = (run.group, repeat)
+        places = places_by_group.setdefault(group, [])
+        places.append(place)
+    return list(places_by_group.values())
 
 
 def charts(runs: list[RunFacts], names: list[str]) -> list[Chart]:
-    """Return one chart for each name of a curve, with the curves of all runs that have it."""
+    """Return one chart for each name of a curve, with the curves of all runs that have it.
+
+    `names`: what each run is called in a legend, in the order of `runs`.
+    """
+    # A dictionary keeps the order in which the curves come, and each name once.
     curve_names: dict[str, None] = {}
     for run in runs:
         curve_names.update(dict.fromkeys(run.curves))
@@ -112,38 +157,59 @@ def charts(runs: list[RunFacts], names: list[str]) -> list[Chart]:
 
 
 def _charts_of_one_run(run: RunFacts, names: Iterable[str]) -> list[Chart]:
-    """Return the charts of one run; a score of several evaluation sets is one chart with a line a set."""
-    sets_of_score: dict[str, list[str]] = {name: [] for name in names}
-    for name in list(sets_of_score):
+    """Return the charts of one run, in the order of `names`.
+
+    A score of several evaluation sets is one chart, with a line for each set beside that of all sets.
+    """
+    # The name of each chart → the curves of sets that are drawn in it.
+    sets_by_chart: dict[str, list[str]] = {name: [] for name in names}
+    for name in list(sets_by_chart):
         # The curve of a set is called "held out: SET/SCORE", that of all sets "held out: SCORE".
         _, slash, score = name.rpartition("/")
-        whole = f"{HELD_OUT}{score}"
-        if slash and whole in sets_of_score:
-            sets_of_score[whole].append(name)
-            del sets_of_score[name]
-    return [_chart_of_sets(name, run, sets) for name, sets in sets_of_score.items()]
+        chart_of_all = f"{HELD_OUT}{score}"
+        is_of_one_set = slash and chart_of_all in sets_by_chart
+        if is_of_one_set:
+            sets_by_chart[chart_of_all].append(name)
+            del sets_by_chart[name]
+    made = []
+    for name, sets in sets_by_chart.items():
+        made.append(_chart_of_sets(name, run, sets))
+    return made
 
 
 def _chart(
     name: str, runs: list[RunFacts], names: list[str], seed_groups: list[list[int]]
 ) -> Chart:
-    """Return the chart of one curve. `seed_groups`: places of runs, a color each."""
+    """Return the chart of one curve.
+
+    Args:
+        name: The curve, which is also the title of the chart.
+        runs: The runs of the page. Those without this curve have no line.
+        names: What each run is called in the legend.
+        seed_groups: Places of runs that have one color, as `groups` returns them.
+    """
     having = sum(name in run.curves for run in runs)
-    most = max(FEWEST, min(MOST_POINTS, MOST_IN_ALL // max(1, having)))
+    # The points of a chart are shared out among its curves.
+    share = MOST_IN_ALL // max(1, having)
+    most = max(FEWEST, min(MOST_POINTS, share))
     is_crowded = len(seed_groups) > MOST_BANDS
     series: list[Series] = []
     for color, places in enumerate(seed_groups):
         curves = {}
         for place in places:
-            if name in runs[place].curves:
-                curves[place] = runs[place].curves[name]
+            points = runs[place].curves.get(name)
+            if points is not None:
+                curves[place] = points
         series += _series_of_group(curves, names, color, most, is_crowded)
+    marks = []
+    if len(runs) == 1:
+        marks = _marks(runs[0])
     return {
         "kind": "lines",
         "title": name,
         "series": series,
         "note": _note(series),
-        "marks": _marks(runs[0]) if len(runs) == 1 else [],
+        "marks": marks,
     }
 
 
@@ -152,36 +218,53 @@ def _series_of_group(
 ) -> list[Series]:
     """Return the lines of a group of seeds: their mean, if there are several, and each run.
 
-    `curves`: place of a run → its points. `is_crowded`: only the mean is drawn, without its band.
+    Args:
+        curves: The place of each run of the group, and its points.
+        names: What each run of the page is called, by its place.
+        color: The group's number in the palette.
+        most: Points of a line, at most.
+        is_crowded: Only the mean is drawn, without its band.
     """
     series: list[Series] = []
     has_mean = False
     if len(curves) > 1:
         mean = band(list(curves.values()), most)
+        # The runs may have no step in common.
         has_mean = bool(mean["x"])
         if has_mean:
             if is_crowded:
-                del mean["low"], mean["high"]
+                del mean["low"]
+                del mean["high"]
             first = next(iter(curves))
-            label = f"{names[first]} and {len(curves) - 1} more"
+            more = len(curves) - 1
+            label = f"{names[first]} and {more} more"
             series.append({"name": label, "color": color, **mean})
     if has_mean and is_crowded:
         return series
     for place, points in curves.items():
-        line = {"name": names[place], "color": color, "member": has_mean}
-        series.append({**line, **binned(points, most)})
+        line: Series = {"name": names[place], "color": color, "member": has_mean}
+        line.update(thin_out(points, most))
+        series.append(line)
     return series
 
 
 def _chart_of_sets(name: str, run: RunFacts, sets: list[str]) -> Chart:
-    """Return the chart of a curve of one run, with the curves of the evaluation sets beside it."""
-    label = "all sets" if sets else run.name
-    chart = _chart(name, [run], [label], [[0]])
+    """Return the chart of a curve of one run, with the curves of the evaluation sets beside it.
+
+    `sets`: the names of the sets' curves; empty if the curve is not a score of several sets.
+    """
+    label = run.name
+    if sets:
+        label = "all sets"
+    only_group = [[0]]
+    chart = _chart(name, [run], [label], only_group)
     lines = chart["series"]
+    # Color 0 is that of all sets together.
     for color, curve in enumerate(sets, 1):
         set_name, _, _ = curve.removeprefix(HELD_OUT).rpartition("/")
-        points = binned(run.curves[curve], MOST_POINTS)
-        lines.append({"name": set_name, "color": color, "member": False, **points})
+        line: Series = {"name": set_name, "color": color, "member": False}
+        line.update(thin_out(run.curves[curve], MOST_POINTS))
+        lines.append(line)
     return chart
 
 
@@ -190,18 +273,25 @@ def _marks(run: RunFacts) -> list[dict[str, Any]]:
     marks = []
     for event in run.of("fault"):
         if event.get("action") in RESTARTS:
-            marks.append({"x": event.get("step"), "text": "restart"})
+            step = event.get("step")
+            marks.append({"x": step, "text": "restart"})
     return marks
 
 
 def _note(series: list[Series]) -> str:
     """Return what cannot be seen in a chart: how many seeds or points its lines stand for."""
-    means = [line for line in series if "seeds" in line]
+    means = []
+    thinned = []
+    for line in series:
+        if "seeds" in line:
+            means.append(line)
+        elif line.get("size", 1) > 1:
+            thinned.append(line)
     parts = []
     if means:
         parts.append(_note_of_means(means))
-    thinned = [line for line in series if "seeds" not in line and line.get("size", 1) > 1]
     if thinned:
+        # One line stands for all: its bins are the largest.
         longest = max(thinned, key=itemgetter("of"))
         points = longest["of"]
         drawn = len(longest["x"])
@@ -217,8 +307,9 @@ def _note_of_means(means: list[Series]) -> str:
     """Return how many seeds the means of a chart have, and what their bands are."""
     seeds = sorted({line["seeds"] for line in means})
     numbers = " or ".join(map(str, seeds))
-    has_band = any("low" in line for line in means)
-    spread = " ± one standard deviation" if has_band else ""
+    spread = ""
+    if any("low" in line for line in means):
+        spread = " ± one standard deviation"
     return f"mean{spread} of {numbers} seeds"
 
 
@@ -227,6 +318,9 @@ def _ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _rounded(value: float) -> float:
-    """Return a value with the six digits that a chart can show."""
+def _round(value: float) -> float:
+    """Return a value with the six digits that a chart can show.
+
+    A page holds all its points as text, so shorter numbers make it smaller.
+    """
     return float(f"{value:.6g}")

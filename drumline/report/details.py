@@ -1,6 +1,7 @@
-"""The sections of a report that are of one run each: what they show, or None if nothing of it was recorded.
+"""The sections of a report that are of one run each.
 
-templates/details.html.jinja shows what is returned here.
+For each section a function returns what it shows, or None if nothing of it was recorded. OF_A_RUN
+lists them with their titles. templates/details.html.jinja makes HTML of what is returned here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from drumline.config.load import override
 from drumline.plan.explain import count
 from drumline.plan.plan import LEFT_OUT
-from drumline.report.curves import MOST_POINTS, Series, binned
+from drumline.report.curves import MOST_POINTS, Series, thin_out
 from drumline.report.facts import Attempt, Points, RunFacts, as_mapping, as_number, as_numbers
 from drumline.report.markup import (
     ABSENT,
@@ -49,21 +50,28 @@ DEVICE_CURVES = {
 }
 # Kinds of events that are shown below the attempts.
 TROUBLES = {"hang": "hang", "replan": "new plan", "takeover": "another host's launcher"}
-NOT_SCORES = ("t", "step", "samples", "seconds")  # numbers of an evaluation's event
+# Numbers of an evaluation's event that are no scores.
+NOT_SCORES = ("t", "step", "samples", "seconds")
+# Episodes that a page shows, at most.
 MOST_EPISODES = 400
-MOST_RANKS = 8  # whose memory is drawn apart; of more only the least and the most
+# Ranks whose memory is drawn one by one. Of more ranks the least and the most are drawn.
+MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
 class Times:
-    """What the seconds of a run were spent on. `first_step`: when it came; None if not known."""
+    """What the seconds of a run were spent on."""
 
     charts: list[Chart]
+    # How long the first step took to come, and what that time was spent on; None if not known.
     first_step: str | None
 
 
 def times(run: RunFacts, drawings: Drawings) -> Times | None:
-    """Return goodput of each attempt, seconds of a step, and the heat map of ranks and phases."""
+    """Return goodput of each attempt, seconds of a step, and the heat map of ranks and phases.
+
+    `drawings`: the charts of the page, to which those of this section are added.
+    """
     charts = [
         *_draw_goodput(run, drawings),
         *_draw_phases(run, drawings),
@@ -74,7 +82,8 @@ def times(run: RunFacts, drawings: Drawings) -> Times | None:
     if started:
         total = format_seconds(sum(started.values())) or ABSENT
         parts = [f"{name} {seconds:.1f} s" for name, seconds in started.items()]
-        first_step = f"{total}: {', '.join(parts)}"
+        listed = ", ".join(parts)
+        first_step = f"{total}: {listed}"
     if not charts and first_step is None:
         return None
     return Times(charts, first_step)
@@ -82,24 +91,26 @@ def times(run: RunFacts, drawings: Drawings) -> Times | None:
 
 def _draw_goodput(run: RunFacts, drawings: Drawings) -> list[Chart]:
     """Draw the seconds by purpose of each attempt that wrote them."""
+    # The rows of the chart, and for each purpose the seconds of every row.
     names = []
-    seconds_of: dict[str, list[float]] = {purpose: [] for purpose in PURPOSES}
+    seconds_by_purpose: dict[str, list[float]] = {purpose: [] for purpose in PURPOSES}
     for number, attempt in enumerate(run.attempts):
         goodput = attempt.goodput
         if not goodput:
             continue
         names.append(f"attempt {number}")
-        for purpose, seconds in seconds_of.items():
+        for purpose, seconds in seconds_by_purpose.items():
             seconds.append(goodput.get(purpose, 0.0))
     if not names:
         return []
     series = []
-    for purpose, seconds in seconds_of.items():
+    for purpose, seconds in seconds_by_purpose.items():
         series.append({"name": purpose, "x": seconds})
     note = ""
     attempts = len(run.attempts)
     lost = attempts - len(names)
     if lost:
+        # A rank writes its seconds when it ends, which one that is killed cannot do.
         note = f"{lost} of {attempts} attempts ended before they could write theirs"
     title = "Seconds of rank 0 by purpose"
     return [drawings.add("bars", title, note, rows=names, series=series)]
@@ -115,17 +126,26 @@ def _draw_phases(run: RunFacts, drawings: Drawings) -> list[Chart]:
             seconds_of_phases.append(seconds)
     if not names:
         return []
+    # A heat map needs rows of one length, but a phase of an attempt with fewer ranks has fewer.
     ranks = max(map(len, seconds_of_phases))
     values: list[list[float | None]] = []
     for seconds in seconds_of_phases:
         missing = [None] * (ranks - len(seconds))
         values.append([*seconds, *missing])
-    note = "by the clock of the host: on a GPU, whose work is queued, its time is in the phase that waits for it"
-    return [drawings.add("heat", "Seconds by phase and rank", note, rows=names, values=values)]
+    title = "Seconds by phase and rank"
+    note = (
+        "by the clock of the host: on a GPU, whose work is queued,"
+        " its time is in the phase that waits for it"
+    )
+    return [drawings.add("heat", title, note, rows=names, values=values)]
 
 
 def _draw_step_seconds(run: RunFacts, drawings: Drawings) -> list[Chart]:
-    """Draw what the seconds of a step were spent on."""
+    """Draw what the seconds of a step were spent on.
+
+    Without a measured time of waiting for other ranks, which counts as computing then, the chart has a
+    note about it.
+    """
     lines = []
     for color, (field, name) in enumerate(STEP_SECONDS.items()):
         points = run.points("step", field)
@@ -140,21 +160,28 @@ def _draw_step_seconds(run: RunFacts, drawings: Drawings) -> list[Chart]:
 
 
 def _line(name: str, color: int, points: Points) -> Series:
-    """Return a line of a chart. `color`: its number in the palette."""
-    return {"name": name, "color": color, **binned(points, MOST_POINTS)}
+    """Return a line of a chart, thinned out if it is long. `color`: its number in the palette."""
+    line: Series = {"name": name, "color": color}
+    line.update(thin_out(points, MOST_POINTS))
+    return line
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Planned against measured memory. `verdict`: what a device has and what was planned; may be None."""
+    """Planned against measured memory."""
 
     charts: list[Chart]
+    # A row for each category that was both planned and measured; None: nothing was measured.
     comparison: Table | None
+    # What a device has and what was planned, in a sentence; None if one of both is not known.
     verdict: str | None
 
 
 def memory(run: RunFacts, drawings: Drawings) -> Memory | None:
-    """Return predicted against measured memory by category, and that of each rank over the steps."""
+    """Return predicted against measured memory by category, and that of each rank over the steps.
+
+    `drawings`: the charts of the page, to which those of this section are added.
+    """
     event = run.last("planned")
     planned = as_numbers(event.get("memory"))
     comparisons = run.comparisons
@@ -169,7 +196,10 @@ def memory(run: RunFacts, drawings: Drawings) -> Memory | None:
     limit = as_number(event.get("limit"))
     reserved = planned.get("reserved")
     if limit and reserved:
-        verdict = f"A device has {format_bytes(limit)}; {format_bytes(reserved)} of it were planned for. Verdict: {event.get('verdict')}."
+        device = f"A device has {format_bytes(limit)}"
+        planned_for = f"{format_bytes(reserved)} of it were planned for"
+        word = event.get("verdict")
+        verdict = f"{device}; {planned_for}. Verdict: {word}."
     if not charts and comparison is None and verdict is None:
         return None
     return Memory(charts, comparison, verdict)
@@ -184,10 +214,16 @@ def _draw_memory_by_category(
         return []
     measured = {}
     for row in comparisons:
+        # Other rows are seconds.
         if row.unit == "bytes":
             measured[row.category] = row.measured
     planned_bytes = [planned[name] for name in names]
+    # None leaves out the bar.
     measured_bytes = [measured.get(name) for name in names]
+    series = [
+        {"name": "planned", "x": planned_bytes},
+        {"name": "measured", "x": measured_bytes},
+    ]
     chart = drawings.add(
         "bars",
         "Memory of the fullest rank",
@@ -195,10 +231,7 @@ def _draw_memory_by_category(
         grouped=True,
         unit="bytes",
         rows=names,
-        series=[
-            {"name": "planned", "x": planned_bytes},
-            {"name": "measured", "x": measured_bytes},
-        ],
+        series=series,
     )
     return [chart]
 
@@ -208,11 +241,13 @@ def _draw_memory_of_ranks(run: RunFacts, drawings: Drawings) -> list[Chart]:
     lines = _memory_by_rank(run)
     if not lines:
         return []
-    if run.last("run_start").get("device") == "cuda":
+    is_on_gpu = run.last("run_start").get("device") == "cuda"
+    if is_on_gpu:
         measured_by = "the allocator's peak"
     else:
         measured_by = "the process's resident set, with Python and its libraries"
-    chart = drawings.add("lines", "Memory of each rank", measured_by, unit="bytes", series=lines)
+    title = "Memory of each rank"
+    chart = drawings.add("lines", title, measured_by, unit="bytes", series=lines)
     return [chart]
 
 
@@ -225,25 +260,34 @@ def _comparison_table(comparisons: list[Comparison]) -> Table:
             why = "off"
         planned = row.show(row.predicted)
         measured = row.show(row.measured)
-        rows.append([row.category, planned, measured, row.by_how_much(), why or ""])
-    headers = ["", "planned", "measured", "difference", f"why (“off” is more than {OFF:.0%})"]
+        difference = row.by_how_much()
+        rows.append([row.category, planned, measured, difference, why])
+    why_header = f"why (“off” is more than {OFF:.0%})"
+    headers = ["", "planned", "measured", "difference", why_header]
     return table(headers, rows)
 
 
 def _memory_by_rank(run: RunFacts) -> list[Series]:
     """Return the memory of each rank as lines; of many ranks only the least and the most."""
-    least: Points = []
-    most: Points = []
-    by_rank: dict[int, Points] = {}
-    for step, sizes in sorted(_memory_by_step(run).items()):
-        least.append((step, min(sizes)))
-        most.append((step, max(sizes)))
-        for rank, bytes_ in enumerate(sizes):
-            by_rank.setdefault(rank, []).append((step, bytes_))
-    if len(by_rank) > MOST_RANKS:
+    sizes_by_step = _memory_by_step(run)
+    steps = sorted(sizes_by_step)
+    # A run may go on with another number of ranks.
+    ranks = max((len(sizes) for sizes in sizes_by_step.values()), default=0)
+    if ranks > MOST_RANKS:
+        least: Points = []
+        most: Points = []
+        for step in steps:
+            sizes = sizes_by_step[step]
+            least.append((step, min(sizes)))
+            most.append((step, max(sizes)))
         return [_line("least", 0, least), _line("most", 1, most)]
     lines = []
-    for rank, points in by_rank.items():
+    for rank in range(ranks):
+        points: Points = []
+        for step in steps:
+            sizes = sizes_by_step[step]
+            if rank < len(sizes):
+                points.append((step, sizes[rank]))
         lines.append(_line(f"rank {rank}", rank, points))
     return lines
 
@@ -255,13 +299,18 @@ def _memory_by_step(run: RunFacts) -> dict[int, list[float]]:
         sizes = event.get("memory_bytes")
         if not isinstance(sizes, list) or not sizes:
             continue
-        if all(as_number(bytes_) is not None for bytes_ in sizes):
+        # Without one of them the least and the most would be those of other ranks.
+        are_numbers = all(as_number(bytes_) is not None for bytes_ in sizes)
+        if are_numbers:
             sizes_by_step[event["step"]] = sizes
     return sizes_by_step
 
 
 def communication(run: RunFacts, drawings: Drawings) -> Pairs | None:
-    """Return bytes by kind of collective, and the seconds of communication that computing did not hide."""
+    """Return bytes by kind of collective, and the share of time in which ranks waited for others.
+
+    None if the run neither planned nor sent anything.
+    """
     planned = as_numbers(run.last("planned").get("traffic"))
     sent = run.points("step", "sent_bytes")
     if not sent and not planned.get("total"):
@@ -270,13 +319,15 @@ def communication(run: RunFacts, drawings: Drawings) -> Pairs | None:
     for name, bytes_ in planned.items():
         if bytes_:
             collective = name.replace("_", "-")
-            pairs.append((f"planned: {collective}", format_bytes(bytes_)))
+            size = format_bytes(bytes_)
+            pairs.append((f"planned: {collective}", size))
     if sent:
         _, newest = sent[-1]
         total = sum(value for _, value in sent)
         pairs.append(("counted, a step", format_bytes(newest)))
         pairs.append(("sent by a rank in all", format_bytes(total)))
-    pairs.append(("waiting for other ranks", _share_of_waiting(run)))
+    waiting = _share_of_waiting(run)
+    pairs.append(("waiting for other ranks", waiting))
     return facts(pairs)
 
 
@@ -287,39 +338,55 @@ def _share_of_waiting(run: RunFacts) -> str:
     if not waits or not total:
         return "not measured apart under this strategy"
     waited = sum(value for _, value in waits)
-    return f"{waited / total:.1%} of the steps' seconds"
+    share = waited / total
+    return f"{share:.1%} of the steps' seconds"
 
 
 @dataclass(frozen=True)
 class Attempts:
-    """The starts of a run and how each ended. `troubles`: what else went wrong."""
+    """The starts of a run and how each ended."""
 
     attempts: Table
+    # What else went wrong: hangs, new plans, and launchers of other hosts that took the run over.
     troubles: list[Pairs]
 
 
 def faults(run: RunFacts, drawings: Drawings) -> Attempts | None:
-    """Return each attempt and how it ended, and what else went wrong."""
+    """Return each attempt and how it ended, and what else went wrong.
+
+    None if the run never started.
+    """
     if not run.attempts:
         return None
     rows = []
     for number, attempt in enumerate(run.attempts):
         rows.append([number, *_attempt_row(attempt)])
-    headers = ["attempt", "began", "took", "steps", "steps done again", "end and cause", "log"]
+    headers = [
+        "attempt",
+        "began",
+        "took",
+        "steps",
+        "steps done again",
+        "end and cause",
+        "log",
+    ]
     troubles = []
     for kind, label in TROUBLES.items():
         for event in run.of(kind):
-            pairs = [(label, event.get("why")), ("after step", event.get("step"))]
-            troubles.append(facts(pairs))
+            why = event.get("why")
+            step = event.get("step")
+            troubles.append(facts([(label, why), ("after step", step)]))
     return Attempts(table(headers, rows), troubles)
 
 
 def _attempt_row(attempt: Attempt) -> list[Any]:
-    """Return when an attempt began, how long it took, its steps, and how it ended."""
+    """Return the cells of an attempt, without its number, in the order of the headers of `faults`."""
     reach = "none"
     steps = attempt.steps
     if steps:
-        reach = f"{steps[0]:,} – {steps[-1]:,}"
+        first = steps[0]
+        last = steps[-1]
+        reach = f"{first:,} – {last:,}"
     done_again = None
     recompute = attempt.goodput.get("recompute")
     if recompute:
@@ -334,14 +401,18 @@ def _attempt_row(attempt: Attempt) -> list[Any]:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run was trained on. `sources`: a row for each source; None if there is one alone."""
+    """What a run was trained on."""
 
     facts: Pairs
+    # A row for each source of training rows; None if there is one alone.
     sources: Table | None
 
 
 def data(run: RunFacts, drawings: Drawings) -> Data | None:
-    """Return the samples, the tokens in the loss, and the sources of the training rows."""
+    """Return the samples, the tokens in the loss, and the sources of the training rows.
+
+    None if the plan does not say how many samples there are.
+    """
     planned = as_mapping(run.plan.get("data"))
     counts = as_numbers(planned)
     train_samples = counts.get("train_samples")
@@ -362,9 +433,9 @@ def data(run: RunFacts, drawings: Drawings) -> Data | None:
     if passes is not None:
         pairs.append(("passes over the data", f"{passes:.3g}"))
     if tokens:
-        trained = sum(value for _, value in run.points("step", "tokens"))
-        if trained:
-            pairs.append(("tokens trained on", f"{trained:,.0f}"))
+        trained_tokens = sum(value for _, value in run.points("step", "tokens"))
+        if trained_tokens:
+            pairs.append(("tokens trained on", f"{trained_tokens:,.0f}"))
     sources = _dictionaries(planned.get("sources"))
     table_of_sources = None
     if len(sources) > 1:
@@ -382,6 +453,8 @@ def _source_table(sources: list[dict[str, Any]]) -> Table:
         left_out = 0
         for name in LEFT_OUT:
             left_out += counts.get(name, 0)
+        # Without a mixture of sources it is 0, which means nothing.
+        per_epoch = counts.get("per_epoch") or None
         rows.append(
             [
                 str(source.get("name")),
@@ -389,54 +462,77 @@ def _source_table(sources: list[dict[str, Any]]) -> Table:
                 left_out,
                 counts.get("tokens"),
                 counts.get("samples"),
-                counts.get("per_epoch") or None,
+                per_epoch,
             ]
         )
-    headers = ["source", "rows read", "left out", "tokens", "samples", "samples in an epoch"]
+    headers = [
+        "source",
+        "rows read",
+        "left out",
+        "tokens",
+        "samples",
+        "samples in an epoch",
+    ]
     return table(headers, rows)
 
 
 def evaluations(run: RunFacts, drawings: Drawings) -> Table | None:
-    """Return a row for each evaluation, and the change from the first to the last."""
-    found = run.of("eval")
+    """Return a row for each evaluation, and a last one with the change from the first to the last.
+
+    None if no evaluation has a score.
+    """
+    eval_events = run.of("eval")
+    # Of all evaluations: one may lack a score that another has.
     names: dict[str, None] = {}
-    for event in found:
+    for event in eval_events:
         names.update(dict.fromkeys(as_numbers(event)))
     scores = [name for name in names if name not in NOT_SCORES]
     if not scores:
         return None
     rows = []
-    for event in found:
+    for event in eval_events:
         values = [as_number(event.get(score)) for score in scores]
+        samples = event.get("samples")
         took = format_seconds(event.get("seconds"))
-        rows.append([event["step"], *values, event.get("samples"), took])
-    changes = [_change(found, score) for score in scores]
+        rows.append([event["step"], *values, samples, took])
+    changes = [_change(eval_events, score) for score in scores]
     rows.append(["change", *changes, None, None])
-    return table(["after step", *scores, "samples", "took"], rows)
+    headers = ["after step", *scores, "samples", "took"]
+    return table(headers, rows)
 
 
 def _change(evaluations: list[dict[str, Any]], score: str) -> str | None:
-    """Return the change of a score from the first to the last evaluation; None if there is none."""
+    """Return the change of a score from the first to the last evaluation, with its sign.
+
+    None if there is only one evaluation, or if one of the two has no such score.
+    """
     if len(evaluations) < 2:
         return None
     first = as_number(evaluations[0].get(score))
     last = as_number(evaluations[-1].get(score))
     if first is None or last is None:
         return None
-    return f"{last - first:+.4g}"
+    difference = last - first
+    return f"{difference:+.4g}"
 
 
 @dataclass(frozen=True)
 class Card:
-    """Titles, each with the text below it; None: none. `reward`: page.js filters by it; may be empty."""
+    """A box of the page with a few titles and the text below each."""
 
+    # Each is (title, text); None: the title stands alone.
     texts: list[tuple[str, str | None]]
+    # A number as text, by which page.js filters episodes; empty for a card without a reward.
     reward: str = ""
 
 
 def samples(run: RunFacts, drawings: Drawings) -> list[Card] | None:
-    """Return what the weights wrote on the same held-out prompts, first and last."""
-    written = []  # (step, samples)
+    """Return what the weights wrote on the same held-out prompts, first and last.
+
+    None if the run has no samples.
+    """
+    # Each is (step, samples).
+    written = []
     for event in run.of("samples"):
         found = _dictionaries(event.get("samples"))
         if found:
@@ -472,20 +568,27 @@ def _prompt_key(sample: dict[str, Any]) -> tuple[str, str]:
 class Episode(NamedTuple):
     """A recorded episode of a rollout."""
 
-    event: dict[str, Any]  # the `completions` event that it is in
+    # The `completions` event that it is in.
+    event: dict[str, Any]
+    # Its own: prompt, text, reward and others, see `watched.Completions`.
     values: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Episodes of a run, the newest first. `left_out`: which of them are not there."""
+    """Episodes of a run."""
 
+    # The newest first.
     episodes: list[Card]
+    # A sentence that says which episodes are shown.
     left_out: str
 
 
 def rollouts(run: RunFacts, drawings: Drawings) -> Rollouts | None:
-    """Return episodes with their rewards, the newest first; page.js filters them."""
+    """Return episodes with their rewards, the newest first; page.js filters them.
+
+    None if the run recorded none.
+    """
     episodes = []
     for event in run.of("completions"):
         for values in _dictionaries(event.get("completions")):
@@ -506,20 +609,25 @@ def _episode_card(episode: Episode) -> Card:
     values = episode.values
     reward = as_number(values.get("reward"))
     worth = "no reward"
-    sort_key = ""
+    filter_key = ""
     if reward is not None:
         worth = f"reward {reward:.4g}"
-        sort_key = repr(reward)
+        # Exact, since the filter compares it with what the reader enters.
+        filter_key = repr(reward)
     step = f"to step {episode.event['step']:,}"
+    # Older versions do not write it; only False means that no step learned from the rollout.
     if episode.event.get("trained") is False:
         step += " (not reached)"
-    length = f"{values.get('tokens')} tokens"
+    tokens = values.get("tokens")
+    length = f"{tokens} tokens"
     if not values.get("ended"):
         length += ", cut at the most tokens"
-    head = f"{worth} · {step} · {values.get('domain')} · {length}"
+    domain = values.get("domain")
+    head = f"{worth} · {step} · {domain} · {length}"
     prompt = ("prompt", values.get("prompt"))
     completion = ("completion", values.get("text"))
-    return Card([(head, None), *_message_texts([prompt, completion])], sort_key)
+    texts = _message_texts([prompt, completion])
+    return Card([(head, None), *texts], filter_key)
 
 
 def _dictionaries(value: Any) -> list[dict[str, Any]]:
@@ -544,28 +652,39 @@ def _message_text(value: Any) -> str:
     """Return a text as it is, and messages as a line each."""
     if not isinstance(value, list):
         return str(value)
-    lines = [f"{each.get('role')}: {each.get('content')}" for each in _dictionaries(value)]
+    lines = []
+    for message in _dictionaries(value):
+        role = message.get("role")
+        content = message.get("content")
+        lines.append(f"{role}: {content}")
     return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What the devices did. `kwh`: what they took, as text; None if it is not known."""
+    """What the devices did."""
 
     charts: list[Chart]
+    # The energy that they took, as text; None if no counter could be read.
     kwh: str | None
 
 
 def devices(run: RunFacts, drawings: Drawings) -> Devices | None:
-    """Return utilisation, temperature and power of each rank's GPU, and the energy of all devices."""
+    """Return utilisation, temperature and power of each rank's GPU, and the energy of all devices.
+
+    None if nothing of it was read. `drawings`: the charts of the page, to which those of this
+    section are added.
+    """
     charts = []
     for name, label in DEVICE_CURVES.items():
         lines = []
         for rank, points in sorted(_device_points(run, name).items()):
             lines.append(_line(f"rank {rank}", rank, points))
         if lines:
-            charts.append(drawings.add("lines", f"GPU: {label}", series=lines))
-    energies = []  # kWh
+            chart = drawings.add("lines", f"GPU: {label}", series=lines)
+            charts.append(chart)
+    # In kWh. Each start counts its own, so that they are added up.
+    energies = []
     for event in run.of("run_end"):
         energy = as_number(event.get("kwh"))
         if energy is not None:
@@ -586,31 +705,39 @@ def _device_points(run: RunFacts, field: str) -> dict[int, Points]:
         if type(step) is not int:
             continue
         for rank, device in enumerate(_dictionaries(event.get("ranks"))):
+            # None: the device has no such counter.
             value = as_number(device.get(field))
             if value is not None:
-                points.setdefault(rank, []).append((step, value))
+                of_rank = points.setdefault(rank, [])
+                of_rank.append((step, value))
     return points
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The export of a run. `error`: why there is none; empty or None if there is one."""
+    """The export of a run, by the fields of its event."""
 
     path: Any
+    # Between the trained model and the exported folder, as text.
     difference: str
+    # Why there is no export; empty or None if there is one.
     error: Any
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints that were saved, and what was exported; None: nothing was."""
+    """The checkpoints that were saved, and the export."""
 
     checkpoints: Table
+    # None: nothing was exported.
     export: Exported | None
 
 
 def checkpoints(run: RunFacts, drawings: Drawings) -> Checkpoints | None:
-    """Return a row for each checkpoint that was saved, and what was exported."""
+    """Return a row for each checkpoint that was saved, and what was exported.
+
+    None if the run did neither.
+    """
     event = run.last("export")
     if not run.checkpoints and not event:
         return None
@@ -627,14 +754,27 @@ def checkpoints(run: RunFacts, drawings: Drawings) -> Checkpoints | None:
         took = format_seconds(row.get("seconds"))
         waited = format_seconds(row.get("blocked_seconds"))
         state = _checkpoint_state(row)
-        rows.append([row["step"], state, row["metric"], size, took, waited, saved_at])
-    metric = f"eval.metric ({run.config.get('eval.metric')})"
-    headers = ["after step", "state", metric, "size", "written in", "training waited", "at"]
+        step = row["step"]
+        metric = row["metric"]
+        rows.append([step, state, metric, size, took, waited, saved_at])
+    metric_name = run.config.get("eval.metric")
+    headers = [
+        "after step",
+        "state",
+        f"eval.metric ({metric_name})",
+        "size",
+        "written in",
+        "training waited",
+        "at",
+    ]
     return Checkpoints(table(headers, rows), export)
 
 
 def _checkpoint_state(row: dict[str, Any]) -> str:
-    """Return in a word whether a checkpoint can be loaded, or why it does not exist."""
+    """Return in a word whether a checkpoint can be loaded, or why it does not exist.
+
+    `row`: as `RunFacts.checkpoints` has it.
+    """
     if row["whole"]:
         return "whole"
     if row["there"]:
@@ -644,20 +784,23 @@ def _checkpoint_state(row: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a run was trained. `command`: what repeats it; None if it has no config.yaml."""
+    """The host, the devices and the versions with which a run was trained."""
 
     facts: Pairs
+    # The command that repeats the run; None if it has no config.yaml.
     command: str | None
 
 
 def environment(run: RunFacts, drawings: Drawings) -> Environment:
-    """Return where the run was trained, and the command that repeats it."""
+    """Return the host and the versions of a run, and the command that repeats it."""
     start = run.last("run_start")
-    pairs: Pairs = list(as_mapping(start.get("environment")).items())
+    recorded = as_mapping(start.get("environment"))
+    pairs: Pairs = list(recorded.items())
     pairs.append(("processes", start.get("world_size")))
     parameters = start.get("parameters")
     if parameters:
-        pairs.append(("parameters", count(as_number(parameters) or 0)))
+        number = as_number(parameters) or 0
+        pairs.append(("parameters", count(number)))
     return Environment(facts(pairs), repeat(run))
 
 
@@ -666,14 +809,15 @@ def repeat(run: RunFacts) -> str | None:
 
     It starts as many processes. None if the run has no config.yaml.
     """
-    config = run.folder / "config.yaml"
+    folder = run.folder.resolve()
+    config = folder / "config.yaml"
     if not config.is_file():
         return None
-    folder = run.folder.resolve()
-    path = shlex.quote(str(folder / "config.yaml"))
+    path = shlex.quote(str(config))
     run_dir = shlex.quote(override("run.dir", f"{folder}-again"))
     command = f"drumline train {path} {run_dir}"
     world_size = run.last("run_start").get("world_size")
+    # Of other launchers, and if the config sets it, the config alone decides how many start.
     is_local = run.config.get("launch.kind", "local") == "local"
     is_nproc_set = run.config.get("launch.nproc") is not None
     if is_local and not is_nproc_set and isinstance(world_size, int):
@@ -681,7 +825,9 @@ def repeat(run: RunFacts) -> str | None:
     return command
 
 
-# The title of each section, and the function that returns what it shows.
+# The title of each section, and the function that returns what it shows. Templates and page.py know
+# a section by its title. The drawings are the charts of the page, to which a section adds its own;
+# sections of tables and texts alone leave them as they are.
 OF_A_RUN: dict[str, Callable[[RunFacts, Drawings], Any]] = {
     "Time": times,
     "Memory": memory,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from operator import add
+from operator import add, itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +24,8 @@ from drumline.telemetry import events
 from drumline.telemetry.damage import MOST
 from drumline.telemetry.truth import Comparison
 
-HELD_OUT = "held out: "  # the names of curves of evaluations begin with it
+# The names of curves of evaluations begin with it.
+HELD_OUT = "held out: "
 # Fields of a step event and the names of their curves, in the order of the page. What an algorithm
 # measures besides comes after the losses.
 RATES = {
@@ -34,6 +35,8 @@ RATES = {
     "mfu": "model FLOPs utilisation",
 }
 SAMPLES_PER_S = "samples/s"
+# Fields of a step event that every step has and that have no curve of their own, or one by another
+# name. All other numbers of a step are metrics of an algorithm, each with a curve.
 NOT_CURVES = {
     "tokens",
     "samples",
@@ -46,6 +49,7 @@ NOT_CURVES = {
     "epoch",
     *RATES,
 }
+# Numbers of an evaluation's event that are no scores.
 NOT_SCORES = {"samples", "seconds"}
 # Fields of a rollout event and the names of their curves.
 ROLLOUT = {
@@ -66,7 +70,10 @@ ORDER = (
     *RATES.values(),
     SAMPLES_PER_S,
 )
-APART = ("run.seed", "run.dir", "data.cache_dir")  # runs that differ in these alone are repetitions
+# Keys of folders, which change no number of a run.
+FOLDER_KEYS = ("run.dir", "data.cache_dir")
+# Runs that differ in these keys alone are repetitions.
+APART = ("run.seed", *FOLDER_KEYS)
 # What a page shows of a fault that ended a run: label and field of the event.
 FAILURE = {
     "reason": "error",
@@ -77,13 +84,20 @@ FAILURE = {
     "then": "action",
     "log": "log",
 }
-RESTARTS = ("restart", "replan")  # actions of a fault after which the launcher starts the run again
-Points = list[tuple[int, float]]  # (step, value)
-Trace = list[tuple[int, float | None]]  # (step, value); None: no finite number
+# Actions of a fault after which the launcher starts the run again.
+RESTARTS = ("restart", "replan")
+# Each is (step, value).
+Points = list[tuple[int, float]]
+# Each is (step, value). None: what was measured is no finite number.
+Trace = list[tuple[int, float | None]]
 
 
 def as_number(value: Any) -> float | None:
-    """Return a finite number as a float, and None for anything else."""
+    """Return a finite number as a float, and None for anything else.
+
+    Numbers beyond `damage.MOST` count as damaged: sums and products of two others stay finite.
+    """
+    # Python's True is an int, but JSON's true is no number.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     # The comparison is false for NaN, too.
@@ -94,7 +108,9 @@ def as_number(value: Any) -> float | None:
 
 def as_mapping(value: Any) -> dict[str, Any]:
     """Return a dictionary as it is, and an empty one for anything else."""
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def as_numbers(value: Any) -> dict[str, float]:
@@ -107,10 +123,11 @@ def as_numbers(value: Any) -> dict[str, float]:
     return numbers
 
 
-def named(event: dict[str, Any]) -> dict[str, float | None]:
-    """Return the points that an event adds to curves: name of the curve → value.
+def curve_values(event: dict[str, Any]) -> dict[str, float | None]:
+    """Return the points that an event adds to curves, as name of the curve → value.
 
-    None: a value that is no finite number, which events write as null or as a text.
+    A value is None if it is no finite number, which events write as null (NaN) or as a text (inf).
+    Events that are neither steps nor evaluations nor rollouts have no curves.
     """
     values: dict[str, float | None] = {}
     for key, value in event.items():
@@ -132,13 +149,19 @@ def named(event: dict[str, Any]) -> dict[str, float | None]:
 
 
 def speed_unit(step: Mapping[str, Any]) -> str:
-    """Return what a step's speed is counted in."""
+    """Return what a step's speed is counted in, which is also the name of its curve.
+
+    `step`: the fields of a step event.
+    """
     has_tokens = events.has_tokens(step.get("tokens"), step.get("samples"))
-    return RATES["tokens_per_s"] if has_tokens else SAMPLES_PER_S
+    if has_tokens:
+        return RATES["tokens_per_s"]
+    return SAMPLES_PER_S
 
 
 def _step_curves(values: dict[str, float | None]) -> dict[str, float | None]:
     """Return a step's numbers by the names of their curves."""
+    # If samples have no tokens, a token is a sample, and the speed is one of samples.
     names = {**RATES, "tokens_per_s": speed_unit(values)}
     curves = {}
     for key, value in values.items():
@@ -163,11 +186,13 @@ def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:
         if key in ROLLOUT:
             curves[ROLLOUT[key]] = value
         elif key.startswith("reward/"):
+            # The mean reward of a domain.
             name = key.replace("/", ": ")
             curves[name] = value
     has_reward = values.get("reward") is not None
     has_groups = events.has_groups(values.get("prompts"), values.get("episodes"))
     differ = values.get("groups_differ")
+    # Older versions write a share of 0 for a rollout without a reward.
     if has_reward and has_groups and differ is not None:
         curves[GROUPS_ALIKE] = 1 - differ
     return curves
@@ -175,18 +200,25 @@ def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:
 
 def curve_order(name: str) -> int:
     """Return the sort key of a curve's name: its place on the page."""
-    start = name.partition(":")[0]
-    return ORDER.index(start if start in ORDER else "")
+    # Of "held out: SCORE" and "reward: DOMAIN" only the part before the colon counts.
+    start, _, _ = name.partition(":")
+    if start not in ORDER:
+        start = ""
+    return ORDER.index(start)
 
 
 @dataclass
 class Attempt:
-    """One start of the ranks. Times in unix seconds."""
+    """One start of the ranks, by its events. Times are in unix seconds."""
 
+    # Its run_start.
     start: dict[str, Any]
+    # What came after the run_start, the end and the fault included.
     events: list[dict[str, Any]] = field(default_factory=list)
-    end: dict[str, Any] | None = None  # its run_end
-    fault: dict[str, Any] | None = None  # as its launcher saw it
+    # Its run_end, which rank 0 writes; None if it was killed, or is still running.
+    end: dict[str, Any] | None = None
+    # What went wrong, as its launcher saw it.
+    fault: dict[str, Any] | None = None
 
     @property
     def seconds(self) -> float:
@@ -209,6 +241,7 @@ class Attempt:
     @property
     def outcome(self) -> str:
         """Return in words how the attempt ended."""
+        # The fault first: it says which rank failed, and what the launcher did then.
         if self.fault is not None:
             return _fault_text(self.fault)
         if self.end is not None:
@@ -217,9 +250,14 @@ class Attempt:
 
 
 class RunFacts:
-    """The facts of one run folder. Raises UserError if the folder is not one of a run."""
+    """The facts of one run folder, read once when it is made.
+
+    What cannot be read is left out and named in `problems`, so that a page of a damaged run shows
+    the rest of it.
+    """
 
     def __init__(self, folder: Path) -> None:
+        """Read the plan and the events. Raises UserError if the folder has neither."""
         self.folder = folder
         self.name = folder.resolve().name
         has_events = (folder / "events.jsonl").is_file()
@@ -229,8 +267,10 @@ class RunFacts:
                 where=str(folder),
                 fix="name the folder of a run; `drumline ps` lists them",
             )
-        self.problems: list[str] = []  # a line each, for the user
+        # A line each, for the user.
+        self.problems: list[str] = []
         self.plan = self._read_object("plan.json")
+        # Values by dotted key, such as `data.max_length`.
         self.config = flat(as_mapping(self.plan.get("config")))
         self.events: list[dict[str, Any]] = []
         self._read_events()
@@ -242,9 +282,13 @@ class RunFacts:
             self.problems.append("the run never finished a step")
 
     def _read_object(self, name: str) -> dict[str, Any]:
-        """Return a JSON file of the folder; empty, and a problem more, if it cannot be read."""
+        """Return the object of a JSON file of the folder.
+
+        If it cannot be read, the object is empty, and `problems` has a line more.
+        """
         try:
-            value: dict[str, Any] = plain(read_object(self.folder / name, UserError, numbers=False))
+            content = read_object(self.folder / name, UserError, numbers=False)
+            value: dict[str, Any] = plain(content)
         except DrumlineError as error:
             self.problems.append(f"{name} is left out: {error.what}")
             return {}
@@ -252,19 +296,20 @@ class RunFacts:
 
     def _read_events(self) -> None:
         """Read the events that have a time, and count the damaged lines."""
-        lines = events.examined(self.folder / "events.jsonl")
+        lines = events.examine(self.folder / "events.jsonl")
         damaged = 0
         for _, event, is_sound in lines:
             if event is None or not event.t:
                 damaged += 1
                 continue
             self.events.append(event.values())
+            # Some fields are damaged; the others are kept.
             if not is_sound:
                 damaged += 1
         if damaged:
-            self.problems.append(
-                f"{damaged:,} of {len(lines):,} lines of events.jsonl could not be read, or not whole; that is left out"
-            )
+            share = f"{damaged:,} of {len(lines):,} lines of events.jsonl"
+            problem = f"{share} could not be read, or not whole; that is left out"
+            self.problems.append(problem)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of a kind, in order."""
@@ -280,8 +325,10 @@ class RunFacts:
     def points(self, kind: str, name: str) -> Points:
         """Return (step, value) of a field of events, in order.
 
-        The last event of a step counts; values that are no finite numbers are left out.
+        The last event of a step counts; values that are no finite numbers are left out. `kind`: of
+        events that have a step.
         """
+        # None, too: a step that is done again replaces the number that it had before.
         values: dict[int, float | None] = {}
         for event in self.of(kind):
             step = event["step"]
@@ -294,10 +341,14 @@ class RunFacts:
 
     @cached_property
     def traces(self) -> dict[str, Trace]:
-        """Return every curve by its name, in the order of the page; the last event of a step counts."""
+        """Return every curve by its name, in the order of the page.
+
+        A trace has each step once, by the last event of it, also if that has no finite number.
+        """
         values_by_name: dict[str, dict[int, float | None]] = {}
         for event in self.events:
-            for name, value in named(event).items():
+            points = curve_values(event)
+            for name, value in points.items():
                 values = values_by_name.setdefault(name, {})
                 values[event["step"]] = value
         traces = {}
@@ -319,7 +370,8 @@ class RunFacts:
     @property
     def reached(self) -> int:
         """Return the last step that was done, whatever it measured; 0 if there was none."""
-        return max((event["step"] for event in self.of("step")), default=0)
+        steps = [event["step"] for event in self.of("step")]
+        return max(steps, default=0)
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -330,6 +382,7 @@ class RunFacts:
                 attempts.append(Attempt(event))
                 continue
             if not attempts:
+                # An event before the first start belongs to no attempt.
                 continue
             current = attempts[-1]
             current.events.append(event)
@@ -341,7 +394,10 @@ class RunFacts:
 
     @property
     def status(self) -> str:
-        """Return finished, preempted, stopped, failed, started, or planned if it was never started."""
+        """Return finished, preempted, stopped, failed, started, or planned if it was never started.
+
+        The newest event that tells anything decides, since a run may go on after any end.
+        """
         for event in reversed(self.events):
             if event["kind"] == "run_end":
                 return str(event.get("status"))
@@ -360,7 +416,9 @@ class RunFacts:
         if not self.config:
             return str(self.folder)
         values = [(key, value) for key, value in self.config.items() if key not in APART]
-        return repr(sorted(values, key=lambda item: item[0]))
+        # By key alone: values of different types cannot be compared.
+        values.sort(key=itemgetter(0))
+        return repr(values)
 
     @property
     def before(self) -> int:
@@ -374,9 +432,10 @@ class RunFacts:
 
     @property
     def goodput(self) -> float | None:
-        """The part of `seconds` that went into steps, each step counted once.
+        """Return the part of `seconds` that went into steps, each step counted once.
 
-        The mean time of a step times the number of steps done here, over `seconds`.
+        It is the mean time of a step times the number of steps done here, over `seconds`: what a
+        fault made the run do again is not productive. None if the run took no time.
         """
         seconds = self.seconds
         if seconds <= 0:
@@ -386,6 +445,7 @@ class RunFacts:
             return 0.0
         last_step, _ = step_seconds[-1]
         mean = fmean(value for _, value in step_seconds)
+        # Not the sum of the seconds: a run may log only some of its steps.
         productive = mean * (last_step - self.before)
         return min(1.0, productive / seconds)
 
@@ -398,12 +458,13 @@ class RunFacts:
         """
         totals: dict[str, list[float]] = {}
         for attempt in self.attempts:
-            for phase, ranks in _newest_phases(attempt).items():
+            for phase, of_ranks in _newest_phases(attempt).items():
                 seconds = []
-                if isinstance(ranks, list):
-                    seconds = [as_number(value) or 0.0 for value in ranks]
+                if isinstance(of_ranks, list):
+                    seconds = [as_number(value) or 0.0 for value in of_ranks]
                 total = totals.get(phase, [])
-                if len(total) == len(seconds):
+                has_same_ranks = len(total) == len(seconds)
+                if has_same_ranks:
                     seconds = list(map(add, total, seconds))
                 totals[phase] = seconds
         return totals
@@ -422,11 +483,12 @@ class RunFacts:
             return []
         newest = measured[-1]
         names = Measurement.model_fields.keys() & newest.keys()
+        values = {name: newest[name] for name in names}
         predicted = as_mapping(self.plan.get("predicted"))
         # pydantic raises ValueError; a category of another version is a LookupError.
         try:
             estimate = Estimate.model_validate(predicted.get("estimate"))
-            measurement = Measurement.model_validate({name: newest[name] for name in names})
+            measurement = Measurement.model_validate(values)
             return compare(estimate, measurement)
         except (ValueError, LookupError):
             return []
@@ -439,8 +501,11 @@ class RunFacts:
         none), `there` (its folder exists) and `whole` (its manifest can be read).
         """
         manifests = {}
-        for step, folder in numbered(self.folder / "checkpoints", "step-").items():
+        folders = numbered(self.folder / "checkpoints", "step-")
+        for step, folder in folders.items():
             manifests[step] = _manifest(folder)
+        # A checkpoint may have an event alone, since it was removed, or a folder alone, if the
+        # events were.
         saves = {event["step"]: event for event in self.of("save")}
         rows = []
         for step in sorted(saves.keys() | manifests.keys()):
@@ -456,37 +521,56 @@ class RunFacts:
     @property
     def restarts(self) -> int:
         """Return how often the launcher started the run again after a fault."""
-        return sum(event.get("action") in RESTARTS for event in self.of("fault"))
+        actions = [event.get("action") for event in self.of("fault")]
+        return sum(action in RESTARTS for action in actions)
 
     @cached_property
     def seconds(self) -> float:
-        """The time that the run was running: its attempts, and what lay between a fault and the
-        restart that the launcher made. The time until somebody resumed the run does not count.
+        """Return the seconds that the run was running.
+
+        These are its attempts, and the time between a fault and the restart that the launcher made.
+        The time until somebody resumed the run does not count.
         """
         total = sum(attempt.seconds for attempt in self.attempts)
         for before, after in pairwise(self.attempts):
-            action = (before.fault or {}).get("action")
-            if action in RESTARTS:
-                total += max(0.0, after.start["t"] - before.start["t"] - before.seconds)
+            if before.fault is None:
+                continue
+            if before.fault.get("action") in RESTARTS:
+                idle = after.start["t"] - before.start["t"] - before.seconds
+                # Not below zero, if the clocks of two hosts disagree.
+                total += max(0.0, idle)
         return total
 
     @property
     def failure(self) -> dict[str, str]:
-        """What ended the run badly, by label: reason, rank, likely cause and log; empty otherwise."""
+        """Return what ended the run badly, as label → text; empty if it did not fail.
+
+        The labels are those of FAILURE. Without a fault, `reason` is what the run itself wrote.
+        """
         if self.status not in ("failed", "stopped") or not self.attempts:
             return {}
         last = self.attempts[-1]
-        if last.fault is None:
-            why = last.end.get("why") if last.end else None
-            return {"reason": str(why)} if why else {}
-        texts = {}
-        for label, name in FAILURE.items():
-            value = last.fault.get(name)
-            if value is not None:
-                texts[label] = str(value)
-        if "then" in texts:
-            texts["then"] = texts["then"].removeprefix("stop: ")
-        return texts
+        if last.fault is not None:
+            return _failure_of_fault(last.fault)
+        if last.end is None:
+            return {}
+        why = last.end.get("why")
+        if not why:
+            return {}
+        return {"reason": str(why)}
+
+
+def _failure_of_fault(fault: dict[str, Any]) -> dict[str, str]:
+    """Return the fields of a fault that a page shows, as label → text."""
+    texts = {}
+    for label, name in FAILURE.items():
+        value = fault.get(name)
+        if value is not None:
+            texts[label] = str(value)
+    if "then" in texts:
+        # Behind "stop: " is why. That the run stopped is clear from its status.
+        texts["then"] = texts["then"].removeprefix("stop: ")
+    return texts
 
 
 def _fault_text(fault: dict[str, Any]) -> str:
@@ -501,9 +585,10 @@ def _fault_text(fault: dict[str, Any]) -> str:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; empty if it cannot be read."""
+    """Return the manifest of a checkpoint's folder; empty if it cannot be read."""
+    path = folder / "manifest.json"
     try:
-        content = read_object(folder / "manifest.json", UserError, numbers=False)
+        content = read_object(path, UserError, numbers=False)
     except DrumlineError:
         return {}
     return as_mapping(content.get("manifest"))
@@ -527,16 +612,24 @@ def differences(runs: list[RunFacts]) -> list[str]:
         keys.update(dict.fromkeys(run.config))
     differing = []
     for key in keys:
+        if key in FOLDER_KEYS:
+            continue
+        # By their text: lists cannot be in a set.
         values = {repr(run.config.get(key)) for run in runs if run.config}
-        if key not in APART[1:] and len(values) > 1:
+        if len(values) > 1:
             differing.append(key)
     return differing
 
 
 def short_names(runs: list[RunFacts]) -> list[str]:
-    """Return a different name for each run: its folder's, with as many parents as needed, at most 7."""
-    for parts in range(1, 9):
-        names = ["/".join(run.folder.resolve().parts[-parts:]) for run in runs]
-        if len(set(names)) == len(runs):
+    """Return a different name for each run: its folder's, with as many parents as needed, at most 7.
+
+    If that is not enough, the names are the whole paths.
+    """
+    folders = [run.folder.resolve() for run in runs]
+    for length in range(1, 9):
+        names = ["/".join(folder.parts[-length:]) for folder in folders]
+        are_different = len(set(names)) == len(names)
+        if are_different:
             return names
-    return [str(run.folder.resolve()) for run in runs]
+    return [str(folder) for folder in folders]

@@ -21,13 +21,19 @@ from drumline.system.templates import environment
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-LONG_WORD = 24  # characters; a column with a longer word may break it
-SHORT_TEXT = 24  # characters; a column without longer texts breaks none
-MOST_TEXT = 20_000  # characters of one value
-MOST_SECONDS = 1e9  # some 30 years; a longer time is a damaged value
-ABSENT = "–"  # shown for a value that is missing
+# Characters. A column with a longer word may break it.
+LONG_WORD = 24
+# Characters. A column without longer texts breaks none.
+SHORT_TEXT = 24
+# Characters of one value, at most.
+MOST_TEXT = 20_000
+# Some 30 years. A longer time is a damaged value.
+MOST_SECONDS = 1e9
+# Shown for a value that is missing.
+ABSENT = "–"
 
-Pairs = list[tuple[str, Any]]  # names with their values
+# Names with their values.
+Pairs = list[tuple[str, Any]]
 
 
 class Keyed(str):
@@ -96,20 +102,30 @@ def shown(value: Any) -> Any:
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[Any]], class_: str | None = None
 ) -> Table:
-    """Return a table with numbers to the right; a column of long words such as paths may break them."""
+    """Return a table for a template, with numbers to the right.
+
+    A column of long words such as paths may break them. `class_`: the CSS class of the table;
+    page.js sorts one that is `sortable`.
+    """
     lines = [list(row) for row in rows]
     classes: list[str | None] = [None] * len(headers)
     if lines:
-        classes = [_class_of_column(column) for column in zip(*lines, strict=True)]
+        columns = zip(*lines, strict=True)
+        classes = [_class_of_column(column) for column in columns]
     head = []
     for header, column_class in zip(headers, classes, strict=True):
-        side = column_class if column_class == "number" else None
+        # A header stands above its numbers; otherwise the class is of the cells alone.
+        side = None
+        if column_class == "number":
+            side = column_class
         head.append(Cell(header, side))
     body = []
     for line in lines:
         cells = []
         for value, column_class in zip(line, classes, strict=True):
-            key = str(value.key) if isinstance(value, Keyed) else None
+            key = None
+            if isinstance(value, Keyed):
+                key = str(value.key)
             cells.append(Cell(value, column_class, key))
         body.append(cells)
     return Table(head, body, class_)

@@ -1,4 +1,7 @@
-"""`drumline report` and the page at a run's end: one HTML file that needs no network. page.js draws its charts by Plotly."""
+"""`drumline report` and the page at a run's end: one HTML file that needs no network.
+
+page.js draws its charts by Plotly, whose script is in the file.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,13 @@ from drumline.report.picture import draw
 from drumline.system.files import whole_file
 from drumline.version import __version__
 
-MOST_DETAILED = 12  # runs whose details are on one page; curves and the table have all
-MOST_AT_END = 2**26  # bytes of events: some 100,000 steps. More would keep a terminal waiting
+# Runs whose details are on one page. Curves and the table have all runs.
+MOST_DETAILED = 12
+# Bytes of events, some 100,000 steps. The page of more would keep a terminal waiting.
+MOST_AT_END = 2**26
 PAGE = "report.html"
-AFTER_CONFIGURATION = ("Checkpoints", "Environment")  # the last sections of a page
+# The last sections of a page, behind the configuration.
+AFTER_CONFIGURATION = ("Checkpoints", "Environment")
 
 
 def report(folders: list[Path], out: Path | None) -> Path:
@@ -72,7 +78,8 @@ def at_end(plan: Plan) -> Path | None:
             return None
         size = events.stat().st_size
         if size > MOST_AT_END:
-            notes([f"events.jsonl has {size >> 20} MiB: drumline report {run_dir} makes its page"])
+            mib = size // 2**20
+            notes([f"events.jsonl has {mib} MiB: drumline report {run_dir} makes its page"])
             return None
         run = RunFacts(run_dir)
         _write(path, page([run]))
@@ -107,13 +114,11 @@ def asset(name: str) -> str:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of a page, which templates/page.html.jinja shows by its title.
-
-    `view`: what it shows. A section of details has a view for each run, which is None if nothing
-    of it was recorded.
-    """
+    """A section of a page, which templates/page.html.jinja shows by its title."""
 
     title: str
+    # What it shows. A section of details has a list with a view for each run, which is None if
+    # nothing of it was recorded.
     view: Any
 
     @property
@@ -127,12 +132,14 @@ def page(runs: list[RunFacts]) -> str:
     names = short_names(runs)
     drawings = sections.Drawings()
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    # Before `drawings.made` is read, since the sections draw their charts into it.
     shown = _page_sections(runs, names, drawings)
+    script = asset("draw.js") + asset("page.js")
     return document(
         "page.html.jinja",
         title,
         {"charts": drawings.made},
-        asset("draw.js") + asset("page.js"),
+        script,
         detailed=names[:MOST_DETAILED],
         sections=shown,
         version=__version__,
@@ -153,6 +160,7 @@ def _page_sections(
     last = []
     for title, make_view in OF_A_RUN.items():
         views = [make_view(run, drawings) for run in detailed]
+        # A section without anything in any run is left out.
         if not any(views):
             continue
         section = PageSection(title, views)
@@ -175,9 +183,16 @@ def document(
 ) -> str:
     """Return a page that runs its own two scripts alone: Plotly's and `script`.
 
-    `template`: a file of the folder templates, which extends document.html.jinja and shows
-    `values`. `data`: what the scripts read, as JSON. `connect`: the only address that they may
-    reach, as a source of a Content-Security-Policy.
+    Its Content-Security-Policy admits scripts by their hashes, so that nothing that a run has
+    written can be run as one, whatever may go wrong when it is escaped.
+
+    Args:
+        template: A file of the folder templates, which extends document.html.jinja.
+        title: The title of the page.
+        data: What the scripts read, as JSON.
+        script: What draws the page.
+        connect: The only address that the scripts may reach, as a source of the policy.
+        values: What the template shows.
     """
     plotly = asset("plotly.min.js")
     return render(
@@ -196,4 +211,5 @@ def document(
 def _csp_hash(script: str) -> str:
     """Return the source of a Content-Security-Policy that admits exactly this script."""
     digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+    encoded = base64.b64encode(digest).decode()
+    return f"'sha256-{encoded}'"

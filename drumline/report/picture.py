@@ -13,9 +13,10 @@ from drumline.report.facts import RunFacts, short_names
 
 MOST_CHARTS = 6
 COLUMNS = 3
-FEW_POINTS = 30  # below that each point of a curve has a marker
+# A curve of fewer points has a marker at each.
+FEW_POINTS = 30
 CJK = re.compile(r"CJK|WenQuanYi|Source Han|PingFang|Heiti|Hiragino|Arial Unicode")
-# Of page.js, too.
+# Those of draw.js but for its last one, so that a run has one color on the page and in the picture.
 COLORS = (
     "#3b6fb6",
     "#d9793b",
@@ -31,7 +32,10 @@ COLORS = (
 
 
 def draw(runs: list[RunFacts], path: Path) -> bool:
-    """Write the PNG; return False if matplotlib is not installed."""
+    """Write a PNG of the main curves of some runs to `path`.
+
+    Returns False, and writes nothing, if matplotlib is not installed.
+    """
     if find_spec("matplotlib") is None:
         return False
     import matplotlib as mpl
@@ -50,11 +54,13 @@ def _cjk_fonts() -> list[str]:
     """Return the names of installed fonts with Chinese, Japanese or Korean letters."""
     from matplotlib.font_manager import fontManager
 
-    return sorted({font.name for font in fontManager.ttflist if CJK.search(font.name)})
+    names = {font.name for font in fontManager.ttflist}
+    return sorted(name for name in names if CJK.search(name))
 
 
 def _draw(runs: list[RunFacts], path: Path) -> None:
-    """Draw the first charts, three in a row."""
+    """Draw the first charts, three in a row, and write them to `path`."""
+    # Not pyplot, which would look for a screen.
     from matplotlib.figure import Figure
 
     drawn = charts(runs, short_names(runs))[:MOST_CHARTS]
@@ -64,6 +70,7 @@ def _draw(runs: list[RunFacts], path: Path) -> None:
         axes = figure.add_subplot(rows, COLUMNS, place + 1)
         axes.set_title(_printable(chart["title"]), loc="left", fontsize=10, parse_math=False)
         for series in chart["series"]:
+            # A member of a group of seeds is drawn on the page alone; here are their means.
             if not series.get("member"):
                 _draw_line(axes, series)
         # The charts of several runs have the same colors, so one legend is enough.
@@ -86,14 +93,26 @@ def _printable(name: str) -> str:
 def _draw_line(axes: Any, series: Series) -> None:
     """Draw a line with its band."""
     steps = series["x"]
-    color = COLORS[series["color"] % len(COLORS)]
+    place = series["color"] % len(COLORS)
+    color = COLORS[place]
     marker = "o" if len(steps) < FEW_POINTS else None
     # matplotlib leaves out labels that begin with _, and takes text between $ for a formula.
     label = _printable(series["name"]).lstrip("_").replace("$", r"\$")
     axes.plot(
-        steps, series["y"], color=color, linewidth=1.4, marker=marker, markersize=3, label=label
+        steps,
+        series["y"],
+        color=color,
+        linewidth=1.4,
+        marker=marker,
+        markersize=3,
+        label=label,
     )
     if "low" in series:
         axes.fill_between(
-            steps, series["low"], series["high"], color=color, alpha=0.18, linewidth=0
+            steps,
+            series["low"],
+            series["high"],
+            color=color,
+            alpha=0.18,
+            linewidth=0,
         )

@@ -1,4 +1,8 @@
-"""The progress display of a run: live on a terminal, elsewhere one plain line an event. It only repeats events."""
+"""The progress display of a run: live on a terminal, elsewhere one plain line an event.
+
+It only repeats what events say. Nothing here asks the ranks, so the same display can follow a run
+that another process has started.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +28,42 @@ from drumline.system.redact import redact
 from drumline.telemetry import events, watched
 
 REFRESH_PER_SECOND = 4
-PLAIN_STEP_LINES = 20  # of steps that a run prints without a terminal
-MEAN_STEPS = 6  # steps of a mean: single ones jump with their few samples
-RECENT_STEPS = 20  # whose mean time makes the ETA
+# Lines about steps that a whole run prints to a file or a pipe.
+PLAIN_STEP_LINES = 20
+# Steps of a mean. The losses of single steps jump, since a step has few samples.
+MEAN_STEPS = 6
+# Steps whose mean time makes the ETA.
+RECENT_STEPS = 20
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_VALUES = 24
-SAME = 0.01  # relative change of a mean below which it counts as flat
-WIDEST = 100  # characters of the live display
+# Relative change of a mean up to which it counts as flat.
+SAME = 0.01
+# Characters of the live display.
+WIDEST = 100
+# Of what the model writes on held-out prompts: how many samples are shown, and how many characters of
+# the end of each prompt and of the start of each text.
 SAMPLES_SHOWN = 2
+PROMPT_CHARACTERS = 40
+TEXT_CHARACTERS = 100
+# Of the samples of a step that went wrong.
 SAMPLE_IDS_SHOWN = 8
-NAME_WIDTH = 15  # characters of a score's name in the summary, at least
-MOST_RANKS = 4  # whose memory is shown apart
+# Characters of an operator's name in the table of a profile.
+OPERATOR_WIDTH = 44
+# Characters of a score's name in the summary, at least.
+NAME_WIDTH = 15
+# Ranks whose memory is shown one by one. Of more ranks the display has the least and the most.
+MOST_RANKS = 4
 GIB = 2**30
 MIB = 2**20
 
 
 def spark(values: list[float]) -> str:
-    """Return the last 24 values as a line of blocks, the lowest at the bottom."""
+    """Return the last 24 values as a line of blocks, the lowest value as the lowest block."""
     shown = values[-SPARK_VALUES:]
     low = min(shown)
     spread = max(shown) - low
-    has_range = spread > 0
-    if not has_range:
+    if not spread > 0:
+        # All values are equal: there is no height to divide by.
         return SPARKS[0] * len(shown)
     highest = len(SPARKS) - 1
     blocks = ""
@@ -56,9 +74,10 @@ def spark(values: list[float]) -> str:
 
 
 def trend(values: list[float]) -> str:
-    """Return ↓, ↑ or → (within 1%): the mean of the last values against that of as many before.
+    """Return an arrow for the direction of a curve: ↓, ↑, or → for a change within 1%.
 
-    Means of up to MEAN_STEPS values are compared. Empty if there are fewer than four values.
+    The mean of the last values is compared with the mean of as many values before them, of up to
+    MEAN_STEPS each. Returns an empty text if there are fewer than four values.
     """
     width = min(MEAN_STEPS, len(values) // 2)
     if width < 2:
@@ -67,16 +86,23 @@ def trend(values: list[float]) -> str:
     after = _mean(values[-width:])
     if abs(after - before) <= SAME * abs(before):
         return "→"
-    return "↓" if after < before else "↑"
+    if after < before:
+        return "↓"
+    return "↑"
 
 
 def size(bytes_: float) -> str:
-    """Return bytes in MiB below one GiB, in GiB from there on."""
-    return f"{bytes_ / GIB:.2f} GiB" if bytes_ >= GIB else f"{bytes_ / MIB:.1f} MiB"
+    """Return a number of bytes as text, in MiB below one GiB and in GiB from there on."""
+    if bytes_ >= GIB:
+        return f"{bytes_ / GIB:.2f} GiB"
+    return f"{bytes_ / MIB:.1f} MiB"
 
 
-def failed(failures: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """Give a line for each reward that failed. `failures`: reward → reason → episodes, as in events."""
+def lines_of_failed_rewards(failures: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """Give a line for each reward that failed.
+
+    `failures`: name of a reward → reason → number of episodes, as events have it.
+    """
     for name, reasons in failures.items():
         counted = []
         for reason, episodes in reasons.items():
@@ -86,7 +112,11 @@ def failed(failures: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
 
 
 class Progress:
-    """A consumer of events; use it as a context manager. `on_event` may be called from another thread."""
+    """The display of one run, which gets the run's events by `on_event`.
+
+    Use it as a context manager: the live display ends, and the summary is printed, when the context
+    is left. `on_event` may be called from another thread.
+    """
 
     def __init__(
         self,
@@ -122,24 +152,33 @@ class Progress:
         self.export: events.Export | None = None
         self.profile: events.Profiled | None = None
         self.end: events.RunEnd | None = None
-        self.fault: events.Fault | None = None  # None again when steps go on
-        self.is_measured = False  # memory was compared with the plan
+        # None again when steps go on.
+        self.fault: events.Fault | None = None
+        # Whether measured memory was compared with the plan. It is printed once.
+        self.is_measured = False
         self.evals: list[events.Eval] = []
-        self.rewards: list[Any] = []  # of rollouts; null is NaN, inf is a text
+        # The mean rewards of rollouts as events have them: inf is a text there.
+        self.rewards: list[Any] = []
         for event in past:
             if isinstance(event, events.Eval):
                 self.evals.append(event)
             elif isinstance(event, events.Rollout):
                 self.rewards.append(event.reward)
-        self.losses: dict[int, float] = {}  # by step, finite ones only
-        self.recent: deque[float] = deque(maxlen=RECENT_STEPS)  # seconds of steps
-        self.sent: list[float] = []  # bytes, of the steps where they are known
+        # Finite losses by step, so that a step that is done again replaces its first loss.
+        self.losses: dict[int, float] = {}
+        # Seconds of the newest steps.
+        self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        # Bytes that a rank sent in a step, of the steps for which this is known.
+        self.sent: list[float] = []
         self.restarts = 0
-        self.restored = 0  # the step that the run goes on after
-        self.began = 0.0  # unix seconds of the first start
+        # The step after which the run goes on.
+        self.restored = 0
+        # Unix seconds of the first start.
+        self.began = 0.0
         self.live: Live | None = None
 
     def __enter__(self) -> Progress:
+        """Print the opening, and start the live display on a terminal that can move its cursor."""
         for line in self.opening:
             self._print(line)
         if self.opening:
@@ -155,6 +194,8 @@ class Progress:
         return self
 
     def __exit__(self, *arguments: Any) -> None:
+        """End the live display and print the summary, or at least the path of the page."""
+        # The live display first: while it is on, it would be drawn below each printed line.
         if self.live is not None:
             self.live.__exit__(*arguments)
         self.waits.keep()
@@ -175,31 +216,38 @@ class Progress:
         self.console.print(_text(line), soft_wrap=True)
 
     def on_event(self, event: events.Event) -> None:
-        """Show an event; those without a handler are not for the display."""
+        """Show an event by the method `_on_KIND`. Kinds without such a method are not displayed.
+
+        A damaged event, or one of another version, gives one line and never an error.
+        """
         handler = getattr(self, f"_on_{event.kind}", None)
-        is_damaged = not event.whole
-        if not is_damaged:
-            # Values inside of an event's lists and dictionaries are not checked when it is read.
-            try:
-                self.waits.note(event)
-                if handler is not None:
-                    handler(event)
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-                is_damaged = True
-                handler = handler or self._print
-        if is_damaged and handler is not None:
-            self._print(
-                f"{event.kind}: not shown, for it is damaged or of another version", "yellow"
-            )
+        if not event.whole:
+            if handler is not None:
+                self._print_damaged(event)
+            return
+        # Values inside of an event's lists and dictionaries are not checked when it is read, so any
+        # of them may be of another type than a handler expects.
+        try:
+            self.waits.note(event)
+            if handler is not None:
+                handler(event)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            self._print_damaged(event)
+
+    def _print_damaged(self, event: events.Event) -> None:
+        """Print that an event cannot be shown."""
+        line = f"{event.kind}: not shown, for it is damaged or of another version"
+        self._print(line, "yellow")
 
     def _print(self, line: str, style: str = "") -> None:
         """Print a line, unless the display is quiet.
 
-        Files and pipes get one line an event; a terminal breaks long ones between words.
+        Files and pipes get one line an event; a terminal breaks long lines between words.
         """
         if self.is_quiet:
             return
-        self.console.print(_text(line, style=style), soft_wrap=self.live is None)
+        has_whole_lines = self.live is None
+        self.console.print(_text(line, style=style), soft_wrap=has_whole_lines)
 
     def _print_all(self, warnings: Iterable[str]) -> None:
         """Print warnings, a line each."""
@@ -209,19 +257,26 @@ class Progress:
     # Handlers, one for each kind of event that the display shows.
 
     def _on_run_start(self, event: events.RunStart) -> None:
+        """Print the plan in a line, unless the opening has told it. A restart prints nothing."""
         if not self.start:
             if self.is_verbose or not self.opening:
                 self._print(f"plan: {event.plan_line}")
-            for line in event.unadapted or []:  # None in runs of older versions
+            # None in runs of older versions.
+            unadapted = event.unadapted or []
+            for line in unadapted:
                 self._print(f"note: {line}")
             self.began = event.t
+        # Last, since the live display may be drawn by another thread, and needs `began` with it.
         self.start = event
 
     def _on_step(self, event: events.Step) -> None:
+        """Keep the numbers of a step. Files and pipes get a line of some steps."""
         self.step = event
         self.fault = None
         self.recent.append(event.seconds)
-        if isinstance(event.loss, float | int):
+        # NaN is null in an event, and inf is a text.
+        has_finite_loss = isinstance(event.loss, float | int)
+        if has_finite_loss:
             self.losses[event.step] = event.loss
         if event.sent_bytes:
             self.sent.append(event.sent_bytes)
@@ -230,7 +285,10 @@ class Progress:
             self._print(line)
 
     def _is_shown(self, step: int) -> bool:
-        """Return whether files and pipes get a line of this step."""
+        """Return whether files and pipes get a line of this step.
+
+        They get the first step, the last one, and about PLAIN_STEP_LINES in between.
+        """
         steps = self._steps() or 0
         if step in (1, steps):
             return True
@@ -246,7 +304,8 @@ class Progress:
         norm = _number(event.grad_norm)
         newest = self._newest_losses()
         if newest:
-            loss += f" (mean {_mean(newest):.3f})"
+            mean = _mean(newest)
+            loss += f" (mean {mean:.3f})"
         columns = [
             f"step {event.step}/{steps}",
             f"loss {loss}",
@@ -270,6 +329,7 @@ class Progress:
         """Return the line of a step in 80 columns, which align from step to step."""
         steps = self._steps() or "?"
         position = f"{event.step}/{steps}"
+        # As wide as the position of the last step: two numbers and the slash.
         width = 2 * len(str(steps)) + 1
         loss = _number(event.loss, ".4f")
         norm = _number(event.grad_norm, ".3g")
@@ -287,40 +347,51 @@ class Progress:
         return "  ".join(columns)
 
     def _on_eval(self, event: events.Eval) -> None:
+        """Print the scores of an evaluation, and what its rewards failed at."""
         self.evals.append(event)
         metrics = _metrics(event)
         samples = plural(event.samples, "sample")
         self._print(f"Held out at step {event.step}: {metrics} ({samples})", "cyan")
-        self._print_all(failed(event.reward_failures or {}))
+        # None if no reward failed, or if the evaluation has no rewards.
+        failures = event.reward_failures or {}
+        self._print_all(lines_of_failed_rewards(failures))
 
     def _on_samples(self, event: watched.Samples) -> None:
-        for sample in event.samples[:SAMPLES_SHOWN]:
-            prompt_end = _one_line(sample["prompt"])[-40:]
-            text_start = _one_line(sample["text"])[:100]
+        """Print the end of each of the first prompts and the start of what the model wrote."""
+        first_samples = event.samples[:SAMPLES_SHOWN]
+        for sample in first_samples:
+            prompt = _one_line(sample["prompt"])
+            text = _one_line(sample["text"])
+            prompt_end = prompt[-PROMPT_CHARACTERS:]
+            text_start = text[:TEXT_CHARACTERS]
             self._print(f"sample, step {event.step}: …{prompt_end} → {text_start}", "dim")
 
     def _on_rollout(self, event: events.Rollout) -> None:
+        """Print the line of a rollout, and why episodes of it have no reward."""
         if event.reward is not None:
             self.rewards.append(event.reward)
         self._print(_rollout_line(event))
-        self._print_all(failed(event.failures))
+        self._print_all(lines_of_failed_rewards(event.failures))
         for name, value in event.rewards.items():
-            if value is None and name not in event.failures:
-                self._print(
-                    f"reward {name} applied to no episode: it returned None for each", "yellow"
-                )
+            # A reward that failed is null, too, and has its line already.
+            applied_to_none = value is None and name not in event.failures
+            if applied_to_none:
+                line = f"reward {name} applied to no episode: it returned None for each"
+                self._print(line, "yellow")
         if event.left_out:
-            self._print(
-                f"no reward applies to {event.left_out} of {event.episodes} episodes, which are left out"
-            )
+            line = f"no reward applies to {event.left_out} of {event.episodes} episodes,"
+            line += " which are left out"
+            self._print(line)
 
     def _on_reference(self, event: events.Reference) -> None:
-        if not event.found and self.is_verbose:
-            self._print(
-                f"reference: {event.pairs} pairs of {event.data} scored in {event.seconds:.1f} s"
-            )
+        """Print how long the reference model took, unless its numbers were read from disk."""
+        if event.found or not self.is_verbose:
+            return
+        pairs = f"{event.pairs} pairs of {event.data}"
+        self._print(f"reference: {pairs} scored in {event.seconds:.1f} s")
 
     def _on_measured(self, event: events.Measured) -> None:
+        """Print once how the measured memory and seconds compare with the plan."""
         memory = event.metrics.get("memory")
         seconds = event.metrics.get("seconds", {})
         if self.is_measured or not memory:
@@ -332,19 +403,20 @@ class Progress:
         parts = [f"peak {peak} a rank"]
         if "total" in seconds:
             total = seconds["total"]
-            parts[0] += f" · step {total:.3g} s"
-        accuracy = "as planned"
+            parts.append(f"step {total:.3g} s")
         style = ""
         if event.warned:
             categories = ", ".join(event.warned)
-            accuracy = f"off by more than 15%: {categories}"
+            parts.append(f"off by more than 15%: {categories}")
             style = "yellow"
-        parts.append(accuracy)
+        else:
+            parts.append("as planned")
         measured = " · ".join(parts)
         run_dir = shlex.quote(self._run_dir())
         self._print(f"measured: {measured} (drumline plan --check {run_dir})", style)
 
     def _on_profile(self, event: events.Profiled) -> None:
+        """Keep a profile for the summary; a verbose display prints it at once, too."""
         self.profile = event
         if not self.is_verbose:
             return
@@ -352,16 +424,20 @@ class Progress:
             self._print(line)
 
     def _on_save(self, event: events.Save) -> None:
+        """Print what went wrong with a checkpoint; a verbose display also prints those that went well."""
         if event.path:
             self.save = event
         if event.error:
-            rest = "" if event.path else " — the run goes on"
-            self._print(f"checkpoint of step {event.step}: {event.error}{rest}", "yellow")
+            line = f"checkpoint of step {event.step}: {event.error}"
+            if not event.path:
+                line += " — the run goes on"
+            self._print(line, "yellow")
         elif self.live is None and self.is_verbose:
             written = size(event.bytes)
             self._print(f"checkpoint of step {event.step}: {written} in {event.seconds:.1f} s")
 
     def _on_started(self, event: events.Started) -> None:
+        """Print what the time until the first step was spent on, if the display is verbose."""
         if not self.is_verbose:
             return
         parts = []
@@ -372,6 +448,7 @@ class Progress:
         self._print(f"first step after {total:.1f} s: {listed}", "dim")
 
     def _on_restore(self, event: events.Restore) -> None:
+        """Print the checkpoint from which the run goes on, and forget the steps after it."""
         for skipped in event.skipped:
             reason = skipped["reason"]
             self._print(f"Passed over a damaged checkpoint: {reason}", "yellow")
@@ -380,31 +457,35 @@ class Progress:
         else:
             self._print("There is no checkpoint yet: starting at the first step")
         self.restored = event.step
+        # The run may go on by another plan, whose steps take another time.
         self.recent.clear()
+        # Steps after the checkpoint are done again. Until then their old losses would count as the
+        # newest ones.
         for step in list(self.losses):
             if step > event.step:
                 del self.losses[step]
 
     def _on_nonfinite(self, event: events.Nonfinite) -> None:
+        """Print a step whose loss or gradient is not finite, and its first samples."""
         loss = _number(event.loss)
         norm = _number(event.grad_norm)
         samples = _sample_ids(event.sample_ids)
-        self._print(
-            f"step {event.step}: loss {loss}, gradient norm {norm} — {event.policy} ({samples})",
-            "yellow",
-        )
+        line = f"step {event.step}: loss {loss}, gradient norm {norm}"
+        line += f" — {event.policy} ({samples})"
+        self._print(line, "yellow")
 
     def _on_spike(self, event: watched.Spike) -> None:
+        """Print a loss that is far above those before it, and its first samples."""
         loss = _number(event.loss)
         limit = f"{event.limit:.4g}"
         mean = f"{event.mean:.4g}"
         samples = _sample_ids(event.sample_ids)
-        self._print(
-            f"step {event.step}: loss {loss} jumps above {limit} (mean before {mean}) — {event.policy} ({samples})",
-            "yellow",
-        )
+        line = f"step {event.step}: loss {loss} jumps above {limit} (mean before {mean})"
+        line += f" — {event.policy} ({samples})"
+        self._print(line, "yellow")
 
     def _on_weights_differ(self, event: watched.WeightsDiffer) -> None:
+        """Print which ranks have other weights than the rest."""
         ranks = watched.ranks_named(event.ranks)
         line = f"step {event.step}: the weights of {ranks} differ"
         if event.agreed is not None:
@@ -412,6 +493,7 @@ class Progress:
         self._print(line, "bold red")
 
     def _on_straggler(self, event: watched.Straggler) -> None:
+        """Print a rank that is slower than the others, and what that costs."""
         line = f"rank {event.rank} ({event.device} of {event.host}) holds up the others:"
         line += f" {event.seconds:.3g} s a step of its own,"
         line += f" the median rank {event.median:.3g} s;"
@@ -419,24 +501,32 @@ class Progress:
         self._print(line, "yellow")
 
     def _on_fault(self, event: events.Fault) -> None:
-        # The launcher has reported it at length; the display shows that the run waits for new ranks.
+        """Count restarts, and show in the live display that the run waits for new ranks."""
+        # Nothing is printed, since the launcher has reported the fault at length.
         self.fault = event
         if event.action in ("restart", "replan"):
             self.restarts += 1
 
     def _on_preempt(self, event: events.Preempt) -> None:
+        """Print that a signal ended the run, and up to which step it is saved."""
         self._print(f"{event.signal}: saved after step {event.step}")
 
     def _on_export(self, event: events.Export) -> None:
+        """Keep the export for the summary."""
         self.export = event
 
     def _on_run_end(self, event: events.RunEnd) -> None:
+        """Keep the end, which `__exit__` shows: the launcher may still write the page after it."""
         self.end = event
 
     # The end of a run.
 
     def summary(self) -> list[str]:
-        """Return the lines of a finished run: before and after, where the result lies, and what to try next."""
+        """Return the lines that are printed below a finished run.
+
+        They compare the first losses and scores with the last ones, say where the result is, and
+        name commands to try next. Call it only after a `run_end` event.
+        """
         assert self.end is not None
         return [
             "",
@@ -454,10 +544,11 @@ class Progress:
         if end.why:
             lines.append(f"  ended early: {end.why}")
         if isinstance(end.kwh, float):
-            of_what = "the run"
+            # The meters of a rank begin with its process.
+            counted_time = "the run"
             if self.restarts:
-                of_what = "this start"
-            lines.append(f"  energy  {end.kwh:.3g} kWh of {of_what}")
+                counted_time = "this start"
+            lines.append(f"  energy  {end.kwh:.3g} kWh of {counted_time}")
         if self.sent:
             mean = size(_mean(self.sent))
             steps = plural(len(self.sent), "step")
@@ -490,10 +581,12 @@ class Progress:
         since = "in"
         if self.restarts:
             # A rank knows the seconds of its own start alone.
-            since = f"after {plural(self.restarts, 'restart')}; since the last one"
+            restarts = plural(self.restarts, "restart")
+            since = f"after {restarts}; since the last one"
         spent = end.goodput
-        elapsed = spent.get("elapsed", 0)
-        line = f"Finished {plural(end.step, 'step')} {since} {duration(elapsed)}"
+        steps = plural(end.step, "step")
+        elapsed = duration(spent.get("elapsed", 0))
+        line = f"Finished {steps} {since} {elapsed}"
         productive = spent.get("productive")
         if productive:
             share = productive / spent["elapsed"]
@@ -501,14 +594,19 @@ class Progress:
         return f"{line}."
 
     def _lines_of_learning(self) -> list[str]:
-        """Return training loss, reward and scores of evaluations, each before and after."""
+        """Return training loss, reward and scores of evaluations, each before and after.
+
+        What has only one value has no line, since there is nothing to compare it with.
+        """
         lines = []
         losses = list(self.losses.values())
+        # With fewer losses the two means would share steps.
         if len(losses) >= 2 * MEAN_STEPS:
-            first = f"{_mean(losses[:MEAN_STEPS]):.4f}"
-            last = f"{_mean(losses[-MEAN_STEPS:]):.4f}"
-            name = f"{'loss':<{NAME_WIDTH}}"
-            lines.append(f"  training {name} {first} → {last}  (means of {MEAN_STEPS} steps)")
+            first_mean = _mean(losses[:MEAN_STEPS])
+            last_mean = _mean(losses[-MEAN_STEPS:])
+            change = f"{first_mean:.4f} → {last_mean:.4f}"
+            name = "loss".ljust(NAME_WIDTH)
+            lines.append(f"  training {name} {change}  (means of {MEAN_STEPS} steps)")
         if len(self.rewards) > 1:
             first = _number(self.rewards[0], ".4f")
             last = _number(self.rewards[-1], ".4f")
@@ -518,16 +616,18 @@ class Progress:
         return lines
 
     def _lines_of_evaluations(self) -> list[str]:
-        """Return the scores that the first and the last evaluation have, below each other."""
+        """Return a line for each score that both the first and the last evaluation have."""
         before = self.evals[0].metrics
         after = self.evals[-1].metrics
         names = [name for name in after if name in before]
+        # All names are padded to the longest, so that the scores stand below each other.
         width = max([NAME_WIDTH, *map(len, names)])
         lines = []
         for name in names:
             first = _score(name, before[name], ".4f")
             last = _score(name, after[name], ".4f")
-            lines.append(f"  held-out {name:<{width}} {first} → {last}")
+            padded_name = name.ljust(width)
+            lines.append(f"  held-out {padded_name} {first} → {last}")
         return lines
 
     def _next_commands(self) -> list[str]:
@@ -537,10 +637,12 @@ class Progress:
         lines = []
         if Path(run_dir, "tensorboard").is_dir():
             lines.append(f"  tensorboard --logdir {run}/tensorboard")
-        if self.start is not None and self.start.writes:
+        can_chat = self.start is not None and self.start.writes
+        if can_chat:
             lines.append(f"  drumline chat {run}  # talk to the model")
         if self.export is None:
             lines.append(f"  drumline export {run} --to my-model --dtype bf16")
+        # In a checkout of Drumline's repository.
         if Path("examples/own_data.yaml").exists():
             lines.append("  drumline train examples/own_data.yaml  # your own rows")
         return lines
@@ -548,10 +650,17 @@ class Progress:
     # The live display.
 
     def render(self) -> RenderableType:
-        """Return the live display: bar, loss, speed, memory, last checkpoint, and what the run waits for."""
+        """Return the live display, which rich draws REFRESH_PER_SECOND times a second.
+
+        It is a panel with the bar of steps, the newest numbers, and a line on what the run waits
+        for. Before the first event it is one line.
+        """
         if not self.start:
             return Text("Starting the ranks …", style="dim")
-        step = self.step.step if self.step else self.restored
+        step = self.restored
+        if self.step:
+            step = self.step.step
+        # A run may end with its data, and not after a number of steps.
         steps = self.start.steps or 1
         parts: list[RenderableType] = [self._bar(step, steps)]
         if self.step:
@@ -560,13 +669,20 @@ class Progress:
         if waiting:
             parts.append(waiting)
         title = _text(
-            f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True
+            f"drumline · {self.start.run_dir}",
+            style="bold",
+            overflow="ellipsis",
+            no_wrap=True,
         )
         # The terminal echoes Ctrl-C as ^C behind the last line. It must not reach the next one, or
         # the display would not find its first line again.
         width = min(self.console.width - len("^C"), WIDEST)
         return Panel(
-            Group(*parts), title=title, title_align="left", border_style="dim", width=width
+            Group(*parts),
+            title=title,
+            title_align="left",
+            border_style="dim",
+            width=width,
         )
 
     def _bar(self, step: int, steps: int) -> Table:
@@ -575,7 +691,8 @@ class Progress:
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, justify="right")
-        times = f"{duration(time.time() - self.began)} · ETA {self._eta()}"
+        so_far = duration(time.time() - self.began)
+        times = f"{so_far} · ETA {self._eta()}"
         bar.add_row(
             Text(f"step {step}/{steps}", style="bold"),
             ProgressBar(total=steps, completed=step),
@@ -588,10 +705,12 @@ class Progress:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         if self.losses:
-            table.add_row("loss", Text(self._loss_line(), style="green"))
+            loss_line = self._loss_line()
+            table.add_row("loss", Text(loss_line, style="green"))
         if self.evals:
             newest = self.evals[-1]
             metrics = _metrics(newest)
+            # Names of metrics come from the user's config, so they go through `_text`.
             table.add_row("held out", _text(f"{metrics} (step {newest.step})"))
         table.add_row("speed", _speed_line(now))
         table.add_row("time", _time_line(now))
@@ -608,27 +727,36 @@ class Progress:
     def _loss_line(self) -> str:
         """Return the newest loss, its trend, the mean of the last steps and their spark line."""
         losses = list(self.losses.values())
+        newest = losses[-1]
         arrow = trend(losses)
-        parts = [f"{losses[-1]:.4f} {arrow}"]
+        parts = [f"{newest:.4f} {arrow}"]
         if len(losses) >= MEAN_STEPS:
-            mean = _mean(losses[-MEAN_STEPS:])
+            last_losses = losses[-MEAN_STEPS:]
+            mean = _mean(last_losses)
             parts.append(f"mean of {MEAN_STEPS} {mean:.4f}")
         parts.append(spark(losses))
         return "  ".join(parts)
 
     def _waiting(self, step: int, steps: int) -> Text | None:
-        """Return a line on what the run does between steps; None while steps go on."""
+        """Return a line on what the run does between steps; None while steps go on.
+
+        `step`: the newest step. `steps`: of the whole run.
+        """
         if self.fault:
-            return _text(_fault_line(self.fault), style="bold red")
+            fault_line = _fault_line(self.fault)
+            return _text(fault_line, style="bold red")
+        if self.end:
+            return None
         is_last = step == steps
+        # While steps come at their usual pace there is nothing to wait for.
         may_wait = not self.step or is_last or self._is_late(self.step)
-        if may_wait and not self.end:
+        if may_wait:
             line = self.waits.line()
             if line is not None:
                 return Text(line, style="dim")
-        if not self.step and not self.end:
+        if not self.step:
             return Text("Loading the model; the first step comes next", style="dim")
-        if is_last and not self.end:
+        if is_last:
             return Text("Last evaluation, checkpoint and export …", style="dim")
         return None
 
@@ -637,7 +765,8 @@ class Progress:
         usual = 0.0
         if self.recent:
             usual = _mean(list(self.recent))
-        return time.time() - step.t > 1 + 3 * usual
+        seconds_ago = time.time() - step.t
+        return seconds_ago > 1 + 3 * usual
 
     def _eta(self) -> str:
         """Return the time until the last step, or – if it is not known."""
@@ -650,35 +779,46 @@ class Progress:
 
     def _steps(self) -> int | None:
         """Return the steps of the whole run; None if they are not known."""
-        return self.start.steps if self.start else None
+        if self.start is None:
+            return None
+        return self.start.steps
 
     def _run_dir(self) -> str:
         """Return the folder of the run, or a placeholder for it."""
-        return self.start.run_dir if self.start else "RUN"
+        if self.start is None:
+            return "RUN"
+        return self.start.run_dir
 
     def _memory(self) -> str:
         """Return the memory of each rank at the newest step, or the least and the most of many."""
-        ranks = [0]
+        bytes_of_ranks = [0]
         if self.step and self.step.memory_bytes:
-            ranks = self.step.memory_bytes
-        if len(ranks) > MOST_RANKS:
-            least = size(min(ranks))
-            most = size(max(ranks))
-            return f"{least} to {most} on {len(ranks)} ranks"
-        sizes = " · ".join(map(size, ranks))
-        if len(ranks) > 1:
+            bytes_of_ranks = self.step.memory_bytes
+        ranks = len(bytes_of_ranks)
+        if ranks > MOST_RANKS:
+            least = size(min(bytes_of_ranks))
+            most = size(max(bytes_of_ranks))
+            return f"{least} to {most} on {ranks} ranks"
+        sizes = " · ".join(map(size, bytes_of_ranks))
+        if ranks > 1:
             return f"{sizes} a rank"
         return sizes
 
 
 def _mean(values: list[float]) -> float:
-    """Return the mean of values."""
+    """Return the mean of values. Raises ZeroDivisionError if there are none."""
     return math.fsum(values) / len(values)
 
 
 def _text(line: str, **style: Any) -> Text:
-    """Return one line without secrets, what a terminal takes for a command, and rich's markup."""
-    return Text(printable(redact(line.replace("\n", " "))), **style)
+    """Return one line that is safe to print.
+
+    Secrets are redacted, and control characters, which a terminal takes for commands, are replaced.
+    As a rich Text it is not read as markup. `style`: arguments of Text.
+    """
+    one_line = line.replace("\n", " ")
+    safe = printable(redact(one_line))
+    return Text(safe, **style)
 
 
 def _one_line(value: Any) -> str:
@@ -699,10 +839,13 @@ def _rollout_line(event: events.Rollout) -> str:
     """Return the line of a rollout: rewards, lengths, and what its seconds were spent on."""
     rewarded = _rewarded(event)
     domains = _rewards_of_domains(event)
+    # The reward of the only domain is the reward of the rollout.
     if len(domains) > 1:
         listed = " · ".join(domains)
         rewarded += f" ({listed})"
     parts = [rewarded]
+    # A group whose rewards are equal teaches nothing, so their share is worth a look. Without a
+    # reward, or with one completion a prompt, there is no such share.
     has_groups = event.reward is not None and events.has_groups(event.prompts, event.episodes)
     if has_groups and isinstance(event.groups_differ, float | int):
         alike = 1 - event.groups_differ
@@ -713,8 +856,11 @@ def _rollout_line(event: events.Rollout) -> str:
         parts.append(f"sampler off by {event.sampler_gap:.2g}")
     parts.append(_rollout_seconds(event))
     numbers = " · ".join(parts)
-    unreached = " (not reached)" if event.trained is False else ""
-    return f"rollout, to step {event.step}{unreached}: {numbers}"
+    head = f"rollout, to step {event.step}"
+    # Older versions do not write it; only False means that no step learned from the rollout.
+    if event.trained is False:
+        head += " (not reached)"
+    return f"{head}: {numbers}"
 
 
 def _rewards_of_domains(event: events.Rollout) -> list[str]:
@@ -755,7 +901,7 @@ def _rewarded(event: events.Rollout) -> str:
 
 
 def _operators(event: events.Profiled) -> list[str]:
-    """Return where a profile was written, and a table of the operators that took longest."""
+    """Return the files of a profile, and a table of the operators that took longest, as lines."""
     steps = f"step {event.step}"
     if event.steps != 1:
         last = event.step + event.steps - 1
@@ -763,15 +909,22 @@ def _operators(event: events.Profiled) -> list[str]:
     head = f"profile of rank {event.rank}, {steps}: {event.trace}"
     lines = [
         f"{head} · snapshot of memory: {event.snapshot}",
-        f"  {'operator':<44} {'calls':>7} {'seconds':>9} {'share':>6}",
+        _operator_row("operator", "calls", "seconds", "share"),
     ]
     for operator in event.operators:
-        name = operator["name"][:44]
+        name = operator["name"]
         calls = operator["calls"]
         seconds = operator["seconds"]
         share = operator["share"]
-        lines.append(f"  {name:<44} {calls:>7,} {seconds:>9.3g} {share:>6.1%}")
+        row = _operator_row(name, f"{calls:,}", f"{seconds:.3g}", f"{share:.1%}")
+        lines.append(row)
     return lines
+
+
+def _operator_row(name: str, calls: str, seconds: str, share: str) -> str:
+    """Return a row of the table of operators, whose columns align."""
+    padded_name = name[:OPERATOR_WIDTH].ljust(OPERATOR_WIDTH)
+    return f"  {padded_name} {calls:>7} {seconds:>9} {share:>6}"
 
 
 def _sample_ids(ids: list[int]) -> str:
@@ -783,8 +936,13 @@ def _sample_ids(ids: list[int]) -> str:
 
 
 def _score(name: str, value: Any, form: str = ".4g") -> str:
-    """A metric as text. A mean reward is null where no episode has a reward; any other null is NaN."""
-    if value is None and "reward" in name.split("/"):
+    """Return a metric as text.
+
+    A mean reward is null if no episode has a reward, and is shown as `none`. Any other null is NaN.
+    `form`: the format of a number.
+    """
+    is_reward = "reward" in name.split("/")
+    if value is None and is_reward:
         return "none"
     return _number(value, form)
 
@@ -806,30 +964,37 @@ def _speed(step: events.Step) -> str:
 
 
 def _speed_line(step: events.Step) -> str:
-    """Return the speed in all its units."""
+    """Return the speed in all its units: tokens, samples, and the share of the devices' peak (MFU)."""
     parts = [_speed(step)]
+    # Without tokens `_speed` is the samples already.
     if events.has_tokens(step.tokens, step.samples):
         parts.append(f"{step.samples_per_s:.2f} samples/s")
+    # Null if the peak of the device is not known.
     if step.mfu:
         parts.append(f"MFU {step.mfu:.1%}")
     return " · ".join(parts)
 
 
 def _time_line(step: events.Step) -> str:
-    """Return what the seconds of a step were spent on."""
+    """Return what the seconds of a step were spent on.
+
+    Under some strategies a rank waits within its computation, so the two are one number.
+    """
     data = f"data {step.data_s:.2f} s"
     compute = f"{step.compute_s:.2f} s"
     if step.comm_s is None:
         return f"{data} · compute and waiting for others {compute}"
-    return f"{data} · compute {compute} · waiting for others {step.comm_s:.2f} s"
+    waiting = f"{step.comm_s:.2f} s"
+    return f"{data} · compute {compute} · waiting for others {waiting}"
 
 
 def _saved_line(save: events.Save) -> str:
     """Return which checkpoint is the newest, and what it took."""
-    ago = duration(time.time() - save.t)
+    age = duration(time.time() - save.t)
     bytes_ = size(save.bytes)
+    # Training stands still for only a part of the time that a checkpoint takes.
     waited = f"{save.blocked_seconds:.2f} s"
-    return f"step {save.step}, {ago} ago, {bytes_}, training waited {waited}"
+    return f"step {save.step}, {age} ago, {bytes_}, training waited {waited}"
 
 
 def _fault_line(fault: events.Fault) -> str:

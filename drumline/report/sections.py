@@ -1,4 +1,4 @@
-"""The sections of a report that are about all of its runs: what one looks at first, and their configuration.
+"""The sections of a report that are about all of its runs: the summary and the configuration.
 
 templates/sections.html.jinja shows what is returned here.
 """
@@ -33,15 +33,19 @@ from drumline.telemetry.events import has_groups
 from drumline.telemetry.truth import Comparison
 from drumline.telemetry.watched import ranks_named
 
-MOST_COLUMNS = 8  # of keys that differ, in the table of runs
-MOST_CELL = 300  # characters of a value in a table
-MOST_REMARKS = 3  # of a kind of event
-# Kinds of events that are remarks, with the line of one.
+# Columns of keys that differ in the table of runs, at most.
+MOST_COLUMNS = 8
+# Characters of a value in a table, at most.
+MOST_CELL = 300
+# Remarks about one kind of event, at most.
+MOST_REMARKS = 3
+# Kinds of events that are remarks, with the line of one. Fields that an event lacks are None.
 REMARKS = {
     "spike": "the loss jumped at step {step}",
     "straggler": "rank {rank} held up the others from step {step}",
 }
-WHOLE_SPEED = 100  # speeds from here on are shown without decimals
+# Speeds from here on are shown without decimals.
+WHOLE_SPEED = 100
 # Values of the plan that are shown under the configuration.
 RESOLVED = (
     "engine",
@@ -59,10 +63,12 @@ RESOLVED = (
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, which draw.js finds by its number. `note`: stands beside the title; may be empty."""
+    """The place of a chart on a page."""
 
+    # draw.js finds the drawing by it.
     number: int
     title: str
+    # What stands beside the title; may be empty.
     note: str
 
 
@@ -75,8 +81,12 @@ class Drawings:
     def add(self, kind: str, title: str, note: str = "", **drawing: Any) -> Chart:
         """Add a chart and return what the page says about it.
 
-        `kind`: lines (with `series` and `marks`), bars (with `rows` and `series`) or heat (with
-        `rows` and `values`).
+        Args:
+            kind: What draw.js draws: `lines` (from `series` and `marks`), `bars` (from `rows` and
+                `series`) or `heat` (from `rows` and `values`).
+            title: The title.
+            note: What stands beside the title.
+            drawing: What is drawn, as JSON.
         """
         number = len(self.made)
         self.made.append({"kind": kind, "title": title, **drawing})
@@ -92,14 +102,19 @@ class Summary:
     # Lines about the keys and the details that are left out; None: all are there.
     left_out_keys: str | None = None
     left_out_details: str | None = None
+    # The plan of the only run in words, its key numbers by name, and what ended it badly.
     plan: str | None = None
     tiles: dict[str, Any] | None = None
     failure: Pairs | None = None
+    # A row for each of several runs.
     runs: Table | None = None
 
 
 def summary(runs: list[RunFacts], names: list[str], detailed: int) -> Summary:
-    """Return the summary of a page. `detailed`: how many of the runs have details on it."""
+    """Return the summary of a page.
+
+    `names`: what each run is called. `detailed`: how many of the runs have details on the page.
+    """
     remarks = _remarks_of_all(runs, names)
     if len(runs) == 1:
         run = runs[0]
@@ -113,13 +128,17 @@ def summary(runs: list[RunFacts], names: list[str], detailed: int) -> Summary:
         left_out_keys = f"{more} more keys differ: see “Configuration”."
     left_out_details = None
     if len(runs) > detailed:
-        left_out_details = f"Details and configuration are of the first {detailed} of {len(runs)} runs; drumline report RUN has another's."
+        which = f"the first {detailed} of {len(runs)} runs"
+        left_out_details = (
+            f"Details and configuration are of {which}; drumline report RUN has another's."
+        )
     table_of_runs = _table_of_runs(runs, names, keys[:MOST_COLUMNS])
     return Summary(remarks, left_out_keys, left_out_details, runs=table_of_runs)
 
 
 def _table_of_runs(runs: list[RunFacts], names: list[str], keys: list[str]) -> Table:
     """Return a table with the key numbers of each run and its values of some keys of the config."""
+    # The key numbers have the same names in all runs.
     headers = ["run", *_key_numbers(runs[0]), *keys]
     rows = []
     for run, name in zip(runs, names, strict=True):
@@ -134,29 +153,33 @@ def _remarks_of_all(runs: list[RunFacts], names: list[str]) -> list[str]:
     names_by_remark: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
         for remark in _remarks(run):
-            names_by_remark.setdefault(remark, []).append(name)
+            names_of_runs = names_by_remark.setdefault(remark, [])
+            names_of_runs.append(name)
     lines = []
-    for remark, of_runs in names_by_remark.items():
-        if len(of_runs) == len(runs):
+    for remark, names_of_runs in names_by_remark.items():
+        if len(names_of_runs) == len(runs):
             lines.append(remark)
         else:
-            listed = ", ".join(of_runs)
+            listed = ", ".join(names_of_runs)
             lines.append(f"{listed}: {remark}")
     return lines
 
 
 def _key_numbers(run: RunFacts) -> dict[str, Any]:
-    """Return what one looks at first; the same names for each run."""
-    learned = "loss"
+    """Return what one looks at first, as name → value or None; the same names for each run."""
+    # The loss of reinforcement learning says little; its reward is what should rise.
+    training_curve = "loss"
     if "reward" in run.curves:
-        learned = "reward"
+        training_curve = "reward"
+    training = run.traces.get(training_curve, [])
     metric = run.config.get("eval.metric")
+    held_out = run.traces.get(f"{HELD_OUT}{metric}", [])
     planned_steps = shown(run.last("run_start").get("steps") or "?")
     return {
         "status": run.status,
         "steps": Keyed(f"{run.reached:,} of {planned_steps}", run.reached),
-        "training": _first_and_last(learned, run.traces.get(learned, [])),
-        "held out": _first_and_last(str(metric), run.traces.get(f"{HELD_OUT}{metric}", [])),
+        "training": _first_and_last(training_curve, training),
+        "held out": _first_and_last(str(metric), held_out),
         "speed, median": _speed(run),
         "peak a rank": _peak(run.comparisons),
         "goodput": _goodput(run),
@@ -166,14 +189,23 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
 
 
 def _speed(run: RunFacts) -> str | None:
-    """Return the median speed of the logged steps with its unit, sorted by the number; None where none was logged."""
-    unit = SAMPLES_PER_S if SAMPLES_PER_S in run.curves else RATES["tokens_per_s"]
+    """Return the median speed of the logged steps with its unit, sorted by the number.
+
+    None if no step was logged.
+    """
+    unit = RATES["tokens_per_s"]
+    # A run has this curve only if its samples have no tokens.
+    if SAMPLES_PER_S in run.curves:
+        unit = SAMPLES_PER_S
     speeds = [value for _, value in run.curves.get(unit, [])]
     if not speeds:
         return None
     median = statistics.median(speeds)
-    shown = f"{median:,.0f}" if median >= WHOLE_SPEED else f"{median:.3g}"
-    return Keyed(f"{shown} {unit}", median)
+    if median >= WHOLE_SPEED:
+        number = f"{median:,.0f}"
+    else:
+        number = f"{median:.3g}"
+    return Keyed(f"{number} {unit}", median)
 
 
 def _first_and_last(name: str, trace: Trace) -> str | None:
@@ -182,7 +214,8 @@ def _first_and_last(name: str, trace: Trace) -> str | None:
     if not numbers:
         return None
     first = numbers[0]
-    last = trace[-1][1]
+    # Not the last number: a run that has diverged must not look well.
+    _, last = trace[-1]
     if last is None:
         return f"{name} {first:.4g} → no number"
     return Keyed(f"{name} {first:.4g} → {last:.4g}", last)
@@ -192,8 +225,9 @@ def _peak(comparisons: list[Comparison]) -> str | None:
     """Return the measured and the planned peak of memory, sorted by the first; None if not measured."""
     for row in comparisons:
         if row.category == "peak":
-            shown = f"{row.show(row.measured)}, planned {row.show(row.predicted)}"
-            return Keyed(shown, row.measured)
+            measured = row.show(row.measured)
+            planned = row.show(row.predicted)
+            return Keyed(f"{measured}, planned {planned}", row.measured)
     return None
 
 
@@ -214,15 +248,18 @@ def _duration(run: RunFacts) -> str | None:
 
 
 def _remarks(run: RunFacts) -> list[str]:
-    """Return the lines that a reader must not miss."""
+    """Return the lines about a run that a reader must not miss."""
     lines = list(run.problems)
     lines += _not_finite(run)
     lines += _never_differed(run)
     lines += _without_reward(run)
     lines += _left_out(run)
     for kind, remark in REMARKS.items():
-        for event in run.of(kind)[:MOST_REMARKS]:
-            lines.append(remark.format_map(defaultdict(lambda: None, event)))
+        first_events = run.of(kind)[:MOST_REMARKS]
+        for event in first_events:
+            # An event of another version may lack a field.
+            values = defaultdict(lambda: None, event)
+            lines.append(remark.format_map(values))
     lines += _weights_differ(run)
     lines += _failed_saves(run)
     for warning in _texts(run.last("measured"), "warnings"):
@@ -272,7 +309,10 @@ def _texts(event: dict[str, Any], name: str) -> list[str]:
 
 
 def _never_differed(run: RunFacts) -> list[str]:
-    """Return the line of a run that learned nothing, since no group of completions had rewards that differ."""
+    """Return the line of a run that learned nothing, since the rewards of no group differed.
+
+    A group is the completions of one prompt. GRPO and its like compare the rewards inside of it.
+    """
     # PPO learns from values, whatever the other completions of a group got.
     if run.config.get("algorithm.kind") == "ppo":
         return []
@@ -293,20 +333,23 @@ def _never_differed(run: RunFacts) -> list[str]:
 
 def _without_reward(run: RunFacts) -> list[str]:
     """Return the line that counts the rollouts of which no episode got a reward."""
+    # By step: a rollout that is done again after a restart counts once.
     rollouts = {event.get("step"): event for event in run.of("rollout")}
-    without = [event for event in rollouts.values() if event.get("reward") is None]
+    rewards = [event.get("reward") for event in rollouts.values()]
+    without = rewards.count(None)
     if not without:
         return []
-    return [f"no episode got a reward in {len(without):,} of {len(rollouts):,} rollouts"]
+    return [f"no episode got a reward in {without:,} of {len(rollouts):,} rollouts"]
 
 
 def _left_out(run: RunFacts) -> list[str]:
     """Return the line that counts the episodes to which no reward applies."""
     left_out = sum(value for _, value in run.points("rollout", "left_out"))
-    episodes = sum(value for _, value in run.points("rollout", "episodes"))
     if not left_out:
         return []
-    return [f"no reward applied to {left_out:,.0f} of {episodes:,.0f} episodes: they were left out"]
+    episodes = sum(value for _, value in run.points("rollout", "episodes"))
+    share = f"{left_out:,.0f} of {episodes:,.0f} episodes"
+    return [f"no reward applied to {share}: they were left out"]
 
 
 def short(value: Any) -> str:
@@ -333,19 +376,21 @@ def _without_unset(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Choice:
-    """A button that chooses keys. `kind`: the class of the rows that it shows; empty: all rows."""
+    """A button that chooses which keys are shown."""
 
+    # The CSS class of the rows that it shows; empty: all rows.
     kind: str
     label: str
 
 
 @dataclass(frozen=True)
 class KeyRow:
-    """A key of the config with its value in each run; None: a run does not have it."""
+    """A key of the config with its value in each run."""
 
     name: str
+    # In the order of the runs; None: a run does not have the key.
     values: list[str | None]
-    # Of CSS; None: it has none.
+    # CSS classes, by which the buttons choose; None: it has none.
     class_: str | None
     is_differing: bool
     # What a reader sees who points at it; None: nothing.
@@ -356,9 +401,11 @@ class KeyRow:
 class Configuration:
     """The keys of the config of some runs, and what the plan of the first made of them."""
 
+    # Of the runs.
     names: list[str]
     choices: list[Choice]
     rows: list[KeyRow]
+    # What the plan of the first run set in place of `auto` and other open keys, and why.
     resolved: Pairs
     why: list[Any]
 
@@ -372,7 +419,7 @@ def configuration(runs: list[RunFacts], names: list[str]) -> Configuration | Non
     if not keys:
         return None
     differing = set(differences(runs))
-    given = _given_by_any(runs)
+    given = _set_keys_of_any(runs)
     choices = []
     if len(runs) > 1:
         choices.append(Choice("differs", f"differences ({len(differing)})"))
@@ -387,7 +434,7 @@ def configuration(runs: list[RunFacts], names: list[str]) -> Configuration | Non
     why = first.plan.get("why")
     if not isinstance(why, list):
         why = []
-    return Configuration(names[: len(runs)], choices, rows, _resolved(first), why)
+    return Configuration(names[: len(runs)], choices, rows, _resolved_values(first), why)
 
 
 def _keys_of(runs: list[RunFacts]) -> list[str]:
@@ -400,12 +447,13 @@ def _keys_of(runs: list[RunFacts]) -> list[str]:
 
 def _key_row(key: str, runs: list[RunFacts], is_given: bool, is_differing: bool) -> KeyRow:
     """Return a key of the config with its value in each run."""
+    # By the buttons of `configuration`.
     classes = []
     if is_given:
         classes.append("set")
     if is_differing:
         classes.append("differs")
-    values = []
+    values: list[str | None] = []
     for run in runs:
         value = None
         if key in run.config:
@@ -419,29 +467,31 @@ def _key_row(key: str, runs: list[RunFacts], is_given: bool, is_differing: bool)
     return KeyRow(key, values, class_, is_differing, title)
 
 
-def _given_by_any(runs: list[RunFacts]) -> set[str] | None:
+def _set_keys_of_any(runs: list[RunFacts]) -> set[str] | None:
     """Return the keys whose value is not the default in one of the runs; None if that is not known."""
     given: set[str] = set()
     for run in runs:
-        given_here = _given(run)
+        given_here = _set_keys(run)
         if given_here is None:
             return None
         given |= given_here
     return given
 
 
-def _given(run: RunFacts) -> set[str] | None:
+def _set_keys(run: RunFacts) -> set[str] | None:
     """Return the keys whose value is not the default.
 
     None if the config cannot be read here: another version wrote it, or a plug-in is not installed.
     """
     values = as_mapping(run.plan.get("config"))
+    # Not trusted: a run folder may be a stranger's, and its config must not import code.
+    context = {"trusted": False}
     try:
-        config = Config.model_validate(values, context={"trusted": False})
+        config = Config.model_validate(values, context=context)
     except (ValueError, DrumlineError):
         return None
     given = set()
-    for name in _changed(config):
+    for name in _changed_fields(config):
         inside = f"{name}."
         for key in run.config:
             if key == name or key.startswith(inside):
@@ -449,7 +499,7 @@ def _given(run: RunFacts) -> set[str] | None:
     return given
 
 
-def _changed(section: BaseModel, prefix: str = "") -> list[str]:
+def _changed_fields(section: BaseModel, prefix: str = "") -> list[str]:
     """Return the dotted names of a section's fields that are not at their defaults.
 
     `prefix`: the section's own dotted name with a dot, empty for the whole config.
@@ -458,12 +508,15 @@ def _changed(section: BaseModel, prefix: str = "") -> list[str]:
     for name, field in type(section).model_fields.items():
         value: Any = getattr(section, name)
         default = _default(field, section)
+        path = f"{prefix}{name}"
         if isinstance(value, Section):
-            if not field.is_required() and type(default) is not type(value):
-                changed.append(f"{prefix}{name}.kind")
-            changed += _changed(value, f"{prefix}{name}.")
+            # A section of another kind has other fields, which have defaults of their own.
+            is_other_kind = type(default) is not type(value)
+            if not field.is_required() and is_other_kind:
+                changed.append(f"{path}.kind")
+            changed += _changed_fields(value, f"{path}.")
         elif value != default:
-            changed.append(f"{prefix}{name}")
+            changed.append(path)
     return changed
 
 
@@ -471,29 +524,35 @@ def _default(field: FieldInfo, section: BaseModel) -> Any:
     """Return the default of a field of a section; None if it must be set."""
     if field.is_required():
         return None
+    # A default may follow from the fields before it.
     return field.get_default(call_default_factory=True, validated_data=vars(section))
 
 
-def _resolved(run: RunFacts) -> Pairs:
+def _resolved_values(run: RunFacts) -> Pairs:
     """Return what the plan made of the config."""
     plan = run.plan
-    axes = [f"{name} {size}" for name, size in as_mapping(plan.get("mesh")).items()]
+    mesh = as_mapping(plan.get("mesh"))
+    axes = [f"{name} {size}" for name, size in mesh.items()]
+    strategy = run.last("run_start").get("strategy")
     pairs: Pairs = [
-        ("strategy", run.last("run_start").get("strategy")),
+        ("strategy", strategy),
         ("mesh", " × ".join(axes)),
     ]
     for name in RESOLVED:
-        pairs.append((_spaced(name), plan.get(name)))
+        pairs.append((_with_spaces(name), plan.get(name)))
     batch = as_mapping(plan.get("batch"))
-    sizes = [f"{_spaced(name)} {value}" for name, value in batch.items()]
+    sizes = []
+    for name, value in batch.items():
+        label = _with_spaces(name)
+        sizes.append(f"{label} {value}")
     pairs.append(("batch", ", ".join(sizes)))
     for name, value in as_numbers(plan.get("data")).items():
         if value:
-            label = _spaced(name)
+            label = _with_spaces(name)
             pairs.append((f"data: {label}", value))
     return facts(pairs)
 
 
-def _spaced(name: str) -> str:
+def _with_spaces(name: str) -> str:
     """Return the name of a field with spaces in place of its underscores."""
     return name.replace("_", " ")

@@ -1,4 +1,8 @@
-"""What ranks do between steps, for how long, and how long it took the last time: the ETA of loading, compiling, saving, exporting."""
+"""What ranks do between steps, and when it will be done.
+
+Loading, compiling, evaluating, saving and exporting have no steps to count. Their ETA is how long
+they took the last time, in this run or in an earlier one of the same kind.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,10 @@ LABELS = {
 }
 # The phase of an event that a rank writes at the end of it.
 PHASE_OF_EVENT = {"eval": "eval", "save": "save", "export": "done"}
-NOT_STARTUP = ("imports and plan", "first step")  # parts of a start that are not loading
-MOST_KINDS = 200  # of runs that are remembered
+# Parts of a start that are not loading. The first step counts as compiling.
+NOT_STARTUP = ("imports and plan", "first step")
+# Kinds of runs whose durations are remembered.
+MOST_KINDS = 200
 
 
 def duration(seconds: float) -> str:
@@ -37,25 +43,30 @@ def duration(seconds: float) -> str:
 
 
 class Waits:
-    """How long the phases between steps take, learned from this run and from earlier ones of its kind.
-
-    `ranks`: returns what each rank does now, as `launch.stages.stages` does. `memory`: the file
-    that keeps the durations of earlier runs; None: nothing is kept.
-    """
+    """How long the phases between steps take, learned from this run and from earlier ones of its kind."""
 
     def __init__(
         self, ranks: Callable[[], list[dict[str, Any]]] = list, memory: Path | None = None
     ) -> None:
+        """Know nothing yet; the events of the run come to `note`.
+
+        Args:
+            ranks: Returns what each rank does now, as `launch.stages.stages` does.
+            memory: The file that keeps the durations of earlier runs; None keeps nothing.
+        """
         self.ranks = ranks
         self.memory = memory
-        self.kind = ""  # runs of one kind take about as long
-        self.last: dict[str, float] = {}  # phase → seconds
+        # Runs of one kind take about as long. Empty until the run has started.
+        self.kind = ""
+        # Phase → seconds that it took the last time.
+        self.last: dict[str, float] = {}
 
     def note(self, event: events.Event) -> None:
         """Learn from an event how long a phase took."""
         if isinstance(event, events.RunStart):
             self.kind = f"{event.parameters} {event.strategy} {event.world_size} {event.device}"
             earlier = self._read().get(self.kind, {})
+            # What this run has measured itself counts for more.
             self.last = {**earlier, **self.last}
         elif isinstance(event, events.Started):
             self.last["startup"] = _seconds_of_loading(event)
@@ -73,9 +84,10 @@ class Waits:
         kinds.pop(self.kind, None)
         kinds[self.kind] = self.last
         newest = list(kinds.items())[-MOST_KINDS:]
+        text = json.dumps(dict(newest))
         with suppress(OSError):
             self.memory.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.memory, json.dumps(dict(newest)), shared=True)
+            write_whole(self.memory, text, shared=True)
 
     def _read(self) -> dict[str, dict[str, float]]:
         """Return the durations of earlier runs by kind; empty if there is no file, or a damaged one."""
@@ -83,13 +95,16 @@ class Waits:
             return {}
         kinds = {}
         with suppress(OSError, ValueError):
-            for kind, seconds in json.loads(self.memory.read_text()).items():
-                if all(type(each) is float for each in seconds.values()):
+            content = json.loads(self.memory.read_text())
+            for kind, seconds in content.items():
+                # Of a file that something else has changed, only what is whole is used.
+                are_floats = all(type(each) is float for each in seconds.values())
+                if are_floats:
                     kinds[kind] = seconds
         return kinds
 
     def line(self) -> str | None:
-        """Return what the rank does that has been at it for longest, and its ETA.
+        """Return a line on the rank that has been in its phase for longest, with the ETA of the phase.
 
         None while steps go on, or if it is not known what ranks do.
         """
@@ -103,6 +118,7 @@ class Waits:
         if before is None:
             left = "no ETA: it is the first of its kind"
         elif seconds > before:
+            # It takes longer than before, so when it ends cannot be said.
             left = f"the last one took {duration(before)}"
         else:
             remaining = duration(before - seconds)

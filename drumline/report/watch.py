@@ -1,5 +1,8 @@
-"""`drumline watch`: a page that follows runs by server-sent events. It reads run folders, and asks nothing of a run. A browser's request
-is a thread, which ends with it; what the page shows is watch.js's."""
+"""`drumline watch`: a page that follows runs by server-sent events.
+
+It reads run folders, and asks nothing of a run. Each request of a browser has a thread, which ends
+with it. watch.js draws what the page shows.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 from rich.console import Console
 
 from drumline.errors import EnvironmentFault
-from drumline.report.curves import MOST_POINTS, binned
+from drumline.report.curves import MOST_POINTS, thin_out
 from drumline.report.facts import (
     RESTARTS,
     Points,
@@ -30,7 +33,7 @@ from drumline.report.facts import (
     as_mapping,
     as_number,
     curve_order,
-    named,
+    curve_values,
     speed_unit,
 )
 from drumline.report.page import asset, document
@@ -39,43 +42,66 @@ from drumline.system.redact import plain
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.events import Event, tail
 
-Stages = Callable[[Path], list[dict[str, Any]]]  # run folder → what each of its ranks does now
+# Run folder → what each of its ranks does now.
+Stages = Callable[[Path], list[dict[str, Any]]]
 LOOPBACK = "127.0.0.1"
 PORT = 8765
+# Between two messages to a browser.
 TICK_SECONDS = 1.0
-FIRST_TICK_SECONDS = TICK_SECONDS / 3  # a new browser shows something sooner
+# A new browser shows something sooner.
+FIRST_TICK_SECONDS = TICK_SECONDS / 3
+# Each keeps a thread busy.
 MOST_BROWSERS = 32
-MOST_LINES = 200  # of what happened, at once
-RECENT_STEPS = 20  # whose mean time makes the ETA
-TIMEOUT_SECONDS = 30.0  # of a browser that takes nothing
+# Lines of what happened that wait for a browser, at most.
+MOST_LINES = 200
+# Steps whose mean time makes the ETA.
+RECENT_STEPS = 20
+# After which a browser that takes nothing is given up.
+TIMEOUT_SECONDS = 30.0
 TOKEN_BYTES = 32
-ADDRESS_IN_USE = 98  # errno.EADDRINUSE of Linux
-LATEST_TIME = 1e11  # unix seconds, in the year 5138; a later one is a damaged value
+# errno.EADDRINUSE of Linux.
+ADDRESS_IN_USE = 98
+# Unix seconds, in the year 5138. A later time is a damaged value.
+LATEST_TIME = 1e11
 
 
 class Live:
-    """One run as it goes on, for one browser. `add` is called by the thread that reads its events, `message` by that of the browser."""
+    """One run as it goes on, for one browser.
+
+    The thread that reads the run's events calls `add`, and the thread of the browser calls
+    `message`, which takes what came since the last message. A lock keeps the two apart.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lock = threading.Lock()
-        self.text = io.StringIO()  # lines of the display, until they are in `lines`
-        self.progress = Progress(Console(file=self.text, width=160, no_color=True, highlight=False))
-        self.points: dict[str, Points] = {}  # by curve, those that the browser lacks
-        self.lines: deque[str] = deque(maxlen=MOST_LINES)  # those that the browser lacks
-        self.seconds: dict[int, float] = {}  # of each step; the last event of a step counts
-        self.before: int | None = None  # steps that were done in another folder
-        self.began = 0.0  # unix seconds of the first event
-        self.last = 0.0  # unix seconds of the newest event
-        self.idle = 0.0  # seconds between a stop and the next start
-        self.fresh: dict[str, Any] = {}  # texts that the browser lacks, by kind of event
+        # What the display of progress has written, until it is in `lines`.
+        self.text = io.StringIO()
+        console = Console(file=self.text, width=160, no_color=True, highlight=False)
+        self.progress = Progress(console)
+        # Points by curve, and lines, that the browser lacks.
+        self.points: dict[str, Points] = {}
+        self.lines: deque[str] = deque(maxlen=MOST_LINES)
+        # Texts that the browser lacks, by kind of event.
+        self.fresh: dict[str, Any] = {}
+        # Seconds of each step; the last event of a step counts.
+        self.seconds: dict[int, float] = {}
+        # Steps that were done in another folder; None until that is known.
+        self.before: int | None = None
+        # Unix seconds of the first event and of the newest one.
+        self.began = 0.0
+        self.last = 0.0
+        # Seconds between a stop and the next start.
+        self.idle = 0.0
+        # What the browser gets whole with each message.
         self.state: dict[str, Any] = {"status": "planned", "restarts": 0}
 
     def add(self, event: Event) -> None:
-        """Take up an event of the run."""
+        """Add an event of the run to what the browser gets next."""
+        # Redacted, and without NaN, which is no JSON.
         values = plain(event.values())
         with self.lock:
-            for name, value in named(values).items():
+            for name, value in curve_values(values).items():
                 if value is not None:
                     points = self.points.setdefault(name, [])
                     points.append((values["step"], value))
@@ -86,7 +112,8 @@ class Live:
     def _keep_lines(self) -> None:
         """Move what the display has written to the lines for the browser, with the time."""
         clock = time.strftime("%H:%M:%S", time.localtime(self.last))
-        for line in self.text.getvalue().splitlines():
+        written = self.text.getvalue()
+        for line in written.splitlines():
             self.lines.append(f"{clock}  {line}")
         self.text.seek(0)
         self.text.truncate()
@@ -95,16 +122,17 @@ class Live:
         """Update the state by an event's values."""
         before = self.last
         seconds = as_number(event["t"]) or 0.0
+        # Within the times that `localtime` can convert.
         self.last = min(max(seconds, 0.0), LATEST_TIME)
-        self.began = self.began or self.last
+        if not self.began:
+            self.began = self.last
         kind = event["kind"]
         if kind == "run_start":
             self._note_start(event, before)
         elif kind == "planned":
-            memory = as_mapping(event.get("memory"))
-            self.state["limit"] = as_number(event.get("limit"))
-            self.state["planned"] = as_number(memory.get("reserved"))
+            self._note_plan(event)
         elif kind == "restore":
+            # Only before the first step: a later one is of this folder's own checkpoints.
             if self.before is None:
                 self.before = event["step"]
         elif kind == "step":
@@ -115,6 +143,12 @@ class Live:
             self.state["status"] = event.get("status")
         elif kind in ("samples", "completions"):
             self.fresh[kind] = {"step": event.get("step"), "shown": event.get(kind)}
+
+    def _note_plan(self, event: dict[str, Any]) -> None:
+        """Update the state by what was predicted: a device's memory, and how much of it is needed."""
+        memory = as_mapping(event.get("memory"))
+        self.state["limit"] = as_number(event.get("limit"))
+        self.state["planned"] = as_number(memory.get("reserved"))
 
     def _note_start(self, event: dict[str, Any], before: float) -> None:
         """Update the state by a run_start. `before`: unix seconds of the event before it, or 0."""
@@ -130,7 +164,9 @@ class Live:
         """Update the state by a step."""
         state = self.state
         step = event["step"]
-        self.before = self.before or 0
+        if self.before is None:
+            # No restore came before it, so the run began here.
+            self.before = 0
         self.seconds[step] = as_number(event.get("seconds")) or 0.0
         state["status"] = "running"
         state["step"] = step
@@ -144,41 +180,55 @@ class Live:
         rank = event.get("rank")
         error = event.get("error")
         action = event.get("action")
+        # The action of a launcher that gives up is "stop: WHY".
         is_stopped = str(action).startswith("stop")
         self.state["status"] = "failed" if is_stopped else "starting again"
         if action in RESTARTS:
             self.state["restarts"] += 1
+        # The display has no line for a fault: a launcher prints it in the terminal.
         self.text.write(f"rank {rank}: {error} → {action}\n")
 
     def _goodput(self) -> float | None:
-        """Return the goodput so far, as `RunFacts.goodput` defines it."""
+        """Return the goodput so far, as `RunFacts.goodput` defines it; None before the first step."""
         spent = self.last - self.began - self.idle
         if not self.seconds or spent <= 0:
             return None
         mean = sum(self.seconds.values()) / len(self.seconds)
-        steps_here = max(self.seconds) - (self.before or 0)
+        last_step = max(self.seconds)
+        steps_before = self.before or 0
+        steps_here = last_step - steps_before
         return min(1.0, mean * steps_here / spent)
 
     def _eta(self) -> float | None:
         """Return the seconds until the last step; None if they are not known, or if it is done."""
         steps = as_number(self.state.get("steps")) or 0
-        steps_left = steps - (as_number(self.state.get("step")) or 0)
-        recent = list(self.seconds.values())[-RECENT_STEPS:]
+        steps_done = as_number(self.state.get("step")) or 0
+        steps_left = steps - steps_done
+        seconds = list(self.seconds.values())
+        recent = seconds[-RECENT_STEPS:]
         if not recent or steps_left <= 0:
             return None
         return steps_left * sum(recent) / len(recent)
 
     def message(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what came since the last message. `ranks`: what each rank does now."""
+        """Return what the browser gets next, and forget the points, lines and texts in it.
+
+        `ranks`: what each rank does now.
+        """
         with self.lock:
             points = {}
             for name in sorted(self.points, key=curve_order):
-                points[name] = binned(self.points[name], MOST_POINTS)
+                points[name] = thin_out(self.points[name], MOST_POINTS)
             state = dict(self.state)
             state["goodput"] = self._goodput()
             state["eta"] = self._eta()
             state["ranks"] = ranks
-            message = {"state": state, "points": points, "lines": list(self.lines), **self.fresh}
+            message = {
+                "state": state,
+                "points": points,
+                "lines": list(self.lines),
+                **self.fresh,
+            }
             self.points = {}
             self.fresh = {}
             self.lines.clear()
@@ -186,32 +236,49 @@ class Live:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """`/`: the page; `/events`: the stream. No other path, no other method."""
+    """Answers one request of a browser.
+
+    `/` is the page, and `/events` the stream of what the runs write. There is no other path and no
+    other method.
+    """
 
     server: Server
-    server_version, sys_version = "drumline", ""
+    # What the header `Server` of an answer says: not the version of Python.
+    server_version = "drumline"
+    sys_version = ""
     timeout = TIMEOUT_SECONDS
 
     def do_GET(self) -> None:
         """Answer a request: first by who asks, then by the path."""
         server = self.server
         url = urlsplit(self.path)
+        # Before anything else, since the page of a stranger may have sent it (see `is_ours`).
         if not server.is_ours(self.headers.get("Host", "")):
             self._answer(421, "this address is not the one that drumline watch printed\n")
-        elif server.token and server.is_token(parse_qs(url.query).get("token", [""])[0]):
-            # The cookie takes the token out of the address, where others may read it.
-            cookie = f"{server.cookie}={server.token}; HttpOnly; SameSite=Strict; Path=/"
-            self._answer(303, "", ("Location", "/"), ("Set-Cookie", cookie))
-        elif server.token and not server.is_token(self._cookie()):
-            self._answer(
-                401, "open the whole address that drumline watch printed, with its token\n"
-            )
-        elif url.path == "/":
+            return
+        if server.token:
+            if server.is_token(_token_of_query(url.query)):
+                self._answer_with_cookie()
+                return
+            if not server.is_token(self._cookie()):
+                advice = "open the whole address that drumline watch printed, with its token"
+                self._answer(401, f"{advice}\n")
+                return
+        if url.path == "/":
             self._answer(200, server.page, kind="text/html")
         elif url.path == "/events":
             self._stream()
         else:
             self._answer(404, "there is / and /events\n")
+
+    def _answer_with_cookie(self) -> None:
+        """Send the browser to the page, with a cookie that has the token.
+
+        The cookie takes the token out of the address, where others may read it.
+        """
+        server = self.server
+        cookie = f"{server.cookie}={server.token}; HttpOnly; SameSite=Strict; Path=/"
+        self._answer(303, "", ("Location", "/"), ("Set-Cookie", cookie))
 
     def _cookie(self) -> str:
         """Return the token of this server's cookie; empty if the browser has none.
@@ -228,15 +295,17 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(
         self, code: int, text: str, *headers: tuple[str, str], kind: str = "text/plain"
     ) -> None:
-        """Send a whole answer. `kind`: the type of its content."""
+        """Send a whole answer: status, headers and text. `kind`: the type of its content."""
         content = text.encode(errors="replace")
-        self._head(code, kind, ("Content-Length", str(len(content))), *headers)
+        length = str(len(content))
+        self._head(code, kind, ("Content-Length", length), *headers)
         self.wfile.write(content)
 
     def _head(self, code: int, kind: str, *headers: tuple[str, str]) -> None:
         """Send the status and the headers of an answer."""
         self.send_response(code)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        # Nothing of a run is kept by the browser, sent on to another site, or shown inside of one.
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
@@ -256,42 +325,71 @@ class Handler(BaseHTTPRequestHandler):
             with ExitStack() as stack:
                 runs = [Live(folder) for folder in server.folders]
                 for run in runs:
-                    stack.enter_context(tail(run.folder / "events.jsonl", run.add, 0))
+                    # From the start of the file: a new browser gets all that has happened.
+                    following = tail(run.folder / "events.jsonl", run.add, 0)
+                    stack.enter_context(following)
                 is_first = True
                 wait_seconds = FIRST_TICK_SECONDS
                 while not server.done.wait(wait_seconds):
                     # Written even if nothing is new: a browser that has gone is noticed by that.
-                    messages = [run.message(server.stages(run.folder)) for run in runs]
-                    values = plain({"first": is_first, "runs": messages})
-                    text = json.dumps(values, allow_nan=False)
-                    self.wfile.write(f"data: {text}\n\n".encode(errors="replace"))
+                    self._send_message(runs, is_first)
                     is_first = False
                     wait_seconds = TICK_SECONDS
         finally:
             server.browsers.release()
 
+    def _send_message(self, runs: list[Live], is_first: bool) -> None:
+        """Send what came of each run since the last message, as one server-sent event.
+
+        `is_first`: the browser has nothing yet, and drops what it may have of an earlier stream.
+        """
+        messages = []
+        for run in runs:
+            ranks = self.server.stages(run.folder)
+            messages.append(run.message(ranks))
+        values = plain({"first": is_first, "runs": messages})
+        text = json.dumps(values, allow_nan=False)
+        self.wfile.write(f"data: {text}\n\n".encode(errors="replace"))
+
     def log_message(self, *arguments: Any) -> None:
         """Log nothing, since a line would have the token."""
+
+
+def _token_of_query(query: str) -> str:
+    """Return the value of `token` in the query of an address; empty if there is none."""
+    values = parse_qs(query).get("token", [""])
+    return values[0]
 
 
 class Server(ThreadingHTTPServer):
     """The HTTP server of the page.
 
-    It listens at `host` and `port`. Its `token` is required of each browser; it is empty if the
-    server listens to this machine alone. Raises OSError if the port is held.
+    Its `token` is required of each browser; it is empty if the server listens to this machine alone.
     """
 
+    # A stream that is still open does not keep the process from ending.
     daemon_threads = True
 
     def __init__(self, folders: list[Path], host: str, port: int, stages: Stages) -> None:
+        """Listen, without answering yet. Raises OSError if the port is held.
+
+        Args:
+            folders: The runs, in the order of the page.
+            host: The address of this machine to listen at; a name is resolved.
+            port: The port to listen at; 0 takes a free one.
+            stages: Says what each rank of a run does now.
+        """
+        # The base class reads it when it binds the socket.
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.folders = folders
         self.stages = stages
         self.host = host
         super().__init__((host, port), Handler)
+        # Cookies do not tell ports apart, so two servers of one host need different names.
         self.cookie = f"drumline-{self.server_port}"
         self.done = threading.Event()
         self.browsers = threading.Semaphore(MOST_BROWSERS)
+        # The address that `host` was resolved to.
         address = ipaddress.ip_address(str(self.server_address[0]))
         self.token = "" if address.is_loopback else secrets.token_urlsafe(TOKEN_BYTES)
         self.page = page(folders)
@@ -299,25 +397,35 @@ class Server(ThreadingHTTPServer):
     def is_ours(self, host: str) -> bool:
         """Return whether a request came by an address of this machine.
 
-        A name that somebody else has pointed to this machine is refused (DNS rebinding).
+        A name that somebody else has pointed to this machine is refused (DNS rebinding). `host`: the
+        header of that name, which has the name or address that the browser opened.
         """
         name = urlsplit(f"//{host}").hostname or ""
         if name in ("localhost", LOOPBACK, "::1", self.host.lower()):
             return True
         if not self.token:
+            # It listens to this machine alone: any other name was pointed here by somebody.
             return False
         try:
             ipaddress.ip_address(name)
         except ValueError:
             return name in (socket.gethostname().lower(), socket.getfqdn().lower())
+        # An address in digits is no name, so nobody can have pointed it here.
         return True
 
     def is_token(self, given: str) -> bool:
-        """Return whether a browser has sent the right token."""
-        return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
+        """Return whether a browser has sent the right token.
+
+        It takes the same time for all wrong ones, so that the token cannot be found letter by letter.
+        """
+        given_bytes = given.encode(errors="replace")
+        return hmac.compare_digest(given_bytes, self.token.encode())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report nothing. A browser that has gone is no error, and the next request is answered anyway."""
+        """Report nothing.
+
+        A browser that has gone is no error, and the next request is answered anyway.
+        """
 
     @property
     def url(self) -> str:
@@ -335,16 +443,26 @@ class Server(ThreadingHTTPServer):
 
 @contextmanager
 def serving(folders: list[Path], host: str, port: int, stages: Stages) -> Iterator[str]:
-    """Serve the page by a thread and give its address. Raises EnvironmentFault if it cannot listen there."""
+    """Serve the page by a thread, as long as the context is open, and give its address.
+
+    Raises EnvironmentFault if it cannot listen at `host` and `port`.
+    """
     try:
         server = Server(folders, host, port, stages)
+    # A name that cannot be encoded for the name server raises UnicodeError.
     except (OSError, UnicodeError, ValueError) as error:
         raise _cannot_listen(error, host, port) from None
-    thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="watch", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever,
+        kwargs={"poll_interval": 0.2},
+        name="watch",
+        daemon=True,
+    )
     thread.start()
     try:
         yield server.url
     finally:
+        # First the streams, which wait for `done` between two messages.
         server.done.set()
         server.shutdown()
         server.server_close()
@@ -357,6 +475,7 @@ def _cannot_listen(error: Exception, host: str, port: int) -> EnvironmentFault:
         reason = "the port is held by another process"
     else:
         reason = getattr(error, "strerror", None) or str(error)
+    # "Permission denied" is of a port that only root may take. Any other reason is the address.
     if "port" in reason or "denied" in reason:
         fix = "--port 0 takes a free one"
     else:
@@ -365,8 +484,11 @@ def _cannot_listen(error: Exception, host: str, port: int) -> EnvironmentFault:
 
 
 @contextmanager
-def beside(run_dir: Path, stages: Stages) -> Iterator[str]:
-    """Serve the page of a run that begins, to this machine alone; at another port if the usual one is held."""
+def serve_new_run(run_dir: Path, stages: Stages) -> Iterator[str]:
+    """Serve the page of a run that begins, to this machine alone, and give its address.
+
+    If the usual port is held, by the page of another run for example, any free one is taken.
+    """
     with ExitStack() as stack:
         try:
             url = stack.enter_context(serving([run_dir], LOOPBACK, PORT, stages))
@@ -376,9 +498,14 @@ def beside(run_dir: Path, stages: Stages) -> Iterator[str]:
 
 
 def watch(folders: list[Path], host: str, port: int | None, stages: Stages) -> None:
-    """Serve until Ctrl-C. Raises UserError for a folder that is no run, EnvironmentFault if it cannot listen."""
+    """Serve the page of some runs until Ctrl-C.
+
+    `port`: None takes the usual one. Raises UserError for a folder that is no run, EnvironmentFault
+    if it cannot listen.
+    """
     for folder in folders:
-        RunFacts(folder)  # raises UserError
+        # For the UserError that it raises.
+        RunFacts(folder)
     if port is None:
         port = PORT
     with LauncherSignals() as signals, serving(folders, host, port, stages) as url:
@@ -389,14 +516,17 @@ def watch(folders: list[Path], host: str, port: int | None, stages: Stages) -> N
 
 
 def page(folders: list[Path]) -> str:
-    """Return the page before anything has come."""
+    """Return the HTML of the page before anything has come. watch.js fills it."""
     names = [folder.resolve().name for folder in folders]
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
+    data = {"charts": [], "names": names}
+    script = asset("draw.js") + asset("watch.js")
     return document(
         "watch.html.jinja",
         title,
-        {"charts": [], "names": names},
-        asset("draw.js") + asset("watch.js"),
+        data,
+        script,
+        # The stream is of the page's own server.
         connect="'self'",
         names=names,
     )

@@ -1,6 +1,7 @@
-"""The load, temperature and energy of each rank's device: of a GPU by NVML (nvidia-ml-py), of a host's CPUs by RAPL.
+"""The load, temperature and energy of each rank's device.
 
-What no counter gives is not known, and nothing is estimated. NVML is experimental: this has run on no GPU yet.
+Those of a GPU come from NVML (nvidia-ml-py), and the energy of a host's CPUs from RAPL. What no counter
+gives is not known, and nothing is estimated. NVML is experimental: this has run on no GPU yet.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +28,37 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class Gpu:
-    """A GPU by its UUID, so that CUDA_VISIBLE_DEVICES does not matter. Raises whatever NVML does if it is not available."""
+    """A GPU as NVML sees it."""
 
     def __init__(self, uuid: str) -> None:
+        """Find a GPU by its UUID, so that CUDA_VISIBLE_DEVICES does not matter.
+
+        Raises whatever NVML does if it is not available.
+        """
         self.nvml: Any = importlib.import_module("pynvml")
         self.nvml.nvmlInit()
-        full_uuid = f"GPU-{uuid.removeprefix('GPU-')}"
+        # NVML needs the prefix, whether the caller has it or not.
+        bare_uuid = uuid.removeprefix("GPU-")
+        full_uuid = f"GPU-{bare_uuid}"
         self.handle = self.nvml.nvmlDeviceGetHandleByUUID(full_uuid.encode())
         self.first_millijoules = self._millijoules()
 
     def read(self, what: Callable[[Any, Any], float]) -> float:
-        """Return what a function of (NVML, the GPU's handle) returns; NaN for what this GPU does not have."""
+        """Return what a function of (NVML, the GPU's handle) returns.
+
+        NaN for what this GPU does not have.
+        """
         try:
             return float(what(self.nvml, self.handle))
         except self.nvml.NVMLError:
             return math.nan
 
     def _millijoules(self) -> float:
-        """Return the energy since the driver began."""
+        """Return the energy since the driver began, in millijoules."""
         return self.read(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu))
 
     def values(self) -> list[float]:
-        """Return the values of NAMES without the CPUs'."""
+        """Return the values of NAMES without the CPUs', in their order; NaN for what is not known."""
         utilisation = self.read(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
         celsius = self.read(
             lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
@@ -78,20 +89,25 @@ class Packages:
         # Folder of a package → its counter at the last reading, in microjoules.
         self.zones: dict[Path, float] = {}
         for zone in sorted(root.glob("intel-rapl:*")):
-            # intel-rapl:0 is a package (of AMD's too), intel-rapl:0:0 a part of it; `psys` has the packages in it.
+            # intel-rapl:0 is a package (of AMD's too), intel-rapl:0:0 a part of it; `psys` has the
+            # packages in it.
             is_package = zone.name.count(":") == 1
             if is_package and self._text(zone / "name") != "psys":
                 self.zones[zone] = self._number(zone / "energy_uj")
         self.microjoules = 0.0
 
     def joules(self) -> float:
-        """Return the energy since the beginning; NaN if any counter cannot be read, since a part would be taken for all."""
+        """Return the energy since the beginning.
+
+        NaN if any counter cannot be read, since a part would be taken for all.
+        """
         if not self.zones:
             return math.nan
         for zone, before in self.zones.items():
             now = self._number(zone / "energy_uj")
             used = now - before
             if now < before:
+                # The counter has begun anew.
                 used += self._number(zone / "max_energy_range_uj")
             self.microjoules += used
             self.zones[zone] = now
@@ -100,7 +116,9 @@ class Packages:
     def _number(self, path: Path) -> float:
         """Return the number in a file; NaN without one."""
         text = self._text(path)
-        return float(text) if text.isdecimal() else math.nan
+        if text.isdecimal():
+            return float(text)
+        return math.nan
 
     def _text(self, path: Path) -> str:
         """Return the text of a file; empty if it cannot be read: on most systems only root may."""
@@ -113,17 +131,24 @@ class Packages:
 class Meter:
     """Reads one rank's device.
 
-    `uuid`: of its GPU, None on a CPU. `counts`: no other rank has the same GPU. `first_of_host`: this
-    rank reads the CPUs' energy, too.
+    Without the library or the driver of GPUs it reads nothing of them, and says so once.
     """
 
     def __init__(self, uuid: str | None, counts: bool, first_of_host: bool) -> None:
+        """Find the counters of a rank.
+
+        Args:
+            uuid: Of the rank's GPU, None on a CPU.
+            counts: No other rank with the same GPU reports its energy.
+            first_of_host: This rank reads the CPUs' energy, too.
+        """
         self.gpu: Gpu | None = None
         self.counts = counts
         # Seconds of the last reading, and of the last event.
         self.read_at = -math.inf
         self.shown_at = -math.inf
         self.packages = Packages() if first_of_host else None
+        # The values of the last reading.
         self.last = [math.nan] * len(NAMES)
         if uuid is None:
             return
@@ -139,13 +164,18 @@ class Meter:
             say(f"note: NVML gives nothing for GPU {uuid}: {type(error).__name__}: {error}")
 
     def values(self, now: bool = False) -> list[float]:
-        """Return the values of NAMES, NaN if not known. They are read again after PERIOD seconds, or `now`."""
-        if now or time.monotonic() - self.read_at >= PERIOD:
+        """Return the values of NAMES, NaN if not known.
+
+        They are read again after PERIOD seconds, or at once with `now`.
+        """
+        is_due = time.monotonic() - self.read_at >= PERIOD
+        if now or is_due:
             self.read_at = time.monotonic()
             self.last = self._read()
         return self.last
 
     def _read(self) -> list[float]:
+        """Return the values of NAMES, as the counters have them now."""
         values = [math.nan] * len(NAMES)
         if self.gpu is not None:
             values[:-1] = self.gpu.values()
@@ -157,20 +187,30 @@ class Meter:
         return values
 
     def event(self, step: int, values: list[list[float]], now: bool = False) -> Devices | None:
-        """Return the event of what the ranks read; None if that is nothing, or if the last event is not PERIOD seconds ago.
+        """Return the event of what the ranks read.
 
-        `values`: for each of NAMES the values by rank. `now`: whenever the last event was.
+        None if they read nothing, or if the last event is less than PERIOD seconds ago.
+
+        Args:
+            step: Steps done.
+            values: For each of NAMES the values by rank.
+            now: Return an event whenever the last one was.
         """
-        if not now and time.monotonic() - self.shown_at < PERIOD:
+        is_due = time.monotonic() - self.shown_at >= PERIOD
+        if not now and not is_due:
             return None
-        if all(math.isnan(value) for of_name in values for value in of_name):
+        all_values = chain.from_iterable(values)
+        if all(map(math.isnan, all_values)):
             return None
         self.shown_at = time.monotonic()
         # The last two names are the energies of GPUs and CPUs.
         of_gpus, of_cpus = values[-2:]
         joules = [value for value in (*of_gpus, *of_cpus) if not math.isnan(value)]
+        kwh = None
+        if joules:
+            kwh = sum(joules) / JOULES_PER_KWH
         ranks = []
         for of_rank in zip(*values, strict=True):
-            ranks.append(dict[str, Number](zip(NAMES, of_rank, strict=True)))
-        kwh = sum(joules) / JOULES_PER_KWH if joules else None
+            named_values = zip(NAMES, of_rank, strict=True)
+            ranks.append(dict[str, Number](named_values))
         return Devices(step=step, ranks=ranks, kwh=kwh)

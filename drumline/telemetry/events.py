@@ -1,7 +1,10 @@
 """events.jsonl: one JSON object a line, appended and flushed at once.
 
-It is the source of truth of a run; displays and trackers only repeat it.
-Each kind of event is a class. On disk its fields are beside `t` (unix seconds), `kind`, and what it has besides (`metrics`).
+It is the source of truth of a run; displays and trackers only repeat it. Each kind of event is a class.
+On disk its fields are beside `t` (unix seconds), `kind`, and what it has besides (`metrics`).
+
+The reference of events is made from the classes: a class's docstring describes the kind, and a comment
+beside or above a field the field.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from drumline.telemetry.truth import Measurement
 MOVE = "move it away: a run writes its events there"
 # Bytes of a file of events: about ten million steps.
 MOST_EVENTS = 2**33
+# What `last` reads of a file's end.
 LAST_BYTES = 2**18
 # Unix seconds: a larger number is no time.
 MOST_TIME = 2**40
+# Name on disk → class, in the order in which the classes are declared.
 KINDS: dict[str, type[Event]] = {}
 # JSON has no NaN, which is null here, and no infinity, which is a string.
 Number = float | str | None
@@ -38,25 +43,35 @@ Number = float | str | None
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened in a run. A field is None where an older version of Drumline did not write it."""
+    """Something that happened in a run.
 
+    A field is None if an older version of Drumline did not write it.
+    """
+
+    # The name of the kind on disk.
     kind: ClassVar[str]
-    types: ClassVar[dict[str, tuple[str, frozenset[type], Any]]]  # as `types_of` has them
+    # The fields of the kind, as `types_of` has them, and all their keys on disk.
+    types: ClassVar[dict[str, tuple[str, frozenset[type], Any]]]
     on_disk: ClassVar[set[str]]
-    t: float = field(default_factory=time.time)  # unix seconds
+    # Unix seconds.
+    t: float = field(default_factory=time.time)
     # What this one has besides the fields of its kind.
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def __init_subclass__(cls, kind: str) -> None:
+        """Make a dataclass of each kind, and note it in KINDS."""
         cls.kind = kind
         KINDS[kind] = dataclass(frozen=True, kw_only=True)(cls)
+        # Once for each kind, since they are needed for every line that is read.
         cls.types = types_of(cls, cls.names())
-        cls.on_disk = {"t", "kind", *(there for there, _, _ in cls.types.values())}
+        keys = {key for key, _, _ in cls.types.values()}
+        cls.on_disk = {"t", "kind", *keys}
 
     @classmethod
     def names(cls) -> list[str]:
         """Return the fields of this kind of event. On disk `from_` is called `from`."""
-        return [each.name for each in fields(cls) if each.name not in ("t", "metrics")]
+        names = [each.name for each in fields(cls)]
+        return [name for name in names if name not in ("t", "metrics")]
 
     def values(self) -> dict[str, Any]:
         """Return the event as it is on disk. A metric with the name of a field is left out."""
@@ -76,6 +91,7 @@ class Event:
         known = dict[str, Any]()
         for name, (key, plain_types, declared) in cls.types.items():
             value = values.get(key)
+            # Most values are plain ones, for which this is quick.
             is_right = type(value) in plain_types or fits(value, declared)
             known[name] = value if is_right else None
         metrics = {key: value for key, value in values.items() if key not in cls.on_disk}
@@ -83,7 +99,10 @@ class Event:
 
     @property
     def whole(self) -> bool:
-        """Whether each field without a default has a value: an event of another version, or a damaged one, may lack some."""
+        """Return whether each field without a default has a value.
+
+        An event of another version, or a damaged one, may lack some.
+        """
         for each in fields(self):
             has_default = each.default is not MISSING or each.default_factory is not MISSING
             if has_default or getattr(self, each.name) is not None:
@@ -101,6 +120,8 @@ class Unknown(Event, kind=""):
 
 
 class RunStart(Event, kind="run_start"):
+    """The ranks begin. Each restart has one of its own."""
+
     world_size: int  # processes
     steps: int | None  # optimizer steps of the whole run
     parameters: int | None  # of the model; null where unknown
@@ -118,7 +139,7 @@ class RunStart(Event, kind="run_start"):
 
 
 class Planned(Event, kind="planned"):
-    """What was predicted."""
+    """What the plan predicts of a rank's memory, seconds and traffic."""
 
     # Bytes by category, on the fullest rank, as plan.estimate.Memory has them; `phase`: where its peak lies.
     memory: dict[str, Any]
@@ -132,7 +153,7 @@ class Planned(Event, kind="planned"):
 
 
 class Measured(Event, kind="measured"):
-    """`metrics`: those of a Measurement."""
+    """What a run really took, compared with its plan. `metrics`: those of a Measurement."""
 
     # Category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without a prediction.
     off: dict[str, float]
@@ -142,15 +163,20 @@ class Measured(Event, kind="measured"):
     notes: list[str]  # what could not be measured or compared, and why
 
     def measurement(self) -> Measurement:
-        """Raises ValueError for an event of another version."""
-        return Measurement.model_validate(
-            {name: self.metrics[name] for name in Measurement.model_fields if name in self.metrics}
-        )
+        """Return what was measured. Raises ValueError for an event of another version."""
+        values = {}
+        for name in Measurement.model_fields:
+            if name in self.metrics:
+                values[name] = self.metrics[name]
+        return Measurement.model_validate(values)
 
 
 class Step(Event, kind="step"):
-    """`metrics`: an algorithm's own; of a mixture of experts whose router loss is trained `router_loss` (a part of `loss`, without its
-    coefficient) and `expert_load`: each expert's share of all choices."""
+    """An optimizer step was done.
+
+    `metrics`: an algorithm's own; of a mixture of experts whose router loss is trained `router_loss` (a
+    part of `loss`, without its coefficient) and `expert_load`: each expert's share of all choices.
+    """
 
     step: int  # optimizer steps done, from 1; one that is done again after a restart has a second event, and the last one counts
     loss: Number  # mean over the tokens of the global batch that carry loss
@@ -175,7 +201,7 @@ class Step(Event, kind="step"):
 
 
 class Eval(Event, kind="eval"):
-    """`metrics`: those of the held-out data."""
+    """An evaluation on the held-out data. `metrics`: its scores."""
 
     step: int  # steps done before it
     samples: int  # held-out samples, or prompts
@@ -186,19 +212,23 @@ class Eval(Event, kind="eval"):
 
 
 def has_tokens(tokens: float | None, samples: float | None) -> bool:
-    """Whether a step's samples have several tokens: of a module of the user's own a sample may be all there is to count."""
-    if tokens is None:  # an event of another version
+    """Return whether a step's samples have several tokens.
+
+    Of a module of the user's own a sample may be all there is to count.
+    """
+    if tokens is None:
+        # An event of another version.
         return True
     return tokens != samples
 
 
 def has_groups(prompts: float | None, episodes: float | None) -> bool:
-    """Whether a rollout has several completions of a prompt, whose rewards are compared."""
+    """Return whether a rollout has several completions of a prompt, whose rewards are compared."""
     return (episodes or 0) > (prompts or 0)
 
 
 class Rollout(Event, kind="rollout"):
-    """`metrics`: reward/DOMAIN, and those of the KL penalty."""
+    """Episodes were drawn, to be learned from. `metrics`: reward/DOMAIN, and those of the KL penalty."""
 
     step: int  # steps done after those that learn from it
     prompts: int
@@ -231,6 +261,8 @@ class Rollout(Event, kind="rollout"):
 
 
 class Save(Event, kind="save"):
+    """A checkpoint was saved, or failed to be."""
+
     step: int  # of the state saved
     path: str | None  # the checkpoint; null where it failed
     seconds: float  # until it was whole on disk
@@ -257,6 +289,8 @@ class Started(Event, kind="started"):
 
 
 class Restore(Event, kind="restore"):
+    """A run goes on from a checkpoint."""
+
     step: int  # that the run goes on after
     path: str | None  # the checkpoint; null where there was none yet
     seconds: float  # it took
@@ -264,6 +298,8 @@ class Restore(Event, kind="restore"):
 
 
 class Nonfinite(Event, kind="nonfinite"):
+    """The loss or the gradient of a step was not finite."""
+
     step: int  # whose update was not made
     policy: str  # stop, skip or rescale (fp16)
     loss: Number
@@ -272,6 +308,8 @@ class Nonfinite(Event, kind="nonfinite"):
 
 
 class Fault(Event, kind="fault"):
+    """A rank failed. Written by the launcher."""
+
     attempt: int  # count of starts before this one
     rank: int  # that failed first
     host: str | None = None  # of that rank, where there are several
@@ -285,6 +323,8 @@ class Fault(Event, kind="fault"):
 
 
 class Replan(Event, kind="replan"):
+    """Memory ran out, and the run goes on by another plan."""
+
     from_: str  # what is left behind, as keys of the YAML
     to: str  # what the run goes on with, as keys of the YAML
     why: str  # which memory ran out, and what was wrong of the plan
@@ -303,15 +343,21 @@ class Takeover(Event, kind="takeover"):
 
 
 class Preempt(Event, kind="preempt"):
+    """A signal requested the end of the run, and its state was saved."""
+
     step: int  # saved
     signal: str  # that requested it
 
 
 class Exporting(Event, kind="exporting"):
+    """The export of the trained model begins."""
+
     step: int  # the last one: the run is finished and its weights are saved, so what fails from here on is the export alone
 
 
 class Export(Event, kind="export"):
+    """The trained model was exported, or failed to be."""
+
     path: str | None  # the Hugging Face folder; null where the export failed
     seconds: float  # it took
     max_logit_difference: (
@@ -321,6 +367,8 @@ class Export(Event, kind="export"):
 
 
 class Profiled(Event, kind="profile"):
+    """Steps of a rank were profiled (`run.profile`)."""
+
     rank: int
     step: int  # the first one of those
     steps: int
@@ -330,6 +378,8 @@ class Profiled(Event, kind="profile"):
 
 
 class RunEnd(Event, kind="run_end"):
+    """The ranks have ended. Ranks that are killed write none."""
+
     status: str  # finished, preempted, stopped or failed
     exit_code: int  # see errors.py
     step: int  # the last one done
@@ -359,12 +409,14 @@ def last_measurement(events: list[Event]) -> Measurement | None:
 
 
 class EventLog:
-    """Appends events to a file. A run that was killed in the middle of a line goes on after it on a new one.
+    """Appends events to a file.
 
-    A full disk costs no event and stops no run: what could not be written waits in memory for the next one.
+    A run that was killed in the middle of a line goes on after it on a new one. A full disk costs no
+    event and stops no run: what could not be written waits in memory for the next one.
     """
 
     def __init__(self, path: Path) -> None:
+        """Open a file of events, with the folders around it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
             size = file.seek(0, 2)
@@ -374,12 +426,17 @@ class EventLog:
         self._waiting = b"\n" if is_torn else b""
 
     def emit(self, event: Event) -> Event:
-        """Write one event and return it as it was written: redacted, with NaN as null and inf as a string."""
+        """Write one event and return it as it was written.
+
+        It is redacted, NaN is null, and inf is a string. Raises OSError if the file cannot be written for
+        another reason than a full disk.
+        """
         values: dict[str, Any] = plain(event.values())
         text = json.dumps(values, allow_nan=False, ensure_ascii=False)
         self._waiting += text.encode(errors="backslashreplace") + b"\n"
         try:
             while self._waiting:
+                # Without a buffer a write may take only a part of the bytes.
                 written = self._file.write(self._waiting) or 0
                 self._waiting = self._waiting[written:]
         except OSError as error:
@@ -389,22 +446,27 @@ class EventLog:
 
 
 def read(path: Path) -> list[Event]:
-    """Return all whole events of a file, in order; none if there is no file. A line torn by a kill is left out."""
-    return [event for _, event, _ in examined(path) if event is not None]
+    """Return all whole events of a file, in order; none if there is no file.
+
+    A line torn by a kill is left out.
+    """
+    return [event for _, event, _ in examine(path) if event is not None]
 
 
-def examined(path: Path) -> list[tuple[int, Event | None, bool]]:
+def examine(path: Path) -> list[tuple[int, Event | None, bool]]:
     """Return number (from 1), event, and whether the line is sound, of each line of a file of events.
 
-    The event is None for a line that is torn by a kill, or damaged.
+    The event is None for a line that is torn by a kill, or damaged. A line is not sound, either, if a
+    field of its event is of another type than its kind declares.
     """
     text = _bytes(path).decode("utf-8", errors="replace")
-    found = []
+    lines = []
+    # Not `splitlines`, which also splits at letters that a text in an event may have.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            event, is_sound = _parsed(line)
-            found.append((number, event, is_sound))
-    return found
+            event, is_sound = _parse_line(line)
+            lines.append((number, event, is_sound))
+    return lines
 
 
 def _bytes(path: Path) -> bytes:
@@ -414,7 +476,7 @@ def _bytes(path: Path) -> bytes:
     return read_bytes(path, EnvironmentFault, MOVE, MOST_EVENTS)
 
 
-def _parsed(line: str) -> tuple[Event | None, bool]:
+def _parse_line(line: str) -> tuple[Event | None, bool]:
     """Return the event of a line, and whether every field of the line is of its declared type.
 
     None for a line that is torn or lacks what readers need: a kind, a time and, for most kinds, a step.
@@ -429,7 +491,8 @@ def _parsed(line: str) -> tuple[Event | None, bool]:
         return None, False
     event = Event.of(values)
     for name, (key, *_) in event.types.items():
-        if getattr(event, name) is None and values.get(key) is not None:
+        is_dropped = getattr(event, name) is None and values.get(key) is not None
+        if is_dropped:
             return event, False
     return event, True
 
@@ -449,31 +512,42 @@ def _has_valid_step(values: dict[str, Any]) -> bool:
 
 
 def last(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
-    """Return the newest whole events of a file, as many as lie in its last bytes; none if there is no file."""
+    """Return the newest whole events of a file, as many as lie in its last bytes.
+
+    The list is empty if there is no file, or it cannot be read.
+    """
     try:
         with open_plain(path, EnvironmentFault) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - bytes_))
-            lines = file.read(bytes_).decode(errors="replace").split("\n")
+            text = file.read(bytes_).decode(errors="replace")
     except (OSError, EnvironmentFault):
         return []
+    # The first line may be only the end of one, which counts as torn.
+    lines = text.split("\n")
     events = []
     for line in lines:
-        event, _ = _parsed(line)
+        event, _ = _parse_line(line)
         if event is not None:
             events.append(event)
     return events
 
 
 def last_start(path: Path) -> int:
-    """Return the place in a file of events, in bytes, of the newest start of its run; 0 if there is none. Raises EnvironmentFault."""
+    """Return the place in a file of events, in bytes, of the newest start of its run.
+
+    0 if there is none. Raises EnvironmentFault if the file cannot be read.
+    """
     content = _bytes(path)
     kind_at = content.rfind(b'"kind": "run_start"')
     return content.rfind(b"\n", 0, max(0, kind_at)) + 1
 
 
 def series(events: list[Event], name: str, kind: type[Event] = Step) -> dict[int, Any]:
-    """Return step → value of the events of a kind; of a step that was done again after a restart the newest value."""
+    """Return step → value of a field or metric, of the events of a kind that have it.
+
+    Of a step that was done again after a restart it is the newest value.
+    """
     values_by_step = {}
     for event in events:
         if isinstance(event, kind):
@@ -485,20 +559,21 @@ def series(events: list[Event], name: str, kind: type[Event] = Step) -> dict[int
 
 @contextmanager
 def tail(path: Path, on_event: Emit, offset: int | None = None) -> Iterator[None]:
-    """Within the context each whole line that another process appends to a file of events goes to `on_event`.
+    """Call `on_event` with each event that another process appends to a file, as long as the context is open.
 
-    `offset`: where to begin, in bytes; None: at its end.
+    `offset`: the place in the file to begin at, in bytes; None: at its end.
     """
     rest = b""
 
-    def parse(piece: bytes) -> None:
+    def parse_piece(piece: bytes) -> None:
+        """Parse the lines that are whole with this piece, and keep the start of the next one."""
         nonlocal rest
-        *whole, rest = (rest + piece).split(b"\n")
-        for line in whole:
-            event, _ = _parsed(line.decode(errors="replace"))
+        *whole_lines, rest = (rest + piece).split(b"\n")
+        for line in whole_lines:
+            event, _ = _parse_line(line.decode(errors="replace"))
             # None: torn by a kill. The next line is whole again.
             if event is not None:
                 on_event(event)
 
-    with following(path, parse, offset):
+    with following(path, parse_piece, offset):
         yield

@@ -1,4 +1,8 @@
-"""The collectives that ranks have begun, by torch's flight recorder (gloo and NCCL), and the first one about which ranks disagree."""
+"""The collectives that ranks have begun, and the first one about which ranks disagree.
+
+They come from torch's flight recorder, which gloo and NCCL write to. The launcher compares them when
+ranks hang.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,12 @@ Entry = dict[str, Any]
 def recent(after: Mapping[str, int] | None = None, most: int = RECENT) -> list[Entry]:
     """Return this rank's newest collectives without sends to one rank, oldest first.
 
-    May be called from any thread, while another waits in a collective.
-    `after`: library → the `id` of an entry; only collectives after it are returned. `most`: entries.
+    It may be called from any thread, also while another waits in a collective.
+
+    Args:
+        after: Library → the `id` of an entry, as `newest` returns them. Only collectives after these
+            are returned.
+        most: How many collectives are returned, at most.
     """
     # The launcher, which reads what ranks report, does without torch.
     import torch
@@ -36,36 +44,49 @@ def recent(after: Mapping[str, int] | None = None, most: int = RECENT) -> list[E
     except EnvironmentFault:
         # With another torch the report of a hang lacks a line, and nothing else.
         return []
-    inner = f"{Path(torch.__file__).parent}/"
-    last_ids = {} if after is None else after
+    torch_folder = f"{Path(torch.__file__).parent}/"
+    if after is None:
+        after = {}
+    # Each is (nanoseconds, entry).
     timed: list[tuple[int, Entry]] = []
     for dump in dumps:
         record = pickle.loads(dump)  # noqa: S301 - bytes that torch has made in this process just now
         for raw in record.get("entries", ()):
-            entry = _entry(raw, inner)
-            if not raw["is_p2p"] and entry["id"] > last_ids.get(entry["library"], -1):
+            entry = _entry(raw, torch_folder)
+            last_id = after.get(entry["library"], -1)
+            is_new = entry["id"] > last_id
+            # Sends and receives are left out: ranks do not make the same ones.
+            if is_new and not raw["is_p2p"]:
                 timed.append((raw["time_created_ns"], entry))
     # By time: each library has a recorder of its own, which numbers its entries.
     timed.sort(key=itemgetter(0))
-    return [entry for _, entry in timed[-most:]]
+    kept = timed[-most:]
+    return [entry for _, entry in kept]
 
 
 def newest(entries: Iterable[Entry]) -> dict[str, int]:
     """Return for each library the largest `id` among its entries."""
     ids: dict[str, int] = {}
     for entry in entries:
-        ids[entry["library"]] = max(entry["id"], ids.get(entry["library"], -1))
+        library = entry["library"]
+        largest = ids.get(library, -1)
+        ids[library] = max(entry["id"], largest)
     return ids
 
 
-def _entry(raw: dict[str, Any], inner: str) -> Entry:
-    """Return a collective of the recorder as an entry. `inner`: torch's folder, whose lines are not the user's."""
+def _entry(raw: dict[str, Any], torch_folder: str) -> Entry:
+    """Return a collective of the recorder as an entry.
+
+    `torch_folder`: the lines of code in it are not the user's, so the first line outside is shown.
+    """
     line = ""
     for frame in raw.get("frames", ()):
-        if not frame["filename"].startswith(inner):
+        if not frame["filename"].startswith(torch_folder):
             line = f"{frame['filename']}:{frame['line']} in {frame['name']}"
             break
+    # "nccl:all_reduce".
     library, _, operation = raw["profiling_name"].rpartition(":")
+    # Its name and its description, which may be the same.
     group = " ".join(dict.fromkeys(raw["process_group"]))
     if library == "nccl":
         # The group's half for tensors on the host counts for itself.
@@ -85,22 +106,34 @@ def _entry(raw: dict[str, Any], inner: str) -> Entry:
 
 
 def describe(entry: Entry) -> str:
-    """Return `all_reduce Float [4, 5] (number 7 of group 0 default_pg) at FILE:LINE in FUNCTION`, for an entry."""
+    """Return a collective in words.
+
+    For example: `all_reduce Float [4, 5] (number 7 of group 0 default_pg) at FILE:LINE in FUNCTION`.
+    """
     tensors = zip(entry["dtypes"], entry["sizes"], strict=False)
     shapes = ", ".join(f"{dtype} {size}" for dtype, size in tensors)
-    place = f" at {entry['line']}" if entry["line"] else ""
-    return f"{entry['op']} {shapes} (number {entry['number']} of group {entry['group']}){place}"
+    operation = entry["op"]
+    number = entry["number"]
+    group = entry["group"]
+    text = f"{operation} {shapes} (number {number} of group {group})"
+    line = entry["line"]
+    if line:
+        text += f" at {line}"
+    return text
 
 
 def _signature(entry: Entry) -> tuple[Any, ...]:
     """Return what ranks must agree on: operation, shapes and types."""
-    if entry["op"].strip("_") in UNEVEN:
-        return (entry["op"],)
-    return entry["op"], str(entry["sizes"]), str(sorted(set(entry["dtypes"])))
+    operation = entry["op"]
+    if operation.strip("_") in UNEVEN:
+        return (operation,)
+    sizes = str(entry["sizes"])
+    dtypes = sorted(set(entry["dtypes"]))
+    return operation, sizes, str(dtypes)
 
 
 def _signature_and_line(entry: Entry) -> tuple[Any, ...]:
-    """Return what ranks must agree on, and the line of code."""
+    """Return what ranks must agree on, and the line of code, which may differ."""
     return (*_signature(entry), entry["line"])
 
 
@@ -109,20 +142,25 @@ def first_difference(
 ) -> dict[int, Entry] | None:
     """Return rank → entry, of the first collective of a group that its ranks do not begin alike.
 
-    They differ in operation, shape or type; with `lines` also in the line of code. None if ranks agree on
-    all collectives that more than one of them has begun.
+    They differ in operation, shape or type; with `lines` also in the line of code. None if ranks
+    agree on all collectives that more than one of them has begun.
+
+    `by_rank`: the collectives of each rank, as `recent` returns them.
     """
+    # Group → number of a collective in it → rank → entry. Ranks count the collectives of a group
+    # alike, so entries with the same number belong together.
     groups: dict[str, dict[int, dict[int, Entry]]] = {}
     for rank, entries in by_rank.items():
         for entry in entries:
             numbers = groups.setdefault(entry["group"], {})
-            numbers.setdefault(entry["number"], {})[rank] = entry
-    key = _signature_and_line if lines else _signature
+            entry_by_rank = numbers.setdefault(entry["number"], {})
+            entry_by_rank[rank] = entry
+    signature_of = _signature_and_line if lines else _signature
     for numbers in groups.values():
         for number in sorted(numbers):
             entry_by_rank = numbers[number]
-            distinct = {key(entry) for entry in entry_by_rank.values()}
-            if len(distinct) > 1:
+            signatures = {signature_of(entry) for entry in entry_by_rank.values()}
+            if len(signatures) > 1:
                 return entry_by_rank
     return None
 
@@ -132,21 +170,33 @@ def blame(
 ) -> tuple[list[int], str]:
     """Return the ranks to blame for different collectives, and a line on what each rank has begun.
 
-    These are the ranks that differ from most (all of them without a majority), or the one that has left
-    a collective out. `found`: as `first_difference` returns it.
+    These are the ranks that differ from most (all of them without a majority), or the one that has
+    left a collective out.
+
+    Args:
+        found: The entries of a collective by rank, as `first_difference` returns them.
+        by_rank: All collectives of each rank, as they were given to `first_difference`.
     """
-    begun = "; ".join(f"rank {rank}: {describe(entry)}" for rank, entry in sorted(found.items()))
-    what = f"the ranks begin different collectives: {begun}"
+    begun = []
+    for rank, entry in sorted(found.items()):
+        begun.append(f"rank {rank}: {describe(entry)}")
+    listed = "; ".join(begun)
+    what = f"the ranks begin different collectives: {listed}"
+    # Before ranks are counted: one that left a collective out is to blame even in the majority.
     for rank, entry in found.items():
         for other, peer_entry in found.items():
             if _has_left_out(entry, peer_entry, by_rank[other]):
                 return [rank], f"rank {rank} {LEFT_OUT}; {what}"
-    ranks_per_form = Counter(_signature_and_line(entry) for entry in found.values())
-    (most_common, count), *rest = ranks_per_form.most_common()
-    has_majority = not rest or rest[0][1] != count
+    form_of_rank = {rank: _signature_and_line(entry) for rank, entry in found.items()}
+    forms = Counter(form_of_rank.values()).most_common()
+    most_common, count = forms[0]
+    has_majority = True
+    if len(forms) > 1:
+        _, second_count = forms[1]
+        has_majority = second_count != count
     blamed = []
-    for rank, entry in found.items():
-        if not has_majority or _signature_and_line(entry) != most_common:
+    for rank, form in form_of_rank.items():
+        if not has_majority or form != most_common:
             blamed.append(rank)
     return sorted(blamed), what
 
@@ -154,13 +204,17 @@ def blame(
 def _has_left_out(entry: Entry, peer_entry: Entry, peer_entries: Iterable[Entry]) -> bool:
     """Return whether a rank has left out a collective: its entry is the one that another rank has next.
 
-    `peer_entry`: of the other rank, with the same number. `peer_entries`: all of that rank's.
+    Args:
+        entry: The collective of the rank.
+        peer_entry: That of the other rank, with the same number.
+        peer_entries: All collectives of the other rank.
     """
     form = _signature_and_line(entry)
     if form == _signature_and_line(peer_entry):
         return False
+    next_number = peer_entry["number"] + 1
     for candidate in peer_entries:
         is_same_group = candidate["group"] == peer_entry["group"]
-        if is_same_group and candidate["number"] == peer_entry["number"] + 1:
+        if is_same_group and candidate["number"] == next_number:
             return form == _signature_and_line(candidate)
     return False

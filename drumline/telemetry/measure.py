@@ -1,8 +1,9 @@
 """What a run really takes, compared with its plan: memory by category, host memory, seconds, bytes sent.
 
-A run has two `measured` events. One step of each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on
-a CPU telemetry.memory_tracker). It is slower, and its seconds are reported separately. Everything else is read between operators. No
-result changes.
+A run has two `measured` events: one as soon as enough steps are timed, and one at its end. One step of
+each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on a CPU
+telemetry.memory_tracker). It is slower, and its seconds are reported separately. Everything else is
+read between operators. No result changes.
 """
 
 from __future__ import annotations
@@ -58,14 +59,26 @@ def planned(estimate: Estimate) -> Planned:
 
 
 def process_bytes() -> dict[str, int]:
-    """Return VmSize, VmData, VmRSS and VmHWM (the largest VmRSS so far), in bytes; without /proc what psutil knows."""
+    """Return the memory of this process, in bytes, as proc(5) names it.
+
+    The keys are VmSize, VmData, VmRSS and VmHWM, which is the largest VmRSS so far. On a system
+    without /proc they are what comes closest of what psutil knows.
+    """
     try:
-        lines = STATUS.read_text().splitlines()
+        text = STATUS.read_text()
     except OSError:
         now = psutil.Process().memory_info()
         return {"VmSize": now.vms, "VmData": now.vms, "VmRSS": now.rss, "VmHWM": now.rss}
-    fields = dict(line.split(":", 1) for line in lines)
-    return {name: int(fields[name].split()[0]) * 1024 for name in COUNTS}
+    fields = {}
+    for line in text.splitlines():
+        name, value = line.split(":", 1)
+        fields[name] = value
+    counts = {}
+    for name in COUNTS:
+        # "12345 kB", which are KiB.
+        kib = fields[name].split()[0]
+        counts[name] = int(kib) * 1024
+    return counts
 
 
 class HostPeak:
@@ -90,7 +103,11 @@ class HostPeak:
 
 
 class Measure:
-    """Measures one rank. All ranks call the same methods at the same steps; `traffic` decides which steps are counted."""
+    """Measures one rank.
+
+    All ranks call the same methods at the same steps, since some of these are collective. `traffic`
+    decides which steps are counted.
+    """
 
     def __init__(
         self,
@@ -122,8 +139,9 @@ class Measure:
     def watch(self, step: int, phase: Phase | None = None) -> Iterator[None]:
         """Watch a part of a step within the context.
 
-        `step`: steps done so far. `phase`: None for forward and backward, then `clip` for the norm, and
-        `step` for the update.
+        Args:
+            step: Steps done so far.
+            phase: None for forward and backward, then `clip` for the norm, and `step` for the update.
         """
         is_counted = self.traffic.due(step)
         began = time.time()
@@ -147,12 +165,18 @@ class Measure:
     ) -> tuple[int | None, str | None]:
         """End a step, and return the bytes that it sent, and the name for its seconds that `took` needs.
 
-        The bytes are None if they are not known. The name is None for a step that is neither counted nor
-        timed. Collective if the step was counted.
-        `step`: steps done before. `copies`: bytes of host memory that checkpoints are written from.
-        `whole` False: a counted step made no update. `waits`: seconds of waiting for `data` (before the
-        step) and for other ranks (`communication`, NaN if it is not measured).
+        Collective if the step was counted. The bytes are None if they are not known. The name is None
+        for a step that is neither counted nor timed.
+
+        Args:
+            step: Steps done before.
+            micro_batches: Those of the step, whose tokens are counted.
+            copies: Bytes of host memory that checkpoints are written from.
+            whole: False if a counted step made no update.
+            waits: Seconds of waiting for `data` (before the step) and for other ranks
+                (`communication`, NaN if it is not measured).
         """
+        # Before `end_step` of the traffic, which counts the step as done.
         is_counted = self.traffic.due(step)
         is_early = self.traffic.steps < self.traffic.FIRST
         sent = self.traffic.end_step(step, whole)
@@ -177,13 +201,19 @@ class Measure:
         return sent, "total"
 
     def took(self, step: int, name: str | None, seconds: float) -> None:
-        """Note that a step took `seconds` without waiting for data, and report once enough steps are timed. Collective.
+        """Note that a step took `seconds` without waiting for data, and report once enough steps are timed.
 
-        `step`: steps done with it. `name`: as `end_step` returned it.
+        Collective.
+
+        Args:
+            step: Steps done, with this one.
+            name: As `end_step` returned it.
+            seconds: That the step took on this rank.
         """
         if name is not None:
             self.seconds[name].append(seconds)
-        if not self.reported and self.stats and len(self.seconds["total"]) == TIMED:
+        is_timed = len(self.seconds["total"]) == TIMED
+        if not self.reported and self.stats and is_timed:
             self._report(step, final=False)
 
     def finish(self, step: int) -> None:
@@ -198,19 +228,29 @@ class Measure:
         rows = []
         if estimate is not None:
             rows = compare(estimate, measurement)
-        wrong_rows = [row for row in rows if row.warns]
-        reasons = {f"{row.category}: {row.note}" for row in rows if row.note}
+        off = {}
+        reasons = set()
+        warned = []
+        warnings = []
+        for row in rows:
+            off[row.category] = row.off
+            if row.note:
+                reasons.add(f"{row.category}: {row.note}")
+            if row.warns:
+                warned.append(row.category)
+                warnings.append(row.line())
         event = Measured(
             metrics=measurement.model_dump(),
-            off={row.category: row.off for row in rows},
-            warned=[row.category for row in wrong_rows],
-            warnings=[row.line() for row in wrong_rows],
+            off=off,
+            warned=warned,
+            warnings=warnings,
             notes=notes(measurement) + sorted(reasons),
         )
         self.emit(event)
+        # The second report has much the same warnings.
         if self.gather.rank == 0 and not self.reported:
-            for row in wrong_rows:
-                log.warning("the plan was wrong: %s", row.line())
+            for warning in warnings:
+                log.warning("the plan was wrong: %s", warning)
         self.reported = True
 
     def _measurement(self, step: int, final: bool) -> Measurement:
@@ -220,24 +260,34 @@ class Measure:
         for name in SECONDS:
             of_ranks = by_rank[f"{name}_s"]
             if _are_known(of_ranks):
+                # The slowest rank sets the pace.
                 seconds[name] = max(of_ranks)
         memory = {}
         for name in (*STATES, "peak", "reserved"):
-            if _are_known(by_rank[name]):
-                memory[name] = [int(value) for value in by_rank[name]]
+            of_ranks = by_rank[name]
+            if _are_known(of_ranks):
+                memory[name] = [int(value) for value in of_ranks]
         phases = {}
         for phase in heartbeat.PHASES:
             of_ranks = by_rank[f"in {phase}"]
             if _are_known(of_ranks):
                 phases[phase] = [round(value, 3) for value in of_ranks]
-        alike = self._ranks_of_fullest_stage(memory)
+        # Of a pipeline the plan predicts the fullest stage, so the others are not compared with it.
+        fullest_ranks = self._ranks_of_fullest_stage(memory)
+        most_memory = {}
+        for name, sizes in memory.items():
+            most_memory[name] = max(sizes[rank] for rank in fullest_ranks)
         hosts = _ranks_by_host(by_rank["host"])
-        width = max(by_rank["width"])
+        # As a part of the planned tokens; samples without tokens count as planned.
+        width = 1.0
+        most_tokens = max(by_rank["width"])
+        if most_tokens:
+            width = most_tokens / self._planned_tokens()
         return Measurement(
             step=step,
             final=final,
             by=self._source_of_peak(memory),
-            memory={name: max(values[rank] for rank in alike) for name, values in memory.items()},
+            memory=most_memory,
             by_rank=memory,
             host=self._fullest_host(by_rank, hosts),
             ranks_per_host=max(len(ranks) for ranks in hosts),
@@ -246,27 +296,35 @@ class Measure:
             timed=len(self.seconds["total"]),
             traffic=self._mean_traffic(),
             grows=not plain(self.plan.mesh),
-            width=width / self._planned_tokens() if width else 1.0,
+            width=width,
         )
 
     def _gathered_numbers(self) -> dict[str, list[float]]:
-        """Return each number of `_numbers` of all ranks, by rank; NaN if a rank does not know it. Collective."""
+        """Return name → the number of each rank, NaN if the rank does not know it. Collective.
+
+        The names are those of `_numbers`, which must be the same on all ranks, in the same order.
+        """
         numbers = []
         names = []
         for name, value in self._numbers().items():
             names.append(name)
-            numbers.append(math.nan if value is None else float(value))
+            if value is None:
+                numbers.append(math.nan)
+            else:
+                numbers.append(float(value))
         _, values = self.gather({}, *numbers)
         return dict(zip(names, values, strict=True))
 
     def _ranks_of_fullest_stage(self, memory: dict[str, list[int]]) -> list[int]:
         """Return the ranks of the pipeline stage that has the rank with the highest peak."""
         ranks = range(self.gather.world_size)
-        fullest = 0
+        fullest_rank = 0
         if "peak" in memory:
-            fullest = max(ranks, key=memory["peak"].__getitem__)
+            peaks = memory["peak"]
+            fullest_rank = peaks.index(max(peaks))
         stages = [self.plan.mesh.place(rank)["pp"] for rank in ranks]
-        return [rank for rank in ranks if stages[rank] == stages[fullest]]
+        fullest_stage = stages[fullest_rank]
+        return [rank for rank in ranks if stages[rank] == fullest_stage]
 
     def _source_of_peak(
         self, memory: dict[str, list[int]]
@@ -279,17 +337,28 @@ class Measure:
     def _fullest_host(
         self, by_rank: dict[str, list[float]], hosts: list[list[int]]
     ) -> dict[str, int]:
-        """Return phase → bytes of host memory of a host's ranks together, of the fullest host. `hosts`: ranks of each."""
+        """Return phase → bytes of host memory of a host's ranks together, of the fullest host.
+
+        Args:
+            by_rank: As `_gathered_numbers` returns it.
+            hosts: The ranks of each host.
+        """
         bytes_of_phases = {}
         for phase in self.host.bytes_:
-            if _are_known(by_rank[phase]):
-                of_hosts = [sum(int(by_rank[phase][rank]) for rank in ranks) for ranks in hosts]
-                bytes_of_phases[phase] = max(of_hosts)
+            of_ranks = by_rank[phase]
+            if not _are_known(of_ranks):
+                continue
+            of_hosts = []
+            for ranks in hosts:
+                bytes_ = sum(int(of_ranks[rank]) for rank in ranks)
+                of_hosts.append(bytes_)
+            bytes_of_phases[phase] = max(of_hosts)
         return bytes_of_phases
 
     def _mean_traffic(self) -> float | None:
         """Return the bytes that a rank sends in a step, mean over the kinds of steps; None until all kinds are counted."""
         known = self.traffic.known
+        # Kind of step → its part of the steps of a long run.
         shares = self.plan.config.strategy.step_shares()
         if not shares.keys() <= known.keys():
             return None
@@ -303,18 +372,24 @@ class Measure:
 
     def _numbers(self) -> dict[str, float | None]:
         """Return what this rank measured; None for what it does not know."""
-        numbers: dict[str, float | None] = {name: self.stats.get(name) for name in STATES}
+        numbers: dict[str, float | None] = {}
+        for name in STATES:
+            numbers[name] = self.stats.get(name)
         numbers["peak"] = self.peak or None
         numbers["reserved"] = self.reserved or None
         numbers["width"] = self.width
         for name in SECONDS:
+            median = None
             values = self.seconds.get(name)
-            numbers[f"{name}_s"] = statistics.median(values) if values else None
+            if values:
+                median = statistics.median(values)
+            numbers[f"{name}_s"] = median
         if self.plan.device == "cuda":
             # A GPU's step is still under way when it returns, so how long its optimizer takes is not seen.
             numbers["optimizer_s"] = None
         for phase, seconds in heartbeat.seconds().items():
             numbers[f"in {phase}"] = seconds
+        # Numbers alone are gathered, so the host's name becomes one.
         numbers["host"] = zlib.crc32(socket.gethostname().encode())
         for phase, bytes_ in self.host.bytes_.items():
             numbers[phase] = bytes_ or None
@@ -323,17 +398,21 @@ class Measure:
 
 def _ranks_by_host(host_of_rank: list[float]) -> list[list[int]]:
     """Return the ranks of each host. `host_of_rank`: a number for the host of each rank."""
-    ranks_of: dict[float, list[int]] = {}
+    ranks_by_host: dict[float, list[int]] = {}
     for rank, host in enumerate(host_of_rank):
-        ranks_of.setdefault(host, []).append(rank)
-    return list(ranks_of.values())
+        ranks = ranks_by_host.setdefault(host, [])
+        ranks.append(rank)
+    return list(ranks_by_host.values())
 
 
 def _are_known(values: list[float]) -> bool:
+    """Return whether every rank knows its value."""
     return not any(math.isnan(value) for value in values)
 
 
-def _tokens(batch: Any) -> int:
+def _tokens(micro_batch: Any) -> int:
     """Return the tokens of a micro-batch with its padding; 0 if it has none."""
-    ids = getattr(batch, "input_ids_BT", None)
-    return 0 if ids is None else ids.numel()
+    ids = getattr(micro_batch, "input_ids_BT", None)
+    if ids is None:
+        return 0
+    return ids.numel()

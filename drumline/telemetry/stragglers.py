@@ -1,4 +1,8 @@
-"""Ranks that hold up the others: their seconds of own work, compared with the median rank's, as medians over a window of steps."""
+"""Ranks that hold up the others.
+
+The seconds of a rank's own work are compared with the median rank's, as medians over a window of
+steps. All ranks have the same numbers, so they agree without another message.
+"""
 
 from __future__ import annotations
 
@@ -59,20 +63,26 @@ class Stragglers:
         data: Sequence[float],
         communication: Sequence[float],
     ) -> None:
-        """Add a step that took `seconds`, and report slow ranks at the end of a window.
+        """Add a step, and report slow ranks at the end of a window.
 
-        `data`: seconds that each rank waited for its own data. `communication`: seconds that it waited
-        for other ranks. NaN: that is not measured (models that are cut wait within their computation, on
-        a GPU FSDP2 and ZeRO do, too), and only the data's seconds are compared.
+        Args:
+            step: Steps done, with this one.
+            seconds: That the step took.
+            tokens: Of its global batch.
+            data: Seconds that each rank waited for its own data.
+            communication: Seconds that each rank waited for other ranks. NaN: that is not measured
+                (models that are cut wait within their computation, on a GPU FSDP2 and ZeRO do, too),
+                and only the data's seconds are compared.
         """
         if len(data) == 1:
+            # A single rank holds up nobody.
             return
         own = []
-        for of_data, of_communication in zip(data, communication, strict=True):
-            if math.isnan(of_communication):
-                own.append(of_data)
+        for data_seconds, communication_seconds in zip(data, communication, strict=True):
+            if math.isnan(communication_seconds):
+                own.append(data_seconds)
             else:
-                own.append(seconds - of_communication)
+                own.append(seconds - communication_seconds)
         self.own.append(own)
         self.steps.append(_Step(seconds, tokens))
         window_seconds = sum(each.seconds for each in self.steps)
@@ -85,19 +95,24 @@ class Stragglers:
         """Emit an event for each rank that has become slow in this window."""
         medians = _medians_by_rank(self.own)
         seconds = statistics.median(each.seconds for each in self.steps)
-        tokens_per_s = statistics.fmean(each.tokens for each in self.steps) / seconds
+        tokens = statistics.fmean(each.tokens for each in self.steps)
+        tokens_per_s = tokens / seconds
         # A rank that is slow in only one half was slow by chance.
         half = len(self.own) // 2
+        first_medians = _medians_by_rank(self.own[:half])
+        last_medians = _medians_by_rank(self.own[half:])
         slow = self._slow_ranks(medians, seconds)
-        slow &= self._slow_ranks(_medians_by_rank(self.own[:half]), seconds)
-        slow &= self._slow_ranks(_medians_by_rank(self.own[half:]), seconds)
-        slowest_of_rest = max(
-            (own for rank, own in enumerate(medians) if rank not in slow), default=0
-        )
-        for rank in sorted(slow - self.slow):
+        slow &= self._slow_ranks(first_medians, seconds)
+        slow &= self._slow_ranks(last_medians, seconds)
+        # Without a slow rank the slowest of the rest would set the pace.
+        rest = [own for rank, own in enumerate(medians) if rank not in slow]
+        slowest_of_rest = max(rest, default=0)
+        # A rank that stays slow is reported once, and again if it was fast in between.
+        newly_slow = slow - self.slow
+        for rank in sorted(newly_slow):
             host, device = self.places[rank]
-            # Without it the slowest of the others would set the pace.
             saved = min(medians[rank] - slowest_of_rest, seconds * MOST_SAVED)
+            lost_tokens_per_s = tokens_per_s * saved / (seconds - saved)
             event = Straggler(
                 step=step,
                 rank=rank,
@@ -105,17 +120,23 @@ class Stragglers:
                 device=device,
                 seconds=medians[rank],
                 median=statistics.median_low(medians),
-                lost_tokens_per_s=tokens_per_s * saved / (seconds - saved),
+                lost_tokens_per_s=lost_tokens_per_s,
             )
             self.emit(event)
         self.slow = slow
 
     def _slow_ranks(self, medians: list[float], seconds: float) -> set[int]:
-        """Return the ranks whose own work takes much longer than the median rank's. `seconds`: of a step."""
+        """Return the ranks whose own work takes much longer than the median rank's.
+
+        `medians`: seconds of own work of each rank. `seconds`: of a step.
+        """
+        # The lower one of the two in the middle: of two ranks it is the fast one.
         typical = statistics.median_low(medians)
         slow = set()
         for rank, own in enumerate(medians):
-            if own > self.ratio * typical and own - typical > LEAST * seconds:
+            is_longer = own > self.ratio * typical
+            is_worth_a_line = own - typical > LEAST * seconds
+            if is_longer and is_worth_a_line:
                 slow.add(rank)
         return slow
 

@@ -1,9 +1,11 @@
 """Trackers and callbacks, which get the events of a run.
 
-A tracker shows the run's metrics and samples: TensorBoard, W&B, MLflow, trackio or SwanLab, each through its own library. events.jsonl
-stays the source of truth. A run that is started again goes on in the same run of each tracker: RUN/trackers.json has their ids.
+A tracker shows the run's metrics and samples: TensorBoard, W&B, MLflow, trackio or SwanLab, each
+through its own library. events.jsonl stays the source of truth. A run that is started again goes on
+in the same run of each tracker: RUN/trackers.json has their ids.
 
-Callbacks are classes of the user's own (`run.callbacks`), whose methods get the events of a run. They cannot change a number of it.
+Callbacks are classes of the user's own (`run.callbacks`), whose methods get the events of a run. They
+cannot change a number of it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ GROUPS: dict[type[Event], str] = {
 class Library(NamedTuple):
     """The library of a tracker."""
 
+    # Its name in Python.
     module: str
+    # The command that installs it.
     install: str
     # What to check if the tracker does not start.
     hint: str
@@ -83,39 +87,47 @@ SHOWN = ("set", "prompt", "text", "answer")
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as trackers know it.
-
-    `known`: the tracker's own id of the run, if an earlier process has begun it.
-    """
+    """A run, as trackers know it."""
 
     folder: Path
     name: str
+    # What a tracker shows of the config, redacted.
     config: dict[str, Any]
+    # The tracker's own id of the run, if an earlier process has begun it.
     known: str | None
+    # `run.tracker` of the config.
     options: TrackerConfig = field(default_factory=TrackerConfig)
 
     def project(self, variable: str) -> str:
-        """Return `run.tracker.project`, else the value of the tracker's own variable, else `drumline`."""
+        """Return the project to show the run in.
+
+        It is `run.tracker.project`, else the value of the tracker's own environment variable, else
+        `drumline`.
+        """
         return self.options.project or os.environ.get(variable) or "drumline"
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker's run.
+    """A tracker's run, by the functions that write to it."""
 
-    `write`: write metrics (GROUP/NAME → number) of one group at a step. `close`: end the run. `rewind`:
-    go back to a step. `show`: show samples (see `watched.Samples`) of a step.
-    """
-
+    # The tracker's own id of the run, by which a later process finds it again.
     id: str
+    # Write metrics of one group at a step: group, GROUP/NAME → number, step.
     write: Callable[[str, dict[str, float], int], None]
+    # End the run.
     close: Callable[[], object]
+    # Go back to a step, since the steps after it are done again.
     rewind: Callable[[int], None] = lambda step: None
+    # Show samples (see `watched.Samples`) of a step.
     show: Callable[[list[dict[str, Any]], int], object] = lambda samples, step: None
 
 
 class Sink:
-    """One tracker. A tracker that fails during the run is reported once and not used again; training goes on."""
+    """One tracker.
+
+    A tracker that fails during the run is reported once and not used again; training goes on.
+    """
 
     def __init__(self, name: str, tracker: Tracker | None) -> None:
         self.name = name
@@ -129,8 +141,10 @@ class Sink:
             self._guard(lambda tracker: tracker.show(event.samples, event.step))
         elif isinstance(event, Step | Eval | Save | Rollout | Devices):
             group = GROUPS[type(event)]
-            named = {f"{group}/{key}": value for key, value in metrics(event).items()}
-            self._guard(lambda tracker: tracker.write(group, named, event.step))
+            numbers = {}
+            for key, value in metrics(event).items():
+                numbers[f"{group}/{key}"] = value
+            self._guard(lambda tracker: tracker.write(group, numbers, event.step))
 
     def close(self) -> None:
         """End the tracker's run."""
@@ -148,10 +162,10 @@ class Sink:
 
 
 def metrics(event: Event) -> dict[str, float]:
-    """Return the numbers of an event without `t` and `step`.
+    """Return the numbers of an event without `t` and `step`, as name → number.
 
-    Of the experts' loads it has the least and the most. Of the ranks' memory and devices it has each of a
-    few ranks, or the least and the most.
+    Of the experts' loads it has the least and the most. Of the ranks' memory and devices it has each
+    of a few ranks, or the least and the most.
     """
     values = event.values()
     numbers: dict[str, float] = {}
@@ -173,23 +187,31 @@ def metrics(event: Event) -> dict[str, float]:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a number; Python's True is an int, but none here."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _numbers_by_rank(values: dict[str, Any]) -> dict[str, dict[int, float]]:
     """Return name → rank → number, of the values of an event that ranks have each."""
-    by_rank: dict[str, dict[int, float]] = {"memory_bytes": {}}
+    memory: dict[int, float] = {}
     for rank, bytes_ in enumerate(values.get("memory_bytes") or []):
-        by_rank["memory_bytes"][rank] = float(bytes_)
-    for rank, of_rank in enumerate(values.get("ranks") or []):
-        for name, value in of_rank.items():
+        memory[rank] = float(bytes_)
+    by_rank = {"memory_bytes": memory}
+    # The devices of an event have their numbers by name, each rank its own.
+    for rank, device in enumerate(values.get("ranks") or []):
+        for name, value in device.items():
             if isinstance(value, int | float):
-                by_rank.setdefault(name, {})[rank] = float(value)
+                numbers = by_rank.setdefault(name, {})
+                numbers[rank] = float(value)
     return by_rank
 
 
 def check_installed(report_to: Sequence[str], base_dir: Path = Path()) -> None:
-    """Raises EnvironmentFault for a tracker whose library is not there, ConfigError for one of your own that cannot be imported."""
+    """Check that the trackers of `run.report_to` can be opened.
+
+    Raises EnvironmentFault for a tracker whose library is not installed, and ConfigError for one of the
+    user's own that cannot be imported.
+    """
     for name in report_to:
         if name not in LIBRARIES:
             maker_of(name, base_dir)
@@ -205,7 +227,7 @@ def maker_of(name: str, base_dir: Path) -> Callable[[Run], Tracker]:
     """Return the function that opens a tracker.
 
     `name`: one of LIBRARIES, of an installed package, or `file.py:function` of the user's own. Raises
-    ConfigError.
+    ConfigError if there is no such function.
     """
     own = {
         "tensorboard": _tensorboard,
@@ -230,9 +252,17 @@ def open_sinks(
 ) -> list[Sink]:
     """Open the trackers of `run.report_to`; only rank 0 opens them.
 
-    `config`: what the trackers show, redacted. `name`: of the run, if `options` has none.
-    Raises EnvironmentFault for a library that is not installed, and, at the first start of a run, for a
-    tracker that does not start. A run that has begun goes on without a tracker that cannot be reached.
+    Raises EnvironmentFault for a library that is not installed, and, at the first start of a run, for
+    a tracker that does not start. A run that has begun goes on without a tracker that cannot be
+    reached.
+
+    Args:
+        report_to: The names of trackers, see `maker_of`.
+        run_dir: The folder of the run.
+        config: What the trackers show, which is redacted first.
+        name: Of the run, if `options` has none.
+        base_dir: The folder that paths of the user's own trackers are relative to.
+        options: `run.tracker` of the config.
     """
     check_installed(report_to, base_dir)
     if options is None:
@@ -252,8 +282,10 @@ def open_sinks(
 
 def _known_ids(run_dir: Path) -> dict[str, str]:
     """Return tracker → its id of this run, from an earlier process; {} if there is none."""
+    path = run_dir / MEMORY
+    # ValueError: it is no JSON. AttributeError: it is no object.
     try:
-        ids = json.loads((run_dir / MEMORY).read_text())
+        ids = json.loads(path.read_text())
         return {str(kind): str(run_id) for kind, run_id in ids.items()}
     except (OSError, ValueError, AttributeError):
         return {}
@@ -262,11 +294,14 @@ def _known_ids(run_dir: Path) -> dict[str, str]:
 def _open_tracker(kind: str, run: Run, base_dir: Path) -> Tracker | None:
     """Open a tracker; None, after a warning, if it fails in a run that an earlier process has begun."""
     try:
-        tracker = maker_of(kind, base_dir)(run)
+        open_run = maker_of(kind, base_dir)
+        tracker = open_run(run)
         if not isinstance(tracker, Tracker):
             raise TypeError(f"it gives {type(tracker).__name__}, a Tracker is wanted")
+    # A tracker's library may raise anything.
     except Exception as error:
         if run.known is not None:
+            # A run that has begun goes on without it.
             _warn(kind, error)
             return None
         hint = LIBRARIES[kind].hint if kind in LIBRARIES else "look at its code"
@@ -277,6 +312,7 @@ def _open_tracker(kind: str, run: Run, base_dir: Path) -> Tracker | None:
 
 
 def _warn(name: str, error: Exception) -> None:
+    """Say that a tracker has failed and is not used again."""
     say(f"warning: {name} gets no more metrics, the run goes on: {_line(error)}")
 
 
@@ -287,12 +323,19 @@ def _line(error: BaseException) -> str:
 
 
 def find_callbacks(paths: Sequence[str], base_dir: Path) -> list[Any]:
-    """Return an instance of each class. Raises ConfigError for what is no class with one of the methods, or cannot be made."""
+    """Return an instance of each class of `run.callbacks`.
+
+    Raises ConfigError for a path that leads to no class with one of the methods of HOOKS, or whose class
+    cannot be made without arguments.
+    """
+    methods = HOOKS.values()
     callbacks = []
     for path in paths:
         cls = find_object(path, base_dir, "run.callbacks")
-        if not isinstance(cls, type) or not any(hasattr(cls, name) for name in HOOKS.values()):
-            fix = f"write a class with one of {', '.join(HOOKS.values())}"
+        is_callback = isinstance(cls, type) and any(hasattr(cls, name) for name in methods)
+        if not is_callback:
+            listed = ", ".join(methods)
+            fix = f"write a class with one of {listed}"
             raise ConfigError(f"{path} is no callback", where="run.callbacks", fix=fix)
         try:
             callbacks.append(cls())
@@ -310,9 +353,12 @@ class Callbacks:
 
     def __init__(self, paths: Sequence[str], base_dir: Path, rank: int) -> None:
         self.rank = rank
+        # By path. A callback that raises is taken out.
         self.called: dict[str, Any] = {}
-        for path, callback in zip(paths, find_callbacks(paths, base_dir), strict=True):
-            if rank == 0 or getattr(callback, "every_rank", False):
+        callbacks = find_callbacks(paths, base_dir)
+        for path, callback in zip(paths, callbacks, strict=True):
+            runs_here = rank == 0 or getattr(callback, "every_rank", False)
+            if runs_here:
                 self.called[path] = callback
 
     def event(self, event: Event) -> None:
@@ -320,10 +366,13 @@ class Callbacks:
         hook = HOOKS.get(event.kind)
         if hook is None:
             return
+        # A copy of the list, since a callback that raises is taken out of it.
         for path, callback in list(self.called.items()):
             try:
                 method = getattr(callback, hook, _ignore)
-                method(plain(event.values()))
+                # A copy for each, so that no callback changes what the next one gets.
+                values = plain(event.values())
+                method(values)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own code may raise anything, none of it worth the run
                 del self.called[path]
                 say(
@@ -336,13 +385,20 @@ def _ignore(values: dict[str, Any]) -> None:
 
 
 def _tensorboard(run: Run) -> Tracker:
-    """Open event files in RUN/tensorboard. Metrics of steps that are done again are marked as void (purge_step)."""
+    """Open event files in RUN/tensorboard.
+
+    Metrics of steps that are done again are marked as void (purge_step).
+    """
     folder = str(run.folder / "tensorboard")
-    writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    tensorboard = importlib.import_module("torch.utils.tensorboard")
+    writer_class = tensorboard.SummaryWriter
     writer = writer_class(folder)
-    about = {key: value for key, value in run.options.model_dump().items() if value}
+    options = run.options.model_dump()
+    about = {key: value for key, value in options.items() if value}
     if about:
-        writer.add_text("run", _indented(json.dumps(about, indent=2, ensure_ascii=False)))
+        # TensorBoard has no names and tags of runs, so they are a text of it.
+        text = json.dumps(about, indent=2, ensure_ascii=False)
+        writer.add_text("run", _indented(text))
 
     def write(group: str, numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -395,7 +451,10 @@ def _wandb(run: Run) -> Tracker:
         wandb_run.log({f"{group}/step": step, **numbers})
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
-        rows = [[step, *(sample[name] for name in SHOWN)] for sample in samples]
+        rows = []
+        for sample in samples:
+            cells = [sample[name] for name in SHOWN]
+            rows.append([step, *cells])
         table = wandb.Table(columns=["step", *SHOWN], data=rows)
         wandb_run.log({"samples/step": step, "samples/answers": table})
 
@@ -403,7 +462,10 @@ def _wandb(run: Run) -> Tracker:
 
 
 def _mlflow(run: Run) -> Tracker:
-    """Open a run of MLflow, at MLFLOW_TRACKING_URI, or in mlflow.db in the current folder. Samples are files of the run."""
+    """Open a run of MLflow, at MLFLOW_TRACKING_URI, or in mlflow.db in the current folder.
+
+    Samples are files of the run.
+    """
     mlflow = importlib.import_module("mlflow")
     options = run.options
     if run.known:
@@ -416,7 +478,8 @@ def _mlflow(run: Run) -> Tracker:
         "tags": ", ".join(options.tags),
         "mlflow.note.content": options.notes,
     }
-    mlflow.set_tags({key: value for key, value in about.items() if value})
+    tags = {key: value for key, value in about.items() if value}
+    mlflow.set_tags(tags)
     mlflow.log_dict(run.config, "config.json")
 
     def write(_: str, numbers: dict[str, float], step: int) -> None:
@@ -430,7 +493,10 @@ def _mlflow(run: Run) -> Tracker:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name that MLflow takes. It refuses a whole step for one name with other characters, or that is no plain path."""
+    """Return a name that MLflow takes.
+
+    It refuses a whole step for one name with other characters, or that is no plain path.
+    """
     parts = []
     for part in name.split("/"):
         if part in ("", ".", ".."):
@@ -461,9 +527,13 @@ def _trackio(run: Run) -> Tracker:
         trackio.log(numbers, step=step)
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
-        rows = [{name: sample[name] for name in SHOWN} for sample in samples]
-        table = importlib.import_module("pandas").DataFrame(rows)
-        trackio.log({"samples": trackio.Table(dataframe=table)}, step=step)
+        rows = []
+        for sample in samples:
+            row = {name: sample[name] for name in SHOWN}
+            rows.append(row)
+        pandas = importlib.import_module("pandas")
+        table = trackio.Table(dataframe=pandas.DataFrame(rows))
+        trackio.log({"samples": table}, step=step)
 
     # If the store has a run of that name already, trackio makes up another name.
     return Tracker(str(trackio_run.name), write, trackio.finish, show=show)
@@ -495,7 +565,10 @@ def _swanlab(run: Run) -> Tracker:
         swanlab.log(numbers, step=step)
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
-        texts = [swanlab.Text(sample["text"], caption=sample["prompt"]) for sample in samples]
+        texts = []
+        for sample in samples:
+            text = swanlab.Text(sample["text"], caption=sample["prompt"])
+            texts.append(text)
         swanlab.log({"samples": texts}, step=step)
 
     return Tracker(str(swanlab_run.id), write, swanlab.finish, show=show)

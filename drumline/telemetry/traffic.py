@@ -1,15 +1,16 @@
 """Bytes that a rank sends to others, counted at the collectives that really run.
 
-Whatever calls them (DDP's C++ reducer, FSDP2, DTensor, pipelines, DeepSpeed), each goes through torch's dispatcher as an operator of
-c10d, and a dispatch mode sees it with its tensors. A mode costs microseconds for each operator, so one step of each kind is counted, and
-its bytes stand for the others.
+Whatever calls them (DDP's C++ reducer, FSDP2, DTensor, pipelines, DeepSpeed), each goes through
+torch's dispatcher as an operator of c10d, and a dispatch mode sees it with its tensors. A mode costs
+microseconds for each operator, so one step of each kind is counted, and its bytes stand for the
+others.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,27 +19,80 @@ from torch.distributed.tensor import DTensor
 from drumline.dist.reduce import sum_over_ranks
 from drumline.vendor.torch import TorchDispatchMode, resolve_process_group
 
-# How often the bytes of a collective leave each of n ranks in the ring algorithm (Thakur et al. 2005; NCCL's and gloo's for large
-# tensors); which argument of c10d's operators is sent, and their names; names of functional collectives (DTensor's), whose first
-# argument it is. A broadcast or a reduction to one rank is passed on by all ranks but one.
-_RING: tuple[tuple[Callable[[int], float], int, str, str], ...] = (
-    (lambda n: 2 * (n - 1) / n, 0, "allreduce_ allreduce_coalesced_",
-     "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_"),
-    (lambda n: n - 1, 1, "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
-     "all_gather_into_tensor all_gather_into_tensor_coalesced all_gather_into_tensor_out"),
-    (lambda n: (n - 1) / n, 1, "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
-     "reduce_scatter_tensor reduce_scatter_tensor_coalesced reduce_scatter_tensor_out"),
-    # Mean over ranks: of a gather all but the root send their part; of a scatter the root alone has inputs, and keeps one.
-    (lambda n: (n - 1) / n, 1, "alltoall_ alltoall_base_ gather_ scatter_", "all_to_all_single"),
-    (lambda n: (n - 1) / n, 0, "broadcast_ reduce_", "broadcast broadcast_"),
-    (lambda n: 1, 0, "send", ""),
-)  # fmt: skip
-_C10D = {name: (index, share) for share, index, names, _ in _RING for name in names.split()}
-_FUNCTIONAL = {name: share for share, _, _, names in _RING for name in names.split()}
+
+class _RingShare(NamedTuple):
+    """Operators that send the same share of a tensor."""
+
+    # Number of ranks n → how often the bytes of the tensor leave each rank.
+    share: Callable[[int], float]
+    # Which argument of c10d's operators is sent.
+    sent_argument: int
+    # Names of c10d's operators.
+    c10d: tuple[str, ...]
+    # Names of functional collectives (DTensor's), whose first argument is sent.
+    functional: tuple[str, ...] = ()
+
+
+# By the ring algorithm (Thakur et al. 2005), which is NCCL's and gloo's for large tensors.
+_RING = (
+    _RingShare(
+        lambda n: 2 * (n - 1) / n,
+        0,
+        ("allreduce_", "allreduce_coalesced_"),
+        ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    ),
+    _RingShare(
+        lambda n: n - 1,
+        1,
+        (
+            "allgather_",
+            "_allgather_base_",
+            "allgather_coalesced_",
+            "allgather_into_tensor_coalesced_",
+        ),
+        (
+            "all_gather_into_tensor",
+            "all_gather_into_tensor_coalesced",
+            "all_gather_into_tensor_out",
+        ),
+    ),
+    _RingShare(
+        lambda n: (n - 1) / n,
+        1,
+        ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+        (
+            "reduce_scatter_tensor",
+            "reduce_scatter_tensor_coalesced",
+            "reduce_scatter_tensor_out",
+        ),
+    ),
+    # Mean over ranks: of a gather all but the root send their part; of a scatter the root alone has
+    # inputs, and keeps one.
+    _RingShare(
+        lambda n: (n - 1) / n,
+        1,
+        ("alltoall_", "alltoall_base_", "gather_", "scatter_"),
+        ("all_to_all_single",),
+    ),
+    # A broadcast or a reduction to one rank is passed on by all ranks but one.
+    _RingShare(
+        lambda n: (n - 1) / n,
+        0,
+        ("broadcast_", "reduce_"),
+        ("broadcast", "broadcast_"),
+    ),
+    _RingShare(lambda n: 1, 0, ("send",)),
+)
+_BY_C10D_NAME = {name: collective for collective in _RING for name in collective.c10d}
+_BY_FUNCTIONAL_NAME = {name: collective for collective in _RING for name in collective.functional}
 
 
 class CommunicatedBytes(TorchDispatchMode):
-    """A mode that adds up in `total` the bytes that this rank sends by collectives of this thread and of its backward."""
+    """A mode that counts the bytes that this rank sends, in `total`.
+
+    It sees the collectives of this thread and of its backward. The share of a collective that leaves
+    a rank is that of the ring algorithm.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,18 +118,23 @@ class CommunicatedBytes(TorchDispatchMode):
 
 
 def _volume(func: Any, args: tuple[Any, ...]) -> float:
-    """Return the bytes that one call of an operator sends from this rank."""
+    """Return the bytes that one call of an operator sends from this rank; 0 if it is no collective."""
     name = func.overloadpacket.__name__
-    if func.namespace == "c10d" and name in _C10D:
-        index, share = _C10D[name]
+    if func.namespace == "c10d" and name in _BY_C10D_NAME:
+        collective = _BY_C10D_NAME[name]
+        # The first such argument is the group. That of a reduction's operator comes behind it.
         script_object = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(script_object)
-        return share(group.size()) * _bytes(args[index])
-    if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
-        share = _FUNCTIONAL[name]
+        sent = args[collective.sent_argument]
+    elif func.namespace == "_c10d_functional" and name in _BY_FUNCTIONAL_NAME:
+        collective = _BY_FUNCTIONAL_NAME[name]
+        # Their last argument is the group's name.
         group = resolve_process_group(args[-1])
-        return share(group.size()) * _bytes(args[0])
-    return 0.0
+        sent = args[0]
+    else:
+        return 0.0
+    share = collective.share(group.size())
+    return share * _bytes(sent)
 
 
 def _bytes(tensors: Any) -> int:
@@ -86,17 +145,26 @@ def _bytes(tensors: Any) -> int:
 
 
 class Traffic:
-    """Counts the bytes that each step sends, mean over ranks."""
+    """Counts the bytes that each step sends, mean over ranks.
+
+    One step of each kind is counted, and its bytes stand for all steps of that kind.
+    """
 
     # The first steps of a process are not counted: DDP arranges its buckets in them.
     FIRST = 2
 
     def __init__(self, kind: Callable[[int], str], device: str) -> None:
-        """Make a counter. `kind`: steps done → the kind of the next step; steps of one kind send the same bytes."""
+        """Make a counter that knows nothing yet.
+
+        Args:
+            kind: Steps done → the kind of the next step. Steps of one kind send the same bytes.
+            device: Of the tensors by which ranks add up their bytes.
+        """
         self.kind = kind
         self.device = device
-        # Kind of step → bytes.
+        # Kind of step → bytes, of the kinds that were counted.
         self.known: dict[str, float] = {}
+        # Steps of this process.
         self.steps = 0
         self._mode: CommunicatedBytes | None = None
 
@@ -113,9 +181,9 @@ class Traffic:
         return self._mode
 
     def end_step(self, step: int, whole: bool) -> int | None:
-        """End the step after `step` steps, and return the bytes that it sent; None if they are not known yet. Collective.
+        """End the step after `step` steps, and return the bytes that it sent; None if they are not known yet.
 
-        `whole` False: the step was broken off.
+        Collective. `whole` is False if the step was broken off: then it counts for nothing.
         """
         kind = self.kind(step)
         is_counted = self.due(step) and whole
@@ -123,6 +191,7 @@ class Traffic:
         self._mode = None
         self.steps += 1
         if is_counted and mode is None:
+            # A single process, or a step without any watched part.
             self.known[kind] = 0.0
         elif is_counted and mode is not None:
             of_all_ranks = sum_over_ranks([mode.total], self.device)[0]

@@ -82,17 +82,24 @@ class Comparison(Frozen):
 
     @property
     def off(self) -> float:
-        """measured / predicted − 1; infinite if nothing was predicted."""
+        """Return measured / predicted − 1; infinite if nothing was predicted, but something measured."""
         if self.predicted:
             return self.measured / self.predicted - 1
-        return math.inf if self.measured else 0.0
+        if self.measured:
+            return math.inf
+        return 0.0
 
     @property
     def warns(self) -> bool:
-        """Whether the difference is worth a warning."""
+        """Return whether the difference is worth a warning.
+
+        It is if it is large both as a share of the prediction and in bytes or seconds, and if no note
+        explains it.
+        """
         if self.note:
             return False
-        return abs(self.off) > OFF and abs(self.measured - self.predicted) > self.slack
+        difference = abs(self.measured - self.predicted)
+        return abs(self.off) > OFF and difference > self.slack
 
     def line(self) -> str:
         """Return, for example, `peak: predicted 1.20 GiB, measured 1.50 GiB, 25% more`."""
@@ -101,26 +108,34 @@ class Comparison(Frozen):
         return f"{self.category}: predicted {predicted}, measured {measured}, {self.by_how_much()}"
 
     def show(self, value: float) -> str:
-        """Return a value with its unit."""
-        return size(value) if self.unit == "bytes" else f"{value:.3g} s"
+        """Return a value of this category with its unit."""
+        if self.unit == "bytes":
+            return size(value)
+        return f"{value:.3g} s"
 
     def by_how_much(self) -> str:
         """Return the difference in words: `12% more`, `as predicted`, `37 times as much`."""
         off = self.off
+        # Below it, two digits of a percentage are zeros.
         if abs(off) < 5e-5:
             return "as predicted"
         if math.isinf(off):
             return "none predicted"
         if off > TEN_TIMES:
-            return f"{1 + off:.0f} times as much"
-        digits = 0 if abs(off) >= 0.1 else 2
+            times = 1 + off
+            return f"{times:.0f} times as much"
+        percent = abs(off) * 100
+        number = f"{percent:.0f}"
+        if abs(off) < 0.1:
+            number = f"{percent:.2f}"
         direction = "more" if off > 0 else "less"
-        return f"{abs(off) * 100:.{digits}f}% {direction}"
+        return f"{number}% {direction}"
 
 
 def compare(estimate: Estimate, measured: Measurement) -> list[Comparison]:
     """Return a comparison for each category that has both a prediction and a measurement."""
     rows = _compare_memory(estimate, measured)
+    host_slack = HOST_SLACK * measured.ranks_per_host
     for phase, bytes_ in measured.host.items():
         rows.append(
             Comparison(
@@ -128,7 +143,7 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Comparison]:
                 unit="bytes",
                 predicted=getattr(estimate.host, phase),
                 measured=bytes_,
-                slack=float(HOST_SLACK * measured.ranks_per_host),
+                slack=float(host_slack),
             )
         )
     if measured.traffic is not None:
@@ -148,7 +163,11 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Comparison]:
 
 
 def _compare_memory(estimate: Estimate, measured: Measurement) -> list[Comparison]:
-    """Return the comparisons of device memory."""
+    """Return the comparisons of device memory.
+
+    Predictions are brought down to what was measured: to the tokens of the micro-batches that came, and
+    to the phases that the tracker sees.
+    """
     memory = estimate.memory
     predicted: dict[str, float] = {name: getattr(memory, name) for name in MEMORY}
     peak = memory.peak
@@ -156,18 +175,23 @@ def _compare_memory(estimate: Estimate, measured: Measurement) -> list[Compariso
     growing = memory.activations + memory.logits
     # The tracker follows steps; only an allocator sees what is sampled between them.
     of_steps = [bytes_ for phase, bytes_ in memory.phases.items() if phase != "rollout"]
-    if memory.phase == "rollout" and of_steps and measured.by == "tracker":
+    is_peak_unseen = memory.phase == "rollout" and measured.by == "tracker"
+    if is_peak_unseen and of_steps:
         peak = max(of_steps)
         growing = max(0, peak - memory.parameters - memory.gradients - memory.optimizer)
     # It is planned for the longest rows; shorter ones came.
-    spared = growing * max(0.0, 1.0 - measured.width)
+    missing_share = max(0.0, 1.0 - measured.width)
+    spared = growing * missing_share
     predicted["peak"] = peak - spared
+    # An allocator does not see the overhead, which is outside of it.
     predicted["reserved"] = memory.reserved - memory.overhead - spared
     is_narrow = measured.width < NARROW
     rows = []
     for name, bytes_ in measured.memory.items():
         note = ""
-        if is_narrow and name in ("peak", "reserved") and bytes_ <= getattr(memory, name):
+        grows_with_rows = name in ("peak", "reserved")
+        # More than was planned for the longest rows is a warning, however short the rows were.
+        if is_narrow and grows_with_rows and bytes_ <= getattr(memory, name):
             note = "rows were much shorter than planned"
         rows.append(
             Comparison(
@@ -185,6 +209,7 @@ def _compare_memory(estimate: Estimate, measured: Measurement) -> list[Compariso
 def _compare_seconds(estimate: Estimate, measured: Measurement) -> list[Comparison]:
     """Return the comparisons of a step's seconds."""
     seconds = estimate.seconds
+    # Without rollouts, which are no part of a timed step.
     predicted = {
         "total": seconds.total - seconds.rollout,
         "communication": seconds.communication,
@@ -194,15 +219,17 @@ def _compare_seconds(estimate: Estimate, measured: Measurement) -> list[Comparis
     for name, seconds_predicted in predicted.items():
         if name not in measured.seconds:
             continue
+        category = "seconds"
+        # Only the total can be warned about: a note keeps a row from it.
+        note = ""
+        if name != "total":
+            category = f"seconds, {name}"
+            note = "a part of the step's seconds"
         if not estimate.calibrated:
             note = "the rates of this machine are not measured: `drumline calibrate`"
-        elif name == "total":
-            note = ""
-        else:
-            note = "a part of the step's seconds"
         rows.append(
             Comparison(
-                category="seconds" if name == "total" else f"seconds, {name}",
+                category=category,
                 unit="s",
                 predicted=seconds_predicted,
                 measured=measured.seconds[name],
@@ -218,12 +245,12 @@ def notes(measured: Measurement) -> list[str]:
     if not measured.memory:
         remarks.append("too short to be measured: a step is counted after the first two")
     elif measured.by == "tracker" and measured.width < 1.0:
-        remarks.append(
-            f"the peak was seen at {measured.width:.0%} of the planned tokens of a micro-batch; predicted is scaled to them"
-        )
+        share = f"{measured.width:.0%} of the planned tokens of a micro-batch"
+        remarks.append(f"the peak was seen at {share}; predicted is scaled to them")
     if measured.memory and not measured.timed:
         remarks.append("too short to be timed: seconds are those of steps after the counted one")
     if measured.by == "tracker" and measured.timed and "counted" in measured.seconds:
+        # Under the tracker a step takes several times as long.
         counted = measured.seconds["counted"]
         total = measured.seconds["total"]
         remarks.append(f"the counted step took {counted:.3g} s, the others {total:.3g} s")

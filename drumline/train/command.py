@@ -268,9 +268,9 @@ def launch_ranks(
         notes(plan.data.notes if plan.data else ())
         launcher = plan.config.launch
         if watch:
-            from drumline.report.watch import beside
+            from drumline.report.watch import serve_new_run
 
-            address = stack.enter_context(beside(run_dir, stages))
+            address = stack.enter_context(serve_new_run(run_dir, stages))
             print(f"watch: {address}", flush=True)
         with ExitStack() as claim:
             # A job elsewhere takes the lease itself, so this process gives it back.

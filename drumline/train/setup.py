@@ -57,7 +57,7 @@ from drumline.planner.question import Found, assemble, find_model, require_adapt
 from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.auto import choose, choose_compile
 from drumline.planner.search.budget import kinds_of, within_budget
-from drumline.report.bars import COMPARING, OnProgress, notes, told_if_slow
+from drumline.report.bars import COMPARING, OnProgress, notes, notify_if_slow
 from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
 from drumline.system import network
@@ -184,7 +184,7 @@ def _choose_open_keys(
     config = question.config
     why: list[str] = []
     if config.strategy.planned:
-        with told_if_slow(lambda: on_progress(COMPARING, 0, None)):
+        with notify_if_slow(lambda: on_progress(COMPARING, 0, None)):
             config, reason = choose(question)
         if reason:
             why.append(reason)

@@ -19,7 +19,7 @@ from drumline.report.facts import RunFacts
 from drumline.report.progress import Progress
 from drumline.report.sections import _key_numbers
 from drumline.report.watch import Live
-from drumline.telemetry.events import Event, EventLog, Fault, Restore, RunEnd, examined
+from drumline.telemetry.events import Event, EventLog, Fault, Restore, RunEnd, examine
 from drumline.telemetry.watched import Hang
 from tests.unit.report_runs import start, step, write_run
 
@@ -95,7 +95,7 @@ def test_a_hang_before_the_first_step_is_an_event(tmp_path: Path) -> None:
         position=0, sample_ids=None, stack=[],
     )  # fmt: skip
     EventLog(tmp_path / "events.jsonl").emit(hang)
-    assert [(type(event), sound) for _, event, sound in examined(tmp_path / "events.jsonl")] == [
+    assert [(type(event), sound) for _, event, sound in examine(tmp_path / "events.jsonl")] == [
         (Hang, True)
     ]
 

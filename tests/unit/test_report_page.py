@@ -17,7 +17,7 @@ import pytest
 from drumline.errors import EnvironmentFault, UserError
 from drumline.plan.plan import Plan
 from drumline.report import page
-from drumline.report.curves import MOST_POINTS, binned, charts
+from drumline.report.curves import MOST_POINTS, charts, thin_out
 from drumline.report.details import samples
 from drumline.report.facts import RunFacts, differences, short_names
 from drumline.report.markup import Keyed, html_environment, table
@@ -81,7 +81,7 @@ def test_what_a_run_says_is_on_its_page_and_runs_nothing(
 
 def test_thinned_out_curves_keep_means_and_ends(tmp_path: Path) -> None:
     points = [(number, float(number % 7)) for number in range(1, 10_001)]
-    made = binned(points, MOST_POINTS)
+    made = thin_out(points, MOST_POINTS)
     assert len(made["x"]) == MOST_POINTS and made["x"][-1] == 10_000 and made["of"] == 10_000
     assert made["y"][0] == pytest.approx(
         statistics.fmean(value for _, value in points[:10]), rel=1e-5

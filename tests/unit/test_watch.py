@@ -19,7 +19,7 @@ from drumline.errors import EnvironmentFault, UserError
 from drumline.launch.lease import Lease
 from drumline.launch.stages import stages
 from drumline.report.facts import RunFacts
-from drumline.report.watch import MOST_BROWSERS, Live, Server, beside, serving, watch
+from drumline.report.watch import MOST_BROWSERS, Live, Server, serve_new_run, serving, watch
 from drumline.system import heartbeat
 from drumline.telemetry.events import EventLog, Fault, read
 from tests.unit.report_runs import HOSTILE, start, step, write_run
@@ -180,7 +180,7 @@ def test_a_held_port_and_what_is_no_run_are_one_line(tmp_path: Path) -> None:
         watch([run], "203.0.113.7", 0, nothing)
     with pytest.raises(UserError, match=r"no run folder"):
         watch([tmp_path], "127.0.0.1", 0, nothing)
-    with beside(run, nothing) as one, beside(run, nothing) as other:
+    with serve_new_run(run, nothing) as one, serve_new_run(run, nothing) as other:
         assert one != other
 
 
