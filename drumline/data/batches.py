@@ -1,7 +1,8 @@
-"""Token batches: rows of segments, padded to one width; texts with a class; episodes of a rollout, and their micro-batches.
+"""Micro-batches of tokens: texts, preference pairs, texts with a class, and episodes of a rollout.
 
-B rows, T tokens. For preference pairs: P pairs, B = 2P rows, first those of the chosen answers,
-then those of the rejected ones. For rollouts: N episodes, M tokens of the longest completion.
+Names of tensors end in the letters of their dimensions. B rows, T tokens. For preference pairs: P
+pairs, B = 2P rows, first those of the chosen answers, then those of the rejected ones. For rollouts:
+N episodes, M tokens of the longest completion.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from drumline.plan.plan import Plan
 
 Tokens = npt.NDArray[np.int64]
 IGNORE = -100  # a target that carries no loss, as torch's cross_entropy has it
+# Tokens of a row without a sample: one that is read, and one that could be predicted from it.
 FILLER_WIDTH = 2
 # Each field of an `EpisodeBatch` that has a number for each token, and the field of `Episodes`
 # that it is taken from.
@@ -35,7 +37,7 @@ _EPISODE_FIELDS = {
 
 
 class Parts(NamedTuple):
-    """The tokens of a prompt, and those that follow it."""
+    """The tokens of a prompt, and those that follow it; one array of whole numbers each."""
 
     prompt: npt.NDArray[Any]
     completion: npt.NDArray[Any]
@@ -45,8 +47,9 @@ class Parts(NamedTuple):
 class First:
     """The numbers that `Algorithm.first_pass` computes for the samples of a global batch.
 
-    `numbers_NK`: fp64, K numbers for each of all N samples, in the order of the batch. For held-out
-    data they are those of the whole set.
+    Attributes:
+        numbers_NK: fp64, K numbers for each of all N samples, in the order of the batch. For
+            held-out data they are those of the whole set.
     """
 
     numbers_NK: torch.Tensor
@@ -56,8 +59,9 @@ class First:
 class Batch:
     """The base of micro-batches. Each has a `weight`: its part of the denominator of the loss.
 
-    For an objective with a first pass there are also `first`, and `places_P` int64: the rows of
-    this batch's samples in it, -1 for fillers.
+    Attributes:
+        first: the numbers of a first pass, for an objective that has one.
+        places_P: int64, the rows of this batch's samples in `first`, -1 for fillers.
     """
 
     first: First | None = field(default=None, kw_only=True)
@@ -65,7 +69,10 @@ class Batch:
 
     @staticmethod
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
-        """The weight of a batch of these samples of a cache, without collating it."""
+        """Return the weight of a batch of these samples of a cache, without collating it.
+
+        So each rank knows the denominator of a step's loss without a collective.
+        """
         return float(len(samples))
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -84,6 +91,7 @@ class Batch:
 
         def copy_to_device(tensor: torch.Tensor) -> torch.Tensor:
             if on_gpu:
+                # From pageable memory the copy would wait, whatever `non_blocking` says.
                 tensor = pinned(tensor)
             return tensor.to(device, non_blocking=on_gpu)
 
@@ -102,8 +110,16 @@ class SharedPrompts(Batch):
     """The tokens of a batch whose rows have prompts in common, with each prompt once.
 
     A row is a prompt and behind it its completions, each of which sees itself and the prompt. So
-    fewer tokens give the same numbers. `places_BT` int64: the index of each token of the batch in
-    all tokens of these rows end to end; any index for padding.
+    fewer tokens give the same numbers.
+
+    Attributes:
+        input_ids_BT: int64, tokens of these rows, which are fewer than those of the batch.
+        position_ids_BT: int64, positions. Each completion goes on from the prompt's last one.
+        documents: the lengths of each row's prompt and completions.
+        bounds_N: int32, see `TokenBatch`.
+        places_BT: int64, with B and T of the batch: the index of each token of the batch in all
+            tokens of these rows end to end; any index for padding.
+        branches: tells a model's attention that the segments of a row share their first one.
     """
 
     input_ids_BT: torch.Tensor
@@ -114,12 +130,18 @@ class SharedPrompts(Batch):
     branches: ClassVar[bool] = True
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The arguments of a model."""
+        """Return the arguments of a model."""
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
 
 
 class _PromptGroup(NamedTuple):
-    """Rows of a batch with the same prompt, and their completions, in the order of the rows."""
+    """Rows of a batch with the same prompt, and their completions, in the order of the rows.
+
+    Attributes:
+        prompt: the tokens of the prompt.
+        rows: the indices of the rows in the batch.
+        completions: the tokens behind the prompt in each of these rows.
+    """
 
     prompt: npt.NDArray[Any]
     rows: list[int]
@@ -141,7 +163,9 @@ def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> Sha
     groups = _group_by_prompt(rows)
     if all(len(group.rows) == 1 for group in groups):
         return None
-    sizes = [sum(map(len, group.segments())) for group in groups]
+    sizes = []
+    for group in groups:
+        sizes.append(sum(map(len, group.segments())))
     shared_width = max(sizes)
     ids = np.full((len(groups), shared_width), pad_id, np.int64)
     positions = np.zeros((len(groups), shared_width), np.int64)
@@ -149,15 +173,17 @@ def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> Sha
     for index, group in enumerate(groups):
         ids[index, : sizes[index]] = np.concatenate(group.segments())
         prompt_size = len(group.prompt)
-        of_prompt = np.arange(prompt_size)
-        positions[index, :prompt_size] = of_prompt
+        prompt_columns = np.arange(prompt_size)
+        positions[index, :prompt_size] = prompt_columns
+        # Of the shared row's first token, in all rows end to end.
         first_place = index * shared_width
         start = prompt_size
         for row, completion in zip(group.rows, group.completions, strict=True):
             stop = start + len(completion)
             row_size = prompt_size + len(completion)
+            # Each completion counts as if it stood right behind the prompt.
             positions[index, start:stop] = np.arange(prompt_size, row_size)
-            columns = np.concatenate((of_prompt, np.arange(start, stop)))
+            columns = np.concatenate((prompt_columns, np.arange(start, stop)))
             places[row, :row_size] = first_place + columns
             start = stop
     documents = tuple(_nonzero_lengths(group.segments()) for group in groups)
@@ -194,19 +220,27 @@ def _nonzero_lengths(segments: Iterable[npt.NDArray[Any]]) -> tuple[int, ...]:
 class TokenBatch(Batch):
     """One micro-batch of text. All tensors are int64 [B, T] unless stated.
 
-    `targets_BT` is shifted: the token that follows, or IGNORE for a token without loss, at the end
-    of a segment and in padding. `position_ids_BT` restarts at 0 in each segment, and attention must
-    not cross a restart. There is no attention mask: padding is on the right, where causal attention
-    hides it from real tokens. Its positions continue those of the last segment, so that rows of a
-    batch without packing are 0, 1, 2, … `weight`: the number of targets. `lengths_B`: int64, tokens
-    of each row without padding.
+    There is no attention mask: padding is on the right, where causal attention hides it from real
+    tokens. Its positions continue those of the last segment, so that rows of a batch without packing
+    are 0, 1, 2, …
 
-    Counting the following on a device would make the host wait, so it is counted on the host. None
-    means that it is not known. `documents`: the lengths of each row's segments. `bounds_N`: int32,
-    where the segments begin in all rows end to end, with padding as a segment of its own and B × T
-    last. `learned_M`: int64, the places of targets in all rows end to end. `learned_on_host_M`: the
-    same numbers, on the host wherever the batch is, for code that cuts the batch.
-    `shared`: the same tokens with each prompt once, if rows have prompts in common.
+    Counting `documents`, `bounds_N` and the learned places on a device would make the host wait, so
+    they are counted on the host. None means that they are not known.
+
+    Attributes:
+        input_ids_BT: the tokens, padding included.
+        targets_BT: shifted: the token that follows, or IGNORE for a token without loss, at the end
+            of a segment and in padding.
+        position_ids_BT: restarts at 0 in each segment, and attention must not cross a restart.
+        weight: the number of targets.
+        lengths_B: int64, tokens of each row without padding.
+        documents: the lengths of each row's segments.
+        bounds_N: int32, where the segments begin in all rows end to end, with padding as a segment
+            of its own and B × T last.
+        learned_M: int64, the places of targets in all rows end to end.
+        learned_on_host_M: the same numbers, on the host wherever the batch is, for code that cuts
+            the batch.
+        shared: the same tokens with each prompt once, if rows have prompts in common.
     """
 
     input_ids_BT: torch.Tensor
@@ -229,7 +263,7 @@ class TokenBatch(Batch):
 
     @staticmethod
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
-        """The number of targets of these samples of a cache."""
+        """Return the number of targets of these samples of a cache."""
         return float(cache.learned[samples].sum())
 
     @property
@@ -238,22 +272,34 @@ class TokenBatch(Batch):
         return self.lengths_B - 1
 
     def token_weights(self) -> torch.Tensor:
-        """[B, T]: the weight of each token in the loss."""
+        """Return [B, T]: the weight of each token in the loss."""
         return self.targets_BT != IGNORE
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The arguments of a model."""
+        """Return the arguments of a model."""
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
 
 
 def read_segments(cache: TokenCache, samples: Sequence[int]) -> list[Sequence[Segment] | None]:
     """Return the segments of samples of a cache; None for a filler (-1)."""
-    return [cache.segments(sample) if sample >= 0 else None for sample in samples]
+    rows: list[Sequence[Segment] | None] = []
+    for sample in samples:
+        if sample >= 0:
+            rows.append(cache.segments(sample))
+        else:
+            rows.append(None)
+    return rows
 
 
 def read_metas(cache: TokenCache, samples: Sequence[int]) -> list[dict[str, Any]]:
     """Return the further values of samples of a cache; none for a filler (-1)."""
-    return [cache.meta(sample) if sample >= 0 else {} for sample in samples]
+    metas: list[dict[str, Any]] = []
+    for sample in samples:
+        if sample >= 0:
+            metas.append(cache.meta(sample))
+        else:
+            metas.append({})
+    return metas
 
 
 def read_labels(cache: TokenCache, samples: Sequence[int], labels: tuple[str, ...]) -> list[int]:
@@ -275,10 +321,13 @@ def row_width(row: Sequence[Segment] | None) -> int:
 
 
 def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | None) -> TokenBatch:
-    """Return a batch of rows of segments, padded with `pad_id` to `width` tokens.
+    """Return a batch of rows of segments, padded to one width.
 
-    Without a `width` the rows are padded to the longest row. A row that is None is a filler, all
-    padding without a target: it takes a place of the last batch that no sample is left for.
+    Args:
+        rows: the segments of each row. None is a filler, all padding without a target: it takes a
+            place of the last batch that no sample is left for.
+        pad_id: the padding token.
+        width: tokens of each row of the batch; None: those of the longest row.
     """
     assert rows, "a batch has rows"
     widths = [row_width(row) for row in rows]
@@ -297,8 +346,11 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
         for tokens, learn in segments:
             stop = start + len(tokens)
             ids[index, start:stop] = tokens
+            # The last token of a segment has no target: what follows is another document.
             next_tokens = tokens[1:].astype(np.int64)
-            targets[index, start : stop - 1] = np.where(learn[1:] != 0, next_tokens, IGNORE)
+            is_learned = learn[1:] != 0
+            targets[index, start : stop - 1] = np.where(is_learned, next_tokens, IGNORE)
+            # To the end of the row, since padding continues the positions of the last segment.
             positions[index, start:] = np.arange(width - start)
             start = stop
         lengths[index] = start
@@ -322,12 +374,13 @@ def bounds(documents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
     sizes = [0]
     for row in documents:
         padding = width - sum(row)
+        # A row without padding has no empty segment at its end.
         sizes += [size for size in (*row, padding) if size]
     return torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
 def learned_segment(tokens: int) -> Segment:
-    """A document of so many tokens, all of them targets."""
+    """Return a document of so many tokens, all of them targets."""
     return np.ones(tokens, np.uint32), np.ones(tokens, np.uint8)
 
 
@@ -336,11 +389,14 @@ class PairBatch(TokenBatch):
     """A TokenBatch whose row p is the chosen side of a pair and row P + p its rejected one.
 
     Targets are the answers' tokens.
-    `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing.
-    `margin_P`: fp32, NaN without a margin in the data.
-    `reference_B`: fp64, log-probability of each answer under the reference model; None until it is known.
-    `samples_P`: int64, numbers of the pairs in their cache, -1 for fillers.
-    `weight`: the number of real pairs.
+
+    Attributes:
+        real_P: fp32, 1 for a pair, 0 for a filler, which weighs nothing.
+        samples_P: int64, numbers of the pairs in their cache, -1 for fillers.
+        margin_P: fp32, NaN without a margin in the data.
+        reference_B: fp64, log-probability of each answer under the reference model; None until it
+            is known.
+        weight: the number of real pairs.
     """
 
     real_P: torch.Tensor
@@ -351,9 +407,13 @@ class PairBatch(TokenBatch):
     weigh = staticmethod(Batch.weigh)
 
     def token_weights(self) -> torch.Tensor:
-        """[B, T]: they add up to a half for each answer, and to 1 for a pair."""
+        """Return [B, T]: weights that add up to a half for each answer, and to 1 for a pair.
+
+        An answer's weight stands at its last token.
+        """
         last_BT = self.position_ids_BT == self.last_B[:, None]
-        return last_BT * self.real_P.repeat(2)[:, None] / 2
+        real_B1 = self.real_P.repeat(2)[:, None]
+        return last_BT * real_B1 / 2
 
 
 def collate_pairs(
@@ -375,13 +435,34 @@ def pair_batch(
     pad_id: int,
     width: int | None,
 ) -> PairBatch:
-    """Return a batch of the chosen and the rejected segment of each pair; None for a filler."""
-    chosen = [None if pair is None else pair[:1] for pair in pairs]
-    rejected = [None if pair is None else pair[1:2] for pair in pairs]
+    """Return a batch of preference pairs.
+
+    Args:
+        pairs: the chosen and the rejected segment of each pair; None for a filler.
+        samples: the number of each pair in its cache, -1 for a filler.
+        metas: the further values of each pair, which may have a margin.
+        pad_id: the padding token.
+        width: tokens of each row; None: those of the longest side.
+    """
+    chosen: list[Sequence[Segment] | None] = []
+    rejected: list[Sequence[Segment] | None] = []
+    for pair in pairs:
+        if pair is None:
+            chosen.append(None)
+            rejected.append(None)
+        else:
+            chosen.append(pair[:1])
+            rejected.append(pair[1:2])
     rows = chosen + rejected
     fields: dict[str, Any] = vars(collate(rows, pad_id, width))
+    # A fixed width is for compiled blocks and the stages of a pipeline, which need one shape.
     if width is None:
-        parts = [None if row is None else _split_at_answer(row[0]) for row in rows]
+        parts: list[Parts | None] = []
+        for row in rows:
+            if row is None:
+                parts.append(None)
+            else:
+                parts.append(_split_at_answer(row[0]))
         own_width = fields["input_ids_BT"].shape[1]
         fields["shared"] = shared_prompts(parts, pad_id, own_width)
     is_real = [pair is not None for pair in pairs]
@@ -395,14 +476,17 @@ def pair_batch(
 
 
 def _split_at_answer(segment: Segment) -> Parts:
-    """Split a segment before its first target, behind one token at least."""
+    """Return a segment's tokens before its first target, at least one, and those from it on."""
     tokens, learn = segment
     first_target = max(1, int(np.argmax(learn)))
     return Parts(tokens[:first_target], tokens[first_target:])
 
 
 def learned_pairs(rows: int, length: int) -> PairBatch:
-    """Pairs of rows with `length` tokens, all targets; the log-probabilities of the reference are 0."""
+    """Return pairs of rows with `length` tokens, all of them targets.
+
+    The log-probabilities of the reference are 0. Such batches stand for real ones in measurements.
+    """
     segment = learned_segment(length)
     count = rows // 2
     pairs = [[segment, segment]] * count
@@ -415,11 +499,12 @@ def learned_pairs(rows: int, length: int) -> PairBatch:
 class LabelledBatch(TokenBatch):
     """A TokenBatch of texts with a class each, without targets.
 
-    `labels_B`: int64, IGNORE for a filler, which counts as one token.
-    `attention_mask_BT`: int64, for bidirectional models. It has a filler's first token, since
-    attention to no token is NaN. Other models get positions instead; None for them.
-    `position_ids_BT` count from the model's first position on, padding included.
-    `weight`: rows with a class.
+    Attributes:
+        labels_B: int64, IGNORE for a filler, which counts as one token.
+        attention_mask_BT: int64, for bidirectional models. It has a filler's first token, since
+            attention to no token is NaN. Other models get positions instead; None for them.
+        position_ids_BT: these count from the model's first position on, padding included.
+        weight: rows with a class.
     """
 
     labels_B: torch.Tensor
@@ -428,7 +513,7 @@ class LabelledBatch(TokenBatch):
     weigh = staticmethod(Batch.weigh)
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The arguments of a model.
+        """Return the arguments of a model.
 
         A bidirectional model counts positions by itself (RoBERTa does not start at 0).
         """
@@ -456,8 +541,11 @@ def _labelled_batch(
     pad_id: int,
     width: int | None,
 ) -> LabelledBatch:
+    """Return the batch of texts whose classes have the numbers `labels`."""
     fields: dict[str, Any] = vars(collate(rows, pad_id, width))
+    # A filler counts as one token, see `LabelledBatch`.
     lengths_B = fields["lengths_B"].clamp(min=1)
+    # A text is one segment, so its positions are its columns.
     columns_BT = fields["position_ids_BT"]
     mask_BT = None
     if plan.bidirectional:
@@ -469,7 +557,7 @@ def _labelled_batch(
 
 
 def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
-    """Texts of `length` tokens, all of the first class."""
+    """Return texts of `length` tokens, all of the first class."""
     texts = [[learned_segment(length)]] * rows
     return _labelled_batch(plan, texts, [0] * rows, 0, length)
 
@@ -478,11 +566,21 @@ def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
 class Episodes:
     """All episodes of a rollout, the same on every rank.
 
-    `mask_NM` bool: the tokens of the completions. The other tensors of tokens are fp32 on the host,
-    and 0 outside of the mask. `log_probs_NM` are of the policy that sampled, by the engine, and
-    `sampler_log_probs_NM` by the generator. `weights_NM`: of a token in the loss. `weight_N`: of an
-    episode in the denominator of the loss. `ended_N` bool: the completion was not cut before its
-    end.
+    The tensors are on the host. Those of tokens are fp32 and 0 outside of the mask.
+
+    Attributes:
+        prompts: the tokens of each prompt.
+        completions: the tokens of each completion.
+        mask_NM: bool, the tokens of the completions.
+        log_probs_NM: of each token under the policy that sampled it, as the engine computes them.
+        sampler_log_probs_NM: the same as the generator computes them.
+        reference_log_probs_NM: of each token under the reference model.
+        values_NM: what the value model predicts at each token.
+        advantages_NM: of each token.
+        returns_NM: of each token, what a value model learns to predict.
+        weights_NM: of a token in the loss.
+        weight_N: of an episode in the denominator of the loss.
+        ended_N: bool, the completion was not cut before its end.
     """
 
     prompts: list[Tokens]
@@ -507,15 +605,19 @@ class Episodes:
     ) -> Episodes:
         """Return episodes with tokens alone; their numbers are 0.
 
-        `ended`: whether each completion was not cut before its end; None: all were not. A prompt
-        has at least one token, a completion may have none.
+        Args:
+            prompts: tokens, at least one of each prompt.
+            completions: tokens, perhaps none.
+            ended: whether each completion was not cut before its end; None: all were not.
         """
         assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
         count = len(completions)
         if ended is None:
             ended = [True] * count
         lengths_N = torch.tensor([len(tokens) for tokens in completions])
-        columns_M = torch.arange(max(1, int(lengths_N.max())))
+        # One column at least, if all completions are empty.
+        longest = max(1, int(lengths_N.max()))
+        columns_M = torch.arange(longest)
         mask_NM = columns_M < lengths_N[:, None]
         zeros = {name: torch.zeros(mask_NM.shape) for name in _EPISODE_FIELDS.values()}
         return cls(
@@ -559,6 +661,7 @@ class Episodes:
         if normalize == "token":
             return replace(self, weights_NM=mask_NM, weight_N=lengths_N)
         if normalize == "sequence":
+            # An episode without tokens has no weights, whatever they are divided by.
             divisor_N1 = lengths_N.clamp(min=1)[:, None]
         else:
             divisor_N1 = torch.tensor(float(constant))
@@ -569,9 +672,9 @@ class Episodes:
 class EpisodeBatch(TokenBatch):
     """A TokenBatch whose rows are a prompt and its completion, padded on the right.
 
-    The numbers are fp32[B, T]. A number of a token has the place where the token is predicted, that
-    of the token before it, as in `targets_BT`. For tokens outside of completions the target is
-    IGNORE and the numbers are 0. `weights_BT`: of a token in the loss.
+    The numbers are fp32[B, T], those of `Episodes`. A number of a token has the place where the
+    token is predicted, that of the token before it, as in `targets_BT`. For tokens outside of
+    completions the target is IGNORE and the numbers are 0.
     """
 
     old_log_probs_BT: torch.Tensor
@@ -583,33 +686,41 @@ class EpisodeBatch(TokenBatch):
     weights_BT: torch.Tensor
 
     def token_weights(self) -> torch.Tensor:
-        """[B, T]: the weight of each token in the loss."""
+        """Return [B, T]: the weight of each token in the loss."""
         return self.weights_BT
 
 
 def collate_episodes(
     episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None
 ) -> EpisodeBatch:
-    """Return a batch of the episodes with indices `picks`, padded to `width` tokens.
+    """Return a batch of some episodes, padded to one width.
 
-    An index of -1 is a filler of weight 0. Without a `width` they are padded to the longest.
+    Args:
+        episodes: all episodes of a rollout.
+        picks: the indices of those of the batch; -1 is a filler of weight 0.
+        pad_id: the padding token.
+        width: tokens of each row; None: those of the longest episode.
     """
     parts: list[Parts | None] = []
+    rows: list[Sequence[Segment] | None] = []
     lengths: list[int] = []
     weight = 0.0
     for pick in picks:
         if pick < 0:
             parts.append(None)
+            rows.append(None)
             lengths.append(FILLER_WIDTH)
         else:
-            prompt, completion = episodes.prompts[pick], episodes.completions[pick]
-            parts.append(Parts(prompt, completion))
+            prompt = episodes.prompts[pick]
+            completion = episodes.completions[pick]
+            episode = Parts(prompt, completion)
+            parts.append(episode)
+            rows.append([_learned_completion(episode)])
             lengths.append(len(prompt) + len(completion))
             weight += float(episodes.weight_N[pick])
     shares_prompts = width is None
     if width is None:
         width = max(FILLER_WIDTH, *lengths)
-    rows = [None if each is None else [_learned_completion(each)] for each in parts]
     fields: dict[str, Any] = vars(collate(rows, pad_id, width))
     fields["lengths_B"] = torch.tensor(lengths)
     fields["weight"] = weight
@@ -636,7 +747,7 @@ def _learned_completion(parts: Parts) -> Segment:
 
 
 def learned_episodes(rows: int, length: int) -> EpisodeBatch:
-    """A batch of completions of length - 1 tokens, each behind a prompt of one."""
+    """Return a batch of completions of length - 1 tokens, each behind a prompt of one."""
     prompts = [np.ones(1, np.int64)] * rows
     completions = [np.ones(length - 1, np.int64)] * rows
     episodes = Episodes.start(prompts, completions)

@@ -48,7 +48,7 @@ from drumline.system.files import write_whole
 LEDGER = "stream.json"
 PULSE = "pulse"
 _READS = "reads"  # at the end of PULSE: the maker waits for a source that has given rows
-_CYCLE = 10**6  # places that weights are rounded to
+_CYCLE = 10**6  # places that weights are rounded to; every order of a stream depends on it
 _ROWS = 4096  # places that are assigned to sources at once
 _POLL_SECONDS = 0.05
 # A source that has begun may take this long for a row, whatever ranks wait for.
@@ -74,6 +74,7 @@ def begin(task: Task, tokenizer_path: str, base_dir: Path) -> None:
         with preparing(task.folder) as is_mine:
             if not is_mine:
                 time.sleep(_POLL_SECONDS)
+            # Another process may have made it before this one held the folder.
             elif not is_begun(task.folder):
                 remove_older_blocks(task.folder)
                 Maker(task, tokenizer_path, base_dir).make(0)
@@ -95,8 +96,8 @@ def remove_older_blocks(root: Path) -> None:
 def read_ledger(root: Path) -> dict[str, Any]:
     """Return what is known of a stream; empty without a file.
 
-    `samples` has the samples of blocks by their number as text, `first` the info of block 0, and `rows`
-    the number of rows of a block.
+    Its keys are `samples` (the number of samples of each block, by the block's number as text),
+    `first` (the info of block 0) and `rows` (the number of rows of a block).
     """
     try:
         ledger = json.loads((root / LEDGER).read_text())
@@ -108,7 +109,17 @@ def read_ledger(root: Path) -> dict[str, Any]:
 
 
 class Maker:
-    """Makes blocks. Consecutive blocks go on with one pass over the rows."""
+    """Makes blocks. Consecutive blocks go on with one pass over the rows.
+
+    Attributes:
+        task: what the blocks are of.
+        tokenizer_path: the folder of the tokenizer.
+        base_dir: the folder that paths of the config are relative to.
+        stream: the settings of the stream.
+        root: the folder of the blocks.
+        stopped: set by another thread to end the making of a block.
+        block_rows: rows of a block; None: not known before block 0 is made.
+    """
 
     def __init__(self, task: Task, tokenizer_path: str, base_dir: Path) -> None:
         assert task.config.data.stream is not None
@@ -127,7 +138,6 @@ class Maker:
         self._is_reading = False
         # Numbers of the sources that have ended since block 0 was begun.
         self._ended: set[int] = set()
-        # Rows of a block; None: not known before block 0 is made.
         self.block_rows: int | None = read_ledger(self.root).get("rows")
 
     def make(self, number: int) -> None:
@@ -135,6 +145,7 @@ class Maker:
         most = self.block_rows or self.stream.rows
         if number != self._next_block:
             self._rows = self._rows_from(number * most)
+        # Not known while the block is made: an error may leave `_rows` anywhere.
         self._next_block = None
         self._notes.counts.clear()
         rows: Iterator[Row] = islice(self._rows, most)
@@ -149,6 +160,7 @@ class Maker:
                     if self.stopped:
                         return
                     stage.write(chunk)
+            # Later blocks may have no usable row: the stream goes on behind them.
             if number == 0:
                 sources = ", ".join(describe(source) for source in self.task.sources)
                 require_rows(stage, sources, self.task.config)
@@ -156,6 +168,7 @@ class Maker:
                 for name in ("tokens.bin", "learn.bin"):
                     (staging / name).rename(folder / name)
                 finish(self.task, stage, folder, block_of(self.root, number), TRAIN)
+        # Last: a rank that finds a block in the ledger may read it.
         self._write_ledger(number)
         # A shorter block has taken a row of the next one.
         if self.block_rows == most:
@@ -167,46 +180,53 @@ class Maker:
         It ends when every source has ended once and the next row would come again.
         """
         self._ended.clear()
+        # A source of weight 0 gives no rows, and does not end.
         sources = {number for number, source in enumerate(self.task.sources) if source.weight != 0}
-        count = 0
+        row_count = 0
         for row in rows:
             if sources <= self._ended:
                 break
-            count += 1
+            row_count += 1
             yield row
-        self.block_rows = count
+        self.block_rows = row_count
 
     def _write_ledger(self, number: int) -> None:
-        """Add a block that was made to the ledger."""
+        """Add a block that was made to the ledger. A block without a folder has 0 samples."""
         ledger = dict(read_ledger(self.root))
         info = read_info(block_of(self.root, number))
-        count = 0
+        sample_count = 0
         if info is not None:
-            count = info["samples"]
+            sample_count = info["samples"]
         if number == 0:
             ledger["first"] = info
         ledger["rows"] = self.block_rows
-        ledger["samples"] = {**ledger.get("samples", {}), str(number): count}
+        counts = ledger.get("samples", {})
+        ledger["samples"] = {**counts, str(number): sample_count}
         write_whole(self.root / LEDGER, json.dumps(ledger), shared=True)
 
     def _rows_from(self, start: int) -> Iterator[Row]:
         """Yield all rows from row `start` on, without end."""
         sources = self.task.sources
         if all(source.weight is None for source in sources):
+            # Without end, so nothing below is reached.
             yield from self._repeat(range(len(sources)), start)
+        # Interleaved as in the curriculum of a mix, in cycles that have places of each source by its
+        # weight.
         weights = [Mixed(weight=source.weight) for source in sources]
         counts = epoch_counts(weights, [_CYCLE] * len(sources), None)
-        size = sum(counts)
-        cycles, place = divmod(start, size)
-        rows = []
+        cycle_size = sum(counts)
+
+        # The rows of each source before row `start` are left out.
+        cycles, place = divmod(start, cycle_size)
+        rows_of_sources = []
         for number, before in enumerate(places_before(place, counts)):
             skip = cycles * counts[number] + before
-            rows.append(self._repeat([number], skip))
+            rows_of_sources.append(self._repeat([number], skip))
         for first in count(start, _ROWS):
-            places = np.arange(first, first + _ROWS, dtype=np.int64) % size
+            places = np.arange(first, first + _ROWS, dtype=np.int64) % cycle_size
             numbers, _ = interleaved(places, counts)
             for number in numbers.tolist():
-                yield next(rows[number])
+                yield next(rows_of_sources[number])
 
     def _repeat(self, numbers: Sequence[int], skip: int) -> Iterator[Row]:
         """Yield the rows of some sources, one source after another, again and again.
@@ -214,6 +234,7 @@ class Maker:
         The first `skip` rows are left out.
         """
         for number in cycle(numbers):
+            # `rows_of` returns how many rows the source has, those that were left out included.
             passed = yield from rows_of(
                 self.task, number, self.base_dir, self._notes, skip, seen=self._watch
             )
@@ -252,31 +273,42 @@ def block_folders(root: Path) -> list[Path]:
 
 
 class _Numbers:
-    """An array of the token caches of all blocks, indexed by the numbers of samples."""
+    """An array of the token caches of all blocks, indexed by the numbers of samples.
+
+    `name` is that of the array in a `TokenCache`: lengths or learned.
+    """
 
     def __init__(self, blocks: Blocks, name: str) -> None:
         self.blocks = blocks
         self.name = name
 
     def __getitem__(self, ids: Ints) -> Ints:
+        """Return the values of some samples, int64[len(ids)]. Their blocks must be known."""
         values = np.zeros(len(ids), np.int64)
         blocks_N = np.searchsorted(self.blocks.begins, ids, side="right") - 1
         for index in np.unique(blocks_N).tolist():
             cache = self.blocks.cache(self.blocks.first + index)
             is_in_block = blocks_N == index
             places = ids[is_in_block] - self.blocks.begins[index]
-            values[is_in_block] = getattr(cache, self.name)[places]
+            array = getattr(cache, self.name)
+            values[is_in_block] = array[places]
         return values
 
 
 class Blocks:
     """A stream as a token cache and as its order.
 
-    `maker` is None on a rank for which another rank of its host makes the blocks. With `seed` None the
-    samples are not shuffled. `falling`: the samples of a block come in the reverse order. `known`: see
-    `state`. `margin`: how many samples before a position ranks may still read. `weighted`: sources are
-    interleaved by weights. Raises CheckpointError for a position that was counted with blocks of
-    another size.
+    Args:
+        root: the folder of the blocks.
+        stream: the settings of the stream.
+        maker: makes the blocks; None on a rank for which another rank of its host makes them.
+        seed: of the shuffled order of a block's samples; None: they are not shuffled.
+        falling: the samples of a block come in the reverse order.
+        known: the state that a checkpoint has, see `state`; empty for a new run.
+        margin: how many samples before a position ranks may still read.
+        weighted: sources are interleaved by weights.
+
+    Raises CheckpointError for a position that was counted with blocks of another size.
     """
 
     def __init__(
@@ -308,12 +340,15 @@ class Blocks:
         self.learned = _Numbers(self, "learned")
         self.size = 0  # there are no epochs
         self.closed = False
+        # By the number of a block: its cache while it is read, the making of it, and its samples.
         self._caches: dict[int, TokenCache] = {}
         self._made: dict[int, Future[None]] = {}
         self._samples: dict[int, int] = {}
+        # One thread: a maker makes one block at a time.
         self._threads: ThreadPoolExecutor | None = None
         if maker is not None:
             self._threads = ThreadPoolExecutor(1, "drumline-blocks")
+        # What `PULSE` said last.
         self._pulse = ""
         self._block_rows: int | None = None
         if known:
@@ -372,6 +407,8 @@ class Blocks:
                 self.begins.append(position)
                 continue
             part_stop = min(stop, begin + size)
+            # Sample ids count through the blocks, as positions do: a block's samples are those of
+            # its positions, in another order.
             places = np.arange(position - begin, part_stop - begin, dtype=np.int64)
             places = self._shuffled(places, number, size)
             if self.falling:
@@ -384,9 +421,11 @@ class Blocks:
         """Return the shuffled places of a block of `size` samples; the same without a seed."""
         if self.seed is None:
             return places
-        block_seed = np.asarray([self.seed % 2**64 ^ number], np.uint64)
-        seed = int(mix(block_seed)[0])
-        return GlobalOrder(size, seed, shuffle=True).at(places)
+        # A seed of its own for each block, by the seed of the run.
+        unmixed = np.asarray([self.seed % 2**64 ^ number], np.uint64)
+        block_seed = int(mix(unmixed)[0])
+        order = GlobalOrder(size, block_seed, shuffle=True)
+        return order.at(places)
 
     def _begin(self, number: int) -> int:
         """Return the position at which a block begins that `number_of` has found."""
@@ -403,10 +442,13 @@ class Blocks:
         return self.cache(number).meta(sample - self._begin(number))
 
     def state(self, position: int) -> dict[str, int]:
-        """Return where a position lies, for a checkpoint, and remove blocks that no rank reads any more.
+        """Return the block of a position, for a checkpoint.
 
-        `block` is its block, `start` the position that the block begins at, and `rows` the rows of a
-        block if these are fewer than the config has.
+        Also removes blocks that no rank reads any more.
+
+        Returns:
+            `block` is the number of the block, `start` the position that it begins at, and `rows`
+            the rows of a block if these are fewer than the config has.
         """
         number = self.number_of(position)
         if self.maker is not None:
@@ -419,6 +461,7 @@ class Blocks:
 
     def number_of(self, position: int) -> int:
         """Return the block of a position, or of the sample with the same number."""
+        # Before the block of the checkpoint: count all blocks, from the first one on.
         if position < self.begins[0]:
             self.first = 0
             self.begins = [0]
@@ -437,6 +480,7 @@ class Blocks:
             self._request(number)
             folder = block_of(self.root, number)
             self._wait(number, lambda: read_info(folder) is not None)
+            # Let go of the blocks before the previous one: their files may be removed.
             self._caches = {old: cache for old, cache in self._caches.items() if old > number - 2}
             self._caches[number] = TokenCache.open(folder)
             if not self.is_one_block:
@@ -469,13 +513,18 @@ class Blocks:
             try:
                 verify(folder, info["sha256"])
             except DataError:
+                # A damaged block is made again.
                 shutil.rmtree(folder)
                 info = None
-        if info is None and self._recorded_size(number) != 0:
+        is_empty = self._recorded_size(number) == 0
+        if info is None and not is_empty:
             self._made[number] = self._threads.submit(self.maker.make, number)
 
     def _wait(self, number: int, is_ready: Callable[[], bool]) -> None:
-        """Wait until something of a block is there. Raises what its making raised."""
+        """Wait until something of a block is there.
+
+        Raises what its making raised, and CancelledError once the stream is closed.
+        """
         while not is_ready():
             if self.closed:
                 raise CancelledError
@@ -483,6 +532,7 @@ class Blocks:
             made = self._made.get(number)
             if made is not None and made.done():
                 made.result()
+                # Made, and perhaps removed since: the next turn asks for it again.
                 del self._made[number]
             self._beat()
             time.sleep(_POLL_SECONDS)
@@ -500,7 +550,9 @@ class Blocks:
         patience = math.inf
         if pulse.endswith(_READS):
             patience = _ROW_SECONDS
-        heartbeat.waits(pulse != self._pulse, patience)
+        # A pulse that changes says that rows have come since the last look.
+        has_new_rows = pulse != self._pulse
+        heartbeat.waits(has_new_rows, patience)
         self._pulse = pulse
 
     def _remove(self, first: int, number: int) -> None:
@@ -542,12 +594,18 @@ def preparing(root: Path) -> Iterator[bool]:
 def hold(root: Path, run_dir: str) -> bool:
     """Return whether this process may make the blocks in a folder, and hold the folder if so.
 
-    It may not if another process of this run does. Raises EnvironmentFault if another run does: each
-    would remove the other's blocks.
+    It may not if another process of this run does.
+
+    Args:
+        root: the folder of a stream.
+        run_dir: the folder of the run, which the lock file names.
+
+    Raises EnvironmentFault if another run holds the folder: each would remove the other's blocks.
     """
     root.mkdir(parents=True, exist_ok=True)
     file = _held.get(root)
     if file is None:
+        # Not "w+", which would erase the name of a holder.
         file = (root / "lock").open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -555,6 +613,7 @@ def hold(root: Path, run_dir: str) -> bool:
             file.seek(0)
             holder = file.read().strip()
             file.close()
+            # A holder that has just locked the file has not written its name yet.
             if holder in ("", run_dir):
                 return False
             raise EnvironmentFault(

@@ -3,7 +3,7 @@
 A cache is a folder that appears whole, under the hash of everything that it was made from:
 
     tokens.bin    uint16 or uint32, all tokens of all rows in a line
-    learn.bin     uint8, 1 where the token is a target
+    learn.bin     uint8, 1 for a token that is a target
     segments.npy  int64[S, 2], token ranges [start, stop): a row, or the piece of one that a pack holds
     samples.npy   int64[N + 1], sample i is segments samples[i]..samples[i + 1]
     lengths.npy   int32[N], tokens of each sample
@@ -39,6 +39,7 @@ VERSION = 6  # raise it when the same input gives other files
 BLOCK = 1 << 26  # bytes that a checksum covers, so that ranks can divide one large file
 PIECE = 1 << 20  # bytes read at once
 HEADER_TRIES = 10  # at a header that another thread disturbs
+# The tokens of a document, and for each whether it is a target.
 Segment = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]]
 
 
@@ -46,6 +47,12 @@ class TokenCache:
     """A prepared dataset, read through memory maps.
 
     Opening a cache reads a few kilobytes, whatever its size. Any number of processes share its pages.
+
+    Attributes:
+        folder: the folder of the cache.
+        info: the content of info.json.
+        lengths: int32[N], tokens of each sample.
+        learned: int64[N], targets of each sample.
     """
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
@@ -85,8 +92,9 @@ class TokenCache:
         The arrays are views of the files. Attention and positions restart at each segment.
         """
         first, last = self._samples[sample : sample + 2].tolist()
+        ranges = self._segments[first:last].tolist()
         segments = []
-        for start, stop in self._segments[first:last].tolist():
+        for start, stop in ranges:
             tokens = self._tokens[start:stop]
             learn = self._learn[start:stop]
             segments.append((tokens, learn))
@@ -113,6 +121,7 @@ def _map_array(folder: Path, name: str) -> Any:
             # numpy parses a header with `ast`, which fails at times while another thread uses it
             # (python/cpython#106905).
             continue
+    # The last try raises what it raises.
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
@@ -121,6 +130,7 @@ def read_info(folder: Path) -> dict[str, Any] | None:
 
     None if there is none, if it was changed, or if a file has another size.
     """
+    # Anything may have become of the file: it may be no JSON, no object, or lack a key.
     try:
         text = (folder / "info.json").read_text()
         info = json.loads(text)
@@ -142,9 +152,11 @@ def _sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def left_out(name: str, info: dict[str, Any]) -> list[str]:
-    """Return a line with how many rows of data.`name` were cut or left out, or no line.
+    """Return a line with how many rows were cut or left out, or no line.
 
-    `info` is that of a cache of these rows.
+    Args:
+        name: the rows' key below `data`, for the line.
+        info: the info of a cache of these rows.
     """
     reasons = {
         "filtered": "left out by `where`",
@@ -171,6 +183,11 @@ class Column:
     """A .npy file that grows at its end.
 
     numpy leaves room in the header for any number of rows, so that the count can be written last.
+
+    Args:
+        path: the file.
+        dtype: the type of its numbers.
+        width: the sizes of a row; none for a column of numbers.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], *width: int) -> None:
@@ -181,6 +198,7 @@ class Column:
         self._write_header()
 
     def _write_header(self) -> None:
+        """Write the header of an array with the rows so far."""
         header = {
             "descr": np.lib.format.dtype_to_descr(self.dtype),
             "fortran_order": False,
@@ -189,11 +207,13 @@ class Column:
         np.lib.format.write_array_header_1_0(self.file, header)
 
     def add(self, values: npt.NDArray[Any]) -> None:
+        """Append rows."""
         rows = np.ascontiguousarray(values, self.dtype)
         self.file.write(rows.tobytes())
         self.count += len(values)
 
     def close(self) -> None:
+        """Write the number of rows into the header, and close the file."""
         self.file.seek(0)
         self._write_header()
         self.file.close()
@@ -213,6 +233,7 @@ class Layout:
         self.tokens = 0
         self.learned = 0
         self.longest = 0
+        # Bounds begin with 0, and each sample adds the one behind it.
         for name in ("samples", "meta"):
             self.columns[name].add(np.zeros(1, np.int64))
 
@@ -230,21 +251,30 @@ class Layout:
     ) -> Sequence[bytes]:
         """Add samples and return the metas of those that were added.
 
-        The arrays are as the files have them; `metas` has one of each sample, or is empty.
         Samples with neither a target nor a meta are left out.
+
+        Args:
+            segments: int64[S, 2], token ranges [start, stop).
+            samples: int64[N + 1], sample i is segments samples[i]..samples[i + 1], at least one.
+            learned_of_segment: int64[S], targets of each segment.
+            metas: the JSON of each sample, or none.
         """
-        lengths = np.add.reduceat(segments[:, 1] - segments[:, 0], samples[:-1])
-        learned = np.add.reduceat(learned_of_segment, samples[:-1])
+        sizes = segments[:, 1] - segments[:, 0]
+        first_segments = samples[:-1]
+        lengths = np.add.reduceat(sizes, first_segments)
+        learned = np.add.reduceat(learned_of_segment, first_segments)
         keep = learned > 0
         if metas:
             keep |= np.asarray([bool(meta) for meta in metas])
             metas = list(compress(metas, keep))
         if not keep.all():
-            per_sample = np.diff(samples)
-            segments = segments[np.repeat(keep, per_sample)]
-            samples = bounds(per_sample[keep])
+            segment_counts = np.diff(samples)
+            is_kept_segment = np.repeat(keep, segment_counts)
+            segments = segments[is_kept_segment]
+            samples = bounds(segment_counts[keep])
             lengths = lengths[keep]
             learned = learned[keep]
+        # Before the segments are added: their number so far is where these begin.
         self.columns["samples"].add(samples[1:] + self.columns["segments"].count)
         self._add_metas(metas, len(lengths))
         self.columns["segments"].add(segments)
@@ -261,7 +291,8 @@ class Layout:
             sizes = np.asarray([len(meta) for meta in metas], np.int64)
         else:
             sizes = np.zeros(count, np.int64)
-        self.columns["meta"].add(self.metas.tell() + np.cumsum(sizes))
+        stops = self.metas.tell() + np.cumsum(sizes)
+        self.columns["meta"].add(stops)
         self.metas.write(b"".join(metas))
 
     def close(self) -> dict[str, int]:
@@ -270,6 +301,7 @@ class Layout:
             column.close()
         self.metas.close()
         meta_file = self.folder / "meta.bin"
+        # Without any meta a cache has neither file.
         if meta_file.stat().st_size == 0:
             meta_file.unlink()
             (self.folder / "meta.npy").unlink()
@@ -283,7 +315,7 @@ class Layout:
 
 
 def bounds(sizes: Any) -> npt.NDArray[np.int64]:
-    """Return int64[N + 1]: where N ranges of these sizes begin, end to end, and where the last stops."""
+    """Return int64[N + 1]: the starts of N ranges of these sizes, end to end, and the last stop."""
     stops = np.cumsum(sizes)
     return np.concatenate(([0], stops)).astype(np.int64)
 
@@ -293,6 +325,11 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
 
     If another process was faster, its cache stays: both were made from the same input. A damaged
     one is replaced.
+
+    Args:
+        temporary: the folder with the files of the cache.
+        folder: its name.
+        info: what info.json tells besides the sizes and checksums of the files.
     """
     names = sorted(path.name for path in temporary.iterdir())
     sizes = _sizes_of(temporary, names)
@@ -301,8 +338,11 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
         blocks = math.ceil(size / BLOCK)
         checksums[name] = [_digest(temporary / name, block) for block in range(blocks)]
     info = {**info, "files": sizes, "sha256": checksums}
-    text = json.dumps({**info, "checksum": files.json_digest(info)}, indent=2)
+    with_checksum = {**info, "checksum": files.json_digest(info)}
+    text = json.dumps(with_checksum, indent=2)
     (temporary / "info.json").write_text(text + "\n")
+    # All bytes are on the disk before the folder has its name, so a power cut leaves no cache that
+    # looks finished and is not.
     for name in (*names, "info.json"):
         files.sync(temporary / name)
     files.sync(temporary)
@@ -323,6 +363,7 @@ def temporary_folder(root: Path) -> Iterator[Path]:
             yield folder
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        # An error of the caller's own, such as a source that cannot be read.
         if is_made and not is_full:
             raise
         raise EnvironmentFault(
@@ -335,8 +376,15 @@ def temporary_folder(root: Path) -> Iterator[Path]:
 def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int = 1) -> None:
     """Verify this rank's share of the blocks of a cache.
 
-    `sha256` has the checksums of the blocks of each file. Raises DataError that names a damaged file.
+    Args:
+        folder: the cache.
+        sha256: the checksums of the blocks of each file.
+        rank: this rank.
+        ranks: the number of ranks that divide the blocks among them.
+
+    Raises DataError that names a damaged file.
     """
+    # In one order on every rank, so that each block is one rank's.
     blocks = []
     for name, digests in sorted(sha256.items()):
         for block in range(len(digests)):
@@ -379,6 +427,7 @@ def _digest(path: Path, block: int) -> str:
     """Return the sha256, in hex, of a block of a file. Raises OSError."""
     digest = hashlib.sha256()
     left = BLOCK
+    # Pieces are large already: a buffer would only copy them.
     with path.open("rb", buffering=0) as file:
         file.seek(block * BLOCK)
         while left > 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from drumline.data.batches import collate, collate_pairs, collate_texts
+from drumline.data.batches import collate, collate_pairs, collate_texts, read_segments
 from drumline.data.cache import TokenCache
 from drumline.data.images import collate_images, collate_vision
 from drumline.data.judged import collate_judged, collate_mismatched
@@ -29,25 +29,26 @@ def padding(plan: Plan) -> int:
 
 
 def text_collator(plan: Plan, width: int | None) -> Collator:
-    """Return the collator of segments of text, with images if the model takes some."""
+    """Return the collator of segments of text, with images if the model takes some.
+
+    Args:
+        plan: the plan of the run.
+        width: tokens of every row; None: those of the longest row.
+    """
     pad = padding(plan)
     hf_config = load_config(plan.model_path, plan.config.model)
     vision = vision_of(plan.config, plan.model_path, hf_config)
     if vision is not None:
         return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
 
-    def collator(cache: TokenCache) -> Callable[[list[int]], Any]:
-        def make_batch(ids: list[int]) -> Any:
-            samples = [cache.segments(sample) if sample >= 0 else None for sample in ids]
-            return collate(samples, pad, width)
-
-        return make_batch
-
-    return collator
+    return lambda cache: lambda ids: collate(read_segments(cache, ids), pad, width)
 
 
 def pair_collator(plan: Plan, width: int | None) -> Collator:
-    """Return the collator of preference pairs."""
+    """Return the collator of preference pairs.
+
+    `width`: tokens of every row; None: those of the longest row.
+    """
     pad = padding(plan)
     return lambda cache: lambda ids: collate_pairs(cache, ids, pad, width)
 
@@ -69,12 +70,19 @@ def judged_collator(
 
 
 def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> Collator:
-    """Return the collator of texts or images with a class. `image_size`: see `ClassifyConfig`."""
+    """Return the collator of texts or images with a class.
+
+    Args:
+        plan: the plan of the run, which has the names of the classes.
+        width: tokens of every row of texts; None: those of the longest row.
+        image_size: see `ClassifyConfig`.
+    """
     if not plan.config.images_alone:
         pad = padding(plan)
         return lambda cache: lambda ids: collate_texts(plan, cache, ids, pad, width)
     hf_config = load_config(plan.model_path, plan.config.model)
     processor = load_processor(plan.model_path, plan.config.model, hf_config, image_size)
+    # Images in colour, unless the model says otherwise.
     channels = int(getattr(hf_config, "num_channels", 3))
     side = side_of(processor, channels)
     return lambda cache: (

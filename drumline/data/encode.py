@@ -45,7 +45,12 @@ class RowEncoder(Protocol):
 class TextRows:
     """Encodes conversations, completions and documents.
 
-    Rows of a packed pretraining run are not cut here: `prepare.cut` does that.
+    Rows of a packed pretraining run are not cut here: `packing.cut` does that.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        documents: every token is a target, as in pretraining.
+        data: the settings of `data`.
     """
 
     def __init__(self, tokenizer: Any, documents: bool, data: DataConfig) -> None:
@@ -54,6 +59,7 @@ class TextRows:
         self.keeps_whole = documents and data.packing
 
     def encode(self, row: Row) -> Encoded | None:
+        """Return a row as one segment, see `RowEncoder.encode`."""
         if holds_images(row):
             raise DataError(
                 "this row holds images, and text alone is read here",
@@ -67,6 +73,7 @@ class TextRows:
             example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
         if example is None:
             return None
+        # Too long rather than unlearned: a greater data.max_length would keep it.
         has_lost_answer = full.learned and not example.learned
         if has_lost_answer:
             return None
@@ -77,21 +84,24 @@ class TextRows:
 class PromptRows:
     """Encodes prompts of rollouts.
 
-    A sample is one segment, the tokens before the completion. Its meta, for rewards: `prompt` (the
-    text), `domain` (of the source), and the row's other columns under their names; columns of these
-    two names are under OWN. A prompt leaves room for max_new_tokens within data.max_length.
-    data.truncation decides whether a longer one is dropped or cut at its start. It is never cut at
-    its end, which has the question and the header of the answer.
+    A sample is one segment, the tokens before the completion. Its meta is what rewards read:
+    `prompt` (the text), `domain` (of the source), and the row's other columns under their names;
+    columns of these two names are under OWN.
+
+    A prompt leaves room for max_new_tokens within data.max_length. data.truncation decides whether a
+    longer one is dropped or cut at its start. It is never cut at its end, which has the question and
+    the header of the answer.
     """
 
     def __init__(self, tokenizer: Any, new: int, data: DataConfig) -> None:
-        """`new`: max_new_tokens."""
+        """Store the settings. `new`: max_new_tokens."""
         self.encoder = Encoder(tokenizer, everything=False, data=data)
         self.policy = data.truncation
         self.new = new
         self.room = data.max_length - new
 
     def encode(self, row: Row) -> Encoded | None:
+        """Return a prompt, see `RowEncoder.encode`."""
         text, ids = self.encoder.prompt(row)
         if not ids:
             raise DataError(
@@ -116,6 +126,7 @@ class PromptRows:
 
 def _prompt_meta(row: Row, text: str) -> dict[str, Any]:
     """Return what rewards read of a prompt, see `PromptRows`."""
+    # As they come back from the cache, which keeps them as JSON.
     columns = as_json(row.extra)
     meta = {**columns, "prompt": text, "domain": row.domain}
     own = {}
@@ -143,14 +154,20 @@ class AnswerRows:
     def example(self, prompt: Text, answer: Text, name: str, row: Row, is_plain: bool) -> Example:
         """Return a prompt and an answer as tokens, not yet truncated.
 
-        `name` is the answer's column. With `is_plain`, two texts are taken as they are, without a
-        chat template. Raises DataError for an answer without a token.
+        Args:
+            prompt: a text or messages.
+            answer: a text or messages.
+            name: the answer's column, for messages.
+            row: the row of both, for the tools and the name.
+            is_plain: two texts are taken as they are, without a chat template.
+
+        Raises DataError for an answer without a token.
         """
         turns = as_messages(answer, "assistant")
-        if not any(turn.get("tool_calls") or turn["content"].strip() for turn in turns):
-            raise DataError(
-                f"`{name}` is empty: it has no answer", where=row.origin, fix="take the row out"
-            )
+        has_answer = any(turn.get("tool_calls") or turn["content"].strip() for turn in turns)
+        if not has_answer:
+            what = f"`{name}` is empty: it has no answer"
+            raise DataError(what, where=row.origin, fix="take the row out")
         if not (isinstance(prompt, str) and isinstance(answer, str)):
             self.encoder.require_template("the row holds messages", row)
         elif is_plain:
@@ -175,20 +192,23 @@ class PairRows(AnswerRows):
     """
 
     def encode(self, row: Row) -> Encoded | None:
+        """Return a pair as two segments, see `RowEncoder.encode`."""
         is_plain = not {"prompt", "tools"} & row.values.keys()
         prompt, *answers = pair_parts(row.values, row.origin)
         full = []
         for answer, name in zip(answers, SIDES, strict=True):
             full.append(self.example(prompt, answer, name, row, is_plain))
         chosen, rejected = full
+        # Texts that differ may still be rendered alike, so the tokens are compared.
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise DataError(SAME_ANSWER, where=row.origin, fix="take the row out")
         pair = cut_pair(chosen, rejected, self.data.max_length, self.data.truncation, row.origin)
         if pair is None:
             return None
-        is_cut = any(
-            len(short.tokens) < len(long.tokens) for short, long in zip(pair, full, strict=True)
-        )
+        is_cut = False
+        for short, long in zip(pair, full, strict=True):
+            if len(short.tokens) < len(long.tokens):
+                is_cut = True
         hides_reasoning = any(example.hides_reasoning for example in full)
         return Encoded(list(pair), _meta(row), truncated=is_cut, hides_reasoning=hides_reasoning)
 
@@ -202,6 +222,7 @@ class JudgedRows(AnswerRows):
     """
 
     def encode(self, row: Row) -> Encoded | None:
+        """Return a judged answer as one segment, see `RowEncoder.encode`."""
         is_good = judgement(row.values["label"], row.origin)
         prompt = row.values["prompt"]
         full = self.example(prompt, row.values["completion"], "completion", row, row.plain)
@@ -209,8 +230,10 @@ class JudgedRows(AnswerRows):
         if example is None or not example.learned:
             return None
         is_cut = len(example.tokens) < len(full.tokens)
+        # The first target is the first token of the answer.
         prompt_size = int(np.argmax(full.learn))
-        digest = sha256(full.tokens[:prompt_size].tobytes()).hexdigest()
+        prompt_tokens = full.tokens[:prompt_size]
+        digest = sha256(prompt_tokens.tobytes()).hexdigest()
         meta = {"good": is_good, "prompt": digest[:DIGEST_DIGITS]}
         return Encoded([example], meta, truncated=is_cut, hides_reasoning=full.hides_reasoning)
 
@@ -248,17 +271,26 @@ def _meta(row: Row) -> dict[str, Any] | None:
 def cut_pair(
     chosen: Example, rejected: Example, max_length: int, policy: Policy, origin: str
 ) -> tuple[Example, Example] | None:
-    """Return both sides cut to `max_length` tokens; None if the pair is dropped.
+    """Return both sides of a pair cut to a length; None if the pair is dropped.
 
-    `left`: both sides lose from the start of the prompt as many tokens as the longer side must lose, so
-    that answers stay whole. `right`: the sides lose their ends, and prompts stay whole. A pair that
-    would lose its prompt or an answer, or keep two equal ones, is dropped. Raises DataError under the
-    policy `error`.
+    Under `left` both sides lose from the start of the prompt as many tokens as the longer side must
+    lose, so that answers stay whole. Under `right` the sides lose their ends, and prompts stay whole.
+    A pair that would lose its prompt or an answer, or keep two equal ones, is dropped.
+
+    Args:
+        chosen: the prompt and the better answer.
+        rejected: the prompt and the worse answer.
+        max_length: tokens that a side may have.
+        policy: what is done with a longer side.
+        origin: the row's name in an error.
+
+    Raises DataError under the policy `error`.
     """
     longest = max(chosen, rejected, key=lambda side: len(side.tokens))
     excess = len(longest.tokens) - max_length
     if excess <= 0:
         return chosen, rejected
+    # For its error, and for `drop`: its result would leave the sides with different prompts.
     if truncate(longest, max_length, policy, origin, "tokens on a side") is None:
         return None
     # The first target is the first token of the answer.
@@ -280,9 +312,11 @@ def cut_pair(
 def label_of(row: Row, labels: list[str] | None) -> str:
     """Return the name of the row's class. A number may be text, as a CSV has it.
 
-    Raises DataError for a label that is not among `labels`, and for an empty one.
+    `labels`: the names of the classes; None: those that the rows have. Raises DataError for a label
+    that is not among them, and for an empty one.
     """
     label = row.values["label"]
+    # A bool is a number for Python.
     if isinstance(label, bool):
         raise DataError("the label is bool, not the name or number of a class", where=row.origin)
     name = str(label)
@@ -290,6 +324,7 @@ def label_of(row: Row, labels: list[str] | None) -> str:
         raise DataError("the label is empty", where=row.origin, fix="take the row out")
     if labels is None or name in labels:
         return name
+    # The index of a class, without a sign and leading zeros.
     if re.fullmatch("0|[1-9][0-9]{,8}", name):
         index = int(name)
         if index < len(labels):
@@ -304,7 +339,12 @@ def label_of(row: Row, labels: list[str] | None) -> str:
 def classes(
     train: TokenCache, held_out: Sequence[TokenCache], labels: list[str] | None
 ) -> tuple[str, ...]:
-    """Return the classes in order: `labels`, or those of the training samples by `_sort_key`.
+    """Return the names of the classes in the order of their numbers.
+
+    Args:
+        train: the training samples.
+        held_out: the caches of held-out samples.
+        labels: `algorithm.labels`; None: the classes of the training samples by `_sort_key`.
 
     Raises DataError if there is only one class, or if a held-out sample has a class that no training
     sample has.
@@ -369,6 +409,7 @@ class LabelledTexts:
         self.data = data
 
     def encode(self, row: Row) -> Encoded | None:
+        """Return a text with its class as one segment, see `RowEncoder.encode`."""
         label = label_of(row, self.labels)
         text = row.values["text"]
         tokens = self.tokenizer(text, verbose=False)["input_ids"]
@@ -376,6 +417,7 @@ class LabelledTexts:
             raise DataError("the text is empty", where=row.origin, fix="take the row out")
         limit = self.data.max_length
         policy = self.data.truncation
+        # For its error, and for `drop`: the tokenizer itself keeps the special tokens of both ends.
         if truncate(_unlearned(tokens), limit, policy, row.origin) is None:
             return None
         is_cut = len(tokens) > limit
@@ -397,6 +439,7 @@ class LabelledImages:
         self.root = root_of(data)
 
     def encode(self, row: Row) -> Encoded | None:
+        """Return an image with its class, see `RowEncoder.encode`."""
         from drumline.models.vision import read_image  # with torch
 
         name = image_path(row.values["image"], row.origin, self.root)

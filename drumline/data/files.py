@@ -1,5 +1,4 @@
-"""Reads rows of files, each with its line, and rows of sources without files: tasks of reasoning-gym,
-scikit-learn's digits.
+"""Reads the rows of files, of reasoning-gym's tasks and of scikit-learn's digits.
 
 Readers stream, so a file may be larger than memory (except a `.json` array). Each yields
 `(origin, values)`: `origin` is `path:line`, or `path row N` (from 1) in a format without lines. A
@@ -48,6 +47,7 @@ _ROWS_TRIED = 16  # other rows, whose answers are tried first
 _EDITS_TRIED = 64  # changes of one letter or digit, which are tried next
 _DIGITS = "0123456789"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+# A row as it is written: its origin and its columns.
 Raw = tuple[str, dict[str, Any]]
 
 
@@ -80,6 +80,7 @@ def _lines(file: DataFile) -> Iterator[tuple[int, str]]:
                 return
             number += 1
             where = f"{file.name}:{number}"
+            # A binary file may be one line: do not read it whole.
             if len(raw) > MOST_LINE:
                 raise DataError(
                     f"a line of more than {MOST_LINE // MIB} MiB",
@@ -196,7 +197,15 @@ def _header(names: list[str], where: str) -> list[str]:
 def _batches(
     file: DataFile, what: str, open_batches: Callable[[IO[bytes]], Iterator[Any]]
 ) -> Iterator[Raw]:
-    """Yield the rows of Arrow's record batches. `what` is the error's text if it cannot be read."""
+    """Yield the rows of Arrow's record batches.
+
+    Args:
+        file: the file.
+        what: the error's text if it cannot be read.
+        open_batches: returns the record batches of an open file.
+
+    Raises DataError.
+    """
     number = 0
     with file.open(anywhere=True) as stream:
         with judged(what, file.name, DataError):
@@ -276,7 +285,15 @@ def _require_small_workbook(stream: IO[bytes], name: str) -> None:
 
 
 def _choose_sheet(sheets: list[str], wanted: str | None, name: str) -> str:
-    """Return the wanted sheet, or the only one. Raises DataError."""
+    """Return the wanted sheet of a workbook, or the only one.
+
+    Args:
+        sheets: the names of its sheets.
+        wanted: the `sheet` of the source, if it is set.
+        name: the file's name, for messages.
+
+    Raises DataError for an unknown sheet, and for several of which none is set.
+    """
     if wanted is None:
         if len(sheets) <= 1:
             return sheets[0]
@@ -325,11 +342,13 @@ class TaskSet(NamedTuple):
 
 
 def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
-    """Yield `size` rows of the tasks in turn.
+    """Yield `source.size` rows of the tasks in turn.
 
-    A row has the question as `prompt` and the task's name as `task`. Besides these it has the answer as
-    `completion`; for pairs the answer as `chosen` and a wrong one as `rejected`; for prompts what the
-    verifier needs: `answer`, `options` and `entry`. Raises DataError and EnvironmentFault.
+    A row has the question as `prompt` and the task's name as `task`. Besides these it has the answer
+    as `completion`; for pairs the answer as `chosen` and a wrong one as `rejected`; for prompts what
+    the verifier needs: `answer`, `options` and `entry`.
+
+    Raises DataError for a task that cannot be used, and EnvironmentFault without reasoning-gym.
     """
     sets = _open_tasks(source, forms)
     most = max(task.rows for task in sets)
@@ -347,6 +366,7 @@ def _open_tasks(source: TasksSource, forms: Forms) -> list[TaskSet]:
         reasoning_gym = import_quietly("reasoning_gym")
     except ImportError as error:
         raise no_reasoning_gym() from error
+    # The first `more` tasks have a row more than the others.
     least, more = divmod(source.size, len(source.tasks))
     sets = []
     for index, (name, options) in enumerate(source.tasks.items()):
@@ -422,9 +442,15 @@ def root_of(data: DataConfig) -> Path:
 def image_path(image: Any, origin: str, root: Path) -> str:
     """Return the path of an image.
 
-    It is the path that a row names, or that of a file in `root`/images with the bytes that the row holds:
-    of a table's `{bytes, path}`, a data URL or a picture that Pillow has read. Raises DataError for a
-    value that is no image, and EnvironmentFault.
+    It is the path that a row names, or that of a file in `root`/images with the bytes that the row
+    holds.
+
+    Args:
+        image: a path, a table's `{bytes, path}`, a data URL, or a picture that Pillow has read.
+        origin: the row's name in an error.
+        root: the folder of the token caches.
+
+    Raises DataError for a value that is no image, and EnvironmentFault if the file cannot be written.
     """
     image = _path_or_bytes(image, origin)
     if isinstance(image, bytes):
@@ -468,6 +494,7 @@ def _path_or_bytes(image: Any, origin: str) -> Any:
 
 def _store_image(data: bytes, root: Path) -> str:
     """Write the bytes of an image to a file, unless it is there. Raises EnvironmentFault."""
+    # Named by its content: copies of an image are one file, whichever rows hold them.
     path = root / IMAGES / hashlib.sha256(data).hexdigest()
     with disk_errors("cannot be written", str(path), EnvironmentFault, "set data.cache_dir"):
         if not path.exists():
@@ -492,10 +519,19 @@ def no_reasoning_gym() -> EnvironmentFault:
 
 
 def wrong_answer(dataset: Any, number: int, rows: int, seed: str, where: str) -> str:
-    """Return an answer that the verifier of `dataset` scores below that of row `number`.
+    """Return an answer that a task's verifier scores below the right one.
 
-    It is the answer of another of the first `rows` rows; if those are right too, the right answer with a
-    letter or digit changed. It depends on `seed` alone. Raises DataError if there is none.
+    It is the answer of another row; if those are right too, the right answer with a letter or digit
+    changed.
+
+    Args:
+        dataset: a task of reasoning-gym.
+        number: the row of the question.
+        rows: how many rows of the task are read. Answers of other rows are not tried.
+        seed: decides, with the row, which answers are tried.
+        where: the row's name in an error.
+
+    Raises DataError if no wrong answer is found.
     """
     item = dataset[number]
     own = item["answer"]

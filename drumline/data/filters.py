@@ -17,6 +17,7 @@ from drumline.data.files import Raw, TableRow
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import MIB
 
+# Raw rows, each with the folder that its paths are relative to.
 RawRows = Iterator[tuple[Path, Raw]]
 _ROWS = 1024  # of a table
 _NUMBER = "drumline row"  # a column that no condition names by chance
@@ -25,11 +26,20 @@ _COLUMNS_SHOWN = 12  # in a message
 _ABSENT = re.compile(
     r'(?:Referenced (?:column|table)|Could not find key) "(.+?)" (?:not found|in struct)'
 )
+# The settings of a DuckDB that reaches nothing but its table.
 _CLOSED: dict[str, Any] = {
-    "enable_external_access": "false", "autoinstall_known_extensions": "false", "autoload_known_extensions": "false",
-    "python_enable_replacements": "false", "threads": "1", "memory_limit": f"{2048 * MIB // 10**6}MB", "temp_directory": "",
+    # No files and no connections.
+    "enable_external_access": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    # No variables of this process as tables.
+    "python_enable_replacements": "false",
+    "threads": "1",
+    "memory_limit": f"{2048 * MIB // 10**6}MB",
+    "temp_directory": "",
+    # No condition can change these settings.
     "lock_configuration": "true",
-}  # fmt: skip
+}
 
 
 def where(
@@ -80,16 +90,20 @@ class _Evaluator:
 
     A condition may name a column that no row of one table has, if a later row has it: until then the
     column is null.
+
+    Attributes:
+        connection: a connection to DuckDB.
+        conditions: (key of the config, SQL) of each condition.
+        columns: all columns so far, in the order in which they came.
+        absent: by name, what no row of some table had, although a condition names it.
+        seen: those names of `absent` that a row has had.
     """
 
     def __init__(self, connection: Any, conditions: Sequence[tuple[str, str]]) -> None:
         self.connection = connection
         self.conditions = conditions
-        # All columns so far, in the order in which they came.
         self.columns: dict[str, None] = {}
-        # By name: what no row of some table had, although a condition names it.
         self.absent: dict[str, _Complaint] = {}
-        # Those names of `absent` that a row has had.
         self.seen: set[str] = set()
 
     def select(self, rows: list[dict[str, Any]]) -> list[int]:
@@ -99,6 +113,7 @@ class _Evaluator:
         for row in rows:
             self.columns.update(dict.fromkeys(row))
         numbers = None
+        # Again with one more null column each time that DuckDB misses one.
         while numbers is None:
             table = _table(rows, list(self.columns), list(self.absent))
             relation = self.connection.from_arrow(table)
@@ -161,6 +176,7 @@ def _table(rows: list[dict[str, Any]], columns: list[str], absent: list[str]) ->
     import pyarrow as arrow
 
     if absent:
+        # A name in `absent` may be a column or a key of a struct: nobody knows which.
         known = {column.lower() for column in columns}
         columns = columns + [name for name in absent if name.lower() not in known]
         nulls = dict.fromkeys(absent)
@@ -195,5 +211,9 @@ def _as_text(value: Any) -> str | None:
     """Return a value as a text that Arrow can hold: JSON unless it is a text."""
     if value is None:
         return None
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value, default=str)
+    # Half of a surrogate pair has no UTF-8.
     return text.encode(errors="replace").decode()

@@ -1,4 +1,9 @@
-"""Names a prepared dataset by a hash of everything that it is made from, and says how two caches differ."""
+"""Names a prepared dataset by a hash of everything that it is made from.
+
+The hash covers the content of the sources, the tokenizer and the settings that change a token or
+choose a row. Another run with the same hash uses the same cache. This module also says how two
+caches differ, for a run that resumes with other data.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +69,23 @@ def cache_key(
 ) -> str:
     """Return the first 32 hex digits of sha256 over the content of the sources and the settings.
 
-    `role` is train, holdout or eval. For images the hash also covers the folders of the rows, which
-    image paths are relative to, and for a vision-language model its processor. The images themselves
-    are not read: their pixels are in no cache, and a changed size is found when an image is loaded.
+    For images the hash also covers the folders of the rows, which image paths are relative to, and
+    for a vision-language model its processor. The images themselves are not read: their pixels are in
+    no cache, and a changed size is found when an image is loaded.
+
+    Args:
+        config: the config of the run.
+        sources: the sources of the rows.
+        role: train, holdout or eval.
+        tokenizer_path: the folder or hub id of the tokenizer.
+        base_dir: the folder that paths of the config are relative to.
+        vision: the images of a vision-language model.
+
+    Raises DataError for a source that cannot be read, ModelError for a tokenizer that cannot be.
     """
     data = config.data
     is_for_training = role != "eval"
+    # An item that is added here makes every cache again, unless it is only there with a new setting.
     parts: dict[str, Any] = {
         "version": VERSION,
         "sources": _source_parts(config, sources, base_dir, is_for_training),
@@ -87,6 +103,7 @@ def cache_key(
         parts["holdout"] = data.holdout
         parts["chosen"] = _chosen(config, sources, base_dir)
     if is_for_training and data.holdout and judges_answers(config.algorithm.forms):
+        # Older versions held out rows of such an algorithm one by one.
         parts["holdout"] = ["whole prompts", data.holdout]
     if config.algorithm.rollout is not None:
         # Prompts carry the name of their domain, which may be that of their file.
@@ -117,6 +134,7 @@ def _source_parts(
 def _algorithm(config: Config) -> str:
     """Return the algorithm's kind. A kind in a user's file counts with its code, which may change."""
     kind = config.algorithm.kind
+    # `path/of/file.py:name` for such a kind.
     code, _, name = kind.rpartition(":")
     if code.endswith(".py"):
         return f"{hash_file(Path(code))}:{name}"
@@ -127,12 +145,14 @@ def _chosen(config: Config, sources: list[Source], base_dir: Path) -> dict[str, 
     """Return what decides which rows of the training data become samples."""
     data = config.data
     parts = {name: getattr(data, name) for name in _CHOICES}
+    # Evaluation rows decide which training rows are left out.
     parts["eval"] = []
     if data.decontaminate:
         parts["eval"] = [_source(source, base_dir) for source in data.eval]
     parts["by"] = data.curriculum and data.curriculum.by
     parts["stream"] = None
     if data.stream is not None:
+        # Blocks of a stream have rows of several sources, by their weights.
         weights = [source.weight for source in sources]
         parts["stream"] = [data.stream.rows, *weights]
     return parts
@@ -159,18 +179,31 @@ def _source(source: Source, base_dir: Path, streams: bool = False) -> dict[str, 
         settings = source.model_dump(exclude=_APART)
     else:
         settings = source.model_dump(exclude={"path", *_APART})
-    return {**settings, "content": _content(source, base_dir, streams)}
+    settings["content"] = _content_of_source(source, base_dir, streams)
+    return settings
 
 
-def _content(source: Source, base_dir: Path, streams: bool) -> Any:
-    """Return what identifies the rows of a source. Raises DataError and EnvironmentFault."""
+def _content_of_source(source: Source, base_dir: Path, streams: bool) -> Any:
+    """Return what identifies the rows of a source.
+
+    It is a hash of all content if that is here to read, and otherwise what its place tells of it.
+
+    Args:
+        source: the source.
+        base_dir: the folder that paths of the config are relative to.
+        streams: see `_source`.
+
+    Raises DataError and EnvironmentFault.
+    """
     if isinstance(source, FileSource):
+        # The kind decides how the same bytes are read.
         return [(file.kind, file.content()) for file in locate(source, base_dir)]
     if isinstance(source, HubSource):
         # `datasets` caches the dataset under this folder, which tells apart revisions and data files.
         builder = call_hub(source, "load_dataset_builder")
         return Path(builder.cache_dir).parts[-3:]
     if isinstance(source, TasksSource):
+        # The settings have the seed; the rest is the package's code.
         try:
             return metadata.version("reasoning-gym")
         except metadata.PackageNotFoundError as error:
@@ -178,6 +211,7 @@ def _content(source: Source, base_dir: Path, streams: bool) -> Any:
     if isinstance(source, SqlSource):
         return content(source, base_dir)
     if isinstance(source, DigitsSource):
+        # Rows name the image files, which lie there.
         return str(cache_dir())
     if isinstance(source, SavedSource):
         return _saved_content(base_dir / expanded(source.path))
@@ -197,6 +231,7 @@ def _saved_content(folder: Path) -> list[tuple[str, str]]:
         )
     hashes = []
     for path in sorted(folder.rglob("*")):
+        # `datasets` writes such files beside the dataset when it maps or filters it.
         is_cache = path.name.startswith("cache-")
         if path.is_file() and not is_cache:
             hashes.append((str(path.relative_to(folder)), hash_file(path)))
@@ -206,6 +241,7 @@ def _saved_content(folder: Path) -> list[tuple[str, str]]:
 def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str, Any]:
     """Return the hashes of the tokenizer's files and of the chat template. Raises ModelError."""
     folder = _tokenizer_files(config, tokenizer_folder(tokenizer_path))
+    # The folder may be that of a model: its weights are not read.
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     hashes = {}
     for name in names:
@@ -214,6 +250,7 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
     identity: dict[str, Any] = {"files": hashes, "chat_template": None}
     template = config.model.chat_template
     if template is not None:
+        # The name of a template of ours, or a file.
         if template not in TEMPLATES:
             template = str(base_dir / expanded(template))
         text = read_template(template)
@@ -239,9 +276,10 @@ def _tokenizer_files(config: Config, path: str) -> Path:
 
 
 def identify(cache: TokenCache) -> DataIdentity:
-    """Return the identity of a token cache."""
+    """Return the identity of a token cache, which a run keeps to tell whether its data changed."""
     # Rows that differ with equal tokens change nothing that is trained on.
-    files = {name: digests for name, digests in cache.info["sha256"].items() if name != "rows.npy"}
+    files = dict(cache.info["sha256"])
+    files.pop("rows.npy", None)
     return DataIdentity(
         cache=str(cache.folder),
         content=json_digest(files),
@@ -251,7 +289,7 @@ def identify(cache: TokenCache) -> DataIdentity:
 
 
 def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
-    """Return what changed, for a message; None if nothing did.
+    """Return what changed between two identities, for a message; None if nothing did.
 
     Counts added and removed rows if the old cache is still there.
     """
@@ -264,6 +302,7 @@ def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
     before = _rows(old)
     after = _rows(new)
     if before is None or after is None:
+        # The sums of the rows' hashes are equal in any order.
         if old.row_set == new.row_set:
             return f"the same {new.rows:,} rows, in another order or with other tokens"
         return f"{old.rows:,} rows before, {new.rows:,} now, and not the same ones"
@@ -271,9 +310,13 @@ def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
 
 
 def _row_changes(before: npt.NDArray[np.uint64], after: npt.NDArray[np.uint64]) -> str:
-    """Return how two lists of hashes of rows differ: what was added, removed or reordered."""
+    """Return how two lists of hashes of rows differ: what was added, removed or reordered.
+
+    `before`, `after`: uint64[rows] each, in the order of the sources.
+    """
     # Each different row gets a number, so that its copies can be counted.
-    rows, numbers = np.unique(np.concatenate((before, after)), return_inverse=True)
+    both = np.concatenate((before, after))
+    rows, numbers = np.unique(both, return_inverse=True)
     old_numbers = numbers[: len(before)]
     new_numbers = numbers[len(before) :]
     old_counts = np.bincount(old_numbers, minlength=len(rows))
@@ -286,6 +329,7 @@ def _row_changes(before: npt.NDArray[np.uint64], after: npt.NDArray[np.uint64]) 
         changes.append(f"{added:,} rows added")
     if removed:
         changes.append(f"{removed:,} rows removed")
+    # The rows of which both have as many copies. If their order is the same, nothing was moved.
     old_rest = old_numbers[change[old_numbers] == 0]
     new_rest = new_numbers[change[new_numbers] == 0]
     if not np.array_equal(old_rest, new_rest):
@@ -305,6 +349,7 @@ def _rows(identity: DataIdentity) -> npt.NDArray[np.uint64] | None:
     """Return the hashes of the rows, in order; None if that cache is gone."""
     folder = Path(identity.cache)
     info = read_info(folder)
+    # The folder may have got another cache since.
     if info is None or info["row_set"] != identity.row_set:
         return None
     try:

@@ -2,18 +2,24 @@
 
 `source.format` names the format of all rows of a source. Without it, the columns of each row decide:
 
-    sharegpt    conversations of {from, value}, {role, content}, {input, output} or bare texts; also system, tools, images; chosen and
-                rejected beside them
-    alpaca      instruction, input, output; also system and history (pairs of a question and its answer); chosen and rejected beside them
-    verdict     two answers and which of them is better: response_0, response_1, better_response_id, and the like
-    ranked      a prompt and a list of answers with scores or ranks: the best and the worst become a pair
+    sharegpt    conversations of {from, value}, {role, content}, {input, output} or bare texts;
+                also system, tools, images; chosen and rejected beside them
+    alpaca      instruction, input, output; also system and history (pairs of a question and its
+                answer); chosen and rejected beside them
+    verdict     two answers and which of them is better: response_0, response_1,
+                better_response_id, and the like
+    ranked      a prompt and a list of answers with scores or ranks: the best and the worst become
+                a pair
     pair        a prompt, the better and the worse answer under other names
     answer      a prompt and its answer under other names
     transcript  texts with `Human:` and `Assistant:` turns: chosen and rejected, or the prompt
     document    a text under another name
 
-A null or empty column counts as absent, but an empty answer stays an answer if no other column holds one. Columns that a format does not
-use stay with the row, for reward functions.
+A null or empty column counts as absent, but an empty answer stays an answer if no other column
+holds one. Columns that a format does not use stay with the row, for reward functions.
+
+Each reader (`_read_…`) gets the columns that hold something, what the algorithm takes (see
+`_wanted_kind`), and the row's name for errors. It returns None for a row that is not of its format.
 """
 
 from __future__ import annotations
@@ -48,14 +54,22 @@ from drumline.errors import DataError
 
 
 class Reading(NamedTuple):
-    """What a format makes of a row: `columns` under our names, and the names of the columns that they replace."""
+    """What a format makes of a row.
+
+    Attributes:
+        columns: the row's columns under our names.
+        used: the names of the row's own columns that these replace.
+    """
 
     columns: dict[str, Any]
     used: set[str]
 
 
 class VerdictColumns(NamedTuple):
-    """The columns of two answers and of the verdict, and how the verdict names the first and the second answer."""
+    """The names of the columns of two answers and of the verdict.
+
+    `marks` is how the verdict names the first and the second answer.
+    """
 
     first: str
     second: str
@@ -63,6 +77,7 @@ class VerdictColumns(NamedTuple):
     marks: tuple[str, str]
 
 
+# Names of a prompt. The first that a row has counts, here and in the lists below.
 PROMPTS = (
     "prompt",
     "instruction",
@@ -78,8 +93,18 @@ PROMPTS = (
 )
 # Solutions come before answers: where a row has both, the answer is the result alone.
 REPLIES = (
-    "completion", "output", "response", "solution", "generated_solution", "answer", "demonstration", "targets", "target", "message_2",
-)  # fmt: skip
+    "completion",
+    "output",
+    "response",
+    "solution",
+    "generated_solution",
+    "answer",
+    "demonstration",
+    "targets",
+    "target",
+    "message_2",
+)
+# The last names also stand beside answers, and are answers only if no other column is.
 ANSWERS = (*REPLIES, "summary", "highlights", "code")
 TEXTS = ("content", "document", "article", "passage", "sentence", "review", "code")
 TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog", "trajectory", "chat")
@@ -89,6 +114,7 @@ LISTS = ("completions", "responses", "answers", "candidates", "outputs")
 SCORES = ("scores", "score", "ratings", "rating", "rewards", "overall_score", "pm_score")
 RANKS = ("ranks", "rank", "ranking")
 MARKS = (*SCORES, *RANKS)
+# Names of the better and of the worse answer; our own first, see `_read_pair_of_talks`.
 PAIRS = (
     ("chosen", "rejected"),
     ("chosen_response", "rejected_response"),
@@ -117,6 +143,7 @@ VERDICTS = (
     VerdictColumns("orig_response_A", "orig_response_B", "orig_preference", ("a", "b")),
     VerdictColumns("conversation_a", "conversation_b", "winner", ("a", "b")),
 )
+# Texts that label an answer good or bad, in small letters.
 LABELS = {
     "true": True,
     "1": True,
@@ -149,6 +176,7 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "prompt": {"alpaca": ("instruction",), "sharegpt": ("conversations",), "answer": ("question",)},
     "class": {"document": ("content", "label")},
 }
+# Algorithms that a message names for rows of other forms than the run's algorithm takes.
 ALGORITHMS_OF_FORMS = (
     (JUDGED_FORMS, "kto"),
     (TEXT_FORMS, "sft"),
@@ -169,9 +197,20 @@ def convert_row(
 ) -> tuple[str, dict[str, Any]]:
     """Return the format of a row and its columns under our names.
 
-    The format is empty for a row that has one of the forms `known` already. `wanted` is the source's `format`: auto, own or the name of a
-    format. If no column fits, the names are compared in small letters: `Question` is as good as `question`. Raises DataError for a row that
-    is not of the format `wanted`, or that its format cannot be read from; raises Tie for answers of which none is better.
+    If no column fits, the names are compared in small letters: `Question` is as good as `question`.
+
+    Args:
+        values: the row's columns.
+        known: the forms of rows that the algorithm takes.
+        wanted: the source's `format`: auto, own or the name of a format.
+        origin: the row's name in an error.
+
+    Returns:
+        The name of the format, which is empty for a row that has one of the forms `known` already,
+        and the columns.
+
+    Raises DataError for a row that is not of the format `wanted`, or that its format cannot be read
+    from. Raises Tie for answers of which none is better.
     """
     if wanted == "own":
         return "", values
@@ -182,8 +221,10 @@ def convert_row(
         return found
     if wanted == "auto":
         return "", values
-    shape = " and ".join(SHAPES[_wanted_kind(known)].get(wanted, ()))
-    which = f", which has {shape}" if shape else ""
+    usual_columns = SHAPES[_wanted_kind(known)].get(wanted, ())
+    which = ""
+    if usual_columns:
+        which = f", which has {' and '.join(usual_columns)}"
     names = ", ".join(values) or "none"
     what = f"is no row of the format {wanted}{which}: its columns are {names}"
     raise DataError(what, where=origin, fix="leave `format` out, or map `columns`")
@@ -192,7 +233,10 @@ def convert_row(
 def _convert_by_small_letters(
     values: dict[str, Any], known: Forms, wanted: str, origin: str
 ) -> tuple[str, dict[str, Any]] | None:
-    """Convert a row as if its columns were written in small letters. Return None if that changes nothing, or two columns would be one."""
+    """Convert a row as if its columns were written in small letters.
+
+    Returns None if that changes nothing, if two columns would be one, or if no format fits.
+    """
     original_names = {str(name).lower(): name for name in values}
     changes_nothing = original_names.keys() == values.keys()
     merges_columns = len(original_names) < len(values)
@@ -200,8 +244,8 @@ def _convert_by_small_letters(
         return None
     # Of the row's own class: `TableRow` says that nulls pad its columns.
     row_type = type(values)
-    lowered = row_type({name: values[original] for name, original in original_names.items()})
-    found = _convert_by_exact_names(lowered, known, wanted, origin)
+    lowered = {name: values[original] for name, original in original_names.items()}
+    found = _convert_by_exact_names(row_type(lowered), known, wanted, origin)
     if found is None:
         return None
     format_name, columns = found
@@ -226,11 +270,16 @@ def _convert_by_exact_names(
     talks = _read_talk_columns(values, origin)
     plain = _replace_talks(values, talks, kind)
     present = _present_columns(plain)
-    has_system = bool(prepend_system(present.get("prompt"), present)[1])
     if wanted != "auto":
         return _convert_by_format(wanted, plain, present, known, origin)
+
+    _, system_columns = prepend_system(present.get("prompt"), present)
+    has_system = bool(system_columns)
     talk_format = _format_of_talks(talks, known)
-    if _has_own_form(present, known) and (not has_system or kind == "class"):
+    # A row of our own form needs a format only to put a system's message of another column before
+    # its prompt. A row of a class has no prompt.
+    needs_no_format = not has_system or kind == "class"
+    if _has_own_form(present, known) and needs_no_format:
         return talk_format, _parse_label(plain, kind)
     for name in FORMATS:
         if _is_misled(name, present, has_system):
@@ -238,22 +287,35 @@ def _convert_by_exact_names(
         found = _convert_by_format(name, plain, present, known, origin)
         if found is not None:
             return found
-    if any(set(form) <= plain.keys() for form in known):
-        return talk_format, plain
+    # No format fits: a row whose columns have our names is read as it is, even if they hold nothing.
+    for form in known:
+        if set(form) <= plain.keys():
+            return talk_format, plain
     return None
 
 
 def _convert_by_format(
     name: str, plain: dict[str, Any], present: Values, known: Forms, origin: str
 ) -> tuple[str, dict[str, Any]] | None:
-    """Convert a row by one format. Return its name and the columns, or None if the row is not of this format."""
+    """Return the format's name and the columns that it gives; None for a row of another format.
+
+    Args:
+        name: a key of `FORMATS`.
+        plain: all columns of the row, with conversations as messages.
+        present: those of `plain` that hold something.
+        known: the forms of rows that the algorithm takes.
+        origin: the row's name in an error.
+    """
     kind = _wanted_kind(known)
-    reading = FORMATS[name](present, kind, origin)
+    read = FORMATS[name]
+    reading = read(present, kind, origin)
     if reading is None:
         return None
     columns = {key: value for key, value in plain.items() if key not in reading.used}
     columns.update(reading.columns)
-    return name, _parse_label(type(plain)(columns), kind)
+    # Of the row's own class: `TableRow` says that nulls pad its columns.
+    row_type = type(plain)
+    return name, _parse_label(row_type(columns), kind)
 
 
 def _is_misled(name: str, present: Values, has_system: bool) -> bool:
@@ -270,15 +332,23 @@ def _is_misled(name: str, present: Values, has_system: bool) -> bool:
 
 
 def _read_talk_columns(values: dict[str, Any], origin: str) -> dict[str, Talk]:
-    """Read the columns that may hold conversations."""
-    columns = {name: values[name] for name in (*SIDES, *TALKS) if name in values}
+    """Return the columns that may hold conversations, read as `Talk`s."""
+    columns = {}
+    for name in (*SIDES, *TALKS):
+        if name in values:
+            columns[name] = values[name]
+    question = None
     prompt = find_column(values, PROMPTS)
-    question = None if prompt is None else values[prompt]
+    if prompt is not None:
+        question = values[prompt]
     return read_talks(columns, question, origin)
 
 
 def _replace_talks(values: dict[str, Any], talks: dict[str, Talk], kind: str) -> dict[str, Any]:
-    """Return the row with its conversations as messages, without a prompt that both sides of a pair repeat."""
+    """Return the row with its conversations as messages.
+
+    Leaves out a prompt that both sides of a pair repeat.
+    """
     columns = dict(values)
     for name, talk in talks.items():
         columns[name] = talk.value
@@ -295,7 +365,10 @@ def _replace_talks(values: dict[str, Any], talks: dict[str, Talk], kind: str) ->
 
 
 def _present_columns(plain: Values) -> dict[str, Any]:
-    """Return the columns that hold something, and the column of an empty answer if no other column answers."""
+    """Return the columns that hold something.
+
+    They include the column of an empty answer if no other column answers.
+    """
     present = {}
     for name, value in plain.items():
         if value is not None and value != "" and value != []:
@@ -311,6 +384,7 @@ def _find_empty_answer(plain: Values, present: Values) -> str | None:
 
     What else such a row holds must not be learned in place of the answer.
     """
+    # `present` lacks what is empty, so these look for answers that say something.
     has_answer = bool(present.keys() & {*REPLIES, *LISTS})
     has_talk = find_column(present, TALKS, list) is not None
     has_prompt = find_column(present, PROMPTS, str | list) is not None
@@ -324,32 +398,43 @@ def _find_empty_answer(plain: Values, present: Values) -> str | None:
 
 def _has_own_form(present: Values, known: Forms) -> bool:
     """Return whether the row has one of our forms whose names no other tool gives another meaning."""
+    # `text`, `chosen` and `rejected` alone are also names of other tools, with other contents.
+    distinct_names = {"prompt", "messages", "label"}
     for form in known:
-        is_distinct = not {"prompt", "messages", "label"}.isdisjoint(form)
+        is_distinct = not distinct_names.isdisjoint(form)
         if is_distinct and set(form) <= present.keys():
             return True
     return False
 
 
 def _format_of_talks(talks: dict[str, Talk], known: Forms) -> str:
-    """Return the format that the conversations of the algorithm's columns were written in; empty for our own."""
-    parts = {part for form in known for part in form}
+    """Return the format that the conversations of the algorithm's columns were written in.
+
+    Empty for our own.
+    """
+    parts = set[str]().union(*known)
     formats = [talk.format for name, talk in talks.items() if name in parts]
+    # Any name is greater than the empty one.
     return max(formats, default="")
 
 
 def _parse_label(values: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Make true or false of a text that labels an answer good or bad, as tables have it. Changes and returns `values`."""
+    """Replace a text that labels an answer good or bad by true or false.
+
+    A CSV has only texts. Changes and returns `values`.
+    """
     label = values.get("label")
-    if kind == "label" and isinstance(label, str) and label.lower() in LABELS:
-        values["label"] = LABELS[label.lower()]
+    if kind == "label" and isinstance(label, str):
+        name = label.lower()
+        values["label"] = LABELS.get(name, label)
     return values
 
 
 def nearest_format(values: Values, known: Forms) -> str:
-    """Return the end of a message about a row of no form: which algorithms take it, or which form it is nearest to.
+    """Return the end of a message about a row of no form.
 
-    Empty if no form is near.
+    It says which algorithms take the row, or which form or format it is nearest to. It is empty if
+    none is near.
     """
     kind = _wanted_kind(known)
     algorithms = _find_other_algorithms(values, kind)
@@ -359,6 +444,7 @@ def nearest_format(values: Values, known: Forms) -> str:
     shapes = [("form", form) for form in known]
     for format_name, format_columns in SHAPES[kind].items():
         shapes.append((f"format {format_name}, which", format_columns))
+    # The first of equally near ones.
     name, columns = max(shapes, key=lambda shape: _similarity(shape[1], names))
     if not _similarity(columns, names):
         return ""
@@ -370,7 +456,10 @@ def nearest_format(values: Values, known: Forms) -> str:
 
 
 def _find_other_algorithms(values: Values, kind: str) -> str | None:
-    """Return the algorithms that take such a row, of those that want another kind of rows; None if none does."""
+    """Return the algorithms that take a row which the algorithm of a run does not; None if none does.
+
+    `kind`: what the run's algorithm takes.
+    """
     for forms, algorithms in ALGORITHMS_OF_FORMS:
         if kind == _wanted_kind(forms):
             continue
@@ -378,8 +467,11 @@ def _find_other_algorithms(values: Values, kind: str) -> str | None:
             name, columns = convert_row(dict(values), forms, "auto", "")
         except (DataError, Tie):
             continue
-        if name or any(set(form) <= columns.keys() for form in forms):
+        if name:
             return algorithms
+        for form in forms:
+            if set(form) <= columns.keys():
+                return algorithms
     return None
 
 
@@ -397,12 +489,18 @@ def _similarity(columns: Sequence[str], names: list[str]) -> float:
 
 
 def _find_misspelling(column: str, names: list[str]) -> str | None:
+    """Return which of `names` may be a misspelling of a column; None if none is near."""
     matches = difflib.get_close_matches(column, names, 1, LEAST_SIMILARITY)
-    return matches[0] if matches else None
+    if not matches:
+        return None
+    return matches[0]
 
 
 def _describe_differences(values: Values, columns: Sequence[str], names: list[str]) -> list[str]:
-    """Return what keeps a row from having `columns`: misspelled names, else values that are no texts."""
+    """Return what keeps a row from being one with `columns`.
+
+    These are misspelled names, or, if the row has all columns, values that are no texts.
+    """
     missing = [column for column in columns if column not in names]
     differences = []
     for column in missing:
@@ -411,19 +509,28 @@ def _describe_differences(values: Values, columns: Sequence[str], names: list[st
             differences.append(f"`{match}` may be {column}")
     if not missing:
         for column in columns:
-            if not isinstance(values[column], str):
-                differences.append(f"`{column}` is {type(values[column]).__name__}")
+            value = values[column]
+            if not isinstance(value, str):
+                differences.append(f"`{column}` is {type(value).__name__}")
     return differences
 
 
 def _wanted_kind(known: Forms) -> str:
-    """Return what an algorithm with these forms takes: pair, label (judged answers), class, text or prompt."""
-    parts = {part for form in known for part in form}
+    """Return what an algorithm with these forms takes.
+
+    It is pair, label (judged answers), class, text (conversations, completions and documents) or
+    prompt (of rollouts).
+    """
+    parts = set[str]().union(*known)
     if "chosen" in parts:
         return "pair"
+    if "label" in parts and "completion" in parts:
+        return "label"
     if "label" in parts:
-        return "label" if "completion" in parts else "class"
-    return "text" if parts & {"completion", "text"} else "prompt"
+        return "class"
+    if parts & {"completion", "text"}:
+        return "text"
+    return "prompt"
 
 
 def judges_answers(known: Forms) -> bool:
@@ -440,7 +547,11 @@ def _find_sides(present: Values) -> tuple[str, str] | None:
 
 
 def _is_repeated_in_sides(present: Values, question: str) -> bool:
-    """Return whether a pair has its prompt twice: as a text in the column `question`, and in both sides, which are whole conversations."""
+    """Return whether a pair has its prompt twice.
+
+    That is so if the column `question` has it as a text, and both sides, which are whole
+    conversations, have it too.
+    """
     prompt = present[question]
     if not isinstance(prompt, str):
         return False
@@ -452,24 +563,30 @@ def _is_repeated_in_sides(present: Values, question: str) -> bool:
 
 
 def _mentions(turns: Any, text: str) -> bool:
-    """Return whether the content of a message has `text` in it."""
-    return any(isinstance(turn, Mapping) and text in str(turn.get("content")) for turn in turns)
+    """Return whether the content of any of some messages has `text` in it."""
+    contents = [str(turn.get("content")) for turn in turns if isinstance(turn, Mapping)]
+    return any(text in content for content in contents)
 
 
 def _is_whole_talk(side: Any) -> bool:
-    """Return whether an answer is a conversation from its start."""
-    if not isinstance(side, list) or not side or not isinstance(side[0], Mapping):
+    """Return whether an answer is a conversation from its start, and not its end alone."""
+    if not isinstance(side, list) or not side:
         return False
-    return side[0].get("role") in ("system", "user")
+    first = side[0]
+    return isinstance(first, Mapping) and first.get("role") in ("system", "user")
 
 
 def _complete(
     prompt: Any, present: Values, used: set[str], kind: str, answer: str | None
 ) -> Reading | None:
-    """Put what the algorithm takes beside a prompt.
+    """Return a prompt with what the algorithm takes beside it; None for a row that lacks that.
 
-    `used`: the columns that the prompt was made of. `answer`: the column of the answer, if there is one. Returns None for a row that lacks
-    what the algorithm takes.
+    Args:
+        prompt: a text or messages.
+        present: the columns of the row that hold something.
+        used: the columns that the prompt was made of.
+        kind: what the algorithm takes, see `_wanted_kind`.
+        answer: the column of the answer, if there is one.
     """
     columns = {"prompt": prompt}
     if kind == "prompt":
@@ -487,7 +604,10 @@ def _complete(
     columns["completion"] = present[answer]
     used = used | {answer}
     if kind == "label":
-        label = "label" if "label" in present else "kto_tag"
+        label = "label"
+        if label not in present:
+            # LLaMA-Factory's name of it.
+            label = "kto_tag"
         if label not in present:
             return None
         columns["label"] = present[label]
@@ -496,7 +616,10 @@ def _complete(
 
 
 def _read_alpaca(present: Values, kind: str, origin: str) -> Reading | None:
-    """Read Alpaca's columns: an instruction, perhaps an input and a history, and an answer."""
+    """Read Alpaca's columns: an instruction, perhaps an input and a history, and an answer.
+
+    Raises DataError for an input or a history that would be left out.
+    """
     if not isinstance(present.get("instruction"), str) or kind == "class":
         return None
     answer = find_column(present, ANSWERS)
@@ -509,6 +632,7 @@ def _read_alpaca(present: Values, kind: str, origin: str) -> Reading | None:
         used.add("history")
         messages += _read_history(present["history"], origin)
     elif not messages:
+        # Neither a system's message nor earlier turns: the prompt is a text.
         return _complete(question, present, used, kind, answer)
     messages.append({"role": "user", "content": question})
     if kind != "text":
@@ -519,7 +643,10 @@ def _read_alpaca(present: Values, kind: str, origin: str) -> Reading | None:
 
 
 def _read_history(history: Any, origin: str) -> Messages:
-    """Return the messages of a list of [question, answer], or of the same as JSON. Raises DataError for anything else."""
+    """Return the messages of a list of [question, answer], or of the same as JSON.
+
+    Raises DataError for anything else.
+    """
     if isinstance(history, str):
         try:
             history = json.loads(history)
@@ -539,10 +666,11 @@ def _read_history(history: Any, origin: str) -> Messages:
 
 
 def _find_talk(present: Values) -> str | None:
-    """Return the column of a conversation."""
+    """Return the column of a conversation; None without one."""
     name = find_column(present, TALKS, list)
     if name is not None:
         return name
+    # Names that may hold anything count only with contents that are certainly turns.
     for name in ("data", "turns"):
         if is_list_of_texts(present.get(name)):
             return name
@@ -557,7 +685,8 @@ def _read_sharegpt(present: Values, kind: str, origin: str) -> Reading | None:
     if name is None or kind == "class":
         return None
     # A conversation beside a prompt, or beside whole conversations, is there for another algorithm.
-    if kind == "pair" and ("prompt" in present or _is_whole_talk(present.get("chosen"))):
+    has_own_sides = "prompt" in present or _is_whole_talk(present.get("chosen"))
+    if kind == "pair" and has_own_sides:
         return None
     if kind == "label" and "completion" in present:
         return None
@@ -574,6 +703,7 @@ def _read_sharegpt(present: Values, kind: str, origin: str) -> Reading | None:
             used.add("functions")
         return Reading(columns, used)
     if kind == "label":
+        # The last turn is the answer that is judged.
         *messages, last = messages
         with_completion = {**present, "completion": [last]}
         used.add("completion")
@@ -593,13 +723,15 @@ def _read_verdict(present: Values, kind: str, origin: str) -> Reading | None:
         return None
     prompt = find_column(present, (*PROMPTS, "history", "context"), str | list)
     # Answers that are lists are whole conversations, which have the prompt in them.
-    are_talks = isinstance(present[names.first], list) and isinstance(present[names.second], list)
+    answers = (present[names.first], present[names.second])
+    are_talks = all(isinstance(answer, list) for answer in answers)
     if prompt is None and not are_talks:
         return None
-    if _is_first_better(present[names.verdict], names, origin):
-        chosen, rejected = names.first, names.second
-    else:
-        chosen, rejected = names.second, names.first
+    chosen = names.first
+    rejected = names.second
+    if not _is_first_better(present[names.verdict], names, origin):
+        chosen = names.second
+        rejected = names.first
     used = {names.first, names.second, names.verdict}
     if are_talks:
         columns, system_columns = _prepend_system_to_sides(present, chosen, rejected)
@@ -609,11 +741,13 @@ def _read_verdict(present: Values, kind: str, origin: str) -> Reading | None:
         columns["prompt"], question_columns = build_question(present, prompt or "", origin)
         used |= question_columns
     if two_answers is not None:
+        # The row's own columns, in place of those that `read_two_answers` has made of them.
         used = two_answers.used
     return Reading(columns, used)
 
 
 def _find_verdict(present: Values) -> VerdictColumns | None:
+    """Return the first of `VERDICTS` whose columns all hold something; None without one."""
     for names in VERDICTS:
         if {names.first, names.second, names.verdict} <= present.keys():
             return names
@@ -621,13 +755,19 @@ def _find_verdict(present: Values) -> VerdictColumns | None:
 
 
 def _is_first_better(verdict: Any, names: VerdictColumns, origin: str) -> bool:
-    """Return whether a verdict names the first answer. Raises Tie if it names neither, and DataError if it cannot be read."""
+    """Return whether a verdict names the first answer.
+
+    Raises Tie if it names neither, and DataError if it cannot be read.
+    """
     value = verdict
     if names.marks is SIGN and isinstance(verdict, int | float):
-        if verdict and math.isfinite(verdict):
-            value = SIGN[verdict > 0]
-        else:
+        if verdict == 0 or not math.isfinite(verdict):
             value = "tie"
+        elif verdict > 0:
+            value = SIGN[1]
+        else:
+            value = SIGN[0]
+    # Verdicts such as `model_a` and `response_1` name the answer behind a common word.
     better = str(value).lower().removeprefix("model_").removeprefix("response_")
     if better.startswith(TIES):
         raise Tie
@@ -647,6 +787,7 @@ def _read_ranked(present: Values, kind: str, origin: str) -> Reading | None:
     answers = present[name]
     used = {prompt, name}
     if all(isinstance(answer, Mapping) for answer in answers):
+        # The first answer tells under which keys all have their text and their mark.
         text_key = _find_key(answers[0], (*ANSWERS, "text", "content", "value"))
         mark_column = _find_key(answers[0], MARKS)
         texts = [answer.get(text_key) for answer in answers]
@@ -677,10 +818,14 @@ def _find_key(answer: Mapping[str, Any], keys: Sequence[str]) -> str:
 
 
 def _read_marks(marks: list[Any], column: str, origin: str) -> list[float]:
-    """Return scores or ranks as numbers, of which the highest is the best. Raises DataError for what is no number."""
+    """Return scores or ranks as numbers, of which the highest is the best.
+
+    Raises DataError for what is no finite number.
+    """
     try:
         values = [float(mark) for mark in marks]
     except (TypeError, ValueError, OverflowError):
+        # Refused below, as a mark that is NaN is.
         values = [math.nan]
     if not all(map(math.isfinite, values)):
         raise DataError(f"{column!r} of the answers are no numbers", where=origin)
@@ -690,9 +835,10 @@ def _read_marks(marks: list[Any], column: str, origin: str) -> list[float]:
 
 
 def _prepend_system_to_sides(present: Values, chosen: str, rejected: str) -> Reading:
-    """Return the better and the worse answer of a row, which are whole conversations, behind the system's message in a column of its own.
+    """Return the better and the worse answer of a row, each behind the system's message.
 
-    `used` has the column of the system's message alone.
+    The answers are whole conversations, and the system's message is in a column of its own. `used`
+    of the result has that column alone.
     """
     chosen_messages, chosen_used = prepend_system(present[chosen], present)
     rejected_messages, rejected_used = prepend_system(present[rejected], present)
@@ -713,9 +859,10 @@ def _read_pair(present: Values, kind: str, origin: str) -> Reading | None:
     # OpenAI's preferences have a request as their prompt.
     if isinstance(request, Mapping):
         tools = request.get("tools")
-        if not isinstance(request.get("messages"), list):
+        messages = request.get("messages")
+        if not isinstance(messages, list):
             return None
-        present = {**present, prompt: request["messages"]}
+        present = {**present, prompt: messages}
     question, used = build_question(present, prompt, origin)
     chosen, rejected = sides
     columns = {"prompt": question, "chosen": present[chosen], "rejected": present[rejected]}
@@ -725,12 +872,16 @@ def _read_pair(present: Values, kind: str, origin: str) -> Reading | None:
 
 
 def _read_pair_of_talks(present: Values, sides: tuple[str, str]) -> Reading | None:
-    """Return a pair whose answers are whole conversations; None if they are not, or the row needs no change."""
+    """Return a pair whose answers are whole conversations.
+
+    None if they are not, or if the row needs no change.
+    """
     chosen, rejected = sides
     columns, system_columns = _prepend_system_to_sides(present, chosen, rejected)
-    are_whole = _is_whole_talk(present[chosen]) and _is_whole_talk(present[rejected])
+    if not _is_whole_talk(present[chosen]) or not _is_whole_talk(present[rejected]):
+        return None
     have_our_names = sides == PAIRS[0]
-    if not are_whole or (have_our_names and not system_columns):
+    if have_our_names and not system_columns:
         return None
     return Reading(columns, {*sides, *system_columns})
 
@@ -752,7 +903,8 @@ def _read_answer(present: Values, kind: str, origin: str) -> Reading | None:
 def _find_reply(present: Values) -> tuple[str | None, Any]:
     """Return the column of the answer, and the answer; (None, None) without one.
 
-    An answer is a text, messages, calls of tools, or the first of several texts that are as good as each other.
+    An answer is a text, messages, calls of tools, or the first of several texts that are as good as
+    each other.
     """
     name = find_column(present, ANSWERS)
     if name is not None:
@@ -768,10 +920,14 @@ def _read_reply(name: str, present: Values) -> Any:
     """Return the answer that a column holds which is no text; None if it holds none."""
     value = present.get(name)
     if "tools" in present:
+        # A row with tools is answered by calls of them.
         calls = parse_calls(value)
         if calls:
             return [{"role": "assistant", "content": "", "tool_calls": calls}]
-    texts = value.get("text") if isinstance(value, Mapping) else value
+    texts = value
+    if isinstance(value, Mapping):
+        # SQuAD has {text: [answers], answer_start: [numbers]}.
+        texts = value.get("text")
     if not isinstance(texts, list) or not texts:
         return None
     if isinstance(texts[0], Mapping) and name in ANSWERS:
@@ -792,6 +948,7 @@ def _read_transcript(present: Values, kind: str, origin: str) -> Reading | None:
         if not isinstance(text, str) or not TURN.match(text):
             return None
         columns[name] = split_transcript(text)
+    # The columns keep their names, so none is left behind beside the new ones.
     return Reading(columns, set())
 
 

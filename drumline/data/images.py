@@ -1,4 +1,4 @@
-"""Rows of a vision-language model, their batches with the images' patches, and batches of an image classifier.
+"""Rows with images, their batches with the images' patches, and batches of an image classifier.
 
 A row names its images by path, relative to the folder of its data file, or holds their bytes
 (`files.image_path`). An image is in the content of a message (`{"type": "image", "image": PATH}`)
@@ -41,8 +41,9 @@ from drumline.errors import DataError
 from drumline.foreign import expanded
 from drumline.models.vision import Grid, Vision, pixels, read_image
 
+# In a text: an image stands here.
 PLACE = "<image>"
-# Columns that other libraries read beside a conversation.
+# Columns that other libraries read beside a conversation, and that no model sees here.
 UNREAD = (
     "video",
     "videos",
@@ -57,15 +58,22 @@ _IMAGE_KEYS = ("image", "path", "url", "image_url")
 
 @dataclass(frozen=True)
 class Expanded:
-    """A row as tokens: `images`, and the token range [start, stop) of each in `example`."""
+    """A row as tokens, with as many tokens for each image as the model's vision tower gives.
+
+    Attributes:
+        example: the tokens.
+        images: (absolute path, patches in time, height and width) of each image.
+        spans: the token range [start, stop) of each image in `example`.
+    """
 
     example: Example
     images: list[tuple[str, Grid]]
     spans: list[tuple[int, int]]
 
     def encoded(self, truncated: bool) -> Encoded:
-        """The row as the encoders return it."""
+        """Return the row as the encoders return it. `truncated`: something was cut off."""
         meta = None
+        # A sample with a meta is kept even if it teaches nothing, so one that does not has none.
         if self.images and self.example.learned:
             meta = {
                 "images": [path for path, _ in self.images],
@@ -84,14 +92,20 @@ class ImageRows:
         self.root = root_of(data)
 
     def encode(self, row: Row) -> Encoded | None:
-        """Return the row cut to data.max_length, without any image that does not fit whole."""
+        """Return the row cut to data.max_length, without any image that does not fit whole.
+
+        None if the row is dropped, or if the cut takes all of its targets. Raises DataError that
+        names the row.
+        """
         _require_read(row)
         placed, paths = place_images(row, self.root)
         if paths:
             self.encoder.require_template("images need a chat template", row)
+        # With one placeholder token for each image.
         short = self.encoder.encode(placed)
         images = [(path, self.vision.grid(path, row.origin)) for path in paths]
-        found = int((short.tokens == self.vision.token_id).sum())
+        is_placeholder = short.tokens == self.vision.token_id
+        found = int(is_placeholder.sum())
         if found != len(images):
             raise DataError(
                 f"{len(images)} images, but the chat template writes {found} places for them",
@@ -107,6 +121,7 @@ class ImageRows:
         lost_its_answers = full.example.learned and not kept.learned
         if lost_its_answers:
             return None
+        # Unlike `kept`, without the rest of an image that the limit divides.
         shortened = cut(full, size, self.data.truncation == "left")
         return shortened.encoded(truncated=True)
 
@@ -135,16 +150,25 @@ def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -
     """Return the example with each image's placeholder repeated for all of the image's tokens.
 
     None of these tokens is a target.
+
+    Args:
+        short: a row with one placeholder for each image.
+        images: (path, patches in time, height and width) of each image, in order.
+        vision: the model's images.
     """
     is_place = short.tokens == vision.token_id
     places = np.flatnonzero(is_place)
     repeats = np.ones(len(short.tokens), np.int64)
     repeats[places] = [vision.tokens(grid) for _, grid in images]
+
+    # Where the tokens that each token becomes begin and stop.
     stops = np.cumsum(repeats)
     starts = stops - repeats
-    learn = np.where(is_place, 0, short.learn).astype(np.uint8)
-    example = Example(np.repeat(short.tokens, repeats), np.repeat(learn, repeats))
     spans = zip(starts[places].tolist(), stops[places].tolist(), strict=True)
+
+    tokens = np.repeat(short.tokens, repeats)
+    learn = np.where(is_place, 0, short.learn).astype(np.uint8)
+    example = Example(tokens, np.repeat(learn, repeats))
     return Expanded(example, list(images), list(spans))
 
 
@@ -154,10 +178,12 @@ def cut(full: Expanded, size: int, left: bool) -> Expanded:
     If the cut goes through an image, what would remain of the image is left out too.
     """
     total = len(full.example.tokens)
+    start = 0
+    stop = size
     if left:
-        start, stop = total - size, total
-    else:
-        start, stop = 0, size
+        start = total - size
+        stop = total
+    # The vision tower gives an image's tokens all together, so a part of them cannot be filled.
     for first, last in full.spans:
         if first < start < last:
             start = last
@@ -176,9 +202,13 @@ def cut(full: Expanded, size: int, left: bool) -> Expanded:
 def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
     """Return a row with its images as parts `{"type": "image"}` of contents, and their paths.
 
-    That is the form that chat templates read. The paths are absolute, in order. `files.image_path`
-    writes images that the row holds as bytes. Raises DataError for a URL, and if the numbers of
-    places and images differ.
+    That is the form that chat templates read. The paths are absolute, in order.
+
+    Args:
+        row: the row.
+        root: the folder below which `files.image_path` writes images that the row holds as bytes.
+
+    Raises DataError for a URL, and if the numbers of places and images differ.
     """
     placer = _Placer(row, root)
     talks: dict[str, Messages] = {}
@@ -202,8 +232,12 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
 class _Placer:
     """Finds the image of each place of a conversation.
 
-    `waiting`: the images of the column `images` that no place has yet; None if the row has no such
-    column. `paths`: absolute paths of the images that have a place, in order.
+    Attributes:
+        row: the row of the conversation.
+        root: see `place_images`.
+        waiting: the images of the column `images` that no place has yet; None if the row has no
+            such column.
+        paths: absolute paths of the images that have a place, in order.
     """
 
     def __init__(self, row: Row, root: Path) -> None:
@@ -229,6 +263,7 @@ class _Placer:
             return text
         parts: list[dict[str, Any]] = []
         for number, piece in enumerate(text.split(PLACE)):
+            # A mark stands between two pieces.
             if number:
                 parts.append(self._place({}))
             if piece:
@@ -236,6 +271,7 @@ class _Placer:
         return parts
 
     def _place_in_parts(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the parts of a content, those of images as `{"type": "image"}`."""
         placed = []
         for part in parts:
             if is_image(part):
@@ -244,7 +280,11 @@ class _Placer:
         return placed
 
     def _place(self, part: dict[str, Any]) -> dict[str, Any]:
-        """Note the path of an image: the one that its part names, else the next that waits."""
+        """Note the path of an image, and return the part that stands for it.
+
+        The image is that which its part names, else the next that waits. Raises DataError if there
+        is none.
+        """
         image = _named_image(part)
         if image is None:
             if not self.waiting:
@@ -265,7 +305,9 @@ def _listed_images(row: Row) -> list[Any] | None:
     if images is None:
         return None
     if isinstance(images, list):
+        # A copy: `_Placer` takes images out of it.
         return list(images)
+    # An empty cell of a CSV.
     if images == "":
         return []
     return [images]
@@ -289,6 +331,7 @@ def _have_places(talks: dict[str, Messages]) -> bool:
 
 
 def _has_place(content: Any) -> bool:
+    """Return whether a content, a text or parts, has a place for an image."""
     if isinstance(content, str):
         return PLACE in content
     return any(map(is_image, content or []))
@@ -301,6 +344,7 @@ def _mark_first_question(talks: dict[str, Messages], count: int) -> None:
             content = turn.get("content")
             if turn["role"] == "user" and isinstance(content, str):
                 marked = {**turn, "content": PLACE * count + content}
+                # A new list: the row's own messages stay as they are.
                 talks[key] = [*talk[:number], marked, *talk[number + 1 :]]
                 return
 
@@ -336,20 +380,25 @@ def join_metas(
 
 
 def folders_of(metas: Iterable[bytes]) -> set[Path]:
-    """The folders that the images of samples with these metas lie in."""
+    """Return the folders that the images of samples with these metas lie in."""
     folders = set()
     for text in metas:
-        if text:
-            for path in _paths(json.loads(text)):
-                folders.add(Path(path).parent)
+        if not text:
+            continue
+        for path in _paths(json.loads(text)):
+            folders.add(Path(path).parent)
     return folders
 
 
 def lacks_images(cache: TokenCache) -> bool:
-    """Whether images are gone that were written for the samples of a cache."""
+    """Return whether images are gone that were written for the samples of a cache.
+
+    Images of the user's own are not looked for: only those that preparing the cache wrote.
+    """
     folders = cache.info.get("image_folders")
     if not folders:
         return False
+    # A listing of each folder is faster than a look for each of many images.
     present: set[str] = set()
     for folder in map(Path, folders):
         if folder.is_dir():
@@ -363,8 +412,10 @@ def lacks_images(cache: TokenCache) -> bool:
 
 
 def _paths(meta: dict[str, Any]) -> list[str]:
-    """Return the images of a sample, of a conversation or of a classifier."""
+    """Return the paths of the images of a sample by its meta."""
+    # Of a conversation.
     paths = list(meta.get("images", ()))
+    # Of a classifier.
     if "path" in meta:
         paths.append(meta["path"])
     return paths
@@ -382,7 +433,8 @@ def count_images(metas: Sequence[bytes]) -> dict[str, int]:
         if grids:
             samples_with_images += 1
             images += len(grids)
-            patches += sum(time * height * width for time, height, width in grids)
+            for time, height, width in grids:
+                patches += time * height * width
     return {"images": images, "patches": patches, "samples_with_images": samples_with_images}
 
 
@@ -390,13 +442,15 @@ def count_images(metas: Sequence[bytes]) -> dict[str, int]:
 class VisionBatch(TokenBatch):
     """A TokenBatch with its images.
 
-    `rope_3BT`: int64, position in time, height and width of each token, as the model's
-    get_rope_index counts them, restarted in each segment. `pixels_PD`: float32. `grid_N3`: int64,
-    patches in time, height, width.
-
     A micro-batch of text alone has one image of zeros, with its one token in the padding, where no
     target depends on it. So the vision tower runs in every micro-batch of every rank, which the
     collectives of DDP, FSDP2 and ZeRO require, and no number changes.
+
+    Attributes:
+        rope_3BT: int64, position in time, height and width of each token, as the model's
+            get_rope_index counts them, restarted in each segment.
+        pixels_PD: float32, the patches of all images, end to end.
+        grid_N3: int64, patches in time, height and width of each image.
     """
 
     rope_3BT: torch.Tensor
@@ -404,13 +458,14 @@ class VisionBatch(TokenBatch):
     grid_N3: torch.Tensor
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The arguments of a model.
+        """Return the arguments of a model.
 
         Of the four positions the first separates documents, the others are for the rotary embedding.
         """
+        positions_4BT = torch.cat((self.position_ids_BT[None], self.rope_3BT))
         return {
             "input_ids": self.input_ids_BT,
-            "position_ids": torch.cat((self.position_ids_BT[None], self.rope_3BT)),
+            "position_ids": positions_4BT,
             "pixel_values": self.pixels_PD,
             "image_grid_thw": self.grid_N3,
         }
@@ -419,10 +474,17 @@ class VisionBatch(TokenBatch):
 def collate_vision(
     cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None, vision: Vision
 ) -> VisionBatch:
-    """Return a micro-batch of sample ids (-1: a filler), with their images read from files.
+    """Return a micro-batch with its images, which are read from their files.
 
-    `width`: as in `collate`, of the samples alone. A batch without images has one more token, and
-    with a fixed width all batches have. Raises DataError for an image that cannot be read any more.
+    Args:
+        cache: the token cache.
+        ids: samples of the cache; -1 is a filler.
+        pad_id: the padding token.
+        width: as in `collate`, of the samples alone. A batch without images has one more token, and
+            with a fixed width all batches have.
+        vision: the model's images.
+
+    Raises DataError for an image that cannot be read any more.
     """
     rows = read_segments(cache, ids)
     metas = read_metas(cache, ids)
@@ -434,11 +496,13 @@ def collate_vision(
     # One more token, in the padding, for the image of zeros.
     padded_width = None if width is None else width + 1
     batch = collate(rows, pad_id, padded_width)
-    rope_3BT = _rope_of_batch(rows, metas, batch.input_ids_BT.shape[1], vision)
+    own_width = batch.input_ids_BT.shape[1]
+    rope_3BT = _rope_of_batch(rows, metas, own_width, vision)
     if images:
         grids = [grid for _, grid in images]
         patches = [vision.patches(path, grid) for path, grid in images]
     else:
+        # The smallest image: its patches are merged into one token.
         grids = [(1, vision.merge, vision.merge)]
         patches = [np.zeros((vision.merge**2, vision.width), np.float32)]
         batch.input_ids_BT[0, -1] = vision.token_id
@@ -472,36 +536,48 @@ def _rope_of_batch(
 def rope_positions(
     tokens: npt.NDArray[Any], grids: list[Grid], vision: Vision
 ) -> npt.NDArray[np.int64]:
-    """Return int64[3, n]: the positions in time, height and width of a segment's tokens.
+    """Return the positions in time, height and width of a segment's tokens.
 
     This is M-RoPE (Qwen2-VL, Wang et al. 2024, section 2.1). Text counts in all three at once. An
-    image's tokens share one time, and the text behind it continues after its longer side. Removes
-    the segment's images from the front of `grids`.
+    image's tokens share one time, and the text behind it continues after its longer side.
+
+    Args:
+        tokens: the n tokens of a segment.
+        grids: patches in time, height and width of the images that are still to come. Those of the
+            segment are removed from its front.
+        vision: the model's images.
+
+    Returns:
+        int64[3, n].
     """
     positions = np.empty((3, len(tokens)), np.int64)
     next_position = 0
-    at = 0
+    start = 0
     is_image_token = tokens == vision.token_id
-    while at < len(tokens):
-        if is_image_token[at]:
+    while start < len(tokens):
+        if is_image_token[start]:
             _, height, width = grids.pop(0)
+            # Of the image's tokens, each of which stands for merge × merge patches.
             height //= vision.merge
             width //= vision.merge
-            stop = at + height * width
-            positions[0, at:stop] = next_position
-            positions[1, at:stop] = next_position + np.repeat(np.arange(height), width)
-            positions[2, at:stop] = next_position + np.tile(np.arange(width), height)
+            stop = start + height * width
+            rows = np.repeat(np.arange(height), width)
+            columns = np.tile(np.arange(width), height)
+            positions[0, start:stop] = next_position
+            positions[1, start:stop] = next_position + rows
+            positions[2, start:stop] = next_position + columns
             next_position += max(height, width)
         else:
-            later_images = np.flatnonzero(is_image_token[at:])
+            # Text up to the next image, or to the end.
+            later_images = np.flatnonzero(is_image_token[start:])
             if len(later_images):
-                stop = at + int(later_images[0])
+                stop = start + int(later_images[0])
             else:
                 stop = len(tokens)
-            stop_position = next_position + stop - at
-            positions[:, at:stop] = np.arange(next_position, stop_position)
+            stop_position = next_position + stop - start
+            positions[:, start:stop] = np.arange(next_position, stop_position)
             next_position = stop_position
-        at = stop
+        start = stop
     return positions
 
 
@@ -509,8 +585,10 @@ def rope_positions(
 class ImageBatch(Batch):
     """Images with a class each.
 
-    `pixels_BCHW`: float32, zero for a filler. `labels_B`: int64, IGNORE for a filler. `weight`: the
-    number of images.
+    Attributes:
+        pixels_BCHW: float32, zero for a filler.
+        labels_B: int64, the number of each image's class, IGNORE for a filler.
+        weight: the number of images.
     """
 
     pixels_BCHW: torch.Tensor
@@ -518,7 +596,7 @@ class ImageBatch(Batch):
     weight: int
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The arguments of a model."""
+        """Return the arguments of a model."""
         return {"pixel_values": self.pixels_BCHW}
 
 
@@ -530,9 +608,17 @@ def collate_images(
     side: int,
     channels: int,
 ) -> ImageBatch:
-    """Return the images of sample ids (-1: a filler), read from their files.
+    """Return a micro-batch of images, read from their files.
 
-    `side`: pixels of a side of the square images that the model takes.
+    Args:
+        cache: the token cache.
+        ids: samples of the cache; -1 is a filler.
+        labels: the names of the classes, in the order of their numbers.
+        processor: the model's image processor.
+        side: pixels of a side of the square images that the model takes.
+        channels: channels of these images.
+
+    Raises DataError for an image that cannot be read any more.
     """
     pixels_BCHW = torch.zeros(len(ids), channels, side, side)
     rows = []
@@ -549,7 +635,7 @@ def collate_images(
 
 
 def labelled_images(rows: int, side: int, channels: int) -> ImageBatch:
-    """Square images of `side` pixels, all of the first class."""
+    """Return square images of `side` pixels, all zeros and of the first class."""
     pixels_BCHW = torch.zeros(rows, channels, side, side)
     labels_B = torch.zeros(rows, dtype=torch.int64)
     return ImageBatch(pixels_BCHW, labels_B, rows)

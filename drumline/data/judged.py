@@ -1,4 +1,8 @@
-"""Batches of answers that are labelled good or bad, and the mismatched answers that KTO estimates its KL from. B rows, T tokens."""
+"""Batches of answers that are labelled good or bad, for KTO (Ethayarajh et al. 2024).
+
+Mismatched answers, which are those to other prompts, are what KTO estimates its KL from. B rows, T
+tokens, P samples; a row for each sample.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,16 @@ from drumline.errors import DataError
 class JudgedBatch(TokenBatch):
     """A TokenBatch with a row for each judged answer, whose tokens are the targets.
 
-    `good_B`, `bad_B`: fp64, 1 for an answer with this label, else 0. A filler has 0 in both.
-    `samples_P`: int64, numbers of the samples in their cache, -1 for fillers.
-    `reference_B`: fp64, log-probability of each answer under the reference; None until it is known.
-    `mismatched`: the same prompts with answers to other prompts; None if the algorithm needs none. A
-    prompt is a filler there if the global batch has no other prompt.
-    `first_reference_B`: the `reference_B` of `mismatched`.
-    `weight`: the number of real rows.
+    Attributes:
+        good_B: fp64, 1 for a good answer, else 0.
+        bad_B: fp64, 1 for a bad answer, else 0. A filler has 0 in both.
+        samples_P: int64, numbers of the samples in their cache, -1 for fillers.
+        reference_B: fp64, log-probability of each answer under the reference; None until it is
+            known.
+        mismatched: the same prompts with answers to other prompts; None if the algorithm needs
+            none. A prompt is a filler there if the global batch has no other prompt.
+        first_reference_B: the `reference_B` of `mismatched`.
+        weight: the number of real rows.
     """
 
     good_B: torch.Tensor
@@ -41,7 +48,7 @@ class JudgedBatch(TokenBatch):
         return self.good_B + self.bad_B
 
     def token_weights(self) -> torch.Tensor:
-        """[B, T]: they add up to 1 for each answer."""
+        """Return [B, T]: weights that add up to 1 for each answer, at its last token."""
         last_BT = self.position_ids_BT == self.last_B[:, None]
         return last_BT * self.real_P[:, None]
 
@@ -53,8 +60,21 @@ def judged_batch(
     pad_id: int,
     width: int | None,
 ) -> JudgedBatch:
-    """Return a batch of one segment for each answer; a filler is None, and so is its label."""
-    documents = [None if row is None else [row] for row in rows]
+    """Return a batch of judged answers.
+
+    Args:
+        rows: the segment of each answer; None for a filler.
+        labels: whether each answer is good; None for a filler.
+        samples: the number of each sample in its cache, -1 for a filler.
+        pad_id: the padding token.
+        width: tokens of each row; None: those of the longest answer.
+    """
+    documents: list[list[Segment] | None] = []
+    for row in rows:
+        if row is None:
+            documents.append(None)
+        else:
+            documents.append([row])
     is_good = [label is True for label in labels]
     is_bad = [label is False for label in labels]
     fields = vars(collate(documents, pad_id, width))
@@ -86,10 +106,16 @@ def collate_mismatched(
     width: int | None,
     max_length: int,
 ) -> JudgedBatch:
-    """`collate_judged`, and in `mismatched` each prompt with the answer of the sample before it.
+    """Return `collate_judged`, and in `mismatched` each prompt with the answer of another.
 
-    `previous`: the `stream.predecessors` of the samples, -1 for none. TRL takes the neighbour, though
-    it may have the same prompt. `max_length`: tokens that a mismatched row may have.
+    Args:
+        cache: the token cache.
+        samples: samples of the cache; -1 is a filler.
+        previous: the `stream.predecessors` of the samples, whose answers are taken; -1 for none.
+            TRL takes the neighbour, though it may have the same prompt.
+        pad_id: the padding token.
+        width: tokens of each row; None: those of the longest answer.
+        max_length: tokens that a mismatched row may have.
     """
     batch = collate_judged(cache, samples, pad_id, width)
     rows = _segments(cache, samples)
@@ -111,10 +137,12 @@ def mismatch(row: Segment, other: Segment, max_length: int) -> Segment:
     tokens, learn = row
     other_tokens, other_learn = other
     # A prompt is all that comes before the first target.
-    prompt = slice(int(learn.argmax()))
-    answer = slice(int(other_learn.argmax()), None)
-    joined_tokens = np.concatenate((tokens[prompt], other_tokens[answer]))
-    joined_learn = np.concatenate((learn[prompt], other_learn[answer]))
+    prompt_size = int(learn.argmax())
+    other_prompt_size = int(other_learn.argmax())
+    answer = other_tokens[other_prompt_size:]
+    answer_learn = other_learn[other_prompt_size:]
+    joined_tokens = np.concatenate((tokens[:prompt_size], answer))
+    joined_learn = np.concatenate((learn[:prompt_size], answer_learn))
     return joined_tokens[:max_length], joined_learn[:max_length]
 
 
@@ -131,10 +159,11 @@ def learned_judged(rows: int, length: int) -> JudgedBatch:
 
 
 def require_both_labels(train: TokenCache) -> None:
-    """Raises DataError if all training rows have the same label."""
+    """Raise DataError if all training rows have the same label."""
     seen = set()
     for sample in range(len(train)):
         seen.add(train.meta(sample)["good"])
+        # Usually after a few rows.
         if len(seen) == 2:
             return
     label = "false"
@@ -147,9 +176,21 @@ def require_both_labels(train: TokenCache) -> None:
 
 def _segments(cache: TokenCache, samples: Sequence[int]) -> list[Segment | None]:
     """Return the segment of each sample of a cache; None for a filler (-1)."""
-    return [cache.segments(sample)[0] if sample >= 0 else None for sample in samples]
+    segments: list[Segment | None] = []
+    for sample in samples:
+        if sample >= 0:
+            segments.append(cache.segments(sample)[0])
+        else:
+            segments.append(None)
+    return segments
 
 
 def _labels(cache: TokenCache, samples: Sequence[int]) -> list[bool | None]:
     """Return whether each answer is good; None for a filler (-1)."""
-    return [cache.meta(sample)["good"] if sample >= 0 else None for sample in samples]
+    labels: list[bool | None] = []
+    for sample in samples:
+        if sample >= 0:
+            labels.append(cache.meta(sample)["good"])
+        else:
+            labels.append(None)
+    return labels

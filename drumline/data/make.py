@@ -34,20 +34,28 @@ from drumline.hardware.detect import cache_dir
 from drumline.models.vision import Vision
 from drumline.plan.plan import LEFT_OUT
 
-# Called with a phase, the rows done, and all rows if their number is known.
+# Called with a phase, the rows done, and the number of all rows; None if that is not known.
 Progress = Callable[[str, int, "int | None"], None]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One pass over some sources, and its caches: `folder`, and `holdout_folder` if rows are held out."""
+    """One pass over some sources, and the caches that it makes.
+
+    Attributes:
+        config: the config of the run.
+        sources: the sources, read one after another.
+        folder: the cache of the rows, or the folder of a stream's blocks.
+        holdout_folder: the cache of the rows that are held out; None if none are.
+        vision: the images of a vision-language model.
+        eval_set: the name of the evaluation set; None: rows to train on.
+    """
 
     config: Config
     sources: list[Source]
     folder: Path
     holdout_folder: Path | None
     vision: Vision | None = None
-    # The name of the evaluation set; None: rows to train on.
     eval_set: str | None = None
 
     @property
@@ -83,7 +91,16 @@ class Task:
 
 
 def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) -> None:
-    """Make the caches of a task. Raises DataError for input that cannot be used."""
+    """Make the caches of a task.
+
+    Args:
+        task: what to make.
+        tokenizer_path: the folder of the tokenizer.
+        base_dir: the folder that paths of the config are relative to.
+        progress: called with the phases "tokenise" and "pack".
+
+    Raises DataError for input that cannot be used.
+    """
     root = task.folder.parent
     duplicates = task.config.data.duplicates
     with (
@@ -92,12 +109,15 @@ def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) ->
         temporary_folder(root) as held_out,
     ):
         stage = _tokenise(task, staging, tokenizer_path, base_dir, progress)
+        # Before rows are held out: a held-out row must have no copy among the others.
         if task.role == "train" and duplicates is not None:
             drop_copies(stage)
             if duplicates.kind == "near":
                 drop_near_copies(stage, duplicates.threshold)
         rows = int((stage.role == TRAIN).sum())
         progress("pack", 0, rows)
+        # The held-out rows first: their tokens are copied, and the training cache then takes the
+        # token files themselves.
         if task.holdout_folder is not None:
             _hold_out(task.config, stage, rows)
             finish(task, stage, held_out, task.holdout_folder, HELD_OUT)
@@ -110,6 +130,7 @@ def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) ->
 def _hold_out(config: Config, stage: Stage, rows: int) -> None:
     """Hold out `data.holdout` of the `rows` rows of a stage. Raises DataError if none is left."""
     wanted = config.data.holdout
+    # A number of rows, or a part of them, of which at least one row is held out.
     if not isinstance(wanted, int):
         wanted = max(1, round(wanted * rows))
     if wanted >= rows:
@@ -117,6 +138,7 @@ def _hold_out(config: Config, stage: Stage, rows: int) -> None:
         fix = "hold out fewer, or give data.eval"
         raise DataError(what, where="data.holdout", fix=fix)
     if judges_answers(config.algorithm.forms):
+        # Several answers to a prompt are rows of their own.
         stage.hold_out_prompts(wanted)
     else:
         stage.hold_out(wanted)
@@ -143,7 +165,7 @@ def rows_of(
         task: what reads the rows.
         number: the source's place in `task.sources`.
         base_dir: the folder that paths of the config are relative to.
-        stage: where the rows that are left out are counted, and the formats that were found noted.
+        stage: counts the rows that are left out, and notes the formats that were found.
         skip: so many rows are not yielded.
         faulty: see `read_rows`.
         seen: all raw rows of the source go through it.
@@ -159,6 +181,7 @@ def rows_of(
             stage.formats.setdefault(describe(source), set()).add(row.format)
         if found > skip:
             yield row
+    # Ties are no rows, so whoever encodes rows does not count them.
     stage.counts[number, "read"] += ties.total()
     stage.counts[number, "ties"] += ties.total()
     if not found:
@@ -169,7 +192,8 @@ def rows_of(
         raise DataError(what, where=describe(source))
     # A source that is cut at its limit may have the column further on. So may a stream: it goes on,
     # and its first pass may end after days.
-    is_read_whole = source.limit is None or found + ties.total() < source.limit
+    rows_of_limit = found + ties.total()
+    is_read_whole = source.limit is None or rows_of_limit < source.limit
     if raw_filter.absent and is_read_whole and not task.streams:
         what = f"no row has the column {min(raw_filter.absent)!r}, which `columns` maps"
         raise DataError(what, where=describe(source), fix="name one that is there, or leave it out")
@@ -179,7 +203,12 @@ def rows_of(
 class _RawFilter:
     """Leaves out the raw rows of a source that do not fulfil its conditions, and counts them.
 
-    `absent`: the mapped columns that no raw row has had so far.
+    Attributes:
+        number: the source's place in the sources of its task.
+        stage: counts the rows that are left out.
+        seen: all raw rows go through it before the conditions are evaluated.
+        conditions: (key of the config, SQL) of each condition.
+        absent: the mapped columns that no raw row has had so far.
     """
 
     def __init__(self, task: Task, number: int, stage: Stage, seen: Keep) -> None:
@@ -200,11 +229,13 @@ class _RawFilter:
         return where(self.seen(raw), self.conditions, self._count_dropped)
 
     def _note_columns(self, raw: RawRows) -> RawRows:
+        """Yield raw rows, and strike the columns that they have from `absent`."""
         for place, (origin, values) in raw:
             self.absent.difference_update(values)
             yield place, (origin, values)
 
     def _count_dropped(self, rows: int) -> None:
+        """Count raw rows that are left out. Nobody else reads them, so they count as read too."""
         self.stage.counts[self.number, "read"] += rows
         self.stage.counts[self.number, "filtered"] += rows
 
@@ -229,9 +260,13 @@ def _rows_of_all(task: Task, base_dir: Path, stage: Stage) -> Iterator[Row]:
 
 
 def job_of(task: Task, folder: Path, tokenizer_path: str, base_dir: Path) -> Job:
-    """Return the settings that tokenise the rows.
+    """Return the settings that tokenise the rows of a task.
 
-    The evaluation rows that training rows are compared with are read into `folder`.
+    Args:
+        task: what the rows are of.
+        folder: the evaluation rows that training rows are compared with are read into it.
+        tokenizer_path: the folder of the tokenizer.
+        base_dir: the folder that paths of the config are relative to.
     """
     config = task.config
     data = config.data
@@ -285,11 +320,18 @@ def _known_size(sources: list[Source]) -> int | None:
 
 
 def _describe_all(task: Task) -> str:
+    """Return the names of all sources of a task, for messages."""
     return ", ".join(map(describe, task.sources))
 
 
 def require_rows(stage: Stage, place: str, config: Config) -> None:
-    """Raises DataError if no row of a stage is usable."""
+    """Raise DataError if no row of a stage is usable.
+
+    Args:
+        stage: the rows.
+        place: the names of their sources, for the message.
+        config: the config of the run.
+    """
     if stage.rows:
         return
     left_out = stage.total("filtered") + stage.total("ties") + stage.total("contaminated")
@@ -299,6 +341,7 @@ def require_rows(stage: Stage, place: str, config: Config) -> None:
         what = "all rows hold rows of data.eval (data.decontaminate)"
         fix = "evaluate on rows that are not trained on"
     elif stage.total("too_long") == rows:
+        # Under the policy that is set a long row is dropped: with `right`, if its answer is lost.
         alternatives = [policy for policy in ("right", "left") if policy != config.data.truncation]
         what = f"all {rows} rows are longer than data.max_length {max_length}"
         fix = f"raise it, or set data.truncation to {' or '.join(alternatives)}"
@@ -324,10 +367,12 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
     is_training = task.role == "train"
     grouped = config.data.mixed and is_training
     ordered = config.data.curriculum is not None and is_training and role == TRAIN
+    # Without that a pack may hold rows of several sources, and belongs to none.
     has_own_samples = grouped or len(task.sources) == 1
     summary = _Summary(task, stage)
     layout = Layout(temporary)
     rows = Column(temporary / "rows.npy", np.dtype(np.uint64))
+    # Training rows keep the token files of the stage, and dropped rows in them; others are copied.
     copies = None
     if role != TRAIN:
         copies = _TokenCopies(stage, temporary)
@@ -364,8 +409,13 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
 class _Summary:
     """What info.json tells of the rows and samples of a cache, counted a block of rows at a time.
 
-    `by_source`: a `SourcePlan` of each source, as far as it is known. `row_set`: the sum of the
-    hashes of all rows modulo 2^64, which is the same in any order.
+    Attributes:
+        task: what the rows are of.
+        stage: the tokenised rows, with the counts of those that were left out.
+        images: how many images, patches and samples with images there are.
+        image_folders: the folders of images that preparing the rows has written.
+        row_set: the sum of the hashes of all rows modulo 2^64, which is the same in any order.
+        by_source: a `SourcePlan` of each source, as far as it is known.
     """
 
     def __init__(self, task: Task, stage: Stage) -> None:
@@ -376,25 +426,30 @@ class _Summary:
         self.row_set = 0
         self.by_source: list[dict[str, Any]] = []
         for number, source in enumerate(task.sources):
-            outcomes = {
-                name: stage.counts[number, name] for name in ("read", "truncated", *LEFT_OUT)
+            entry: dict[str, Any] = {
+                "name": describe(source),
+                "rows": 0,
+                "tokens": 0,
+                "samples": None,
             }
-            self.by_source.append(
-                {"name": describe(source), "rows": 0, "tokens": 0, "samples": None, **outcomes}
-            )
+            for outcome in ("read", "truncated", *LEFT_OUT):
+                entry[outcome] = stage.counts[number, outcome]
+            self.by_source.append(entry)
 
     def add_rows(self, records: Rows, segments: Segments) -> None:
         """Count rows and their tokens."""
-        sources = records["source"]
+        sources_of_rows = records["source"]
+        sources_of_segments = sources_of_rows[segments.owners]
         sizes = segments.ranges[:, 1] - segments.ranges[:, 0]
         count = len(self.by_source)
-        tokens = np.bincount(sources[segments.owners], sizes, count)
-        rows = np.bincount(sources, minlength=count)
+        tokens = np.bincount(sources_of_segments, sizes, count)
+        rows = np.bincount(sources_of_rows, minlength=count)
         for number, entry in enumerate(self.by_source):
             entry["tokens"] += int(tokens[number])
             entry["rows"] += int(rows[number])
-        hashes = int(records["digest"][:, 0].sum(dtype=np.uint64))
-        self.row_set = (self.row_set + hashes) % 2**64
+        hashes = records["digest"][:, 0]
+        sum_of_hashes = int(hashes.sum(dtype=np.uint64))
+        self.row_set = (self.row_set + sum_of_hashes) % 2**64
 
     def add_images(self, metas: Sequence[bytes]) -> None:
         """Count the images of samples with these metas, and note the folders that were written."""
@@ -408,7 +463,14 @@ class _Summary:
         entry["samples"] = (entry["samples"] or 0) + samples
 
     def info(self, name: str, rows: int, held_out: int, counts: dict[str, int]) -> dict[str, Any]:
-        """Return the content of info.json. `counts`: of `Layout`."""
+        """Return the content of info.json.
+
+        Args:
+            name: the cache's name.
+            rows: how many rows it has.
+            held_out: how many rows of the same sources are held out.
+            counts: those that `Layout.close` has returned.
+        """
         config = self.task.config
         stage = self.stage
         max_length = config.data.max_length
@@ -454,8 +516,11 @@ class _Summary:
 class _Samples(NamedTuple):
     """Samples in the form of `Layout.add`.
 
-    `segments`: int64[S, 2], ranges of tokens. `offsets`: int64[N + 1], sample i is segments
-    offsets[i]..offsets[i + 1]. `learned`: targets of each segment. `metas`: of each sample, or none.
+    Attributes:
+        segments: int64[S, 2], ranges of tokens.
+        offsets: int64[N + 1], sample i is segments offsets[i]..offsets[i + 1].
+        learned: int64[S], targets of each segment.
+        metas: the JSON of each sample, or none.
     """
 
     segments: Ints
@@ -465,17 +530,25 @@ class _Samples(NamedTuple):
 
 
 def _samples_of(config: Config, segments: Segments, metas: list[bytes]) -> _Samples:
-    """Return the samples of rows that are packed together."""
+    """Return the samples of rows that are packed together.
+
+    Args:
+        config: the config of the run.
+        segments: the segments of the rows.
+        metas: the JSON of each row, or none.
+    """
     ranges = segments.ranges
     max_length = config.data.max_length
     if not config.packs:
-        offsets = bounds(np.bincount(segments.owners))
-        return _Samples(ranges, offsets, segments.learned, metas)
+        # Each row is a sample.
+        segments_of_rows = np.bincount(segments.owners)
+        return _Samples(ranges, bounds(segments_of_rows), segments.learned, metas)
     if config.algorithm.cuts:
         pieces, offsets = cut(ranges[:, 0], ranges[:, 1], max_length)
         # All tokens of a piece but its first one are targets.
         learned = pieces[:, 1] - pieces[:, 0] - 1
         return _Samples(pieces, offsets, learned, [])
+    # Rows that are packed have one segment each.
     sizes = ranges[:, 1] - ranges[:, 0]
     groups = pack(sizes, max_length)
     order = np.fromiter(chain.from_iterable(groups), np.int64, len(sizes))
@@ -510,9 +583,13 @@ class _TokenCopies:
         """Copy segments, which are ranges int64[S, 2] of tokens. Return the ranges of the copies."""
         for start, stop in segments.tolist():
             for file in self.files:
-                file.source.seek(start * file.item_size)
-                file.target.write(file.source.read((stop - start) * file.item_size))
-        ends = self.end + np.cumsum(segments[:, 1] - segments[:, 0])
+                first_byte = start * file.item_size
+                byte_count = (stop - start) * file.item_size
+                file.source.seek(first_byte)
+                data = file.source.read(byte_count)
+                file.target.write(data)
+        sizes = segments[:, 1] - segments[:, 0]
+        ends = self.end + np.cumsum(sizes)
         starts = np.concatenate(([self.end], ends[:-1])).astype(np.int64)
         self.end = int(ends[-1])
         return np.stack((starts, ends), axis=1)

@@ -1,12 +1,14 @@
 """Rows that are alike: copies, near copies, and training rows that hold an evaluation row.
 
 A text is its words, each CJK character one, without case and punctuation. A gram is the hash of n
-words in a row; a text of fewer words is one gram. Near copies are found by MinHash (Broder 1997) with
-128 permutations: rows that agree in one of 32 bands of 4 are compared by the part of the
-permutations in which they agree, which estimates the Jaccard index of their grams (standard
-deviation at most 0.044). At an index of 0.7 a pair meets in a band with probability
-1 − (1 − 0.7^4)^32 > 0.999, at 0.5 with 0.87. All passes over rows are in parts of a bounded size, so
-memory does not grow with their number.
+words in a row; a text of fewer words is one gram.
+
+Near copies are found by MinHash (Broder 1997) with 128 permutations. Rows that agree in one of 32
+bands of 4 are compared by the part of the permutations in which they agree. That part estimates the
+Jaccard index of their grams (standard deviation at most 0.044). At an index of 0.7 a pair meets in a
+band with probability 1 − (1 − 0.7^4)^32 > 0.999, at 0.5 with 0.87.
+
+All passes over rows are in parts of a bounded size, so memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -36,37 +38,46 @@ PERMUTATIONS = _BANDS * _IN_BAND
 _BAND_ROW_BYTES = _BANDS * np.dtype(np.uint64).itemsize  # of a row in bands.bin
 _PIECE = 2048  # grams that are permuted at once, and pairs of rows that are compared at once
 _MOST_SORTED = 1 << 20  # keys in memory
+# Kana, two blocks of CJK ideographs, compatibility ideographs and Hangul syllables: scripts that
+# put no blanks between words, or few, so that each character counts as a word.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 # The base of the polynomial hash of a gram's words: 2^64 / golden ratio, which is odd.
 _BASE = np.uint64(0x9E3779B97F4A7C15)
+# Each permutation is x → (x · factor + shift) mod 2^64, see `print_of`. The constants are hashes of
+# fixed numbers, so that every process has the same permutations.
 _SEEDS = np.arange(1, PERMUTATIONS + 1, dtype=np.uint64)
-# Of each permutation: an odd factor, and what is added.
+# Odd: an even factor would not be invertible modulo 2^64.
 _FACTORS = mix(_SEEDS) | np.uint64(1)
 _SHIFTS = mix(_SEEDS + np.uint64(1 << 32))
 
 
 def text_of(row: Row) -> str:
     """Return all that the row says, without system prompts, which many rows share."""
-    texts: list[Any] = []
+    found: list[Any] = []
     for value in row.values.values():
-        talk = value if isinstance(value, list) else [{"content": value}]
-        for message in talk:
+        if isinstance(value, list):
+            messages = value
+        else:
+            messages = [{"content": value}]
+        for message in messages:
             if isinstance(message, dict) and message.get("role") != "system":
-                texts += _texts_of(message)
-    return "\n".join(text for text in texts if isinstance(text, str))
+                found += _texts_of(message)
+    texts = [text for text in found if isinstance(text, str)]
+    return "\n".join(texts)
 
 
 def _texts_of(message: dict[str, Any]) -> list[Any]:
     """Return the reasoning, the content and the calls of a message.
 
-    A call has no more of its keys than its name and arguments: others, as its number, are in all
-    calls, or in no two.
+    Items that are no texts stand for what the message lacks.
     """
     texts = [message.get(key) for key in REASONING]
     content = message.get("content")
     if isinstance(content, list):
-        texts += [part.get("text") for part in content if isinstance(part, dict)]
+        for part in content:
+            if isinstance(part, dict):
+                texts.append(part.get("text"))
     else:
         texts.append(content)
     calls = message.get("tool_calls")
@@ -76,7 +87,11 @@ def _texts_of(message: dict[str, Any]) -> list[Any]:
 
 
 def _texts_of_calls(calls: list[Any]) -> list[str]:
-    """Return the name and the arguments of each call, as JSON."""
+    """Return the name and the arguments of each call, as JSON.
+
+    The other keys of a call are left out: they are the same in all calls (its type), or differ
+    in every call (its id), so they would make texts look alike or unlike that are not.
+    """
     texts = []
     for call in calls:
         if not isinstance(call, dict):
@@ -89,79 +104,118 @@ def _texts_of_calls(calls: list[Any]) -> list[str]:
 
 
 def grams(text: str, size: int) -> UInt64s:
-    """Return the distinct grams of a text, ascending. `size`: words of a gram."""
-    word_list = _WORD.findall(text.casefold()) or [text]
-    length = len(word_list)
-    checksums = (zlib.crc32(word.encode(errors="surrogatepass")) for word in word_list)
+    """Return the distinct grams of a text.
+
+    Args:
+        text: any text.
+        size: words of a gram.
+
+    Returns:
+        uint64[n] hashes, ascending. n is at least 1.
+    """
+    # A text without a word, such as a row of punctuation, is one word.
+    words = _WORD.findall(text.casefold()) or [text]
+    length = len(words)
+    checksums = (zlib.crc32(word.encode(errors="surrogatepass")) for word in words)
     hashes = mix(np.fromiter(checksums, np.uint64, length))
+
+    # All grams at once, by Horner's rule: Σ hash[word] · base^(place from the right), modulo 2^64.
     count = max(1, length - size + 1)
-    found = np.zeros(count, np.uint64)
-    for at in range(min(size, length)):
-        found = found * _BASE + hashes[at : at + count]
-    return np.unique(mix(found))
+    polynomials = np.zeros(count, np.uint64)
+    for offset in range(min(size, length)):
+        polynomials = polynomials * _BASE + hashes[offset : offset + count]
+    return np.unique(mix(polynomials))
 
 
 def print_of(text: str, apart: bytes = b"") -> npt.NDArray[np.uint32]:
-    """Return uint32[128]: the smallest of a text's grams under each permutation.
+    """Return the MinHash print of a text.
 
-    The permutations are multiply-shift (Dietzfelbinger et al. 1997). Texts with unlike 8 bytes of
-    `apart` have no gram in common.
+    The permutations are multiply-shift (Dietzfelbinger et al. 1997).
+
+    Args:
+        text: the text of a row.
+        apart: 8 bytes, or none. Texts with unlike bytes have no gram in common.
+
+    Returns:
+        uint32[128]: the smallest of the text's grams under each permutation.
     """
     smallest = np.full(PERMUTATIONS, 2**32 - 1, np.uint32)
     values = grams(text, SHINGLE)
     if apart:
-        values = mix(values ^ np.frombuffer(apart, "<u8")[0])
-    for at in range(0, len(values), _PIECE):
-        piece = values[at : at + _PIECE, None]
+        salt = np.frombuffer(apart, "<u8")[0]
+        values = mix(values ^ salt)
+    for start in range(0, len(values), _PIECE):
+        piece = values[start : start + _PIECE, None]
+        # The high bits alone: the low ones of a product depend on the low ones of its factors only.
         permuted = (piece * _FACTORS + _SHIFTS) >> np.uint64(32)
-        np.minimum(smallest, permuted.min(axis=0).astype(np.uint32), out=smallest)
+        smallest_of_piece = permuted.min(axis=0).astype(np.uint32)
+        np.minimum(smallest, smallest_of_piece, out=smallest)
     return smallest
 
 
 def bands_of(prints: npt.NDArray[np.uint32]) -> UInt64s:
     """Return uint64[rows, 32]: a hash of each band of the prints uint32[rows, 128]."""
-    found = np.zeros((len(prints), _BANDS), np.uint64)
-    for at in range(_IN_BAND):
-        found = mix(found ^ prints[:, at::_IN_BAND].astype(np.uint64))
-    return found
+    bands = np.zeros((len(prints), _BANDS), np.uint64)
+    for offset in range(_IN_BAND):
+        members = prints[:, offset::_IN_BAND].astype(np.uint64)
+        bands = mix(bands ^ members)
+    return bands
 
 
 def drop_copies(stage: Stage) -> None:
-    """Of rows with one content keep the first."""
+    """Drop all but the first of the rows with one content.
+
+    Rows have one content if their digests are equal.
+    """
+    # Each pass sorts the rows of some digests, so that about `_MOST_SORTED` of them are in memory.
+    # Copies have one digest, so they are in one pass.
     parts = 1 + stage.rows // _MOST_SORTED
     for part in range(parts):
         numbers_of_blocks = []
         digests_of_blocks = []
         for start, rows in stage.ranges():
-            in_part = rows["digest"][:, 0] % np.uint64(parts) == part
-            here = np.flatnonzero(in_part)
+            digests_of_block = rows["digest"]
+            is_in_part = digests_of_block[:, 0] % np.uint64(parts) == part
+            here = np.flatnonzero(is_in_part)
             numbers_of_blocks.append(here + start)
-            digests_of_blocks.append(rows["digest"][here])
+            digests_of_blocks.append(digests_of_block[here])
         numbers = np.concatenate(numbers_of_blocks)
         digests = np.concatenate(digests_of_blocks)
+
+        # Sorted by digest and then by number, each copy but the first follows a row that is equal.
         order = np.lexsort((numbers, digests[:, 1], digests[:, 0]))
+        earlier = order[:-1]
         later = order[1:]
-        is_copy = (digests[later] == digests[order[:-1]]).all(axis=1)
-        stage.drop(np.sort(numbers[later[is_copy]]), "duplicates")
+        is_copy = (digests[later] == digests[earlier]).all(axis=1)
+        copies = numbers[later[is_copy]]
+        stage.drop(np.sort(copies), "duplicates")
 
 
 def drop_near_copies(stage: Stage, threshold: float) -> None:
-    """Leave out the rows that are near copies of an earlier row.
+    """Drop the rows that are near copies of an earlier row.
 
-    The two have an equal band, and agree in at least `threshold` of the permutations.
+    Two rows are near copies if they have an equal band, and agree in at least `threshold` (from 0
+    to 1) of the permutations.
     """
-    prints = np.memmap(stage.folder / "prints.bin", np.uint32, "r").reshape(-1, PERMUTATIONS)
+    flat_prints = np.memmap(stage.folder / "prints.bin", np.uint32, "r")
+    prints = flat_prints.reshape(-1, PERMUTATIONS)
     for band in range(_BANDS):
         for pairs in _pairs_of_band(stage, band):
-            for at in range(0, len(pairs.later), _PIECE):
-                first = pairs.first[at : at + _PIECE]
-                later = pairs.later[at : at + _PIECE]
-                is_near = (prints[first] == prints[later]).mean(axis=1) >= threshold
-                stage.drop(np.sort(later[is_near]), "duplicates")
+            for start in range(0, len(pairs.later), _PIECE):
+                first = pairs.first[start : start + _PIECE]
+                later = pairs.later[start : start + _PIECE]
+                agreement = (prints[first] == prints[later]).mean(axis=1)
+                near_copies = later[agreement >= threshold]
+                stage.drop(np.sort(near_copies), "duplicates")
 
 
 class _Pairs(NamedTuple):
-    """Pairs of rows with an equal band: the first row that has the band, and a later one, int64 each."""
+    """Pairs of rows with an equal band.
+
+    Attributes:
+        first: int64[n], numbers of the first row that has the band.
+        later: int64[n], numbers of a later row that has it.
+    """
 
     first: Ints
     later: Ints
@@ -169,36 +223,45 @@ class _Pairs(NamedTuple):
 
 def _pairs_of_band(stage: Stage, band: int) -> Iterator[_Pairs]:
     """Yield all pairs of rows whose bands with this number are equal, some at a time."""
+    path = stage.folder / "bands.bin"
+    # As in `drop_copies`, each pass sorts the rows of some keys.
     parts = 1 + stage.rows // _MOST_SORTED
-    step = _MOST_SORTED // _BANDS
+    rows_at_once = _MOST_SORTED // _BANDS
     for part in range(parts):
         numbers_of_blocks = []
         keys_of_blocks = []
-        for start in range(0, stage.rows, step):
+        for start in range(0, stage.rows, rows_at_once):
             offset = start * _BAND_ROW_BYTES
-            path = stage.folder / "bands.bin"
-            table = np.fromfile(path, np.uint64, step * _BANDS, offset=offset)
-            keys_here = table.reshape(-1, _BANDS)[:, band]
-            here = np.flatnonzero(keys_here % np.uint64(parts) == part)
+            values = np.fromfile(path, np.uint64, rows_at_once * _BANDS, offset=offset)
+            keys_of_block = values.reshape(-1, _BANDS)[:, band]
+            is_in_part = keys_of_block % np.uint64(parts) == part
+            here = np.flatnonzero(is_in_part)
             numbers_of_blocks.append(here + start)
-            keys_of_blocks.append(keys_here[here])
+            keys_of_blocks.append(keys_of_block[here])
         numbers = np.concatenate(numbers_of_blocks)
         keys = np.concatenate(keys_of_blocks)
         order = np.lexsort((numbers, keys))
         numbers = numbers[order]
         keys = keys[order]
-        first = np.searchsorted(keys, keys)
-        later = np.flatnonzero(first < np.arange(len(keys)))
-        yield _Pairs(numbers[first[later]], numbers[later])
+
+        # Where the run of equal keys begins that each row is in. The rows that begin one are not
+        # later than any.
+        first_of_run = np.searchsorted(keys, keys)
+        later = np.flatnonzero(first_of_run < np.arange(len(keys)))
+        first = first_of_run[later]
+        yield _Pairs(numbers[first], numbers[later])
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The grams of evaluation rows.
+    """The grams of evaluation rows, which training rows are compared with.
 
-    `ngram`: words of a gram. `overlap`: the part of an evaluation row's grams that a training row
-    may not reach. `grams`: uint64[G], ascending, with repeats. `owners`: int64[G], the row of each
-    gram. `sizes`: int64[rows], grams of each row.
+    Attributes:
+        ngram: words of a gram.
+        overlap: the part of an evaluation row's grams that a training row may not reach.
+        grams: uint64[G], ascending, with repeats.
+        owners: int64[G], the row of each gram.
+        sizes: int64[rows], grams of each row.
     """
 
     ngram: int
@@ -209,9 +272,24 @@ class Evaluation:
 
     @classmethod
     def of(cls, rows: Iterator[Row], ngram: int, overlap: float, folder: Path) -> Path:
-        """Write the grams of evaluation rows to a file in `folder`. Return its path, for `load`."""
-        grams_of_rows = [grams(text_of(row), ngram) for row in rows]
-        sizes = np.asarray([len(found) for found in grams_of_rows], np.int64)
+        """Write the grams of evaluation rows to a file, so that each worker can load them.
+
+        Args:
+            rows: the evaluation rows.
+            ngram: words of a gram.
+            overlap: see `Evaluation`.
+            folder: the folder to write to.
+
+        Returns:
+            The path of the file, for `load`.
+        """
+        grams_of_rows = []
+        sizes_of_rows = []
+        for row in rows:
+            grams_of_row = grams(text_of(row), ngram)
+            grams_of_rows.append(grams_of_row)
+            sizes_of_rows.append(len(grams_of_row))
+        sizes = np.asarray(sizes_of_rows, np.int64)
         all_grams = np.concatenate(grams_of_rows)
         owners = np.repeat(np.arange(len(grams_of_rows)), sizes)
         order = np.argsort(all_grams, kind="stable")
@@ -228,7 +306,7 @@ class Evaluation:
 
     @classmethod
     def load(cls, path: Path) -> Evaluation:
-        """Read the file that `of` has written."""
+        """Return the grams in the file that `of` has written."""
         with np.load(path, allow_pickle=False) as file:
             return cls(
                 ngram=int(file["ngram"]),
@@ -239,14 +317,19 @@ class Evaluation:
             )
 
     def within(self, row: Row) -> bool:
-        """Whether the row holds at least the part `overlap` of an evaluation row's grams."""
-        of_row = grams(text_of(row), self.ngram)
-        first = np.searchsorted(self.grams, of_row, "left")
-        last = np.searchsorted(self.grams, of_row, "right")
-        shared = np.flatnonzero(last > first)
+        """Return whether a row holds at least the part `overlap` of an evaluation row's grams."""
+        grams_of_row = grams(text_of(row), self.ngram)
+        # The range of each gram in the sorted grams of all evaluation rows; empty for most grams.
+        starts = np.searchsorted(self.grams, grams_of_row, "left")
+        stops = np.searchsorted(self.grams, grams_of_row, "right")
+        shared = np.flatnonzero(stops > starts)
         if not len(shared):
             return False
-        owners = np.concatenate([self.owners[first[at] : last[at]] for at in shared])
+        owners_of_shared = []
+        for index in shared:
+            owners_of_shared.append(self.owners[starts[index] : stops[index]])
+        owners = np.concatenate(owners_of_shared)
         counts = np.bincount(owners, minlength=len(self.sizes))
+        # At least one gram: with an `overlap` of 0 every row would hold every evaluation row.
         needed = np.maximum(1, np.ceil(self.overlap * self.sizes))
         return bool((counts >= needed).any())

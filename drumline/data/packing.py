@@ -1,4 +1,7 @@
-"""Rows of tokens put together into sequences of one length: whole rows, or a stream of documents that is cut."""
+"""Puts rows of tokens together into sequences of one length.
+
+`pack` joins whole rows; `cut` cuts a stream of documents into pieces.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,18 @@ Ints = npt.NDArray[np.int64]
 def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> list[list[int]]:
     """Return groups of whole rows with at most `capacity` tokens each; every row is in one group.
 
-    `lengths`: tokens of each row, from 1 to `capacity`. Rows in a group, and groups by their first
-    row, are in row order.
-
     This is best-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible groups, plus 4):
     rows from the longest down, each into the fullest group with room for it. The distinct free rooms
     are in a sorted list, so a row costs two binary searches: O(n log n). Ties go by row index, so
     the same lengths give the same groups everywhere.
+
+    Args:
+        lengths: tokens of each row, from 1 to `capacity`.
+        capacity: tokens that a group may have.
+
+    Returns:
+        The indices of the rows of each group, ascending. Groups are in the order of their first
+        rows.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if not len(sizes):
@@ -33,19 +41,21 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> lis
     groups_by_room: dict[int, list[int]] = {}
     order = np.argsort(-sizes, kind="stable")
     for row, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        at = bisect_left(rooms, size)
-        if at == len(rooms):
+        # The smallest room that holds the row.
+        index = bisect_left(rooms, size)
+        if index == len(rooms):
             group = len(groups)
             groups.append([row])
             left = capacity - size
         else:
-            room = rooms[at]
+            room = rooms[index]
             group = groups_by_room[room].pop()
             groups[group].append(row)
             left = room - size
             if not groups_by_room[room]:
-                del rooms[at]
+                del rooms[index]
                 del groups_by_room[room]
+        # A full group takes no further row.
         if left:
             if left not in groups_by_room:
                 insort(rooms, left)
@@ -74,8 +84,11 @@ def cut(starts: Ints, stops: Ints, capacity: int) -> tuple[Ints, Ints]:
         sequence i is segments offsets[i]..offsets[i + 1].
     """
     sizes = stops - starts
+    # Where each document ends in the stream.
     ends = np.cumsum(sizes)
-    total = int(ends[-1]) if len(ends) else 0
+    total = 0
+    if len(ends):
+        total = int(ends[-1])
     if not total:
         return np.zeros((0, 2), np.int64), np.zeros(1, np.int64)
     cuts = np.arange(0, total, capacity, dtype=np.int64)
@@ -83,10 +96,14 @@ def cut(starts: Ints, stops: Ints, capacity: int) -> tuple[Ints, Ints]:
     edges = np.union1d(ends, cuts)
     firsts = edges[:-1]
     lasts = edges[1:]
+    # The document of each segment. `right`: one that ends at the segment's start is over, and so is
+    # an empty one.
     document = np.searchsorted(ends, firsts, side="right")
     begins = ends - sizes
     # From a place in the stream to the place in the file.
     shift = starts[document] - begins[document]
     segments = np.stack((firsts + shift, lasts + shift), axis=1)
-    offsets = np.append(np.searchsorted(firsts, cuts), len(segments))
+    # Every cut is the start of a segment.
+    first_segments = np.searchsorted(firsts, cuts)
+    offsets = np.append(first_segments, len(segments))
     return segments, offsets.astype(np.int64)

@@ -1,4 +1,7 @@
-"""Preference pairs as rows: their prompt and two answers, and the two judged answers that one pair stands for."""
+"""Preference pairs as rows: their prompt and two answers.
+
+An algorithm that learns from answers one by one reads a pair as two judged answers.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from drumline.data.formats import convert_row, judges_answers
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 
+# A prompt or an answer: a text, or the messages of a conversation.
 Text = str | Messages
 SIDES = ("chosen", "rejected")
 SAME_ANSWER = "`chosen` and `rejected` are the same answer"
@@ -18,18 +22,26 @@ JUDGEMENTS = {"label", "kto_tag"}
 
 
 def is_pair_to_split(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> bool:
-    """Return whether a row is a pair, and the algorithm learns from answers that are judged one by one.
+    """Return whether a row is a pair, and the algorithm learns from answers one by one.
 
-    `known`: the forms of the algorithm's rows. `wanted`: the source's `format`. Raises DataError for
-    a row that `wanted` cannot be read from, and Tie for two answers of which neither is better.
+    Args:
+        values: the row as it is written.
+        known: the forms of the algorithm's rows.
+        wanted: the source's `format`.
+        origin: the row's name in an error.
+
+    Raises DataError for a row that `wanted` cannot be read from, and Tie for two answers of which
+    neither is better.
     """
     if not judges_answers(known):
         return False
     names = {str(name).lower() for name in values}
     if names.issuperset(SIDES):
         return True
+    # An answer with a judgement of its own, whatever else the row has.
     if names & JUDGEMENTS:
         return False
+    # Pairs under other names, such as two answers and a verdict.
     _, columns = convert_row(dict(values), PAIR_FORMS, wanted, origin)
     return columns.keys() >= set(SIDES)
 
@@ -58,7 +70,8 @@ def pair_parts(values: dict[str, Any], origin: str) -> tuple[Text, Text, Text]:
     repeat it. Raises DataError if one side is text and the other messages, and there is no prompt
     column.
     """
-    chosen, rejected = (values[name] for name in SIDES)
+    chosen = values["chosen"]
+    rejected = values["rejected"]
     if "prompt" not in values:
         if type(chosen) is not type(rejected):
             what = "one side of the pair is text, the other messages"
@@ -66,6 +79,7 @@ def pair_parts(values: dict[str, Any], origin: str) -> tuple[Text, Text, Text]:
         length = _common_length(chosen, rejected)
         return chosen[:length], chosen[length:], rejected[length:]
     prompt = values["prompt"]
+    # Datasets strip the blanks of a prompt in one column and not in the other.
     start = [_strip_content(turn) for turn in as_messages(prompt, "user")]
     return prompt, _remove_prompt(start, chosen), _remove_prompt(start, rejected)
 
@@ -111,5 +125,8 @@ def _common_length(chosen: Any, rejected: Any) -> int:
         length += 1
     if are_messages:
         return length
+    # Not within a word: its two halves would be tokenised unlike the word.
     blanks = [match.start() for match in re.finditer(r"\s+", chosen[:length])]
-    return blanks[-1] if blanks else 0
+    if not blanks:
+        return 0
+    return blanks[-1]

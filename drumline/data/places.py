@@ -1,7 +1,8 @@
-"""Finds and opens the files of a source: a path, a glob or a folder of this machine, or a URL that
-fsspec reads, each perhaps compressed.
+"""Finds and opens the files of a source.
 
-Nothing is copied to this disk but what must be read in any order (a compressed Parquet file).
+A source is a path, a glob or a folder of this machine, or a URL that fsspec reads. Its files may be
+compressed. Nothing is copied to this disk but what must be read in any order (a compressed Parquet
+file).
 """
 
 from __future__ import annotations
@@ -84,8 +85,11 @@ _NO_ROWS = (
 class DataFile:
     """One file of a source.
 
-    `name` stands in messages. `place` is its path, or its path in `fs`. Paths in its rows are relative to
-    `folder`. `fs` is a file system of fsspec; None: this machine's.
+    Attributes:
+        name: what messages call it.
+        place: its path, or its path in `fs`.
+        folder: paths in its rows are relative to it.
+        fs: a file system of fsspec; None: this machine's.
     """
 
     name: str
@@ -113,6 +117,7 @@ class DataFile:
         if self.fs is None and not is_packed:
             return cast("IO[bytes]", raw)
         with judged("cannot be unpacked", self.name, DataError):
+            # Closing an unpacked stream leaves the packed one open.
             if is_packed:
                 stream = _Stream(_unpacked(raw, ending), [raw], self.name)
             else:
@@ -167,7 +172,10 @@ class DataFile:
 class _Stream(io.RawIOBase):
     """A file whose reading raises DataError, whatever its library raises.
 
-    The files in `below` are closed with it.
+    Args:
+        file: the file.
+        below: further files that are closed with it.
+        name: what messages call it.
     """
 
     def __init__(self, file: Any, below: list[Any], name: str) -> None:
@@ -285,9 +293,11 @@ def find(pattern: str, base_dir: Path) -> list[Path]:
     A file with several names comes once. Raises DataError if there is none.
     """
     full = str(base_dir / expanded(pattern))
+    # A file whose name has a wildcard in it is itself, and no pattern.
     names = [full]
     if not Path(full).is_file():
         names = sorted(_matches(full))
+    # By the file that a link leads to.
     files: dict[Path, Path] = {}
     for name in names:
         path = Path(name)
@@ -378,6 +388,7 @@ def _picked(names: list[str], source: FileSource) -> list[str]:
     for name in rows:
         splits.setdefault(_split_of(name), []).append(name)
     wanted = _SAME.get(source.split, source.split)
+    # Of a folder without other splits all files are for training, whether their names say so or not.
     if set(splits) <= {"", "train"} and wanted == "train":
         return rows
     if wanted not in splits:
@@ -417,7 +428,10 @@ def _names_with_rows(names: list[str], source: FileSource) -> list[str]:
 
 
 def _split_of(name: str) -> str:
-    """Return the split that a file's name tells, by the last of its parts that names one; else empty."""
+    """Return the split that a file's path tells; empty if it tells none.
+
+    The last part that names one counts: a folder `train` may have a file `test.jsonl`.
+    """
     splits = _SPLIT.findall(name.lower())
     if not splits:
         return ""
@@ -447,7 +461,9 @@ def hash_file(path: Path) -> str:
 
         def parse(text: str) -> str:
             entry = json.loads(text)
-            if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:
+            is_entry = isinstance(entry, list) and len(entry) == 2
+            # `load_or_compute` computes the hash again then.
+            if not is_entry or entry[0] != stamp:
                 raise ValueError("the file has changed")
             return str(entry[1])
 
@@ -457,6 +473,7 @@ def hash_file(path: Path) -> str:
         is_settled = time.time() - state.st_ctime >= SETTLED_SECONDS
         if state.st_size < LARGE or not is_settled:
             return compute()
+        # `surrogateescape`: Linux allows names that are no UTF-8.
         full = str(path.absolute()).encode(errors="surrogateescape")
         name = hashlib.sha256(full).hexdigest()[:NAME_DIGITS]
         return load_or_compute(cache_dir() / "hashes" / name, parse, compute, serialize)

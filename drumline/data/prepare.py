@@ -48,14 +48,17 @@ def prepare(
         vision: of a vision-language model.
         check: verify the caches that exist, and make damaged ones again.
     """
+    # The first refusal, before anything is read.
     for refusal in compared_images(config, vision is not None):
         raise refusal.error()
     progress = on_progress or _ignore_progress
+    # The names of the caches are hashes of all input.
     progress("hash", 0, None)
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     for task in tasks:
         for folder in task.folders:
-            if (check and _is_damaged(folder)) or _lacks_images(folder):
+            is_damaged = check and _is_damaged(folder)
+            if is_damaged or _lacks_images(folder):
                 shutil.rmtree(folder)
         if _is_done(task):
             continue
@@ -84,22 +87,27 @@ def cached(
 
 
 def _is_damaged(folder: Path) -> bool:
-    """Whether the files of a cache differ from what was written. A folder without a cache is not damaged."""
+    """Return whether the files of a cache differ from what was written.
+
+    A folder without a cache is not damaged.
+    """
     info = read_info(folder)
-    sha256 = {} if info is None else info["sha256"]
+    if info is None:
+        return False
     try:
-        verify(folder, sha256)
+        verify(folder, info["sha256"])
     except DataError:
         return True
     return False
 
 
 def _lacks_images(folder: Path) -> bool:
-    """Whether there is a cache in a folder, and images of it are gone."""
+    """Return whether there is a cache in a folder, and images of it are gone."""
     return read_info(folder) is not None and lacks_images(TokenCache.open(folder))
 
 
 def _is_done(task: Task) -> bool:
+    """Return whether there is nothing to make for a task: of a stream, no more than block 0."""
     if task.streams:
         return is_begun(task.folder)
     return task.is_done
@@ -108,7 +116,10 @@ def _is_done(task: Task) -> bool:
 def _tasks(
     config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None
 ) -> list[Task]:
-    """Return the passes over the data: the rows to train on first, then each evaluation set."""
+    """Return the passes over the data: the rows to train on first, then each evaluation set.
+
+    Raises ConfigError for settings that exclude each other.
+    """
     data = config.data
     root = root_of(data)
     if data.eval and data.holdout:
@@ -136,6 +147,7 @@ def _plan(tasks: list[Task]) -> DataPlan:
     """Return what the caches of all tasks hold. The first task is that of the rows to train on."""
     task = tasks[0]
     config = task.config
+    # A stream has no one cache; its first block stands for it.
     if task.streams:
         train = None
         train_name = "train, first block"
@@ -250,6 +262,7 @@ def _plan_sources(config: Config, info: dict[str, Any]) -> tuple[SourcePlan, ...
     Raises DataError if an epoch has nothing of a source. `info`: of the cache.
     """
     found = [SourcePlan(**entry) for entry in info["by_source"]]
+    # Without a mix, packs may hold rows of several sources, and no source has samples of its own.
     sizes = [source.samples or 0 for source in found]
     if config.data.mixed:
         counts = epoch_counts(config.data.train, sizes, config.data.temperature)

@@ -1,8 +1,7 @@
-"""Collects what `drumline preview` shows: rows by the encoder that `prepare` runs, what was cut off
-them, and their tokens as pieces of text.
+"""Collects what `drumline preview` shows: rows as `prepare` encodes them, what was cut off, and text.
 
 Nothing here renders a row again: a row is encoded as it is prepared, and once more without a limit of
-its length.
+its length. Its tokens are then decoded to pieces of text.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from drumline.data.workers import Job
 from drumline.errors import DataError
 from drumline.models.vision import Vision
 
+# What becomes of a token: a target, a token without loss, or one that was cut off.
 State = Literal["learned", "context", "cut"]
 NO_LIMIT = 10**8  # the largest data.max_length
 LONGEST_CHARACTER = 8  # tokens; a byte has one each, and four bytes make a character
@@ -40,7 +40,10 @@ HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
 
 @dataclass(frozen=True)
 class Piece:
-    """A text that stands for one token, or for several that make a character or an image together."""
+    """A text that stands for one token, or for several that make a character or an image together.
+
+    `special`: the token is a special one of the tokenizer, or an image.
+    """
 
     text: str
     state: State
@@ -65,8 +68,12 @@ class Span(NamedTuple):
 class Seen:
     """A row and what becomes of it.
 
-    `number` counts from 1 over all sources. `kept` is the row's sample; `full` is the row encoded
-    without a limit of its length; `error` is why the row cannot be used.
+    Attributes:
+        number: counts from 1 over all sources.
+        row: the row.
+        kept: the row's sample; None if it is dropped.
+        full: the row encoded without a limit of its length; None if that fails.
+        error: why the row cannot be used.
     """
 
     number: int
@@ -77,10 +84,11 @@ class Seen:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the row's longest segment, before it was cut."""
+        """The number of tokens of the row's longest segment, before it was cut."""
         if self.full is None:
             return 0
-        return max((len(segment.tokens) for segment in self.full.segments), default=0)
+        sizes = [len(segment.tokens) for segment in self.full.segments]
+        return max(sizes, default=0)
 
     @property
     def fate(self) -> Literal["refused", "dropped", "unlearned", "cut", "whole"]:
@@ -89,7 +97,9 @@ class Seen:
             return "refused"
         if self.kept is None:
             return "dropped"
-        if self.kept.meta is None and not any(segment.learned for segment in self.kept.segments):
+        # As `workers.Job.encode` decides it.
+        has_targets = any(segment.learned for segment in self.kept.segments)
+        if self.kept.meta is None and not has_targets:
             return "unlearned"
         if self.kept.truncated:
             return "cut"
@@ -99,7 +109,12 @@ class Seen:
 class Reader:
     """Reads and encodes the rows of `config.data.train` in order.
 
-    `most` tokens of a segment become text; its middle is left out.
+    Args:
+        config: the config of the run.
+        tokenizer_path: the folder of the tokenizer.
+        base_dir: the folder that paths of the config are relative to.
+        vision: the images of a vision-language model.
+        most: so many tokens of a segment become text; its middle is left out.
     """
 
     def __init__(
@@ -113,6 +128,7 @@ class Reader:
         self.config = config
         self.base_dir = base_dir
         self.vision = vision
+        # How many tokens are shown before the gap, and behind it.
         self.half = most // 2
         self.job = Job(tokenizer_path, config.model, config.algorithm, config.data, vision)
         unlimited = config.data.model_copy(update={"max_length": NO_LIMIT, "truncation": "right"})
@@ -124,10 +140,15 @@ class Reader:
             self.special = special_ids(self.job.tokenizer)
 
     def rows(self, wanted: int | None, first: int) -> Iterator[tuple[int, Row | DataError]]:
-        """Yield the `first` rows of each source, numbered from 1; or only the `wanted` row.
+        """Yield rows with their numbers, which count from 1 over all sources.
 
-        The last item of a source may be why the source cannot be read on. Raises DataError if there
-        is no `wanted` row.
+        The last item of a source may be why the source cannot be read on.
+
+        Args:
+            wanted: the number of the only row that is yielded; None: the first rows.
+            first: how many rows of each source are yielded without `wanted`.
+
+        Raises DataError if there is no `wanted` row.
         """
         number = 0
         limit = None if wanted else first
@@ -148,24 +169,22 @@ class Reader:
                 if wanted:
                     return
         if wanted:
-            raise DataError(
-                f"data.train has {number} rows, no row {wanted}",
-                where="--row",
-                fix=f"count from 1 to {number}",
-            )
+            what = f"data.train has {number} rows, no row {wanted}"
+            raise DataError(what, where="--row", fix=f"count from 1 to {number}")
 
     def seen(self, number: int, row: Row | DataError) -> Seen:
-        """Return a row with what becomes of it."""
+        """Return a row, or why a source cannot be read on, with what becomes of it."""
         if isinstance(row, DataError):
             row = Row(row.where or "", {}, error=row)
         if row.error is not None:
-            return Seen(number, row, None, None, row.error)
+            return Seen(number, row, kept=None, full=None, error=row.error)
         full: Encoded | None = None
         try:
+            # First, so that a row that is refused for its length still has its tokens.
             full = self.full.encode_row(row)
             kept = self.job.encode_row(row)
         except DataError as error:
-            return Seen(number, row, None, full, error)
+            return Seen(number, row, kept=None, full=full, error=error)
         return Seen(number, row, kept, full)
 
     def empty(self, seen: Seen) -> bool:
@@ -174,8 +193,10 @@ class Reader:
             return False
         has_learned = False
         for segment in seen.kept.segments:
+            # The first token never counts: nothing predicts it.
             is_target = segment.learn[1:] > 0
-            for token in segment.tokens[1:][is_target]:
+            targets = segment.tokens[1:][is_target]
+            for token in targets:
                 has_learned = True
                 if int(token) not in self.special:
                     return False
@@ -185,6 +206,7 @@ class Reader:
         """Return the pieces of each segment of a row, also of what was cut off or left out."""
         if seen.full is None:
             return []
+        # One iterator for all segments, which take their images from it.
         images = iter(_images(seen.full.meta or {}, self.vision))
         kept: list[Example | None] = [None] * len(seen.full.segments)
         if seen.kept is not None:
@@ -200,14 +222,21 @@ class Reader:
         states: list[State] = ["cut"] * len(full.tokens)
         if short is None:
             return states
-        start, stop = removed(full.tokens, short.tokens, self.config.data.truncation == "left")
+        is_cut_left = self.config.data.truncation == "left"
+        start, stop = removed(full.tokens, short.tokens, is_cut_left)
         kept_states = _states(short)
+        # What stands between `start` and `stop` stays cut.
         states[:start] = kept_states[:start]
         states[stop:] = kept_states[start:]
         return states
 
     def sample(self, segments: list[tuple[Any, Any]], meta: dict[str, Any]) -> list[list[Piece]]:
-        """Return the pieces of each segment of a sample of the token cache."""
+        """Return the pieces of each segment of a sample of the token cache.
+
+        Args:
+            segments: (tokens, learn flags) of each segment.
+            meta: the further values of the sample.
+        """
         images = iter(_images(meta, self.vision))
         pieces = []
         for tokens, learn in segments:
@@ -218,7 +247,13 @@ class Reader:
     def pieces(
         self, tokens: npt.NDArray[Any], states: list[State], images: Iterator[Image]
     ) -> list[Piece]:
-        """Return a segment's tokens as text. An image stands as one piece."""
+        """Return a segment's tokens as text. An image stands as one piece.
+
+        Args:
+            tokens: the tokens of the segment.
+            states: what becomes of each of them.
+            images: the images that are still to come. Those of the segment are taken from it.
+        """
         if self.job.tokenizer is None:
             return []
         pieces: list[Piece] = []
@@ -236,8 +271,9 @@ class Reader:
         """Return the piece that begins at `index`: a gap, an image, a special token or a character."""
         gap_stop = len(ids) - self.half
         if index == self.half and gap_stop > index:
-            self._skip_images(ids[index:gap_stop], images)
-            text = f"\n… {gap_stop - index:,} tokens, which --all shows …\n"
+            hidden = ids[index:gap_stop]
+            self._skip_images(hidden, images)
+            text = f"\n… {len(hidden):,} tokens, which --all shows …\n"
             return Span(gap_stop, Piece(text, "context"))
         if self.vision is not None and ids[index] == self.vision.token_id:
             image = next(images, Image("", 1))
@@ -259,7 +295,10 @@ class Reader:
             hidden -= image.tokens
 
     def _part_stop(self, ids: list[int], index: int) -> int:
-        """Return where the shown part of a segment stops that has the token at `index`."""
+        """Return the index at which the shown part of a segment stops that has the token `index`.
+
+        A piece must not reach into the gap.
+        """
         if index >= self.half:
             return len(ids)
         return self.half
@@ -271,11 +310,15 @@ class Reader:
         last_stop = min(index + LONGEST_CHARACTER, self._part_stop(ids, index))
         for stop in range(index + 1, last_stop + 1):
             last = stop - 1
-            if last > index and (ids[last] in self.special or states[last] != states[index]):
+            is_other_piece = ids[last] in self.special or states[last] != states[index]
+            if last > index and is_other_piece:
                 break
-            text = self._decode(ids[first:stop])[len(head) :]
+            decoded = self._decode(ids[first:stop])
+            text = decoded[len(head) :]
+            # Bytes of a character are decoded as `REPLACEMENT` until the last of them is there.
             if text and not text.endswith(REPLACEMENT):
                 return Span(stop, Piece(text, states[index]))
+        # The bytes make no character: show what this token alone is decoded as.
         text = self._decode(ids[index : index + 1])
         return Span(index + 1, Piece(text, states[index]))
 
@@ -288,13 +331,18 @@ class Reader:
 
 
 def removed(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple[int, int]:
-    """Return the range [start, stop) of `full` that `kept` lacks.
+    """Return the range [start, stop) of a segment's tokens that were cut off.
 
-    It lies at the start (`left`), else behind what both begin with: special tokens of the end may have
-    stayed.
+    It lies at the start, or behind what both begin with: special tokens of the end may have stayed.
+
+    Args:
+        full: the tokens of the segment.
+        kept: those that were kept.
+        left: the policy cuts at the start.
     """
     size = len(kept)
     excess = len(full) - size
+    # Under `left` too a sample may be cut elsewhere: a text with a class keeps its [CLS].
     if left and np.array_equal(full[excess:], kept):
         return 0, excess
     start = size
@@ -307,11 +355,13 @@ def removed(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple
 def visible(text: str, marks: str = "") -> str:
     """Return the text with everything escaped that a terminal obeys.
 
-    These are control and format characters, lone halves of a surrogate pair, and `marks`.
+    These are control and format characters, lone halves of a surrogate pair, and `marks`: the
+    caller's own characters, which a text must not imitate.
     """
     characters = []
     for character in text:
-        is_hidden = character not in KEPT and unicodedata.category(character) in HIDDEN
+        category = unicodedata.category(character)
+        is_hidden = category in HIDDEN and character not in KEPT
         if is_hidden or character in marks:
             character = character.encode("unicode_escape").decode()
         characters.append(character)
@@ -335,6 +385,10 @@ def _images(meta: dict[str, Any], vision: Vision | None) -> list[Image]:
     if vision is None:
         return []
     images = []
-    for path, grid in zip(meta.get("images", ()), meta.get("grid", ()), strict=True):
-        images.append(Image(path, vision.tokens(tuple(grid))))
+    paths = meta.get("images", ())
+    grids = meta.get("grid", ())
+    for path, grid in zip(paths, grids, strict=True):
+        # JSON made a list of the tuple.
+        tokens = vision.tokens(tuple(grid))
+        images.append(Image(path, tokens))
     return images

@@ -6,18 +6,28 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+# The columns of a row that hold something.
 Values = Mapping[str, Any]
 
 
 class TwoAnswers(NamedTuple):
-    """Two answers of a row: `columns` are response_a, response_b, winner (a, b or tie) and perhaps prompt; `used` are their origins."""
+    """Two answers of a row, and which of them is better.
+
+    Attributes:
+        columns: response_a, response_b, winner (a, b or tie) and perhaps prompt.
+        used: the names of the row's own columns that these are made of.
+    """
 
     columns: dict[str, Any]
     used: set[str]
 
 
 def read_two_answers(present: Values) -> TwoAnswers | None:
-    """Read a row as WebGPT's comparisons, summarize_from_feedback or lmsys' arena have it; return None for any other row."""
+    """Return the two answers of a row of some public datasets; None for any other row.
+
+    The datasets are OpenAI's webgpt_comparisons and summarize_from_feedback, and the conversations
+    of lmsys' arena.
+    """
     for read in (_read_webgpt, _read_summaries, _read_arena):
         found = read(present)
         if found is not None:
@@ -26,6 +36,7 @@ def read_two_answers(present: Values) -> TwoAnswers | None:
 
 
 def _read_webgpt(present: Values) -> TwoAnswers | None:
+    """Read two answers with a score each, and a question that is {full_text, …}."""
     used = {"question", "answer_0", "answer_1", "score_0", "score_1"}
     question = present.get("question")
     if not isinstance(question, Mapping) or not used <= present.keys():
@@ -40,26 +51,32 @@ def _read_webgpt(present: Values) -> TwoAnswers | None:
 
 
 def _read_summaries(present: Values) -> TwoAnswers | None:
+    """Read two summaries of a post or an article, and the number of the better one."""
     info = present.get("info")
     summaries = present.get("summaries")
     if not isinstance(info, Mapping) or "choice" not in present:
         return None
     if not isinstance(summaries, list) or len(summaries) != 2:
         return None
-    texts = []
+    # None is refused later, by the check of the row's columns.
+    texts: list[Any] = []
     for summary in summaries:
-        texts.append(summary.get("text") if isinstance(summary, Mapping) else None)
+        text = None
+        if isinstance(summary, Mapping):
+            text = summary.get("text")
+        texts.append(text)
     columns = {
         "prompt": info.get("post") or info.get("article"),
         "response_a": texts[0],
         "response_b": texts[1],
-        # `choice` is the index of the better summary: 0 or 1.
+        # `choice` is the index of the better summary: 0 or 1, below or above a half.
         "winner": _compare(0.5, present["choice"]),
     }
     return TwoAnswers(columns, {"info", "summaries", "choice"})
 
 
 def _read_arena(present: Values) -> TwoAnswers | None:
+    """Read two conversations, each of JSON lists of questions and answers, and a flag for each."""
     needed = {"prompt", "response_a", "response_b", "winner_model_a", "winner_model_b"}
     if not needed <= present.keys():
         return None
@@ -67,14 +84,20 @@ def _read_arena(present: Values) -> TwoAnswers | None:
     talk_b = _parse_talk(present["prompt"], present["response_b"])
     if talk_a is None or talk_b is None:
         return None
+    # Both flags are 0 in a tie, so `winner_tie` tells nothing more.
     winner = _compare(present["winner_model_a"], present["winner_model_b"])
     columns = {"response_a": talk_a, "response_b": talk_b, "winner": winner}
-    used = needed | ({"winner_tie"} & present.keys())
+    used = needed
+    if "winner_tie" in present:
+        used = needed | {"winner_tie"}
     return TwoAnswers(columns, used)
 
 
 def _compare(score_a: Any, score_b: Any) -> str:
-    """Return which score is higher: a, b or tie. `?`, which is refused as a verdict, if they are no numbers."""
+    """Return which score is higher: a, b or tie.
+
+    `?`, which is refused as a verdict, if they are no numbers.
+    """
     try:
         a = float(score_a)
         b = float(score_b)
@@ -82,11 +105,16 @@ def _compare(score_a: Any, score_b: Any) -> str:
         return "?"
     if a == b:
         return "tie"
-    return "b" if b > a else "a"
+    if b > a:
+        return "b"
+    return "a"
 
 
 def _parse_talk(questions: Any, answers: Any) -> list[dict[str, str]] | None:
-    """Return the conversation of two JSON lists of as many texts; None for anything else."""
+    """Return the conversation of two JSON lists of as many texts; None for anything else.
+
+    `questions` are those of the user, `answers` those of one model.
+    """
     try:
         question_texts = json.loads(questions)
         answer_texts = json.loads(answers)

@@ -1,5 +1,7 @@
-"""Samples for any module: rows of data sources as they are written, what functions of the user's own
-give, and any dataset in a loop of the user's own."""
+"""Samples for any module: rows as they are written, and what the user's own functions and datasets give.
+
+They are not tokenised and have no token cache: a module of the user's own takes them as they are.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,9 @@ def require_samples(dataset: object, where: str) -> None:
 class Samples(torch.utils.data.ConcatDataset[Any]):
     """Several datasets, one behind the other.
 
-    `lengths` int32[N] are ones, since all samples count alike for `stream.assign`. `are_rows`: each
-    sample is a dictionary of columns, of a built-in source.
+    Attributes:
+        are_rows: each sample is a dictionary of columns, of a built-in source.
+        lengths: int32[N], ones, since all samples count alike for `stream.assign`.
     """
 
     def __init__(self, parts: Sequence[Any], are_rows: bool = False) -> None:
@@ -81,8 +84,14 @@ class Samples(torch.utils.data.ConcatDataset[Any]):
 def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullcontext) -> Samples:
     """Return the samples of the sources, which must be the same on every rank.
 
-    Datasets with a length and an index stay as they are. Iterables are kept in memory. Raises DataError
-    for a source without a sample.
+    Datasets with a length and an index stay as they are. Iterables are kept in memory.
+
+    Args:
+        sources: the sources, one behind the other.
+        base_dir: the folder that paths of the config are relative to.
+        drawn: the context in which the sources are read.
+
+    Raises DataError for a source without a sample.
     """
     parts = []
     for source in sources:
@@ -142,10 +151,13 @@ def _open(source: Source, base_dir: Path) -> Any:
 def identify_samples(sources: Sequence[Source], base_dir: Path, samples: Samples) -> DataIdentity:
     """Return the identity of samples: how many there are, some of them, and where they come from.
 
-    Of functions the text counts, of files the content. Rows that differ when they are read again, drawn
-    at random, are not compared. Raises DataError for a row that cannot be read.
+    Of functions the text counts, of files the content. Raises DataError for a row that cannot be
+    read.
     """
-    places = np.unique(np.linspace(0, len(samples) - 1, COMPARED).astype(int)).tolist()
+    evenly_spaced = np.linspace(0, len(samples) - 1, COMPARED)
+    # Fewer samples than `COMPARED` come several times.
+    places = np.unique(evenly_spaced.astype(int)).tolist()
+    # Rows that differ when they are read again are drawn at random, and are not compared.
     first_digests = _digests(samples, places)
     second_digests = _digests(samples, places)
     stable = []
@@ -198,15 +210,20 @@ def _digests(samples: Samples, places: list[int]) -> list[str]:
 def _digest(samples: Samples, index: int) -> str:
     """Return a hash of a row's numbers and texts; other values count by their type."""
     digest = sha256()
-    for leaf in tree_leaves(_read_row(samples, index)):
-        digest.update(type(leaf).__name__.encode() + _content(leaf))
+    row = _read_row(samples, index)
+    for leaf in tree_leaves(row):
+        type_name = type(leaf).__name__
+        digest.update(type_name.encode() + _content(leaf))
     return digest.hexdigest()
 
 
 def _content(leaf: Any) -> bytes:
     """Return the bytes of a number, a text or an array; empty for anything else."""
     if isinstance(leaf, torch.Tensor):
-        leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        # As bytes: numpy lacks some of torch's types, such as bfloat16.
+        flat = leaf.detach().cpu().contiguous().flatten()
+        leaf = flat.view(torch.uint8).numpy()
+    # Arrays and scalars of numpy.
     if hasattr(leaf, "tobytes"):
         content: bytes = leaf.tobytes()
         return content
@@ -256,6 +273,7 @@ def _collate_column(name: str, values: list[Any]) -> Any:
     leaves = list(_leaves(values))
     are_lists = all(isinstance(value, list) for value in values)
     has_texts = any(isinstance(leaf, str) for _, leaf in leaves)
+    # `default_collate` would transpose lists of texts.
     if are_lists and has_texts:
         return values
     if all(isinstance(leaf, int | float) for _, leaf in leaves):
@@ -278,7 +296,12 @@ def _numbers_tensor(
 ) -> torch.Tensor:
     """Return numbers, or lists of numbers of one shape, as an int64, float64 or bool tensor.
 
-    `leaves` are (depth, number) of each number in `values`. Raises DataError.
+    Args:
+        name: the column's name, for messages.
+        values: the value of each row.
+        leaves: (depth, number) of each number in `values`.
+
+    Raises DataError for lists of several shapes, and for numbers that int64 cannot hold.
     """
     depths = {depth for depth, _ in leaves}
     has_lists = any(isinstance(value, list) for value in values)
@@ -308,10 +331,14 @@ def collate_samples(samples: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """A micro-batch.
+    """A micro-batch of samples.
 
-    `content` is the result of `collate`, `weight` its part of the denominator of the loss. A batch of
-    fillers alone, which a rank computes while others have samples, has one sample and weight 0.
+    A batch of fillers alone, which a rank computes while others have samples, has one sample and
+    weight 0.
+
+    Attributes:
+        content: the result of `collate`.
+        weight: its part of the denominator of the loss.
     """
 
     content: Any
@@ -330,7 +357,10 @@ class SampleBatch:
 class SampleCollator:
     """Makes a SampleBatch of ids of samples; -1 is a filler.
 
-    `weigh` gives the weight of a batch's content; None: the weight is the number of samples.
+    Attributes:
+        samples: the samples that ids are indices of.
+        collate: returns the content of a batch of samples.
+        weigh: returns the weight of a batch's content; None: it is the number of samples.
     """
 
     samples: Samples
@@ -381,11 +411,17 @@ def global_batches(
 
     A part is a list of micro-batches, each a list of what the dataset gives.
 
-    `stop`: passes over the dataset; None: without end. The last global batch is filled up from the pass
-    that would follow.
-    `seed`: of the shuffled order; None: as the data come, as an iterable dataset always does.
-    `drawn`: the context in which an iterable is read, so that it gives the same on all ranks and after a
-    resume.
+    Args:
+        dataset: a dataset that is read by index, or an iterable.
+        batch: the numbers of samples.
+        data_rank: this data rank.
+        position: the global position of the first sample.
+        stop: passes over the dataset; None: without end. The last global batch is filled up from
+            the pass that would follow.
+        seed: of the shuffled order; None: as the data come, as an iterable dataset always does.
+        drawn: the context in which an iterable is read, so that it gives the same on all ranks and
+            after a resume.
+
     Raises DataError for a dataset without samples.
     """
     require_samples(dataset, "batches")
@@ -403,8 +439,10 @@ def global_batches(
             yield [[dataset[int(ids[place])] for place in places] for places in mine]
             position += size
         return
+    # A run that resumes reads what was taken, and leaves it out.
     rows = islice(_passes(dataset, stop, size), position, None)
     while True:
+        # Every rank reads the whole global batch, and takes its part of it.
         with drawn():
             taken = list(islice(rows, size))
         if stop is not None and taken[0].number >= stop:
@@ -435,6 +473,7 @@ def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[Pas
                 first.append(sample)
             yield Pass(number, sample)
         if is_empty and number == 1 and stop == 1:
+            # Without end: the reader stops at the last global batch.
             for sample in cycle(first):
                 yield Pass(number, sample)
         if is_empty and number == 0:
@@ -454,7 +493,14 @@ def held_out(
     """Yield micro-batches for an evaluation: (samples, whether they count).
 
     Each sample counts once over all ranks. Each rank gets as many micro-batches as the others, because
-    collectives need that. `drawn`: the context in which the dataset is read.
+    collectives need that.
+
+    Args:
+        dataset: a dataset that is read by index, or an iterable.
+        micro_batch: samples of a micro-batch.
+        data_rank: this data rank.
+        data_ranks: the number of data ranks.
+        drawn: the context in which the dataset is read.
     """
     require_samples(dataset, "evaluate")
     filler: list[Any] = []
@@ -469,6 +515,7 @@ def held_out(
             taken = list(islice(samples, micro_batch * data_ranks))
         if not taken:
             return
+        # A rank for which no sample is left computes the first one, which does not count there.
         filler = filler or taken[:1]
         start = data_rank * micro_batch
         mine = taken[start : start + micro_batch]

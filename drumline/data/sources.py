@@ -1,17 +1,20 @@
-"""Rows of all sources: files, the Hugging Face hub, saved datasets, reasoning-gym tasks, scikit-learn's digits, your own.
+"""Rows of all sources: files, the Hugging Face hub, saved datasets, tasks, digits, your own.
 
 A row has one of the forms that the algorithm takes (`AlgorithmSpec.forms`), its columns renamed to
 
-    messages                    list of {"role": str, "content": str, …}: a conversation; a content may be a list of texts and images
+    messages                    list of {"role": str, "content": str, …}: a conversation; a content
+                                may be a list of texts and images
     prompt, completion          text, or lists of messages: only the completion is trained on
     text                        a document
-    prompt, chosen, rejected    a pair: two answers, text or lists of messages; without `prompt` they begin alike
+    prompt, chosen, rejected    a pair: two answers, text or lists of messages; without `prompt`
+                                they begin alike
     prompt, completion, label   an answer that is good or bad; a pair is read as two such rows
     text, label                 a text and its class
     image, label                the path of an image and its class
 
-The form is that which `columns` maps; without a mapping, the first whose columns the row has. `OPTIONAL` columns are kept if the row has
-them, and `extra` keeps all others unchanged (and tools, for reward functions).
+The form is that which `columns` maps; without a mapping, the first whose columns the row has.
+`OPTIONAL` columns are kept if the row has them, and `extra` keeps all others unchanged (and tools,
+for reward functions).
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ Tools = list[dict[str, Any]]
 # Raw rows, each with the folder that its paths are relative to.
 RawRows = Iterator[tuple[Path, Raw]]
 Keep = Callable[[RawRows], RawRows]
+# Parts that a row may have beside its form.
 OPTIONAL = ("margin", "images", "tools")
+# Types of values that need no conversion.
 PLAIN = {str, int, float, bool, type(None)}
 # Parts that a chat template renders.
 TALKS = {"messages", "prompt", "chosen"}
@@ -65,25 +70,30 @@ TALKS = {"messages", "prompt", "chosen"}
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a source: `values` are its columns under our names, `extra` the others.
+    """A row of a source.
 
-    `origin`: where it was read, such as `path:line`, `hub/id row 3` or `tasks/name:17`. `domain`: its name in the metrics, which is that
-    of the source if it has one, else that of its task, file or dataset.
+    Attributes:
+        origin: where it was read, such as `path:line`, `hub/id row 3` or `tasks/name:17`.
+        values: its columns under our names.
+        extra: its other columns.
+        folder: the folder of its data file, or of the YAML: paths in the row are relative to it.
+        domain: its name in the metrics. It is that of the source if it has one, else that of its
+            task, file or dataset.
+        format: the format that it was read from; empty if it had a form of ours.
+        source: the number of its source in the list of sources.
+        plain: its texts are taken as they are, without the chat template.
+        error: why it cannot be used; its values are then those of its source.
     """
 
     origin: str
     values: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
-    # The folder of its data file, or of the YAML: paths in the row are relative to it.
+    # Rows are equal if they say the same, whatever source they come from.
     folder: Path = field(default=Path(), compare=False)
     domain: str = field(default="", compare=False)
-    # The format that it was read from; empty if it had a form of ours.
     format: str = field(default="", compare=False)
-    # The number of its source in the list of sources.
     source: int = field(default=0, compare=False)
-    # Its texts are taken as they are, without the chat template.
     plain: bool = field(default=False, compare=False)
-    # Why it cannot be used; its values are then those of its source.
     error: DataError | None = field(default=None, compare=False)
 
 
@@ -98,15 +108,20 @@ def read_rows(
 ) -> Iterator[Row]:
     """Yield the rows of a source in its own order, at most `source.limit`.
 
-    A pair becomes two rows if the algorithm learns from answers one by one. Rows of answers of which none is better are left out.
+    A pair becomes two rows if the algorithm learns from answers one by one. Rows of answers of which
+    none is better are left out.
 
-    `base_dir`: the folder that file paths are relative to.
-    `ties`: counts the rows that were left out, under the name of the source.
-    `number`: the number of the source in its list.
-    `keep`: given the raw rows, returns those to take, perhaps none.
-    `faulty`: also yield rows that cannot be used, with their error.
+    Args:
+        source: the source.
+        base_dir: the folder that file paths are relative to.
+        forms: the forms of rows that the algorithm takes.
+        ties: counts the rows that were left out, under the name of the source.
+        number: the number of the source in its list.
+        keep: given the raw rows, returns those to take, perhaps none.
+        faulty: also yield rows that cannot be used, with their error.
 
-    Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped column.
+    Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped
+    column.
     """
     is_mapped = _maps_parts(source)
     names = domains(source)
@@ -129,6 +144,7 @@ def read_rows(
         for row in rows:
             domain = _choose_domain(row, names)
             yield replace(row, folder=folder, domain=domain, source=number)
+    # With `keep` the caller tells rows that it left out from a source without rows.
     if not count and keep is None:
         raise DataError("the dataset is empty: it has no rows", where=describe(source))
     if tie_count and tie_count == count:
@@ -139,7 +155,7 @@ def read_rows(
 
 
 def _choose_domain(row: Row, names: set[str]) -> str:
-    """Return the domain of a row whose source has the domains `names`: the only one, or the row's task."""
+    """Return the domain of a row: the only one of `names`, which its source has, or its task."""
     if len(names) == 1:
         (domain,) = names
         return domain
@@ -147,9 +163,13 @@ def _choose_domain(row: Row, names: set[str]) -> str:
 
 
 def _maps_parts(source: Source) -> bool:
-    """Return whether the user named the column of a part that makes a form. Raises DataError if the source has a format too."""
+    """Return whether the user named the column of a part that makes a form.
+
+    Raises DataError if the source has a format too.
+    """
     parts = Columns.model_fields.keys() - set(OPTIONAL)
-    if all(getattr(source.columns, part) is None for part in parts):
+    mapped = [part for part in parts if getattr(source.columns, part) is not None]
+    if not mapped:
         return False
     if source.format not in ("auto", "own"):
         what = "`columns` and `format` say two things"
@@ -160,15 +180,26 @@ def _maps_parts(source: Source) -> bool:
 def _convert_raw_row(
     origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, is_mapped: bool
 ) -> list[Row]:
-    """Return the rows that a raw row, number `number` of its source, stands for: one, or the two answers of a pair.
+    """Return the rows that a raw row stands for: one, or the two answers of a pair.
 
-    `is_mapped`: the source's `columns` say which columns are read. Raises DataError, and Tie for a pair without a better answer.
+    Args:
+        origin: the row's name in an error.
+        values: the row as it is written.
+        source: its source.
+        forms: the forms of rows that the algorithm takes.
+        number: the row's number in its source, from 1.
+        is_mapped: the source's `columns` say which columns are read.
+
+    Raises DataError, and Tie for a pair without a better answer.
     """
     with number_errors(origin, DataError):
         rows = _split_raw_row(origin, values, source, forms, number, is_mapped)
     if forms != TEXT_FORMS and holds_images(rows[0]):
         what = f"row {number} holds images, which this algorithm does not take"
-        fix = "use algorithm sft, take the images out, or read none of a column with `columns: {images: ''}`"
+        fix = (
+            "use algorithm sft, take the images out, or read none of a column with "
+            "`columns: {images: ''}`"
+        )
         raise DataError(what, where=origin, fix=fix)
     return rows
 
@@ -176,25 +207,37 @@ def _convert_raw_row(
 def _split_raw_row(
     origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, is_mapped: bool
 ) -> list[Row]:
+    """Return the rows of a raw row, see `_convert_raw_row`."""
     if is_mapped:
         is_split = judges_answers(forms) and _is_mapped_pair(source.columns, values)
     else:
         is_split = is_pair_to_split(values, forms, source.format, origin)
-    known = PAIR_FORMS if is_split else forms
-    format_name, converted = "", values
+    known = forms
+    if is_split:
+        # The row is read as a pair first, and split at the end.
+        known = PAIR_FORMS
+    format_name = ""
+    converted = values
     if not is_mapped:
         format_name, converted = convert_row(values, known, source.format, origin)
     row = _normalise(origin, converted, source.columns, number, known)
     row = replace(row, format=format_name)
     if not is_split:
         return [row]
+    # As `encode.PairRows` reads two texts without a prompt.
     are_texts = all(isinstance(row.values[side], str) for side in ("chosen", "rejected"))
     is_plain = are_texts and not {"prompt", "tools"} & row.values.keys()
-    return [replace(row, values=side, plain=is_plain) for side in split_pair(row.values, origin)]
+    rows = []
+    for side in split_pair(row.values, origin):
+        rows.append(replace(row, values=side, plain=is_plain))
+    return rows
 
 
 def _is_mapped_pair(columns: Columns, values: dict[str, Any]) -> bool:
-    """Return whether `columns` maps the sides of a pair, or the row has them and `columns` maps no judged answer."""
+    """Return whether a row of a source with mapped columns is a pair.
+
+    `columns` maps the sides of a pair, or the row has them and `columns` maps no judged answer.
+    """
     if columns.chosen or columns.rejected:
         return True
     maps_an_answer = bool(columns.completion or columns.label)
@@ -207,6 +250,7 @@ def domains(source: Source) -> set[str]:
         return {source.domain}
     if isinstance(source, TasksSource):
         return set(source.tasks)
+    # The name of a file or a dataset without its folders and its ending.
     path = Path(describe(source))
     if "*" in path.name:
         return {_domain_of_pattern(path)}
@@ -214,7 +258,10 @@ def domains(source: Source) -> set[str]:
 
 
 def _domain_of_pattern(path: Path) -> str:
-    """Return the last part of a path that has a name without its wildcards: `code` of `code/*.jsonl`."""
+    """Return the last part of a path that has a name without its wildcards.
+
+    It is `code` for `code/*.jsonl`.
+    """
     for part in (path.stem, *reversed(path.parent.parts)):
         name = re.sub(r"[*?\[\]]+", "", part).strip("-_. ")
         if name:
@@ -242,8 +289,10 @@ def _read_raw(source: Source, base_dir: Path, forms: Forms) -> RawRows:
             for raw in read_file(file, source):
                 yield file.folder, raw
     elif isinstance(source, TasksSource):
-        # A pair of a right and a wrong answer is split into two judged answers.
-        task_forms = PAIR_FORMS if judges_answers(forms) else forms
+        task_forms = forms
+        if judges_answers(forms):
+            # A pair of a right and a wrong answer is split into two judged answers.
+            task_forms = PAIR_FORMS
         for raw in read_tasks(source, task_forms):
             yield base_dir, raw
     elif isinstance(source, DigitsSource):
@@ -261,6 +310,7 @@ def _read_mappings(source: Source, base_dir: Path) -> RawRows:
         complaint = "the hub dataset broke off"
     row_type: type[dict[str, Any]] = dict
     if isinstance(source, HubSource | SavedSource | SqlSource):
+        # Arrow's tables: nulls pad nested values.
         row_type = TableRow
     with judged(complaint, name, DataError):
         for number, values in enumerate(_open_dataset(source, base_dir), 1):
@@ -284,7 +334,10 @@ def open_rows(source: Source, base_dir: Path) -> Any:
 
 
 def _to_plain_columns(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return columns with texts as their names, without numpy's arrays and numbers and pandas' NA."""
+    """Return columns with texts as their names, and values that JSON can hold.
+
+    numpy's arrays and numbers become lists and numbers, and pandas' NA becomes None.
+    """
     columns = {}
     for name, value in values.items():
         if type(value) not in PLAIN:
@@ -294,6 +347,7 @@ def _to_plain_columns(values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _to_plain_value(value: Any) -> Any:
+    """Return a value without numpy's and pandas' types, at any depth of lists and dictionaries."""
     if isinstance(value, np.ndarray):
         return [_to_plain_value(item) for item in value.tolist()]
     if isinstance(value, np.generic):
@@ -302,6 +356,7 @@ def _to_plain_value(value: Any) -> Any:
         return {key: _to_plain_value(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_to_plain_value(item) for item in value]
+    # By its name: pandas need not be installed.
     if type(value).__name__ == "NAType":
         return None
     return value
@@ -324,8 +379,18 @@ def _open_dataset(source: Source, base_dir: Path) -> Any:
 def _normalise(
     origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms
 ) -> Row:
-    """Return the row in its form, with its columns renamed and their types checked. Raises DataError."""
-    parts = {part for form in known for part in form}
+    """Return the row in its form, with its columns renamed and their types checked.
+
+    Args:
+        origin: the row's name in an error.
+        values: its columns.
+        columns: the columns that the user mapped.
+        number: the row's number in its source, from 1.
+        known: the forms of rows that the algorithm takes.
+
+    Raises DataError for a row of no form, and for a column of another type.
+    """
+    parts = set[str]().union(*known)
     mapped = {part for part in parts if getattr(columns, part) is not None}
     names = _name_columns(columns, {*parts, *OPTIONAL})
     form = _choose_form(values, known, names, mapped)
@@ -352,6 +417,7 @@ def _normalise(
         value = _get_optional(values, names[part])
         if value is not None:
             result[part] = value
+    # Without tools: `extra` has their column too, for reward functions.
     used = {names[part] for part in result}
     tools = None
     if TALKS & result.keys():
@@ -364,55 +430,86 @@ def _normalise(
 
 
 def _name_columns(columns: Columns, parts: set[str]) -> dict[str, str]:
-    """Return the column of each part: the one that the user named, else the one with the part's own name."""
+    """Return part → column: the column that the user named, else one with the part's own name."""
     names = {}
     for part in parts:
         name = getattr(columns, part)
-        names[part] = part if name is None else name
+        # An empty name is a user's too: it means that no column is read.
+        if name is None:
+            name = part
+        names[part] = name
     return names
 
 
 def _choose_form(
     values: dict[str, Any], known: Forms, names: dict[str, str], mapped: set[str]
 ) -> tuple[str, ...] | None:
-    """Return the form of a row: one that has all `mapped` parts, else some of them, else one whose columns the row has; None without one.
+    """Return the form of a row; None without one.
 
-    `names`: the column of each part. Of several forms it is the first whose columns hold something.
+    With `mapped` parts it is a form that has all of them, or, for the error of the caller, some of
+    them. Without any it is a form whose columns the row has. Of several forms it is the first whose
+    columns hold something.
+
+    Args:
+        values: the row's columns.
+        known: the forms of rows that the algorithm takes.
+        names: the column of each part.
+        mapped: the parts whose columns the user named.
     """
     if mapped:
         forms = [form for form in known if mapped <= set(form)]
         if not forms:
             forms = [form for form in known if not mapped.isdisjoint(form)]
     else:
-        forms = [form for form in known if all(part in values for part in form)]
+        forms = [form for form in known if values.keys() >= set(form)]
     if not forms:
         return None
-    return min(forms, key=lambda form: max(_lack(values, names[part]) for part in form))
+
+    def lack_of_form(form: tuple[str, ...]) -> int:
+        return max(_lack(values, names[part]) for part in form)
+
+    # The first of equally good ones.
+    return min(forms, key=lack_of_form)
 
 
 def _name_of_images(
     name: str, form: tuple[str, ...], columns: Columns, values: dict[str, Any]
 ) -> str:
-    """Return the column of a row's images; empty if its form takes none. `name`: the mapped or usual one."""
+    """Return the column of a row's images; empty if its form takes none.
+
+    `name`: the column that the user named, or `images`. A row without that column may have its one
+    image under `image`.
+    """
     if "label" in form and ("text" in form or "image" in form):
         # A row of a class has only its text or its image.
         return ""
-    is_unmapped = columns.images is None and "images" not in values
-    if is_unmapped and "image" not in form and form != ("text",):
+    has_no_images = columns.images is None and "images" not in values
+    # A document takes no images. `_require_read` in data.images refuses one that has some.
+    takes_image = "image" not in form and form != ("text",)
+    if has_no_images and takes_image:
         return "image"
     return name
 
 
 def _get_optional(values: dict[str, Any], name: str) -> Any:
-    """Return what a row has in the column `name`; None if it has no such column, or the name is empty: "take none"."""
-    return values.get(name) if name else None
+    """Return what a row has in a column; None if it has no such column.
+
+    An empty `name` stands for no column: the user asked to read none.
+    """
+    if not name:
+        return None
+    return values.get(name)
 
 
 def _lack(values: dict[str, Any], name: str) -> int:
-    """Return how much a row lacks of a column: 2 if it has no such column, 1 if the column holds nothing, else 0."""
+    """Return how much a row lacks of a column.
+
+    It is 2 if the row has no such column, 1 if the column holds nothing, and 0 otherwise.
+    """
     if name not in values:
         return 2
-    if values[name] is None or values[name] == []:
+    value = values[name]
+    if value is None or value == []:
         return 1
     return 0
 
@@ -420,9 +517,17 @@ def _lack(values: dict[str, Any], name: str) -> int:
 def _checked(
     part: str, name: str, value: Any, origin: str, number: int, padded: bool = False
 ) -> Any:
-    """Return `value` of the column `name` as `part` takes it: a text, messages, a label or an image. Raises DataError.
+    """Return the value of a column as a part takes it: a text, messages, a label or an image.
 
-    `padded`: the row is of a table, which pads messages with null keys.
+    Args:
+        part: the part of the form, which decides on the types.
+        name: the column's name, for messages.
+        value: what the column holds.
+        origin: the row's name in an error.
+        number: the row's number in its source, from 1.
+        padded: the row is of a table, which pads messages with null keys.
+
+    Raises DataError for a value of another type.
     """
     if part == "label":
         if not isinstance(value, str | int):
@@ -431,22 +536,21 @@ def _checked(
             raise DataError(what, where=origin)
         return value
     if part == "image" and value is not None and not isinstance(value, str):
+        # The bytes of an image, or a picture: `files.image_path` reads them.
         return value
     if isinstance(value, str) and part != "messages":
         _require_encodable(value, name, origin, number)
         return value
     takes_text_or_messages = part in ("prompt", "completion", "chosen", "rejected")
-    if (
-        takes_text_or_messages
-        and isinstance(value, Mapping)
-        and {"role", "content"} <= value.keys()
-    ):
+    is_message = isinstance(value, Mapping) and {"role", "content"} <= value.keys()
+    if takes_text_or_messages and is_message:
         # One message in place of a list.
         value = [value]
     if part in ("text", "image") or not isinstance(value, list) or not value:
         found = _describe_type(value)
         wanted = WANTED_TYPES.get(part, "text or a list of messages")
         raise DataError(f"row {number}: column {name!r} is {found}, not {wanted}", where=origin)
+    # All of them first, so that the error is that of the first message which is none.
     for index, message in enumerate(value):
         _check_message(message, f"{name}[{index}]", origin, number)
     messages = []
@@ -456,10 +560,12 @@ def _checked(
     return messages
 
 
+# How a message names the type that a part takes.
 WANTED_TYPES = {"text": "text", "image": "a path", "messages": "a list of messages"}
 
 
 def _describe_type(value: Any) -> str:
+    """Return the name of a value's type, for messages. Null and an empty list have names too."""
     if value is None:
         return "null"
     if value == []:
@@ -501,10 +607,14 @@ def _check_message(message: Any, label: str, origin: str, number: int) -> None:
 
 def _check_part(part: Any, label: str, origin: str, number: int) -> None:
     """Raise DataError for a part of a content that is neither a text nor an image."""
-    if isinstance(part, dict) and (is_image(part) or isinstance(part.get("text"), str)):
-        _checked("text", label, part.get("text") or "", origin, number)
-        return
-    found = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if isinstance(part, dict):
+        text = part.get("text")
+        if is_image(part) or isinstance(text, str):
+            _checked("text", label, text or "", origin, number)
+            return
+        found = part.get("type")
+    else:
+        found = type(part).__name__
     if found == "text":
         found = f"text under {', '.join(map(str, part))}"
     raise DataError(f"row {number}: {label} is {found}, neither text nor an image", where=origin)
@@ -513,11 +623,17 @@ def _check_part(part: Any, label: str, origin: str, number: int) -> None:
 def _clean_message(
     message: dict[str, Any], padded: bool, label: str, origin: str
 ) -> dict[str, Any]:
-    """Return the message without null keys, its calls parsed, and a content in parts of text alone as one text.
+    """Return a message as chat templates take it.
 
-    `padded`: a table pads the arguments of calls with null keys.
+    It has no null keys, its calls are parsed, and a content in parts of text alone is one text.
+
+    Args:
+        message: the message, which has a role and a content or calls.
+        padded: a table pads the arguments of calls with null keys.
+        label: the message's name in an error.
+        origin: the row's name in an error.
     """
-    message = read_weight({key: item for key, item in message.items() if item is not None})
+    message = read_weight(_drop_nulls(message))
     # Columns that are mapped have no format, which would know other names of roles.
     role = message["role"].lower()
     if role in ROLES.values():
@@ -540,8 +656,9 @@ def _clean_message(
     return message
 
 
-def _drop_nulls(part: dict[str, Any]) -> dict[str, Any]:
-    return {key: item for key, item in part.items() if item is not None}
+def _drop_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a dictionary without its null items."""
+    return {key: item for key, item in value.items() if item is not None}
 
 
 def is_image(part: dict[str, Any]) -> bool:
@@ -563,16 +680,24 @@ def _has_image_part(messages: Any) -> bool:
     if not isinstance(messages, list):
         return False
     for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
         if isinstance(content, list) and any(map(is_image, content)):
             return True
     return False
 
 
 def read_tools(value: Any, name: str, origin: str, padded: bool) -> Tools | None:
-    """Return the tools of a row: a list of JSON schemas, possibly as a JSON text; None if there are none. Raises DataError.
+    """Return the tools of a row; None if there are none.
 
-    `padded`: the row is of a table, which pads schemas with null keys.
+    Args:
+        value: a list of JSON schemas, possibly as JSON, as may be each schema.
+        name: the column's name, for messages.
+        origin: the row's name in an error.
+        padded: the row is of a table, which pads schemas with null keys.
+
+    Raises DataError for anything else.
     """
     found = value
     if isinstance(value, str):
@@ -585,7 +710,10 @@ def read_tools(value: Any, name: str, origin: str, padded: bool) -> Tools | None
     if isinstance(found, list):
         tools = [_parse_json(tool) for tool in found]
     if not tools or not all(isinstance(tool, dict) for tool in tools):
-        fix = "give a list of JSON schemas, map another column with `columns.tools`, or none with `columns: {tools: ''}`"
+        fix = (
+            "give a list of JSON schemas, map another column with `columns.tools`, or none with "
+            "`columns: {tools: ''}`"
+        )
         raise DataError(f"column {name!r} is no list of tools", where=origin, fix=fix)
     if padded:
         return [unpadded(tool) for tool in tools]
@@ -615,7 +743,10 @@ def _parse_json(value: Any) -> Any:
 
 
 def _load_saved(source: SavedSource, base_dir: Path) -> Any:
-    """Return a saved dataset; of several splits the one that is set. Raises DataError."""
+    """Return a saved dataset, or the split of one that `source.split` names.
+
+    Raises DataError for a folder that `save_to_disk` has not written, and for an unknown split.
+    """
     import datasets
 
     place = str(base_dir / expanded(source.path))
@@ -636,9 +767,15 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Any:
 
 
 def call_hub(source: HubSource, function: str, **arguments: Any) -> Any:
-    """Return the result of load_dataset or load_dataset_builder for the source; offline, from their cache.
+    """Return the result of a function of `datasets` for a source of the hub; offline, from its cache.
 
-    Raises DataError for any failure. If the hub's name does not resolve, both libraries are set offline: they would retry for 23 s.
+    Args:
+        source: the dataset.
+        function: `load_dataset` or `load_dataset_builder`.
+        arguments: further arguments of the function.
+
+    Raises DataError for any failure. If the hub's name does not resolve, `datasets` and
+    `huggingface_hub` are set offline for the rest of the process: they would retry for 23 s.
     """
     import datasets
     import huggingface_hub.constants as hub
@@ -670,7 +807,10 @@ def call_hub(source: HubSource, function: str, **arguments: Any) -> Any:
         if is_offline:
             state = "this machine is offline and the dataset is not in its cache"
         what = f"the hub dataset cannot be reached: {state}"
-        fix = f"check the id and the connection, or use a local copy: kind: file or saved; in China {mirror.MIRRORS}"
+        fix = (
+            "check the id and the connection, or use a local copy: kind: file or saved; in China "
+            f"{mirror.MIRRORS}"
+        )
         raise DataError(what, where=name, fix=fix) from error
     except Exception as error:
         # Data files of strangers fail in any way: their parsers, their columns, their splits.

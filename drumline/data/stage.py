@@ -1,4 +1,7 @@
-"""Rows between tokenising and packing, in flat files in the order of the sources: what is in memory does not grow with their number.
+"""Rows between tokenising and packing, in flat files in the order of the sources.
+
+What is in memory does not grow with the number of rows: choosing, ordering and packing them moves
+numbers of rows and ranges of tokens, a block at a time.
 
 tokens.bin, learn.bin    as in the token cache
 rows.bin                 `ROW` of each usable row
@@ -22,23 +25,29 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.void]  # of `ROW`
 BLOCK_ROWS = 1 << 17  # rows that are packed together, and read together
-# The same for rows in order of a value, which packing disturbs.
+# The same for rows in order of a value: packing reorders the rows of a block, so a smaller block
+# keeps a curriculum closer to its order.
 ORDERED_ROWS = 512
 # Rows and segments within so many blocks are read from their file. Others are mapped, and their
 # pages count as memory.
 _ROW_BLOCKS_READ = 2
 _SEGMENT_BLOCKS_READ = 8
 _SEGMENT_BYTES = 2 * np.dtype(np.int64).itemsize
-# `first`: the number of a row's first segment. `start`: of its first token. `meta`: of the first
-# byte of its JSON. `value`: what a curriculum goes by.
 ROW: np.dtype[Any] = np.dtype(
     [
+        # 16 bytes of a hash of the row's content, see `workers.digest`.
         ("digest", "<u8", 2),
+        # The number of the row's source in the list of sources.
         ("source", "<i4"),
+        # How many segments the row has.
         ("segments", "<i4"),
+        # What a curriculum sorts by; 0 without one.
         ("value", "<f8"),
+        # The number of the row's first segment.
         ("first", "<i8"),
+        # The number of the row's first token.
         ("start", "<i8"),
+        # The first byte of the row's JSON, and the number of its bytes.
         ("meta", "<i8"),
         ("meta_size", "<i8"),
     ]
@@ -48,11 +57,16 @@ TRAIN, HELD_OUT, DROPPED = range(3)
 
 @dataclass
 class Chunk:
-    """Tokenised rows.
+    """Some tokenised rows, as a worker returns them.
 
-    `tokens` int32 and `learn` uint8 are those of the usable rows, end to end. The other arrays are
-    as in the files, but `ROW`s count from this chunk's start. `near`: bands and prints, if near
-    copies are looked for. `counts`: rows by source and outcome.
+    Attributes:
+        tokens: int32, those of the usable rows, end to end.
+        learn: uint8, 1 for each token that is a target.
+        rows: `ROW` of each usable row, with numbers that count from this chunk's start.
+        segments: int64[S, 2], tokens and targets of each segment.
+        metas: JSON of the rows, end to end.
+        near: bands and prints of the rows, if near copies are looked for.
+        counts: rows by source and outcome.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -67,8 +81,10 @@ class Chunk:
 class Segments(NamedTuple):
     """The segments of some rows, in order.
 
-    `ranges`: int64[S, 2], tokens [start, stop) in the token files. `learned`: int64[S], targets of
-    each segment. `owners`: int64[S], the index of each segment's row among these rows.
+    Attributes:
+        ranges: int64[S, 2], tokens [start, stop) in the token files.
+        learned: int64[S], targets of each segment.
+        owners: int64[S], the index of each segment's row among these rows.
     """
 
     ranges: Ints
@@ -80,9 +96,16 @@ class Segments(NamedTuple):
 class Stage:
     """The rows of some sources, tokenised into a folder.
 
-    `counts`: rows by source and outcome, which is read, filtered, contaminated, truncated, too_long,
-    unlearned, duplicates or held_out. `formats`: by source, the formats of other tools that its rows
-    were read from. `role`: uint8, TRAIN, HELD_OUT or DROPPED for each usable row.
+    It is a context manager: chunks are written inside of it, and rows are read behind it.
+
+    Attributes:
+        folder: the folder of the files.
+        dtype: the type of a token in tokens.bin.
+        counts: rows by source and outcome, which is read, filtered, contaminated, truncated,
+            too_long, unlearned, duplicates or held_out.
+        formats: by source, the formats of other tools that its rows were read from.
+        rows: the number of usable rows.
+        role: uint8, TRAIN, HELD_OUT or DROPPED for each usable row.
     """
 
     folder: Path
@@ -93,8 +116,10 @@ class Stage:
     role: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     def __post_init__(self) -> None:
-        # Segments, tokens and bytes of metas that are written.
-        self._ends = np.zeros(3, np.int64)
+        # How much is written so far, which is the number of the next segment, token and byte.
+        self._segments_written = 0
+        self._tokens_written = 0
+        self._meta_bytes_written = 0
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> Stage:
@@ -105,6 +130,7 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
+        # TRAIN is 0: every row is trained on until it is held out or dropped.
         self.role = np.zeros(self.rows, np.uint8)
 
     def _path(self, name: str) -> Path:
@@ -114,50 +140,74 @@ class Stage:
         self._files[name] = self._path(name).open("wb")
 
     def write(self, chunk: Chunk) -> None:
-        """Append tokenised rows to the files."""
+        """Append tokenised rows to the files.
+
+        Changes the numbers in `chunk.rows`, which then count from the start of the files.
+        """
         self.counts += chunk.counts
-        segments, tokens, meta_bytes = self._ends.tolist()
-        chunk.rows["first"] += segments
-        chunk.rows["start"] += tokens
-        chunk.rows["meta"] += meta_bytes
-        self._ends += (len(chunk.segments), len(chunk.tokens), len(chunk.metas))
-        self._files["tokens"].write(chunk.tokens.astype(self.dtype).tobytes())
-        self._files["learn"].write(chunk.learn.tobytes())
-        self._files["rows"].write(chunk.rows.tobytes())
-        self._files["segments"].write(chunk.segments.tobytes())
-        self._files["metas"].write(chunk.metas)
+
+        # Workers do not know what was written before their chunk.
+        chunk.rows["first"] += self._segments_written
+        chunk.rows["start"] += self._tokens_written
+        chunk.rows["meta"] += self._meta_bytes_written
+        self._segments_written += len(chunk.segments)
+        self._tokens_written += len(chunk.tokens)
+        self._meta_bytes_written += len(chunk.metas)
+
+        tokens = chunk.tokens.astype(self.dtype)
+        self._append("tokens", tokens.tobytes())
+        self._append("learn", chunk.learn.tobytes())
+        self._append("rows", chunk.rows.tobytes())
+        self._append("segments", chunk.segments.tobytes())
+        self._append("metas", chunk.metas)
         for name, array in chunk.near.items():
             if name not in self._files:
                 self._open(name)
-            self._files[name].write(array.tobytes())
+            self._append(name, array.tobytes())
         self.rows += len(chunk.rows)
 
+    def _append(self, name: str, data: bytes) -> None:
+        self._files[name].write(data)
+
     def total(self, what: str) -> int:
-        """Rows of all sources with an outcome."""
-        return sum(count for (_, outcome), count in self.counts.items() if outcome == what)
+        """Return the number of rows of all sources with the outcome `what`."""
+        total = 0
+        for (_, outcome), count in self.counts.items():
+            if outcome == what:
+                total += count
+        return total
 
     def read(self, start: int, stop: int) -> Rows:
-        """The `ROW`s with numbers [start, stop)."""
+        """Return the `ROW`s with numbers [start, stop), read from the file."""
         offset = start * ROW.itemsize
         return np.fromfile(self._path("rows"), ROW, stop - start, offset=offset)
 
     def _map_rows(self) -> Rows:
-        """All `ROW`s, mapped into memory."""
+        """Return all `ROW`s, mapped into memory."""
         return np.memmap(self._path("rows"), ROW, "r")
 
     def ranges(self) -> Iterator[tuple[int, Rows]]:
-        """All rows, a block at a time, each with the number of its first row."""
+        """Yield all rows, a block at a time, each with the number of its first row."""
         for start in range(0, self.rows, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self.rows)
             yield start, self.read(start, stop)
 
     def drop(self, rows: Ints, what: str) -> None:
-        """Leave out those of some rows that are to be trained on, and count them as `what`."""
-        rows = rows[self.role[rows] == TRAIN]
+        """Leave rows out of the training data and count them.
+
+        Rows that are held out or were dropped before stay what they are, and are not counted again.
+
+        Args:
+            rows: int64[n], numbers of rows.
+            what: the outcome that they are counted under.
+        """
+        is_training = self.role[rows] == TRAIN
+        rows = rows[is_training]
         self.role[rows] = DROPPED
         if not len(rows):
             return
-        sources, counts = np.unique(self._map_rows()["source"][rows], return_counts=True)
+        sources_of_rows = self._map_rows()["source"][rows]
+        sources, counts = np.unique(sources_of_rows, return_counts=True)
         for source, count in zip(sources.tolist(), counts.tolist(), strict=True):
             self.counts[source, what] += count
 
@@ -170,7 +220,7 @@ class Stage:
         # Both words of the hash and the number of each of the lowest rows so far.
         lowest = np.zeros((0, 3), np.uint64)
         for start, rows in self.ranges():
-            free = np.flatnonzero(self.role[start : start + len(rows)] == TRAIN)
+            free = self._training_rows(start, len(rows))
             digests = rows["digest"][free]
             # Swapped, the words are in the order of their bytes.
             high = digests[:, 0].byteswap()
@@ -178,31 +228,45 @@ class Stage:
             numbers = (start + free).astype(np.uint64)
             here = np.stack((high, low, numbers), axis=1)
             candidates = np.concatenate((lowest, here))
+            # `lexsort` sorts by its last key first, so the columns are given in reverse. Rows of
+            # one hash go by their numbers.
             order = np.lexsort(candidates.T[::-1])
             lowest = candidates[order][:count]
-        self.role[lowest[:, 2].astype(np.int64)] = HELD_OUT
+        held_out = lowest[:, 2].astype(np.int64)
+        self.role[held_out] = HELD_OUT
 
     def hold_out_prompts(self, count: int) -> None:
-        """Hold out about `count` rows, with all answers to their prompts, so that no run trains on a held-out prompt.
+        """Hold out about `count` rows, with all answers to their prompts.
 
-        The prompts with the lowest digests are taken while their rows are at most `count`, and at
-        least one prompt. Each row's meta has the digest of its prompt.
+        So no run trains on a held-out prompt. The prompts with the lowest digests are taken while
+        their rows are at most `count`, and at least one prompt. Each row's meta has the digest of
+        its prompt.
         """
+        # Without a row the empty arrays still give their types.
         numbers = [np.zeros(0, np.int64)]
         digests = [np.zeros(0, np.uint64)]
         for start, records in self.ranges():
-            free = np.flatnonzero(self.role[start : start + len(records)] == TRAIN)
-            metas = self.metas_of(records[free])
-            of_prompts = [int(json.loads(meta)["prompt"], 16) for meta in metas]
-            digests.append(np.array(of_prompts, np.uint64))
+            free = self._training_rows(start, len(records))
+            prompt_digests = []
+            for meta in self.metas_of(records[free]):
+                hex_digits = json.loads(meta)["prompt"]
+                prompt_digests.append(int(hex_digits, 16))
+            digests.append(np.array(prompt_digests, np.uint64))
             numbers.append(start + free)
         rows = np.concatenate(numbers)
         digest_of_row = np.concatenate(digests)
-        # Ascending.
+        # `unique` sorts, so the prompts come from the lowest digest up.
         prompts, sizes = np.unique(digest_of_row, return_counts=True)
-        taken = int(np.searchsorted(np.cumsum(sizes), count, side="right"))
+        rows_so_far = np.cumsum(sizes)
+        taken = int(np.searchsorted(rows_so_far, count, side="right"))
         chosen = prompts[: max(1, taken)]
-        self.role[rows[np.isin(digest_of_row, chosen)]] = HELD_OUT
+        is_chosen = np.isin(digest_of_row, chosen)
+        self.role[rows[is_chosen]] = HELD_OUT
+
+    def _training_rows(self, start: int, count: int) -> Ints:
+        """Return which of `count` rows from `start` on are to be trained on, counted from `start`."""
+        roles = self.role[start : start + count]
+        return np.flatnonzero(roles == TRAIN)
 
     def blocks(self, role: int, grouped: bool, ordered: bool) -> Iterator[tuple[int, Ints]]:
         """Yield (source, numbers of rows that are packed together) for the rows of one role.
@@ -223,19 +287,25 @@ class Stage:
             if not grouped:
                 yield 0, piece
                 continue
+            # Rows are in the order of their sources, so each source is one run of the piece.
             sources = self.records(piece)["source"]
             first_of_source = np.flatnonzero(np.diff(sources)) + 1
             firsts = np.append(0, first_of_source)
             parts = np.split(piece, first_of_source)
-            yield from zip(sources[firsts].tolist(), parts, strict=True)
+            sources_of_parts = sources[firsts].tolist()
+            yield from zip(sources_of_parts, parts, strict=True)
 
     def _pieces(self, role: int) -> Iterator[Ints]:
         """Yield the numbers of the rows of one role, some at a time."""
         for start in range(0, self.rows, BLOCK_ROWS):
-            yield start + np.flatnonzero(self.role[start : start + BLOCK_ROWS] == role)
+            roles = self.role[start : start + BLOCK_ROWS]
+            yield start + np.flatnonzero(roles == role)
 
     def _ordered_pieces(self, role: int, grouped: bool) -> Iterator[Ints]:
-        """Yield the same in order of the rows' values, which `grouped` orders within each source."""
+        """Yield the numbers of the rows of one role by their values, some at a time.
+
+        With `grouped` the rows are in order of their values within each source.
+        """
         table = self._map_rows()
         rows = np.flatnonzero(self.role == role)
         if grouped:
@@ -249,32 +319,41 @@ class Stage:
             yield rows[start : start + ORDERED_ROWS]
 
     def records(self, rows: Ints) -> Rows:
-        """`ROW`s by their numbers."""
+        """Return the `ROW`s with the numbers `rows`, in their order."""
         if not len(rows):
             return np.zeros(0, ROW)
         first = int(rows[0])
         last = int(rows[-1])
+        is_near_together = last - first < _ROW_BLOCKS_READ * BLOCK_ROWS
         is_ascending = (np.diff(rows) > 0).all()
-        if last - first < _ROW_BLOCKS_READ * BLOCK_ROWS and is_ascending:
-            return self.read(first, last + 1)[rows - first]
+        if is_near_together and is_ascending:
+            table = self.read(first, last + 1)
+            return table[rows - first]
         return np.asarray(self._map_rows()[rows])
 
     def segments_of(self, records: Rows) -> Segments:
-        """The segments of some rows, in order."""
+        """Return the segments of some rows, in order."""
         counts = records["segments"].astype(np.int64)
         owners = np.repeat(np.arange(len(records)), counts)
+
+        # A row's segments have consecutive numbers in the file.
         first_of_row = np.cumsum(counts) - counts
         number_in_row = np.arange(counts.sum()) - np.repeat(first_of_row, counts)
-        table = self._read_segments(records["first"][owners] + number_in_row)
+        numbers = records["first"][owners] + number_in_row
+        table = self._read_segments(numbers)
         sizes = table[:, 0]
+        learned = table[:, 1]
+
+        # A row's segments also lie end to end in the token files, from the row's `start` on.
         if len(owners):
             tokens_before = np.cumsum(sizes) - sizes
-            before_row = tokens_before[np.searchsorted(owners, owners)]
+            first_segment_of_row = np.searchsorted(owners, owners)
+            before_row = tokens_before[first_segment_of_row]
             starts = records["start"][owners] + tokens_before - before_row
         else:
             starts = sizes
         ranges = np.stack((starts, starts + sizes), axis=1)
-        return Segments(ranges, table[:, 1], owners)
+        return Segments(ranges, learned, owners)
 
     def _read_segments(self, numbers: Ints) -> Ints:
         """Return int64[len(numbers), 2]: tokens and targets of the segments with these numbers."""
@@ -284,14 +363,20 @@ class Stage:
         if len(numbers):
             first = int(numbers.min())
             stop = int(numbers.max()) + 1
-        if stop - first < _SEGMENT_BLOCKS_READ * BLOCK_ROWS:
+        count = stop - first
+        if count < _SEGMENT_BLOCKS_READ * BLOCK_ROWS:
             offset = first * _SEGMENT_BYTES
-            values = np.fromfile(path, np.int64, 2 * (stop - first), offset=offset)
-            return values.reshape(-1, 2)[numbers - first]
-        return np.asarray(np.memmap(path, np.int64, "r").reshape(-1, 2)[numbers])
+            values = np.fromfile(path, np.int64, 2 * count, offset=offset)
+            table = values.reshape(-1, 2)
+            return table[numbers - first]
+        whole_table = np.memmap(path, np.int64, "r").reshape(-1, 2)
+        return np.asarray(whole_table[numbers])
 
     def metas_of(self, records: Rows) -> list[bytes]:
-        """The JSON of some rows, each empty for a row without any; no items if no row has any."""
+        """Return the JSON of some rows; no items if no row has any.
+
+        An item is empty for a row without JSON beside rows that have some.
+        """
         if not records["meta_size"].any():
             return []
         starts = records["meta"].tolist()

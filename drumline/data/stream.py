@@ -24,6 +24,8 @@ from drumline.system.threads import on_this_gpu
 Ints = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
+# The order of a seed depends on these numbers and on `mix`: to change one would give every run that
+# resumes another order.
 _FEISTEL_ROUNDS = 8
 _LEAST_HALF_BITS = 4  # a Feistel network on fewer bits reaches too few of all orders
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the step of SplitMix64
@@ -45,22 +47,26 @@ class GlobalOrder:
         self.seed = seed
         self.shuffle = shuffle
         bits = (size - 1).bit_length()
+        # Bits of each half of a value: an even number of bits holds the largest id.
         half = max(_LEAST_HALF_BITS, (bits + 1) // 2)
         self._half = np.uint64(half)
         self._mask = (np.uint64(1) << self._half) - np.uint64(1)
 
     def ids(self, start: int, stop: int) -> Ints:
-        """Sample ids int64[stop - start] at global positions [start, stop)."""
-        return self.at(np.arange(start, stop, dtype=np.int64))
+        """Return the sample ids int64[stop - start] at global positions [start, stop)."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        return self.at(positions)
 
     def at(self, positions: Ints) -> Ints:
-        """Sample ids at any global positions."""
+        """Return the sample ids int64[n] at any n global positions."""
         epochs, places = np.divmod(positions, self.size)
         if not self.shuffle:
             return places
         seeds = np.full(len(places), self.seed % 2**64, np.uint64)
         keys = mix(mix(seeds) ^ epochs.astype(np.uint64))
         ids = self._permute(places.astype(np.uint64), keys)
+        # Cycle walking: a value outside is permuted again until it is a sample. Since the
+        # permutation is one to one, no two places end at the same sample.
         outside = np.flatnonzero(ids >= self.size)
         while outside.size:
             ids[outside] = self._permute(ids[outside], keys[outside])
@@ -68,11 +74,14 @@ class GlobalOrder:
         return ids.astype(np.int64)
 
     def _permute(self, values: UInt64s, keys: UInt64s) -> UInt64s:
-        """A bijection of [0, 4^half), one for each key."""
-        left, right = values >> self._half, values & self._mask
+        """Return the images of values under a bijection of [0, 4^half), one for each key."""
+        left = values >> self._half
+        right = values & self._mask
         for _ in range(_FEISTEL_ROUNDS):
+            # Another key for each round.
             keys = keys + _GOLDEN
-            left, right = right, left ^ (mix(right + keys) & self._mask)
+            scrambled = mix(right + keys) & self._mask
+            left, right = right, left ^ scrambled
         return (left << self._half) | right
 
 
@@ -85,16 +94,23 @@ class Order(Protocol):
 
 
 class MixedOrder:
-    """The sequence of sample ids of a mix: an epoch may have fewer or more samples of a source than the source has.
+    """The sequence of sample ids of a mix of sources.
 
-    Source i has `sizes[i]` samples, whose ids follow those of the source before it, and `counts[i]`
-    places in each epoch. A shuffled epoch deals its places by a permutation. Place j of source i in
-    epoch e is draw e × counts[i] + j of the source. The draws of a source are a `GlobalOrder` of its
-    own: each of its samples comes once before any comes again.
+    An epoch may have fewer or more samples of a source than the source has. A shuffled epoch deals
+    its places by a permutation. Place j of source i in epoch e is draw e × counts[i] + j of the
+    source. The draws of a source are a `GlobalOrder` of its own: each of its samples comes once
+    before any comes again.
 
     The first `rising` epochs are a curriculum, and the ids of each source are in its order. These
-    epochs go through the sources side by side, evenly interleaved, each from its first sample to its
-    last, or from its last to its first (`falling`).
+    epochs go through the sources side by side, evenly interleaved.
+
+    Args:
+        sizes: the samples of each source. Their ids follow those of the source before it.
+        counts: the places of each source in an epoch.
+        seed: of all permutations.
+        shuffle: whether epochs behind the curriculum are shuffled.
+        rising: the number of epochs of the curriculum.
+        falling: the curriculum goes from a source's last sample to its first.
     """
 
     def __init__(
@@ -117,10 +133,13 @@ class MixedOrder:
         # The first sample and the first place of each source, and behind the last one.
         self.firsts = np.cumsum([0, *sizes])
         self.slots = np.cumsum([0, *counts])
+        # A seed for each source, so that sources of one size have different orders.
         numbers = np.arange(len(sizes), dtype=np.uint64)
-        seeds = mix(numbers ^ mix(np.full(1, seed % 2**64, np.uint64)))
+        mixed_seed = mix(np.full(1, seed % 2**64, np.uint64))
+        seeds = mix(numbers ^ mixed_seed)
         self.orders = []
         for size, own_seed in zip(sizes, seeds, strict=True):
+            # A source without samples has no places, but an order needs a sample.
             self.orders.append(GlobalOrder(max(size, 1), int(own_seed), shuffle))
 
     @property
@@ -129,29 +148,33 @@ class MixedOrder:
         return self.places.size
 
     def ids(self, start: int, stop: int) -> Ints:
-        """Sample ids int64[stop - start] at global positions [start, stop)."""
+        """Return the sample ids int64[stop - start] at global positions [start, stop)."""
         positions = np.arange(start, stop, dtype=np.int64)
         epochs = positions // self.size
         is_rising = epochs < self.rising
+
+        # The source of each position, and the place in that source's places of the epoch.
         slots = self.places.at(positions)
         sources = np.searchsorted(self.slots, slots, side="right") - 1
         places = slots - self.slots[sources]
         rising_places = positions[is_rising] % self.size
         sources[is_rising], places[is_rising] = interleaved(rising_places, self.counts)
+
+        # The number of the sample in its source.
         found = np.empty(len(positions), np.int64)
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             is_source = sources == source
-            drawn = is_source & ~is_rising
-            draws = epochs[drawn] * count + places[drawn]
-            found[drawn] = self.orders[source].at(draws)
-            in_order = is_source & is_rising
+            is_drawn = is_source & ~is_rising
+            draws = epochs[is_drawn] * count + places[is_drawn]
+            found[is_drawn] = self.orders[source].at(draws)
+            is_in_order = is_source & is_rising
             # Even steps through the source; in an epoch of fewer places than samples the next one
             # takes others.
-            offsets = epochs[in_order] * count % max(size, 1)
-            steps = (places[in_order] * size + offsets) // max(count, 1)
+            offsets = epochs[is_in_order] * count % max(size, 1)
+            steps = (places[is_in_order] * size + offsets) // max(count, 1)
             if self.falling:
                 steps = size - 1 - steps
-            found[in_order] = steps
+            found[is_in_order] = steps
         return found + self.firsts[sources]
 
 
@@ -174,21 +197,28 @@ def interleaved(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
     if len(counts) < 2 or not total:
         return sources, before
     half = len(counts) // 2
+    # A place goes to the left half if it adds one to what that half has had.
     to_left = _places_to_left(places, counts)
     is_left = _places_to_left(places + 1, counts) > to_left
     is_right = ~is_left
+    # How many places a half has had before a place is the number of that place in the half.
     if is_left.any():
-        of_left = interleaved(to_left[is_left], counts[:half])
-        sources[is_left], before[is_left] = of_left
+        places_in_left = to_left[is_left]
+        sources[is_left], before[is_left] = interleaved(places_in_left, counts[:half])
     if is_right.any():
-        to_right = places - to_left
-        sources_of_right, before[is_right] = interleaved(to_right[is_right], counts[half:])
+        places_in_right = (places - to_left)[is_right]
+        sources_of_right, before[is_right] = interleaved(places_in_right, counts[half:])
         sources[is_right] = sources_of_right + half
     return sources, before
 
 
 def places_before(place: int, counts: Sequence[int]) -> list[int]:
-    """Return how many places of each source come before `place`, as `interleaved` deals them."""
+    """Return how many places of each source come before `place`, as `interleaved` deals them.
+
+    Args:
+        place: a place in the epoch.
+        counts: how many places of the epoch are those of each source.
+    """
     if len(counts) < 2:
         return [place] * len(counts)
     half = len(counts) // 2
@@ -213,7 +243,8 @@ def _places_to_left(places: Any, counts: Sequence[int]) -> Any:
 def mix(values: UInt64s) -> UInt64s:
     """Return uint64 hashes: every bit of a value decides on all bits of its hash.
 
-    This is SplitMix64's output function (Steele, Lea & Flood 2014). Wraps at 2^64.
+    This is SplitMix64's output function (Steele, Lea & Flood 2014) with its three constants.
+    Wraps at 2^64.
     """
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -231,6 +262,7 @@ def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
         prompts: N values that are equal for equal prompts.
     """
     found = np.full(len(ids), -1, np.int64)
+    # prompts[-1] is the last one, which comes before the first.
     changes = [place for place, prompt in enumerate(prompts) if prompts[place - 1] != prompt]
     if not changes:
         return found
@@ -249,16 +281,23 @@ def assign(
 ) -> Ints:
     """Deal the samples of a global batch to ranks and micro-batches.
 
-    Returns int64[data_ranks, accumulation, micro_batch], indices into `lengths`, each once.
-    `lengths`: tokens of each sample.
-
     From the longest down, a sample goes to the rank with the fewest tokens so far that has a place
     left, so ranks wait little for each other. The micro-batches of a rank take its samples in that
     order: samples of similar length pad little, and the largest micro-batch comes first, so a step
     that does not fit in memory fails at once. Every rank computes the same table.
+
+    Args:
+        lengths: tokens of each sample.
+        data_ranks: the number of data ranks.
+        accumulation: micro-batches of a rank in a step.
+        micro_batch: samples of a micro-batch.
+
+    Returns:
+        int64[data_ranks, accumulation, micro_batch], indices into `lengths`, each once.
     """
     places = accumulation * micro_batch
     assert len(lengths) == data_ranks * places, "a global batch has a sample for each place"
+    # Stable: samples of one length go by their index, on every rank alike.
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     sorted_lengths = np.asarray(lengths)[order]
     ranks: list[list[int]] = [[] for _ in range(data_ranks)]
@@ -275,6 +314,7 @@ def assign(
 
 
 def _no_places() -> Ints:
+    """Return `GlobalBatch.places` of a batch that has none."""
     return np.zeros((0, 0), np.int64)
 
 
@@ -282,16 +322,18 @@ def _no_places() -> Ints:
 class GlobalBatch:
     """The samples of one optimizer step; those of this rank are collated.
 
-    `sample_ids`: int64[G], of all ranks, in global order, -1 for fillers.
-    `position`: the global position where the next batch starts.
-    `tokens`: real tokens of this rank, without padding.
-    `of_all`: weight and real tokens of all ranks, computed from order and cache; None if that needs
-    a collective.
-    `checkpointable`: a run may be saved after this step and resume from `position` and `state`;
-    False between the steps that share a rollout.
-    `state`: the rest of the stream's state, as JSON.
-    `places`: int64[micro-batches, samples], the indices of this rank's samples in `sample_ids`;
-    empty if nothing reads them.
+    Attributes:
+        micro_batches: those of this rank.
+        sample_ids: int64[G], of all ranks, in global order, -1 for fillers.
+        position: the global position at which the next batch starts.
+        tokens: real tokens of this rank, without padding.
+        checkpointable: a run may be saved after this step and resume from `position` and `state`;
+            False between the steps that share a rollout.
+        state: the rest of the stream's state, as JSON.
+        of_all: weight and real tokens of all ranks, computed from order and cache; None if that
+            needs a collective.
+        places: int64[micro-batches, samples], the indices of this rank's samples in `sample_ids`;
+            empty if nothing reads them.
     """
 
     micro_batches: list[Any]
@@ -342,6 +384,7 @@ class BatchStream:
         assert batch.global_samples == samples, batch.rule(self.data_ranks)
         assert 0 <= self.data_rank < self.data_ranks and self.start >= 0
         self._batches = self._collate_all()
+        # One thread: batches must come in their order.
         self._thread: ThreadPoolExecutor | None = None
         if self.prefetch:
             initializer = on_this_gpu(_do_nothing)
@@ -379,7 +422,7 @@ class BatchStream:
             self._thread.shutdown(cancel_futures=True)
 
     def ids(self, position: int) -> Ints:
-        """The samples of the global batch that starts at `position`, without fillers."""
+        """Return the samples of the global batch that starts at `position`, without fillers."""
         end = min(position + self.batch.global_samples, self.stop)
         return self.order.ids(position, end)
 
@@ -394,14 +437,16 @@ class BatchStream:
             yield self._collate_at(position)
 
     def _collate_at(self, position: int) -> GlobalBatch:
-        """The global batch that starts at `position`: a pure function of it."""
+        """Return the global batch that starts at `position`, which alone decides on it."""
         batch = self.batch
         size = batch.global_samples
         end = min(position + size, self.stop)
         ids = np.full(size, -1, np.int64)
         ids[: end - position] = self.ids(position)
         is_real = ids >= 0
-        lengths = np.where(is_real, self.cache.lengths[np.maximum(ids, 0)], 0)
+        # Fillers have no length of their own; sample 0 stands in for the look-up.
+        lengths_of_cache = self.cache.lengths[np.maximum(ids, 0)]
+        lengths = np.where(is_real, lengths_of_cache, 0)
         of_ranks = assign(lengths, self.data_ranks, batch.accumulation, batch.micro_batch)
         mine = of_ranks[self.data_rank]
         micro_batches = []
@@ -411,16 +456,20 @@ class BatchStream:
         else:
             before = self._before(ids, position, end)
             for places in mine:
-                micro_batches.append(self.collate(ids[places].tolist(), before[places].tolist()))
+                samples = ids[places].tolist()
+                previous = before[places].tolist()
+                micro_batches.append(self.collate(samples, previous))
         of_all = None
         weigh = getattr(micro_batches[0], "weigh", None)
         if weigh is not None:
             here = ids[mine.ravel()]
             weight_here = sum(each.weight for each in micro_batches)
+            # Otherwise ranks would divide their losses by different denominators.
             assert weigh(self.cache, here[here >= 0]) == weight_here, (
                 "a batch weighs what `weigh` says"
             )
             of_all = weigh(self.cache, ids[is_real]), int(lengths.sum())
+        # A stream of blocks has more state than its position.
         state: dict[str, Any] = {}
         state_at = getattr(self.order, "state", None)
         if state_at is not None:
@@ -451,7 +500,7 @@ class BatchStream:
         return self._predecessors(self.order.ids(self.start, self.stop))
 
     def _predecessors(self, ids: Ints) -> Ints:
-        """The predecessors of some samples, by the prompts in their metas."""
+        """Return the predecessors of some samples, by the prompts in their metas."""
         prompts = [self.cache.meta(sample)["prompt"] for sample in ids.tolist()]
         return predecessors(ids, prompts)
 

@@ -2,11 +2,12 @@
 
 Chats go through the model's chat template. The targets of an assistant turn are the tokens from the
 first of its content to its end-of-turn token; its header and all other turns are context. Templates
-give such a mask only if they mark it with `{% generation %}`. Otherwise the turn is found in the
-rendered text. It starts at the end of the conversation before it, rendered with the generation
-prompt, and stops at the end of the conversation up to and with it. Both renderings must be prefixes
-of the whole. If a template renders a turn differently once others follow (it drops the reasoning of
-old turns), the turn's content is searched behind its header instead.
+give such a mask only if they mark it with `{% generation %}`.
+
+Otherwise the turn is found in the rendered text. It starts at the end of the conversation before it,
+rendered with the generation prompt, and stops at the end of the conversation up to and with it. Both
+renderings must be prefixes of the whole. If a template renders a turn differently once others follow
+(it drops the reasoning of old turns), the turn's content is searched behind its header instead.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from drumline.foreign import judged
 from drumline.models.templates import end_ids as end_ids
 from drumline.models.templates import special_ids
 
+# How messages name a call, and what they advise for a row that does not suit the template.
 CALL = "a call of "
 FITTING = "take such rows out, or set another model.chat_template"
-
 # Options of `apply_chat_template` for the tokens and the template's own mask of targets.
 _MARKED = {
     "tokenize": True,
@@ -42,6 +43,7 @@ _MARKED = {
     "tokenizer_kwargs": {"verbose": False},
 }
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# A turn of which a template is asked how it writes what follows.
 _QUESTION = {"role": "user", "content": "?"}
 _END_OF_THOUGHT = "</think>"
 
@@ -50,9 +52,10 @@ _END_OF_THOUGHT = "</think>"
 class Example:
     """A row, or a piece of one, as tokens.
 
-    `tokens`: int32[n]. `learn`: uint8[n], 1 for a target. The first token never counts: nothing
-    predicts it. `hides_reasoning`: the row has the reasoning of a turn, and the chat template leaves
-    it out.
+    Attributes:
+        tokens: int32[n].
+        learn: uint8[n], 1 for a target. The first token never counts: nothing predicts it.
+        hides_reasoning: the row has the reasoning of a turn, and the chat template leaves it out.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -61,17 +64,20 @@ class Example:
 
     @property
     def learned(self) -> int:
-        """Targets after the shift by one."""
+        """The number of targets after the shift by one."""
         return int(self.learn[1:].sum())
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row as tokens.
+    """A row as tokens, cut to its length.
 
-    `segments` become rows of a batch (a pair has two), or pieces of a pack. `meta`: further values
-    of the sample, as JSON; a sample with a meta is kept even without a target. `truncated`:
-    something was cut off. `hides_reasoning`: as of an `Example`.
+    Attributes:
+        segments: what becomes rows of a batch (a pair has two), or pieces of a pack.
+        meta: further values of the sample, as JSON; a sample with a meta is kept even without a
+            target.
+        truncated: something was cut off.
+        hides_reasoning: as of an `Example`.
     """
 
     segments: list[Example]
@@ -86,7 +92,14 @@ Policy = Literal["error", "right", "left", "drop"]
 def truncate(
     example: Example, max_length: int, policy: Policy, origin: str, unit: str = "tokens"
 ) -> Example | None:
-    """Return `example` cut to `max_length` tokens at its end (right) or start (left).
+    """Return an example cut to `max_length` tokens at its end (right) or start (left).
+
+    Args:
+        example: the example.
+        max_length: the most tokens that are kept.
+        policy: what is done with a longer example.
+        origin: the row's name in an error.
+        unit: what is counted, for the message.
 
     Returns None if `policy` drops it. Raises DataError if it is too long under `error`.
     """
@@ -109,23 +122,28 @@ def truncate(
 class Encoder:
     """Encodes rows with one tokenizer.
 
-    With `everything`, and for `learn_on: all`, every token is a target.
+    Args:
+        tokenizer: a tokenizer of transformers.
+        everything: every token is a target. So it is for `data.learn_on: all`.
+        data: the settings of `data`.
     """
 
     def __init__(self, tokenizer: Any, everything: bool, data: DataConfig) -> None:
         self.tokenizer = tokenizer
         self.learn_all = everything or data.learn_on == "all"
         self.has_template = bool(tokenizer.chat_template)
+        # What the template knows is read from its text.
         text = _text_of_template(tokenizer.chat_template)
         self.shows_tools = "tools" in text
         self.marks_turns = _GENERATION_MARK.search(text) is not None
         self.special = special_ids(tokenizer)
         self.reasoning = data.reasoning
         self.knows_developers = "developer" in text
+        # Keys that the template reads: message.reasoning or message['reasoning'].
         self.reasoning_keys = [key for key in REASONING if re.search(rf"[.'\"]{key}\b", text)]
 
     def encode(self, row: Row) -> Example:
-        """The row as tokens, not yet truncated. Raises DataError that names the row."""
+        """Return the row as tokens, not yet truncated. Raises DataError that names the row."""
         values = row.values
         if "text" in values:
             return self.plain("", values["text"], row.origin, answer=False)
@@ -134,7 +152,8 @@ class Encoder:
             fix = "set model.chat_template to a Jinja file, or map prompt and completion, or text"
             self.require_template("`messages` need a chat template", row, fix)
             return self._encode_chat(values["messages"], 0, row)
-        prompt, completion = values["prompt"], values["completion"]
+        prompt = values["prompt"]
+        completion = values["completion"]
         if self.has_template:
             before = as_messages(prompt, "user")
             answer = as_messages(completion, "assistant")
@@ -160,6 +179,7 @@ class Encoder:
         self.require_template("the prompt holds messages", row)
         messages = as_messages(content, "user")
         if messages[-1]["role"] == "assistant":
+            # An answer of the data: the model is to write its own.
             messages = messages[:-1]
         if not messages:
             what = "there is nothing before the assistant's answer to take as a prompt"
@@ -171,23 +191,37 @@ class Encoder:
     def require_template(
         self, what: str, row: Row, fix: str = "set model.chat_template to a Jinja file"
     ) -> None:
-        """Raises DataError for a row that needs a chat template if the tokenizer has none."""
+        """Raise DataError for a row that needs a chat template if the tokenizer has none.
+
+        `what`: what of the row needs one, for the message.
+        """
         if not self.has_template:
             message = f"{what} and this tokenizer has no chat template"
             raise DataError(message, where=row.origin, fix=fix)
 
     def _require_shown(self, row: Row) -> None:
-        """Raises DataError if the template would leave a row's tools out silently."""
+        """Raise DataError if the template would leave a row's tools out silently."""
         if row.values.get("tools") and not self.shows_tools:
             what = "this row has tools, and the chat template does not show any"
-            fix = "set model.chat_template to one that does, or leave them out with `columns: {tools: ''}`"
+            fix = (
+                "set model.chat_template to one that does, or leave them out with "
+                "`columns: {tools: ''}`"
+            )
             raise DataError(what, where=row.origin, fix=fix)
 
     def plain(self, prompt: str, text: str, origin: str, answer: bool = True) -> Example:
-        """Return `prompt`, `text` and the end-of-sequence token; all but the prompt are targets.
+        """Return a prompt, a text and the end-of-sequence token; all but the prompt are targets.
 
         The tokenizer's BOS comes first if it adds one. The two are tokenised apart, since at
-        inference the prompt is tokenised alone. `answer`: the text may begin with reasoning.
+        inference the prompt is tokenised alone.
+
+        Args:
+            prompt: what is before the text, perhaps nothing.
+            text: a document, or an answer to the prompt.
+            origin: the row's name in an error.
+            answer: the text is an answer, and may have reasoning.
+
+        Raises DataError for reasoning that does not end, and without an end-of-sequence token.
         """
         eos = self.tokenizer.eos_token_id
         if eos is None:
@@ -198,7 +232,9 @@ class Encoder:
         before = []
         if prompt:
             before = self._with_bos(prompt)
+        # Behind a prompt no second BOS.
         after = self._ids(text, special=not prompt)
+        # Some tokenizers add one by themselves.
         if not after or after[-1] != eos:
             after.append(eos)
         learn = np.ones(len(before) + len(after), np.uint8)
@@ -223,6 +259,7 @@ class Encoder:
         size = len(tokens.ids)
         learn_text = np.ones(size, np.uint8)
         mask_thoughts(tokens, learn_text, origin)
+        # How many special tokens stand before the text.
         first = 0
         for start in range(len(ids)):
             if ids[start : start + size] == tokens.ids:
@@ -231,7 +268,10 @@ class Encoder:
         learn[first : first + size] &= learn_text
 
     def _with_bos(self, prompt: str) -> list[int]:
-        """`prompt` with the special tokens that the tokenizer puts before a text, without those behind it."""
+        """Return a prompt's tokens, with the special ones that the tokenizer puts before a text.
+
+        Those behind it are left out: the text goes on.
+        """
         ids = self._ids(prompt, special=True)
         while len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
@@ -248,12 +288,13 @@ class Encoder:
         """Return the rendered conversation as tokens.
 
         The targets are in the assistant turns from message `first` on, or in all turns, but not in
-        turns of `weight` 0.
+        turns of `weight` 0. Raises DataError for a turn that is not found in the rendered text.
         """
         is_weighted = [_is_weighted(message, row) for message in messages]
-        answers = [
-            index for index, message in enumerate(messages) if message["role"] == "assistant"
-        ]
+        answers = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                answers.append(index)
         learned = [index for index in answers if is_weighted[index] and index >= first]
         messages = [_without_keys(message, ["weight"]) for message in messages]
         messages = self._adapt_all(messages, row)
@@ -271,6 +312,7 @@ class Encoder:
         else:
             tokens = Tokens(self.tokenizer, text)
             if self.learn_all:
+                # Everything but the turns of weight 0, headers included.
                 context = [index for index, weighted in enumerate(is_weighted) if not weighted]
                 learn = np.ones(len(tokens.ids), np.uint8)
                 self._set_turns(learn, 0, context, messages, tokens, row)
@@ -291,7 +333,16 @@ class Encoder:
         tokens: Tokens,
         row: Row,
     ) -> None:
-        """Set `learn` to `value` for the tokens of some turns of a conversation."""
+        """Set `learn` to `value` for the tokens of some turns of a conversation.
+
+        Args:
+            learn: uint8, 1 for a target, for each of `tokens`; changed in place.
+            value: 0 or 1.
+            turns: indices of messages.
+            messages: the conversation.
+            tokens: the conversation as it is rendered.
+            row: its row, for the tools and the name.
+        """
         for index in turns:
             start, stop = self._span(messages, index, tokens.text, row)
             first_token = tokens.at(start, row.origin)
@@ -300,7 +351,7 @@ class Encoder:
             learn[first_token:stop_token] = value
 
     def _hides_reasoning(self, messages: Messages, text: str) -> bool:
-        """Whether a rendered conversation lacks some reasoning of its answers, which is to be kept."""
+        """Return whether a rendered conversation lacks some reasoning that is to be kept."""
         if self.reasoning == "drop":
             return False
         return any(thought not in text for thought in thoughts_of(messages))
@@ -340,6 +391,8 @@ class Encoder:
         thoughts = [message[key].strip() for key in keys if message[key].strip()]
         if not thoughts:
             return message
+        # A turn has one reasoning, under whichever of the keys. The tags are those that
+        # `data.thoughts` finds.
         tagged = f"<think>\n{thoughts[0]}\n</think>\n\n"
         content = message.get("content")
         whole: str | list[dict[str, Any]]
@@ -352,7 +405,8 @@ class Encoder:
     def _render_whole(self, messages: Messages, row: Row, **options: Any) -> tuple[Messages, str]:
         """Return the conversation in a form of which the template shows all, and as it is rendered.
 
-        Beside calls some templates need an empty content, and others none. Raises DataError.
+        Beside calls some templates need an empty content, and others none. Raises DataError if the
+        template shows neither form whole.
         """
         try:
             return messages, self._render_checked(messages, row, **options)
@@ -361,6 +415,7 @@ class Encoder:
                 other = [_with_other_emptiness(turn) for turn in messages]
                 with suppress(DataError):
                     return other, self._render_checked(other, row, **options)
+            # The error of the form that the row has.
             raise
 
     def _render_checked(self, messages: Messages, row: Row, **options: Any) -> str:
@@ -380,10 +435,15 @@ class Encoder:
             try:
                 without = self._render(rest, row, **options)
             except DataError:
+                # The template refuses the conversation without the part, so it looks at the part.
                 continue
+            # The template writes the same with and without the part.
             if without == text:
                 role = messages[part.turn]["role"]
-                what = f"the chat template leaves out {part.name}messages[{part.turn}], of the role {role!r}"
+                what = (
+                    f"the chat template leaves out {part.name}messages[{part.turn}], of the role "
+                    f"{role!r}"
+                )
                 raise DataError(what, where=row.origin, fix=FITTING)
         return text
 
@@ -403,11 +463,12 @@ class Encoder:
         return text
 
     def _span(self, messages: Messages, index: int, text: str, row: Row) -> tuple[int, int]:
-        """Return the characters [start, stop) of turn `index` in `text`.
+        """Return the characters [start, stop) of a turn in the rendered conversation.
 
         The turn is an answer, or another whose `weight` is 0. Raises DataError if it is not found.
         """
         turn = messages[index]
+        # `through`: the conversation up to and with the turn, as it is rendered alone.
         is_last = index == len(messages) - 1
         if is_last:
             start = self._usual_start(turn, text)
@@ -427,6 +488,7 @@ class Encoder:
             wordings = [_answer_alone(through[len(head) :])]
         span = _find_wording(wordings, text, head, through)
         if span is not None:
+            # Otherwise the same words may have been found in another turn.
             has_turns_before = text.startswith(head) or text.startswith(
                 self._before(messages, index, row)
             )
@@ -436,13 +498,25 @@ class Encoder:
         if self.learn_all:
             fix = FITTING
         else:
-            fix = "mark the assistant's turns with {% generation %} in an own model.chat_template, or set data.learn_on: all"
+            fix = (
+                "mark the assistant's turns with {% generation %} in an own model.chat_template, or "
+                "set data.learn_on: all"
+            )
         raise DataError(what, where=row.origin, fix=fix)
 
     def _stands_at_head(
         self, messages: Messages, index: int, text: str, head: str, through: str, row: Row
     ) -> bool:
-        """Whether turn `index` is the characters from the end of `head` to the end of `through`."""
+        """Return whether a turn stands from the end of `head` to the end of `through` in `text`.
+
+        Args:
+            messages: the conversation.
+            index: the turn.
+            text: the conversation as it is rendered.
+            head: what should be before the turn's content, see `_head`.
+            through: the turns up to and with this one, as they are rendered alone.
+            row: its row.
+        """
         if not (text.startswith(through) and text.startswith(head)):
             return False
         wordings = _wordings(messages[index])
@@ -453,6 +527,8 @@ class Encoder:
         header = self._usual_header.strip()
         if header and head.rstrip().endswith(header):
             return True
+        # Without a header the head is all that is before the turn, and the turn's own header would
+        # count as its content.
         return head != self._before(messages, index, row)
 
     def _before(self, messages: Messages, index: int, row: Row) -> str:
@@ -493,7 +569,10 @@ class Encoder:
 
     @cached_property
     def _usual_header(self) -> str:
-        """The `_header` of a row without tools; empty if the template refuses a question alone."""
+        """The header of an answer in a row without tools.
+
+        Empty if the template refuses a question alone.
+        """
         try:
             return self._header(Row("", {}))
         except DataError:
@@ -529,9 +608,11 @@ class Encoder:
             return None
         if not isinstance(content, str) or not content.strip():
             return None
+        # Such as calls or reasoning, which stand before or behind the content.
         has_more_keys = len(message) > 2
         if has_more_keys:
             return None
+        # Many templates strip the blanks around a content.
         for answer in (content, content.strip()):
             if text.endswith(f"{header}{answer}{tail}"):
                 return len(text) - len(tail) - len(answer)
@@ -575,7 +656,7 @@ def _text_of_template(template: str | dict[str, str] | None) -> str:
 
 
 def _is_weighted(message: dict[str, Any], row: Row) -> bool:
-    """Whether a message is learned, by its `weight` as in OpenAI's files.
+    """Return whether a message is learned, by its `weight` as in OpenAI's files.
 
     Raises DataError unless that is 0 or 1.
     """
@@ -587,6 +668,7 @@ def _is_weighted(message: dict[str, Any], row: Row) -> bool:
 
 
 def _without_keys(message: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of a message without some of its keys."""
     return {key: value for key, value in message.items() if key not in keys}
 
 
@@ -606,14 +688,15 @@ def _without_reasoning(message: dict[str, Any], index: int, row: Row) -> dict[st
         parts = []
         for part in content:
             if "text" in part:
-                part = {**part, "text": without_thoughts(part["text"], name, row.origin)}
+                text = without_thoughts(part["text"], name, row.origin)
+                part = {**part, "text": text}
             parts.append(part)
         message["content"] = parts
     return message
 
 
 def _is_bare_call(turn: dict[str, Any]) -> bool:
-    """Whether a turn makes calls and says nothing."""
+    """Return whether a turn makes calls and says nothing."""
     return bool(turn.get("tool_calls") and not turn.get("content"))
 
 
@@ -651,8 +734,10 @@ def _wordings(turn: dict[str, Any]) -> list[str]:
 class _Part(NamedTuple):
     """A part of a turn that a template may leave out.
 
-    `turn`: the index of the turn. `name`: what it is, for the message. `remainder`: what stands in
-    place of the turn without this part.
+    Attributes:
+        turn: the index of the turn.
+        name: what the part is, for the message; empty for the whole turn.
+        remainder: what stands in place of the turn without this part.
     """
 
     turn: int
@@ -661,10 +746,15 @@ class _Part(NamedTuple):
 
 
 def _omissible_parts(turn: dict[str, Any], index: int, text: str) -> Iterator[_Part]:
-    """Return the parts of a turn that may not be in `text`.
+    """Yield the parts of a turn that may not be in a rendered conversation.
 
     Of an assistant's turn these are the last of its calls, and what it says beside them; templates
     leave old reasoning out.
+
+    Args:
+        turn: messages[index].
+        index: its index.
+        text: the rendered conversation.
     """
     content = turn.get("content")
     calls = turn.get("tool_calls")
@@ -683,7 +773,7 @@ def _omissible_parts(turn: dict[str, Any], index: int, text: str) -> Iterator[_P
 
 
 def _call_mark(index: int) -> str:
-    """Return the name that stands for that of a call of messages[index]."""
+    """Return the name that stands for that of a call of messages[index] in a trial rendering."""
     return f"call-{index}-"
 
 
@@ -715,10 +805,12 @@ def _find_wording(
         head: the turns before this one, as they are rendered alone.
         through: the turns up to this one, as they are rendered alone.
     """
+    # The turns before this one may also be rendered differently, from some character on.
     floor = _common_prefix(text, head)
     found = []
     for wording in wordings:
         if text.startswith(through):
+            # The last one: the turn ends `through`, and turns before it may say the same.
             start = text.rfind(wording, floor, len(through))
         else:
             # The first one: a later turn may have the same content.

@@ -13,12 +13,13 @@ import numpy.typing as npt
 from drumline.data.tokens import Tokens
 from drumline.errors import DataError
 
+# What a message advises for reasoning that does not end.
 UNENDED = "take the row out, or set data.reasoning: keep"
 # Keys of a message that hold its reasoning.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-# The generation prompt may have opened it.
+# Reasoning that ends without a beginning: the generation prompt may have opened it.
 _BEGUN = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 
 
@@ -32,9 +33,12 @@ def thoughts_of(messages: list[dict[str, Any]]) -> list[str]:
             if isinstance(message.get(key), str):
                 found.append(message[key])
         content = message.get("content") or ""
-        parts = content if isinstance(content, list) else [{"text": content}]
+        parts = content
+        if not isinstance(content, list):
+            parts = [{"text": content}]
         for part in parts:
-            found += _INSIDE.findall(part.get("text") or "")
+            text = part.get("text") or ""
+            found += _INSIDE.findall(text)
     stripped = [thought.strip() for thought in found]
     return [thought for thought in stripped if thought]
 
@@ -42,9 +46,15 @@ def thoughts_of(messages: list[dict[str, Any]]) -> list[str]:
 def without_thoughts(text: str, what: str, origin: str) -> str:
     """Return an answer without its reasoning.
 
-    `what`: the answer's name, for the message. Raises DataError for reasoning that does not end.
+    Args:
+        text: the answer.
+        what: its name, for the message.
+        origin: the row's name in an error.
+
+    Raises DataError for reasoning that does not end.
     """
-    rest = _THOUGHT.sub("", _BEGUN.sub("", text))
+    rest = _BEGUN.sub("", text)
+    rest = _THOUGHT.sub("", rest)
     if "<think>" in rest:
         message = f"the reasoning of {what} does not end: no </think>"
         raise DataError(message, where=origin, fix=UNENDED)
@@ -60,9 +70,16 @@ def mask_thoughts(
 ) -> None:
     """Take reasoning out of the targets: set its tokens in `learn` to 0.
 
-    `learn`: uint8[tokens], 1 for a target. `begun`: a stretch of targets may begin within reasoning. `own`: reasoning that the template
-    writes in a form of its own, without tags. Raises DataError for reasoning that does not end, or cannot be found in the tokens.
+    Args:
+        tokens: a rendered text.
+        learn: uint8[tokens], 1 for a target; changed in place.
+        origin: the row's name in an error.
+        begun: a stretch of targets may begin within reasoning.
+        own: reasoning that the template writes in a form of its own, without tags.
+
+    Raises DataError for reasoning that does not end, or cannot be found in the tokens.
     """
+    # Most texts have none.
     if "think>" not in tokens.text and not own:
         return
     if tokens.starts is None:
@@ -74,16 +91,20 @@ def mask_thoughts(
     untagged = _find_untagged(own, tokens.text)
     # Where each token starts in the text, and where the text ends.
     characters = np.append(tokens.starts, len(tokens.text))
+    # The flags change at the start and at the stop of each stretch of targets.
     edges = np.flatnonzero(np.diff(learn, prepend=0, append=0))
-    for start, stop in edges.reshape(-1, 2).tolist():
+    stretches = edges.reshape(-1, 2)
+    for start, stop in stretches.tolist():
         first_character = int(characters[start])
         stretch = tokens.text[characters[start] : characters[stop]]
         end_of_last = 0
         for first, last in _find_spans(stretch, begun, own, untagged):
             first_token = tokens.at(first_character + first, origin)
             stop_token = tokens.at(first_character + last, origin)
+            # A token that begins before the stretch is none of its targets.
             learn[max(start, first_token) : stop_token] = 0
             end_of_last = max(end_of_last, last)
+        # Cut off, or never closed: what follows cannot be told apart from an answer.
         if "<think>" in stretch[end_of_last:]:
             what = "the reasoning of an answer does not end: no </think>"
             raise DataError(what, where=origin, fix=UNENDED)
@@ -102,7 +123,14 @@ def _find_untagged(own: Sequence[str], text: str) -> list[str]:
 def _find_spans(
     stretch: str, begun: bool, own: Sequence[str], untagged: list[str]
 ) -> list[tuple[int, int]]:
-    """Return the characters [first, last) of each piece of reasoning in a stretch of targets."""
+    """Return the characters [first, last) of each piece of reasoning in a stretch of targets.
+
+    Args:
+        stretch: the text of consecutive targets.
+        begun: the stretch may begin within reasoning.
+        own: reasoning that the row has under keys, with repeats.
+        untagged: those of `own` that are in no tags, each once.
+    """
     matches: list[re.Match[str]] = []
     if begun:
         matches += _BEGUN.finditer(stretch)

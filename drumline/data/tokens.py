@@ -11,7 +11,15 @@ from drumline.errors import DataError
 
 
 class Tokens:
-    """The tokens of a rendered text, and the characters at which they start."""
+    """The tokens of a rendered text, and the characters at which they start.
+
+    Attributes:
+        tokenizer: the tokenizer.
+        text: the text. Its special tokens are written in it, and none are added.
+        ids: the tokens.
+        starts: int64[tokens], the character at which each token starts; None if the tokenizer
+            gives no offsets.
+    """
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self.tokenizer = tokenizer
@@ -36,7 +44,9 @@ class Tokens:
         """
         if self.starts is not None:
             return _index_at(self.starts, char, len(self.text))
-        head = list(self.tokenizer(self.text[:char], add_special_tokens=False)["input_ids"])
+        # Without offsets: the tokens of the text before `char`, if they begin those of the whole.
+        encoded_head = self.tokenizer(self.text[:char], add_special_tokens=False)
+        head = list(encoded_head["input_ids"])
         if self.ids[: len(head)] != head:
             raise DataError(
                 "this tokenizer joins a turn's header to its content, and gives no offsets to part "
@@ -55,7 +65,9 @@ def _starts(spans: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
     # Some tokenizers leave blanks out of their offsets: a token starts no later than the end of the
     # token before it.
     ends_before = np.concatenate((np.zeros(1, np.int64), spans_N2[:-1, 1]))
-    return np.maximum.accumulate(np.minimum(spans_N2[:, 0], ends_before))
+    starts = np.minimum(spans_N2[:, 0], ends_before)
+    # Ascending, as a binary search needs them.
+    return np.maximum.accumulate(starts)
 
 
 def _index_at(starts: npt.NDArray[np.int64], char: int, size: int) -> int:
@@ -63,6 +75,7 @@ def _index_at(starts: npt.NDArray[np.int64], char: int, size: int) -> int:
     index = int(np.searchsorted(starts, char))
     if index == 0 or char >= size:
         return index
+    # The token before also has characters from `char` on.
     is_inside_token = index == len(starts) or starts[index] > char
     if is_inside_token:
         return index - 1

@@ -1,4 +1,8 @@
-"""Conversations as other tools write them, as messages."""
+"""Reads conversations as other tools write them, and returns them as messages.
+
+A message is {"role": str, "content": str, …}, as chat templates take it. Other tools write turns of
+{from, value}, rounds of {input, output}, bare texts, transcripts or JSON of any of these.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +17,53 @@ Messages = list[dict[str, Any]]
 
 
 class Talk(NamedTuple):
-    """The value of a column, which is a list of messages if the column holds a conversation.
+    """The value of a column, read as a conversation if it holds one.
 
-    `format`: how another tool wrote the conversation, sharegpt or transcript; empty for our own messages and for any other value.
+    Attributes:
+        format: how another tool wrote the conversation, sharegpt or transcript; empty for our own
+            messages and for any other value.
+        value: a list of messages, or the column's value as it is.
     """
 
     format: str
     value: Any
 
 
+# Other tools' names of a speaker, in small letters, and the role that chat templates know.
+# The order is that of a message which lists the known names.
 ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
-    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "ai": "assistant", "prompter": "user", "system": "system",
-    "function": "tool", "observation": "tool", "tool": "tool", "function_response": "tool", "function response": "tool",
-    "developer": "developer", "function_call": "assistant", "tool_call": "assistant",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "ai": "assistant",
+    "prompter": "user",
+    "system": "system",
+    "function": "tool",
+    "observation": "tool",
+    "tool": "tool",
+    "function_response": "tool",
+    "function response": "tool",
+    "developer": "developer",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
 # Columns whose texts may be JSON that is an answer by itself.
 ANSWERS = ("prompt", "completion", "chosen", "rejected")
 # The keys of a turn that hold what is spoken or called.
 CONTENT_KEYS = {"content", "value", "text", "tool_calls", "function_call"}
+# Speakers, and kinds of parts, whose text is the JSON of a call.
 CALLS = ("function_call", "tool_call")
 # The key that may hold any weight, and keys that are true or false, in files of LLaMA-Factory,
 # Axolotl and other tools.
 WEIGHT = "loss_weight"
 MARKS = (WEIGHT, "train", "training", "loss")
+# A turn of Anthropic's hh-rlhf, and of datasets that are written as it is.
 TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
 # A turn of a conversation with calls, written as plain text.
 CHAT = re.compile(r"(?:\A|\n\s*\n)(USER|ASSISTANT|FUNCTION RESPONSE):[ ]?")
@@ -60,11 +87,18 @@ def as_messages(value: str | Messages, role: str) -> Messages:
 
 
 def read_talks(columns: Mapping[str, Any], question: Any, origin: str) -> dict[str, Talk]:
-    """Read columns that may hold conversations: `read_talk` of each, except for answers that are JSON texts by themselves.
+    """Return `read_talk` of each column that may hold a conversation.
 
-    `question`: the prompt of the row, perhaps under another name.
+    An answer that is a JSON text by itself stays a text.
+
+    Args:
+        columns: the columns of a row that may hold conversations.
+        question: the prompt of the row, perhaps under another name.
+        origin: the row's name in an error.
     """
-    talks = {name: read_talk(name, value, origin) for name, value in columns.items()}
+    talks = {}
+    for name, value in columns.items():
+        talks[name] = read_talk(name, value, origin)
     prompt = question
     if "prompt" in talks and talks["prompt"].value:
         prompt = talks["prompt"].value
@@ -75,31 +109,44 @@ def read_talks(columns: Mapping[str, Any], question: Any, origin: str) -> dict[s
 
 
 def read_talk(name: str, value: Any, origin: str) -> Talk:
-    """Return the messages of a column that holds a conversation as another tool writes it; any other value as it is."""
+    """Return the messages of a column that holds a conversation, and any other value as it is.
+
+    Args:
+        name: the column's name. Some columns hold texts that may look like a conversation.
+        value: what the column holds: messages, a text that is a transcript or JSON, or anything.
+        origin: the row's name in an error.
+
+    Raises DataError for a turn of a conversation that cannot be read.
+    """
     unchanged = Talk("", value)
     is_text = isinstance(value, str)
     found = value
     if is_text:
         if name == "prompt" and PROMPT.fullmatch(value):
+            # The last turn is the assistant's header, which nothing follows.
             return Talk("transcript", split_transcript(value)[:-1])
         if name == "chat" and CHAT.match(value):
             return Talk("transcript", split_transcript(value, CHAT))
+        # Most texts are no JSON: do not parse them to find that out.
         if not value.lstrip().startswith(("[{", "{")):
             return unchanged
         try:
             found = json.loads(value)
         except (ValueError, RecursionError):
             return unchanged
+    # It may be a single turn in place of a list.
     turns = [found] if isinstance(found, Mapping) else found
     if not _are_turns(turns):
         return unchanged
     if is_text and name in ANSWERS:
+        # A model that is to answer in JSON may have keys called `role` or `from` in its answer.
         is_talk = isinstance(found, list) and all(map(_is_certain_turn, turns))
         if not is_talk:
             return unchanged
     if all(map(_is_message, turns)):
         return Talk("", turns)
-    return Talk("sharegpt", [_convert_turn(turn, origin) for turn in turns])
+    messages = [_convert_turn(turn, origin) for turn in turns]
+    return Talk("sharegpt", messages)
 
 
 def _are_turns(value: Any) -> bool:
@@ -110,19 +157,31 @@ def _are_turns(value: Any) -> bool:
 
 
 def _names_speaker(turn: Any) -> bool:
+    """Return whether a value is a mapping that names who speaks."""
     return isinstance(turn, Mapping) and ("from" in turn or "role" in turn)
 
 
 def _is_certain_turn(turn: Mapping[str, Any]) -> bool:
-    """Return whether a mapping can only be a turn: it has a known role and something that is spoken or called."""
-    role = str(turn.get("role") or turn.get("from")).lower()
-    return role in ROLES and not CONTENT_KEYS.isdisjoint(turn.keys())
+    """Return whether a mapping can only be a turn.
+
+    It has a known role, and something that is spoken or called.
+    """
+    speaker = turn.get("role") or turn.get("from")
+    role = str(speaker).lower()
+    has_content = not CONTENT_KEYS.isdisjoint(turn.keys())
+    return role in ROLES and has_content
 
 
 def _is_json_answer(text: Any, turns: Any, question: Any) -> bool:
-    """Return whether a JSON text that was read as `turns` is an answer to a text, and no conversation.
+    """Return whether a JSON text that was read as a conversation is an answer to a text instead.
 
-    It is an answer if others than the assistant speak in it, and nobody repeats the question.
+    It is an answer if others than the assistant speak in it, and nobody repeats the question: a
+    model that was asked to write a conversation has written one.
+
+    Args:
+        text: the column as it is.
+        turns: the messages that it was read as.
+        question: the prompt of the row.
     """
     if not isinstance(text, str) or not isinstance(turns, list) or not isinstance(question, str):
         return False
@@ -130,16 +189,21 @@ def _is_json_answer(text: Any, turns: Any, question: Any) -> bool:
     if not any(role in ("user", "system", "developer") for role in roles):
         return False
     question = question.strip()
-    return not any(question in str(turn.get("content")) for turn in turns)
+    contents = [str(turn.get("content")) for turn in turns]
+    return not any(question in content for content in contents)
 
 
 def _is_message(turn: Mapping[str, Any]) -> bool:
-    """Return whether a turn needs no conversion: it is a message as chat templates take it."""
+    """Return whether a turn needs no conversion, because it is a message as chat templates take it."""
     if turn.get("from") is not None or turn.get("function_call") is not None:
         return False
-    if _convert_role(turn) != turn.get("role") or _has_value_parts(turn):
+    if _convert_role(turn) != turn.get("role"):
         return False
-    return "content" in turn or not ("text" in turn or "value" in turn)
+    if _has_value_parts(turn):
+        return False
+    # A turn without any of these keys, such as one of `tool_calls`, also stays as it is.
+    has_other_content = "text" in turn or "value" in turn
+    return "content" in turn or not has_other_content
 
 
 def _has_value_parts(turn: Mapping[str, Any]) -> bool:
@@ -149,16 +213,22 @@ def _has_value_parts(turn: Mapping[str, Any]) -> bool:
 
 
 def _is_value_part(part: Any) -> bool:
+    """Return whether a part of a content is {type, value}."""
     return isinstance(part, Mapping) and "value" in part and "text" not in part
 
 
 def _join_value_parts(message: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Convert a message whose parts {type, value} are texts, reasoning, calls and images. Raises DataError for a call that is none."""
+    """Return a message whose content was in parts {type, value}, in our form.
+
+    Texts and images stay in the content, calls go to `tool_calls`, and reasoning goes to
+    `reasoning_content`. Raises DataError for a call that is none.
+    """
     parts: list[Any] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for part in message["content"]:
-        kind, value = "", None
+        kind = ""
+        value = None
         if isinstance(part, Mapping):
             kind = str(part.get("type"))
             value = part.get("value")
@@ -185,6 +255,7 @@ def _join_value_parts(message: dict[str, Any], origin: str) -> dict[str, Any]:
 
 
 def _is_text_part(part: Any) -> bool:
+    """Return whether a part of a content is a text and nothing more."""
     return isinstance(part, dict) and part.keys() == {"type", "text"}
 
 
@@ -197,11 +268,20 @@ def _convert_role(turn: Mapping[str, Any]) -> Any:
 
 
 def split_transcript(text: str, turn: re.Pattern[str] = TURN) -> Messages:
-    """Return the messages of a text in which `turn` matches where the next speaker begins."""
+    """Return the messages of a transcript.
+
+    Args:
+        text: the transcript. What stands before its first speaker is left out.
+        turn: matches the beginning of a turn. Its one group is the speaker, a key of `ROLES`.
+    """
+    # A split by a pattern with a group gives the groups too: speakers and what they say in turn.
     _, *parts = turn.split(text)
+    speakers = parts[::2]
+    speeches = parts[1::2]
     messages = []
-    for speaker, spoken in zip(parts[::2], parts[1::2], strict=True):
-        content = spoken.strip().removesuffix("<|endoftext|>").rstrip()
+    for speaker, speech in zip(speakers, speeches, strict=True):
+        # Some datasets keep the end-of-text token of the model that wrote the turn.
+        content = speech.strip().removesuffix("<|endoftext|>").rstrip()
         messages.append({"role": ROLES[speaker.lower()], "content": content})
     return messages
 
@@ -214,10 +294,19 @@ def is_list_of_texts(value: Any) -> bool:
 
 
 def convert_turns(turns: list[Any], origin: str) -> Messages:
-    """Return the messages of turns, of rounds of a question and its answer, or of texts of user and assistant by turns."""
+    """Return the messages of a conversation.
+
+    Args:
+        turns: turns of {from, value} or {role, …}, rounds of a question and its answer, or texts
+            of the user and the assistant in alternation.
+        origin: the row's name in an error.
+
+    Raises DataError for an item that is none of these.
+    """
     if all(isinstance(turn, str) for turn in turns):
         messages = []
         for index, text in enumerate(turns):
+            # The user speaks first.
             role = "user" if index % 2 == 0 else "assistant"
             messages.append({"role": role, "content": text})
         return messages
@@ -228,39 +317,55 @@ def convert_turns(turns: list[Any], origin: str) -> Messages:
 
 
 def _convert_rounds(rounds: list[Any], keys: tuple[str, str], origin: str) -> Messages:
-    """Return the messages of rounds, which have a question and its answer under `keys`. Raises DataError for a round without them."""
+    """Return two messages for each round: a question and its answer.
+
+    `keys`: those of the question and of the answer. Raises DataError for a round without them.
+    """
     question_key, answer_key = keys
     messages = []
     for each in rounds:
-        has_texts = isinstance(each, Mapping) and all(
-            isinstance(each.get(key), str) for key in keys
-        )
-        if not has_texts:
+        question = None
+        answer = None
+        if isinstance(each, Mapping):
+            question = each.get(question_key)
+            answer = each.get(answer_key)
+        if not isinstance(question, str) or not isinstance(answer, str):
             what = f"a round of the conversation has no text under {' or '.join(keys)}"
             raise DataError(what, where=origin)
-        messages.append({"role": "user", "content": each[question_key]})
-        messages.append({"role": "assistant", "content": each[answer_key]})
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
     return messages
 
 
 def find_round_keys(value: Any) -> tuple[str, str] | None:
-    """Return the keys of the question and the answer in a list of rounds; None for any other value."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
+    """Return the keys of the question and the answer in a list of rounds.
+
+    The first round decides. None for a value that is no list of rounds.
+    """
+    if not isinstance(value, list) or not value:
+        return None
+    first_round = value[0]
+    if not isinstance(first_round, Mapping):
         return None
     for keys in ROUNDS:
-        if set(keys) <= value[0].keys():
+        if first_round.keys() >= set(keys):
             return keys
     return None
 
 
 def parse_calls(value: Any) -> list[dict[str, Any]] | None:
-    """Return `tool_calls` of a message from {name, arguments}, from a list of them, or from either as JSON; None for anything else."""
+    """Return a value as `tool_calls` of a message; None if it holds no calls.
+
+    `value`: {name, arguments}, a list of them, or either of these as JSON.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return None
-    calls = value if isinstance(value, list) else [value]
+    calls = value
+    if not isinstance(value, list):
+        calls = [value]
     if not calls:
         return None
     for call in calls:
@@ -270,7 +375,10 @@ def parse_calls(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _require_calls(value: Any, label: str, origin: str) -> list[dict[str, Any]]:
-    """Return `parse_calls` of a value. Raises DataError if it holds no calls."""
+    """Return `parse_calls` of a value, which is called `label` in an error.
+
+    Raises DataError if it holds no calls.
+    """
     calls = parse_calls(value)
     if calls is None:
         what = f"{label} is no JSON of a call"
@@ -279,19 +387,29 @@ def _require_calls(value: Any, label: str, origin: str) -> list[dict[str, Any]]:
 
 
 def parse_arguments(call: Any, label: str, origin: str) -> Any:
-    """Return a call with its arguments as an object. OpenAI's format has them as JSON, Llama's calls them `parameters`.
+    """Return a call with its arguments as an object.
 
-    `label`: the part of the row that has the call, for messages. Raises DataError for a call without a name, or whose arguments are no
-    JSON object.
+    OpenAI's format has the arguments as JSON, and Llama's has them under `parameters`.
+
+    Args:
+        call: {name, arguments}, or {function: {name, arguments}, …}. Anything but a dictionary is
+            returned as it is.
+        label: the part of the row that has the call, for messages.
+        origin: the row's name in an error.
+
+    Raises DataError for a call without a name, or whose arguments are no JSON object.
     """
     if not isinstance(call, dict):
         return call
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": parse_arguments(call["function"], label, origin)}
+    function = call.get("function")
+    if isinstance(function, dict):
+        return {**call, "function": parse_arguments(function, label, origin)}
     if not call.get("name"):
         raise DataError(f"{label}: a call has no name", where=origin, fix="give {name, arguments}")
-    has_arguments = call.get("arguments") is not None
-    arguments = call["arguments"] if has_arguments else call.get("parameters")
+    arguments = call.get("arguments")
+    has_arguments = arguments is not None
+    if not has_arguments:
+        arguments = call.get("parameters")
     if isinstance(arguments, str):
         arguments = _parse_json_object(arguments)
     if not isinstance(arguments, dict | None):
@@ -300,6 +418,7 @@ def parse_arguments(call: Any, label: str, origin: str) -> Any:
         raise DataError(what, where=origin, fix=fix)
     parsed = dict(call)
     if not has_arguments:
+        # They stand under `arguments` now, and a template would show them twice.
         parsed.pop("parameters", None)
     parsed["arguments"] = arguments or {}
     return parsed
@@ -316,22 +435,30 @@ def _parse_json_object(text: str) -> Any:
 
 
 def read_weight(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with another tool's key for whether it is learned as our `weight`."""
+    """Return the message with another tool's key for whether it is learned as our `weight`.
+
+    A `weight` of the message's own wins. A message without such a key is returned as it is.
+    """
     marks: dict[str, Any] = {}
     for name in MARKS:
         mark = message.get(name)
         is_number = isinstance(mark, bool | int | float)
+        # But for `WEIGHT` the keys say true or false. Other numbers under them mean something else.
         if is_number and (name == WEIGHT or mark in (0, 1)):
             marks[name] = mark
     if not marks:
         return message
-    weight = float(next(iter(marks.values())))
+    # `MARKS` is in the order in which the keys count.
+    first_mark = next(iter(marks.values()))
     rest = {key: value for key, value in message.items() if key not in marks}
-    return {"weight": weight} | rest
+    return {"weight": float(first_mark)} | rest
 
 
 def _convert_turn(turn: Any, origin: str) -> dict[str, Any]:
-    """Return a turn of {role, …} or {from, value} as a message. Raises DataError for what is neither."""
+    """Return a turn of {role, …} or {from, value} as a message.
+
+    Raises DataError for what is neither.
+    """
     if not _names_speaker(turn):
         raise DataError("a turn of the conversation has neither `from` nor `role`", where=origin)
     if turn.get("from") is None:
@@ -340,11 +467,12 @@ def _convert_turn(turn: Any, origin: str) -> dict[str, Any]:
 
 
 def _convert_turn_of_role(turn: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Return a turn of {role, …} as a message, its text under `content`. Raises DataError."""
     message = {**turn, "role": _convert_role(turn)}
     for name in ("value", "text"):
         if "content" not in message and name in message:
             message["content"] = message.pop(name)
-    # OpenAI's older name.
+    # OpenAI's older name of a call, which was one alone.
     call = message.pop("function_call", None)
     if call is not None:
         message["tool_calls"] = [{"type": "function", "function": call}]
@@ -354,17 +482,22 @@ def _convert_turn_of_role(turn: Mapping[str, Any], origin: str) -> dict[str, Any
 
 
 def _convert_turn_of_speaker(turn: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    role = str(turn["from"]).lower()
-    if role not in ROLES:
+    """Return a turn of {from, value} as a message.
+
+    Raises DataError for an unknown speaker, and for a turn without a text.
+    """
+    speaker = str(turn["from"]).lower()
+    if speaker not in ROLES:
         what = f"a turn is from {turn['from']!r}"
         raise DataError(what, where=origin, fix=f"turns are from {', '.join(ROLES)}")
     text = turn.get("value", turn.get("content"))
     if not isinstance(text, str):
-        raise DataError(f"a turn from {role} has no text under `value`", where=origin)
-    message: dict[str, Any] = {"role": ROLES[role], "content": text}
-    if role in CALLS:
-        calls = _require_calls(text, f"a turn from {role}", origin)
+        raise DataError(f"a turn from {speaker} has no text under `value`", where=origin)
+    message: dict[str, Any] = {"role": ROLES[speaker], "content": text}
+    if speaker in CALLS:
+        calls = _require_calls(text, f"a turn from {speaker}", origin)
         message = {"role": "assistant", "content": "", "tool_calls": calls}
+    # The message keeps the turn's other keys, such as whether it is learned.
     for key, value in turn.items():
         if key not in ("from", "value", "content") and value is not None:
             message[key] = value

@@ -54,14 +54,23 @@ _PARENTS_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 @dataclass(frozen=True)
 class Job:
-    """The settings that a worker encodes rows with; they are pickled."""
+    """The settings that a worker encodes rows with; they are pickled.
+
+    Attributes:
+        tokenizer_path: the folder of the tokenizer.
+        model: the settings of `model`.
+        algorithm: the algorithm, which names the encoder of its rows.
+        data: the settings of `data`.
+        vision: the images of a vision-language model.
+        evaluation: the file of evaluation rows that no row may hold, see `overlap.Evaluation`.
+    """
 
     tokenizer_path: str
     model: ModelConfig
     algorithm: AlgorithmSpec
     data: DataConfig
     vision: Vision | None = None
-    evaluation: Path | None = None  # see data.overlap.Evaluation
+    evaluation: Path | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -109,6 +118,7 @@ class Job:
         return has_images and self.data.duplicates is not None
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: the settings, without what is made from them."""
         return {key: value for key, value in self.__dict__.items() if key not in CACHED}
 
     def encode_row(self, row: Row) -> Encoded | None:
@@ -133,7 +143,9 @@ class Job:
             if encoded is None:
                 counts[row.source, "too_long"] += 1
                 continue
-            if encoded.meta is None and not any(segment.learned for segment in encoded.segments):
+            # Samples with a meta, such as prompts and texts with a class, need no target.
+            has_targets = any(segment.learned for segment in encoded.segments)
+            if encoded.meta is None and not has_targets:
                 counts[row.source, "unlearned"] += 1
                 continue
             counts[row.source, "truncated"] += encoded.truncated
@@ -180,7 +192,8 @@ class Job:
             digests.append(self._digest(row, encoded))
             lengths.append(sum(len(segment.tokens) for segment in encoded.segments))
         table = np.zeros(len(rows), ROW)
-        table["digest"] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+        words = np.frombuffer(b"".join(digests), "<u8")
+        table["digest"] = words.reshape(-1, 2)
         table["source"] = [row.source for row in rows]
         table["segments"] = [len(encoded.segments) for encoded in samples]
         table["first"] = _starts(table["segments"])
@@ -198,6 +211,7 @@ class Job:
         return table
 
     def _digest(self, row: Row, encoded: Encoded) -> bytes:
+        """Return `digest` of a row, of what decides whether two rows are copies."""
         images: list[str] = []
         if self.digests_images:
             images = _images(encoded)
@@ -209,8 +223,10 @@ class Job:
         for row in rows:
             salt = b""
             if self.digests_all_columns:
+                # Prompts with other columns for the rewards are not alike, whatever their text.
                 salt = _hash(row.extra)[:8]
-            prints.append(print_of(text_of(row), salt))
+            text = text_of(row)
+            prints.append(print_of(text, salt))
         prints_NP = np.asarray(prints, np.uint32).reshape(-1, PERMUTATIONS)
         return {"prints": prints_NP, "bands": bands_of(prints_NP)}
 
@@ -250,8 +266,11 @@ def _number(row: Row, column: str) -> float:
 def digest(row: Row, whole: bool = False, images: Sequence[str] = ()) -> bytes:
     """Return 16 bytes of a hash of the row's content, independent of its position.
 
-    With `whole` the hash also covers the columns that are not tokenised. It covers the paths of the
-    row's `images`, which the row names relative to a folder.
+    Args:
+        row: the row.
+        whole: the hash also covers the columns that are not tokenised.
+        images: absolute paths of the row's images, which the row names relative to a folder. The
+            hash also covers these.
     """
     content: Any = row.values
     if whole:
@@ -273,15 +292,23 @@ def _images(encoded: Encoded) -> list[str]:
 def _hash(value: Any) -> bytes:
     """Return 16 bytes of the sha256 of a value as JSON."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=content_of)
+    # Columns that are not tokenised may hold half of a surrogate pair.
     data = text.encode(errors="surrogatepass")
     return hashlib.sha256(data).digest()[:DIGEST_BYTES]
 
 
 def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[Chunk]:
-    """Yield chunks of encoded `rows`, in order.
+    """Yield chunks of encoded rows, in order.
 
-    With `workers` None there is one process for each core that this process may use, at most 8. A few
-    rows are encoded in this process.
+    A few rows are encoded in this process.
+
+    Args:
+        job: the settings.
+        rows: the rows.
+        workers: how many processes encode; None: one for each core that this process may use, at
+            most 8.
+
+    Raises DataError that names a row, and EnvironmentFault if a process dies.
     """
     first = list(islice(rows, IN_LINE_ROWS))
     count = workers or min(MOST_WORKERS, usable_cores())
