@@ -15,9 +15,9 @@ import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.data.stream import GlobalBatch
-from drumline.dist.reduce import Gather
+from drumline.dist.reduce import Gather, Gathered
 from drumline.dist.seeds import seed_step
-from drumline.engine.engine import Engine
+from drumline.engine.engine import DeviceSums, Engine
 from drumline.errors import ConfigError, TrainingStopped
 from drumline.models.router import router_metrics
 from drumline.plan.plan import Plan
@@ -57,6 +57,14 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]
     samples: int
     reward_failures: dict[str, Any]
+
+
+class ReducedStep(NamedTuple):
+    """The sums of a step on their way over the ranks, and the two numbers that the update depends on."""
+
+    gathered: Gathered
+    loss: torch.Tensor  # fp64 scalar on the device: the sum of all ranks, or this rank's own
+    grad_norm: torch.Tensor  # fp64 scalar on the device: of all ranks, or this rank's own
 
 
 class StopRequest:
@@ -131,10 +139,11 @@ class Loop:
         self.profile = Profile(self.plan, self.gather.rank, self.emit)
         self.collectives = Collectives(health.check_collectives)
         self.stragglers = Stragglers(self.gather, self.emit, health.straggler_ratio)
-        # Some engines for slow links let each rank step by its own loss and norm. The sums of all ranks are read a step later.
-        self.steps_alone = False
-        if hasattr(self.engine, "go_alone"):
-            self.steps_alone = self.engine.go_alone()
+        # Some engines for slow links let each rank decide on an update by its own loss and norm.
+        # The sums of all ranks are then needed for reports alone, and are read a step later.
+        self.steps_without_peers = False
+        if hasattr(self.engine, "enable_steps_without_peers"):
+            self.steps_without_peers = self.engine.enable_steps_without_peers()
 
         # The step whose numbers are still on their way to the host.
         self.pending_step: PendingStep | None = None
@@ -324,24 +333,15 @@ class Loop:
         if comm_s is None:
             comm_s = math.nan
 
-        # One collective sums the losses over the ranks, and carries what each rank reports of itself.
         is_logged = self._is_logged(step)
         own_numbers = self._own_numbers(is_logged, data_s, comm_s)
-        heartbeat.beat("collective")
-        if not self.steps_alone:
-            gathered = self.gather.start(sums, *own_numbers)
-        heartbeat.beat("optimizer")
-        with self.measure.watch(step, "clip"):
-            grad_norm = self.engine.grad_norm()
-        if self.steps_alone:
-            # This rank's norm goes along, and its own loss decides whether it makes the update.
-            gathered = self.gather.start({**sums, SQUARES: grad_norm.square()}, *own_numbers)
-            loss = sums["loss"]
+        if self.steps_without_peers:
+            reduced = self._reduce_after_norm(step, sums, own_numbers)
         else:
-            loss = gathered["loss"]
+            reduced = self._reduce_before_norm(step, sums, own_numbers)
 
         pending = PendingStep(
-            gathered,
+            reduced.gathered,
             step=step + 1,
             denominator=denominator,
             position=batch.position,
@@ -353,22 +353,54 @@ class Loop:
             is_logged=is_logged,
         )
 
-        # The device decides whether the update is made. A sum in fp64 is finite if both parts are: one test launches half
-        # the kernels of two.
-        is_finite = torch.isfinite(loss + grad_norm)
-        may_update = self.spikes.allows(pending, loss, is_finite)
+        # The device decides whether the update is made. A sum in fp64 is finite if both parts are:
+        # one test launches half the kernels of two.
+        is_finite = torch.isfinite(reduced.loss + reduced.grad_norm)
+        may_update = self.spikes.allows(pending, reduced.loss, is_finite)
         with self.measure.watch(step, "step"):
-            self.engine.step(lr, grad_norm, may_update)
+            self.engine.step(lr, reduced.grad_norm, may_update)
         heartbeat.beat("collective")
-        if not self.steps_alone:
-            gathered.fetch(grad_norm)
+        if not self.steps_without_peers:
+            reduced.gathered.fetch(reduced.grad_norm)
 
         self._advance(batch, int(tokens))
         self._end_measurement(pending, batch, comm_s)
         self._finish_pending_step()
         self.pending_step = pending
-        if pending.is_logged and not self.steps_alone:
+        # Without peers, reading the sums of all ranks at once would be waiting for the slowest rank.
+        if pending.is_logged and not self.steps_without_peers:
             self._finish_pending_step()
+
+    def _reduce_before_norm(
+        self, step: int, sums: DeviceSums, own_numbers: list[float]
+    ) -> ReducedStep:
+        """Sum the losses over the ranks, and compute the gradient norm meanwhile. Collective.
+
+        One collective carries the sums and what each rank reports of itself (`own_numbers`). It begins
+        before the norm, so that both run side by side. The norm joins the numbers after the update.
+        """
+        heartbeat.beat("collective")
+        gathered = self.gather.start(sums, *own_numbers)
+        heartbeat.beat("optimizer")
+        with self.measure.watch(step, "clip"):
+            grad_norm = self.engine.grad_norm()
+        return ReducedStep(gathered, gathered["loss"], grad_norm)
+
+    def _reduce_after_norm(
+        self, step: int, sums: DeviceSums, own_numbers: list[float]
+    ) -> ReducedStep:
+        """Compute this rank's own gradient norm, and sum it over the ranks with the losses. Collective.
+
+        The norm comes first, because its square travels with the sums: `PendingStep.arrived` makes the
+        norm that is reported from them. The update itself follows this rank's own loss and norm, so no
+        rank waits for another before it.
+        """
+        heartbeat.beat("collective")
+        heartbeat.beat("optimizer")
+        with self.measure.watch(step, "clip"):
+            grad_norm = self.engine.grad_norm()
+        gathered = self.gather.start({**sums, SQUARES: grad_norm.square()}, *own_numbers)
+        return ReducedStep(gathered, sums["loss"], grad_norm)
 
     def _sum_weight_and_tokens(self, batch: GlobalBatch) -> tuple[float, float]:
         """Return the weight and the tokens of a global batch of which each rank knows its own part. Collective."""
