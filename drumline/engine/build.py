@@ -190,7 +190,10 @@ def lay_out_spreadable(
     """
     _require_degrees(plan, has_tp_plan=bool(tp_plan))
     if plan.stream_parts > 1:
-        what = "the stream between the blocks of a Hugging Face model is known, and that of no other module"
+        what = (
+            "sequence parallelism requires a Hugging Face model: it cuts the hidden states between "
+            "the blocks, and in another module nothing says which tensors these are"
+        )
         raise PlanError(what, where="strategy.sequence_parallel", fix="take it out")
     model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
     is_deepspeed = plan.engine == "deepspeed"
