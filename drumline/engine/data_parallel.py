@@ -75,8 +75,11 @@ class Spread:
         return None
 
 
-def learning(module: nn.Module) -> set[int]:
-    """Return the ids of the weights that learn now."""
+def trainable_ids(module: nn.Module) -> set[int]:
+    """Return the Python ids of the weights that require gradients now.
+
+    Comparing it with an earlier result tells whether a loop has frozen or unfrozen weights since.
+    """
     return {id(weight) for weight in module.parameters() if weight.requires_grad}
 
 
@@ -112,7 +115,7 @@ class Replicated(Spread):
         # DDP records a static graph in the first backward.
         self.records_graph = module.static_graph
         self.by_hand = BucketedAllReduce(module.module, module.process_group)
-        self.learned = self.by_hand.learned
+        self.initially_trainable = self.by_hand.initially_trainable
         self.clock = self.by_hand.clock
         self.device = next(module.parameters()).device.type
         # DDP's forward ran since the last backward.
@@ -128,7 +131,7 @@ class Replicated(Spread):
     def _note_call(self, *_: object) -> None:
         if torch.is_grad_enabled():
             self.called = True
-            if learning(self.inner) != self.learned:
+            if trainable_ids(self.inner) != self.initially_trainable:
                 # As within no_sync.
                 self.ddp.require_backward_grad_sync = False
 
@@ -162,7 +165,7 @@ class Replicated(Spread):
                 yield
         self.ddp.require_backward_grad_sync = True
         self.records_graph = False
-        if last and learning(self.inner) != self.learned:
+        if last and trainable_ids(self.inner) != self.initially_trainable:
             # So that the next forward brings the buffers up to date.
             self.ddp.require_forward_param_sync = True
             self._average("other weights learn than when the model was spread")
@@ -320,7 +323,7 @@ class BucketedAllReduce(Spread):
         self.group_of_experts = group if experts is None else experts
         self.bucket_bytes = bucket_bytes
         self.clock = Clock()
-        self.learned = learning(module)
+        self.initially_trainable = trainable_ids(module)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -338,7 +341,7 @@ class BucketedAllReduce(Spread):
         rest: list[nn.Parameter] = []
         for parameter in self.module.parameters():
             # What was frozen since may have a gradient still.
-            if not parameter.requires_grad and id(parameter) not in self.learned:
+            if not parameter.requires_grad and id(parameter) not in self.initially_trainable:
                 continue
             if has_own_group and of_experts(parameter):
                 experts.append(parameter)

@@ -142,14 +142,16 @@ class Engine(Protocol):
 class OpenEngine(Engine, Protocol):
     """An engine for a loop of the user's own.
 
-    The loop calls the model, and comes with a loss for each micro-batch. `named`: the parameters as the
-    optimizer has them, whatever a forward puts in their place. `learned`: the names of those that
-    learned when the model was spread. `is_whole`: each rank has all of the model, and calls it as it is.
+    The loop calls the model, and comes with a loss for each micro-batch.
+
+    `named`: the parameters as the optimizer has them, whatever a forward puts in their place.
+    `initially_trainable`: the names of those that were trainable when the model was spread.
+    `is_whole`: each rank has all of the model, and calls it as it is.
     """
 
     model: nn.Module
     named: dict[str, nn.Parameter]
-    learned: set[str]
+    initially_trainable: set[str]
     max_grad_norm: float | None
     optimizer: torch.optim.Optimizer
     is_whole: bool

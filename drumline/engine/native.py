@@ -37,15 +37,15 @@ from drumline.engine.norms import LossScale, global_norm, local, total_norm
 from drumline.engine.optimizer import (
     MakeOptimizer,
     as_saved,
-    at_mean,
     build_optimizer,
+    handles_found_inf,
     load_numbers,
     load_saved,
-    masks,
     optimizer_tensors,
     scalars,
     set_rate,
     take_step,
+    use_averaged_weights,
 )
 from drumline.engine.plain import Plain, modes_kept
 from drumline.engine.shared_step import SharedStep
@@ -64,7 +64,7 @@ from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
 from drumline.models.containers import LOW_PRECISION, precise
-from drumline.models.freeze import learning
+from drumline.models.freeze import trainable_names
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
 from drumline.models.packed import scales_of
@@ -225,7 +225,7 @@ class ForwardEngine:
         return kept
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._come_together()
+        self._prepare_evaluation_weights()
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
             full = full_tensor(name, tensor, self.device)
@@ -235,7 +235,7 @@ class ForwardEngine:
     def unsharded_model(self) -> nn.Module | None:
         if not self.is_whole:
             return None
-        self._come_together()
+        self._prepare_evaluation_weights()
         return self.model
 
     def memory_stats(self) -> MemoryStats:
@@ -260,7 +260,7 @@ class ForwardEngine:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        self._come_together()
+        self._prepare_evaluation_weights()
         was_training = self.model.training
         with modes_kept(self.model):
             self._train(False)
@@ -283,8 +283,12 @@ class ForwardEngine:
                 outs.append({"loss": loss_sum, **sums})
         return outs
 
-    def _come_together(self) -> None:
-        """Make the state that differs between ranks the same on all, for an evaluation. Collective."""
+    def _prepare_evaluation_weights(self) -> None:
+        """Put the weights and statistics in place that an evaluation or an export reads. Collective.
+
+        Batch norms agree on their running statistics here; engines whose weights differ between ranks
+        or from the averaged ones override this, and switch first.
+        """
         agree_on_statistics(self.batch_norms)
 
     def _train(self, mode: bool) -> None:
@@ -320,14 +324,18 @@ class NativeEngine(ForwardEngine):
             plan.config.precision.initial_scale, plan.precision == "fp16", self.device
         )
         self.named = dict(model.named_parameters())
-        # A loop of the user's own may freeze some, and unfreeze others.
-        self.learned = {*learning(model)}
+        # A loop of the user's own may freeze some of these later, and unfreeze others.
+        self.initially_trainable = set(trainable_names(model))
         self.stepped = spread.stepped(self.named)
         self.optimizer: Any = self._build_optimizer(plan, make_optimizer)
         if plan.config.compile.optimizer:
             compile_step(self.optimizer)
         self.gathers_fp8 = plan.config.precision.gather == "fp8"
-        self.masks = isinstance(self.optimizer, OnHost) or masks(self.optimizer, self.device)
+        # Whether the optimizer skips a step by itself if a flag on the device says so. Otherwise the
+        # host has to wait for the flag before each step.
+        self.handles_found_inf = isinstance(self.optimizer, OnHost) or handles_found_inf(
+            self.optimizer, self.device
+        )
 
     def _build_optimizer(self, plan: Plan, make_optimizer: MakeOptimizer | None) -> Any:
         """Return the user's optimizer, or the plan's, with its state made."""
@@ -378,7 +386,7 @@ class NativeEngine(ForwardEngine):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        self._at_mean(False)
+        self._use_averaged_weights(False)
         self.statistics.note()
         with self.around(), self.spread.micro_batch(last):
             yield
@@ -412,7 +420,9 @@ class NativeEngine(ForwardEngine):
         self.statistics.settle(finite)
         # If the host has to know, it asks before it clips: the device is clipping while the answer
         # comes.
-        late_finite = None if self.masks else LateCopy(finite)
+        late_finite: LateCopy | None = None
+        if not self.handles_found_inf:
+            late_finite = LateCopy(finite)
         gradients = self._local_gradients()
         # A pipeline's stage may have nothing trainable.
         if self.max_grad_norm is not None and gradients:
@@ -423,7 +433,7 @@ class NativeEngine(ForwardEngine):
         if late_finite is None or late_finite.read():
             if lr is not None:
                 set_rate(self.optimizer, lr)
-            if self.masks:
+            if self.handles_found_inf:
                 self.optimizer.found_inf = (~finite).float()
             take_step(self.optimizer)
             self._weights_changed()
@@ -437,9 +447,12 @@ class NativeEngine(ForwardEngine):
     def rescales(self) -> bool:
         return self.loss_scale.enabled
 
-    def _at_mean(self, mean: bool) -> None:
-        """See at_mean. Collective where it sets other weights."""
-        if at_mean(self.optimizer, mean):
+    def _use_averaged_weights(self, averaged: bool) -> None:
+        """Switch the weights of a schedule-free optimizer (see `optimizer.use_averaged_weights`).
+
+        Collective if the weights change.
+        """
+        if use_averaged_weights(self.optimizer, averaged):
             self._weights_changed()
 
     def _weights_changed(self) -> None:
@@ -447,12 +460,12 @@ class NativeEngine(ForwardEngine):
         if self.gathers_fp8:
             gathered_scales(self.model)
 
-    def _come_together(self) -> None:
-        self._at_mean(True)
-        super()._come_together()
+    def _prepare_evaluation_weights(self) -> None:
+        self._use_averaged_weights(True)
+        super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        self._at_mean(True)
+        self._use_averaged_weights(True)
         agree_on_statistics(self.batch_norms)
         return {name: as_saved(tensor) for name, tensor in self._kept().items()}
 
@@ -485,7 +498,7 @@ class NativeEngine(ForwardEngine):
         """
         frozen: dict[str, torch.Tensor] = {}
         for name, parameter in self.named.items():
-            if name in self.learned and not parameter.requires_grad:
+            if name in self.initially_trainable and not parameter.requires_grad:
                 frozen[f"model.{name}"] = parameter.data
         weights = canonical_tensors(self.model)
         return frozen | weights | optimizer_tensors(self.optimizer, self.stepped)

@@ -137,7 +137,7 @@ def _schedule_free(groups: Groups, options: OptimizerConfig) -> torch.optim.Opti
     optimizer: torch.optim.Optimizer = AdamWScheduleFree(
         groups, lr=options.lr, betas=options.betas, eps=options.eps, foreach=False
     )
-    at_mean(optimizer, False)
+    use_averaged_weights(optimizer, False)
     return optimizer
 
 
@@ -227,18 +227,18 @@ def _is_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
     return devices <= {"cpu"}
 
 
-def masks(optimizer: torch.optim.Optimizer, device: str) -> bool:
-    """Return whether a step leaves all as it is if `found_inf`, on `device`, is 1.
+def handles_found_inf(optimizer: torch.optim.Optimizer, device: str) -> bool:
+    """Return whether a step leaves all as it is if the optimizer's `found_inf`, on `device`, is 1.
 
     The host then need not know whether the step is taken. Fused kernels do so, and Muon; but
     kernels of another device read what may not have arrived there yet. For the others the host
-    decides, because masks would win nothing. Lion, Adafactor and AdamW in pure bf16 are bound by
+    decides, because a flag on the device would win nothing. Lion, Adafactor and AdamW in pure bf16 are bound by
     memory: they would read and write each gradient once more, which for large weights takes longer
     than the wait should. The latter two also count their steps on the host, for rates and noise.
     The optimizers of torchao and schedulefree, and a user's own, cannot be told.
     """
     if isinstance(optimizer, Joined):
-        return all(masks(part, device) for part in optimizer.parts)
+        return all(handles_found_inf(part, device) for part in optimizer.parts)
     for group in optimizer.param_groups:
         if any(local(parameter).device.type != device for parameter in group["params"]):
             return False
@@ -308,21 +308,23 @@ def _reset_state(state: dict[str, Any]) -> None:
             state[slot] = type(value)(0)
 
 
-def at_mean(optimizer: torch.optim.Optimizer, mean: bool) -> bool:
+def use_averaged_weights(optimizer: torch.optim.Optimizer, averaged: bool) -> bool:
     """Switch the weights of a schedule-free optimizer, and return whether they changed.
 
-    `mean` True: to the mean that is evaluated, saved and exported; False: to the weights at which
-    it learns. Other optimizers are left as they are.
+    `averaged` True: to the running average that is evaluated, saved and exported; False: to the
+    weights at which gradients are taken. Other optimizers are left as they are.
     """
-    if mean:
+    if averaged:
         switch = getattr(optimizer, "eval", None)
     else:
         switch = getattr(optimizer, "train", None)
     if switch is None:
         return False
-    changes: bool = optimizer.param_groups[0].get("train_mode", mean) == mean
+    # In training mode the averaged weights are not in place, and the other way round.
+    in_training_mode = optimizer.param_groups[0].get("train_mode", averaged)
+    has_changed: bool = in_training_mode == averaged
     switch()
-    return changes
+    return has_changed
 
 
 def scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -187,7 +187,7 @@ class PartOfPipeline(ForwardEngine):
     place: torch.device
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._come_together()
+        self._prepare_evaluation_weights()
         own_tensors = all_tensors(self.model)
         tied = tied_names(self.model)
         own_forms: dict[str, _Form] = {}
@@ -445,7 +445,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         self, micro_batches: list[Any], objective: Any, denominator: float
     ) -> DeviceSums:
         scale = self.loss_scale.scale(self.averaged_over / denominator)
-        self._at_mean(False)
+        self._use_averaged_weights(False)
         with self.spread.micro_batch(last=True):
             for start in range(0, len(micro_batches), self.at_once):
                 batches = micro_batches[start : start + self.at_once]

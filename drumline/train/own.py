@@ -30,7 +30,7 @@ from drumline.hardware.detect import detect
 from drumline.launch.lease import Lease
 from drumline.launch.local import ATTEMPT, resume_of_restart
 from drumline.launch.script import link_logs
-from drumline.models.freeze import learning
+from drumline.models.freeze import trainable_names
 from drumline.models.tape import Build
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
@@ -227,7 +227,9 @@ class Engines:
         states: dict[str, dict[str, Any]] = {}
         for name, engine in self.engines.items():
             state = {**engine.state(), "groups": _group_options(engine.optimizer)}
-            unfrozen = set(learning(engine.model)) - engine.learned | self.unfrozen[name]
+            trainable_now = set(trainable_names(engine.model))
+            newly_trainable = trainable_now - engine.initially_trainable
+            unfrozen = newly_trainable | self.unfrozen[name]
             if unfrozen:
                 state["unfrozen"] = sorted(unfrozen)
             states[name] = state

@@ -39,7 +39,7 @@ from drumline.models.build import lay_out
 from drumline.models.classes import LM, in_own_order, with_classes
 from drumline.models.download import download
 from drumline.models.files import weights_digest
-from drumline.models.freeze import freeze, learning
+from drumline.models.freeze import freeze, trainable_names
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
 from drumline.models.tokenizer import load_tokenizer
@@ -292,7 +292,7 @@ def _require_runs(plan: Plan) -> None:
         freeze(policy, config.model.freeze)
         if config.adapter.kind == "lora":
             adapters.inject(policy, config.adapter, seed=0)
-        config.optimizer.require_groups(learning(policy))
+        config.optimizer.require_groups(trainable_names(policy))
     _require_model_runs(plan, plan.model_path, config.model, config.head)
     for role in plan.roles.values():
         if role.model != config.model:
@@ -379,7 +379,7 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     module, _ = lay_out_spreadable(
         plan, own_build(plan), "cpu", config.model.units, config.model.tp_plan
     )
-    config.optimizer.require_groups(learning(module))
+    config.optimizer.require_groups(trainable_names(module))
     if plan.engine == "pipeline":
         from drumline.engine.own_pipeline import cut
 

@@ -80,7 +80,7 @@ class LocalEngine(NativeEngine):
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """Step this rank's copy, clipped by its own norm, and average if a period ends."""
-        require_none_late(self.model, self.learned)
+        require_none_late(self.model, self.initially_trainable)
         # A norm of more gradients than these, of a composite engine, raises each rank's own in proportion.
         ratio = torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm)
         super().step(lr, self.own_norm * ratio, finite)
@@ -96,18 +96,18 @@ class LocalEngine(NativeEngine):
             self.exchange()
             self.waited = time.perf_counter() - began
 
-    def _come_together(self) -> None:
+    def _prepare_evaluation_weights(self) -> None:
         """Put the mean of the copies in place of this rank's copy, which is kept aside."""
         if not self.together:
             self.own = [tensor.clone() for tensor in self.apart.values()]
             average(list(self.apart.values()), self.ranks)
             self.together = True
-        super()._come_together()
+        super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Replace the copies and their moments by their mean, and return the checkpoint's tensors."""
         self.own = None
-        self._at_mean(True)
+        self._use_averaged_weights(True)
         kept = self._kept()
         codes = {}
         plain = []

@@ -220,7 +220,7 @@ class DeepSpeedEngine(ForwardEngine):
         self.autocast_dtype = None
         # Name → trainable parameter.
         self.named = trainable
-        self.learned = set(trainable)
+        self.initially_trainable = set(trainable)
         self.engine = engine
         self.image_side = getattr(plan.config.algorithm, "image_size", None)
         # DeepSpeed's optimizer, around the one of torch in `self.optimizer`.
@@ -401,7 +401,7 @@ class DeepSpeedEngine(ForwardEngine):
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """Take the step. DeepSpeed decides on the host what it does, so both scalars are read at once."""
-        require_none_late(self.model, self.learned)
+        require_none_late(self.model, self.initially_trainable)
         self.statistics.settle(finite)
         # Waits for the device, as does the norm below.
         if finite:

@@ -140,10 +140,10 @@ class StreamingEngine(DiLoCoEngine):
             self.together = False
             self._take(number)
 
-    def _come_together(self) -> None:
+    def _prepare_evaluation_weights(self) -> None:
         """Take all outer steps that are under way, then average the copies."""
         self._drain()
-        super()._come_together()
+        super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         self._drain()
