@@ -99,6 +99,8 @@ def prepare(
 ) -> E:
     """Spread a model as planned, fill its weights, and return the engine over it. Collective.
 
+    The order of the transforms counts: `transforms` says why.
+
     `engine`: builds the engine of (plan, model, spread, context of a forward). `plain`: any module,
     not a Hugging Face model. `overlaps` False: copies are averaged without DDP, which has to see
     each forward that a backward goes through. `make_optimizer`: in place of the plan's.
@@ -182,9 +184,10 @@ def spread_over_data(
 
 
 class ForwardEngine:
-    """A module that is spread over ranks.
+    """A module that is spread over ranks, and runs without gradients.
 
     Its forward runs model and objective together, so that wrappers' hooks see all uses of a weight.
+    Methods without a description do what `Engine` and `OpenEngine` say.
     """
 
     trains = False
@@ -204,6 +207,8 @@ class ForwardEngine:
             self.autocast_dtype = LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
         self.statistics = Statistics(self.batch_norms)
+        # Whether this rank has all weights of the model in their usual form: no strategy that cuts them,
+        # and no axis of the mesh besides the data ranks.
         keeps_copies = isinstance(
             spread, Unreplicated | Replicated | SharedStep | BucketedAllReduce
         )
@@ -214,17 +219,20 @@ class ForwardEngine:
             self.model.train()
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        """See Engine. DDP and the like are left out: there are no gradients to reduce."""
         return total(self._evaluated(self.spread.inner, micro_batches, objective))
 
     def infer(
         self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
     ) -> list[torch.Tensor]:
+        """See Engine. `reader` wraps `read` as an objective, and keeps what it returns."""
         kept: list[torch.Tensor] = []
         with adapters.switched(self.model, adapter):
             self._evaluated(self.spread.reads, micro_batches, reader(read, kept))
         return kept
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Engine. One weight at a time is whole: all at once may not fit."""
         self._prepare_evaluation_weights()
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
@@ -249,17 +257,23 @@ class ForwardEngine:
         """See Engine."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        """See OpenEngine. With gradients the call goes through DDP, which averages them in backward."""
         trains = torch.is_grad_enabled()
-        module = self.spread.module if trains else self.spread.inner
+        if trains:
+            module = self.spread.module
+        else:
+            module = self.spread.inner
         with self._autocast():
             out = module((args, kwargs))
         if not trains and isinstance(self.spread, Sharded):
+            # FSDP2 keeps some weights gathered for a backward, and none follows.
             self.spread.reshard()
         # A loss is made of it outside of autocast.
         return precise(out)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
+        """See OpenEngine. On leaving, each module is in the mode (training or not) that it had before."""
         self._prepare_evaluation_weights()
         was_training = self.model.training
         with modes_kept(self.model):
@@ -275,6 +289,7 @@ class ForwardEngine:
     def _evaluated(
         self, module: nn.Module, micro_batches: Iterable[Any], objective: Any
     ) -> list[dict[str, torch.Tensor]]:
+        """Return the sums of each micro-batch, `loss` among them, as scalars of the device."""
         outs = []
         with self.evaluating(), self._autocast():
             for batch in micro_batches:
@@ -292,16 +307,22 @@ class ForwardEngine:
         agree_on_statistics(self.batch_norms)
 
     def _train(self, mode: bool) -> None:
+        """Set the model to training mode or out of it."""
         self.model.train(mode)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which forwards compute in the low type, if operations are cast one by one."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device, self.autocast_dtype)
 
 
 class NativeEngine(ForwardEngine):
-    """Engine over a trainable model."""
+    """Engine over a trainable model.
+
+    `named` has the model's parameters, `stepped` what the optimizer steps in their place: with a shared
+    step this rank's rows of them, otherwise the parameters themselves.
+    """
 
     trains = True
     group: Any = None  # of a pipeline: the process group of the ranks with the other stages
@@ -373,12 +394,15 @@ class NativeEngine(ForwardEngine):
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
     ) -> DeviceSums:
+        """See Engine. Gradients of all micro-batches but the last are accumulated without communication."""
         outs = []
         for index, batch in enumerate(micro_batches):
-            with self.micro_batch(last=index == len(micro_batches) - 1):
+            is_last = index == len(micro_batches) - 1
+            with self.micro_batch(last=is_last):
                 beat("forward")
                 with self._autocast():
                     loss_sum, sums = self.spread.module(batch, objective)
+                # Backward runs outside of autocast: each operation's is in the type of its forward.
                 beat("backward")
                 self.backward(loss_sum, denominator)
             outs.append({"loss": loss_sum.detach(), **sums})
@@ -386,6 +410,7 @@ class NativeEngine(ForwardEngine):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """See OpenEngine. An evaluation may have left averaged weights, which are not those to train."""
         self._use_averaged_weights(False)
         self.statistics.note()
         with self.around(), self.spread.micro_batch(last):
@@ -394,8 +419,10 @@ class NativeEngine(ForwardEngine):
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         # Gradients are averaged over ranks, and a sum over ranks is wanted: scaling the loss gives it
         # without a second pass.
+        scale = self.loss_scale.scale(self.averaged_over / denominator)
         with self.spread.going_back(loss_sum):
-            (loss_sum * self.loss_scale.scale(self.averaged_over / denominator)).backward()
+            scaled_loss = loss_sum * scale
+            scaled_loss.backward()
 
     def divide(self, by: torch.Tensor) -> None:
         gradients = self._local_gradients()
@@ -403,11 +430,14 @@ class NativeEngine(ForwardEngine):
             foreach_mul_(gradients, (1.0 / by).to(gradients[0]))
 
     def begin_step(self, lr: float) -> None:
+        """See Engine. An optimizer that steps within backward requires the rate before it."""
         if isinstance(self.optimizer, InBackward):
             set_rate(cast(Any, self.optimizer), lr)
 
     def grad_norm(self) -> torch.Tensor:
+        """See Engine. Gradients of fp16 are divided by their loss scale here, once a step."""
         if isinstance(self.optimizer, InBackward):
+            # Its gradients are gone: their squares were added up as they came.
             return total_norm(self.optimizer.squares, self.device)
         self.loss_scale.unscale(self._local_gradients())
         counted: list[torch.Tensor] = []
@@ -417,6 +447,7 @@ class NativeEngine(ForwardEngine):
         return global_norm(counted, self.device, self.group)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        """See Engine. An optimizer that handles `found_inf` steps without the host knowing `finite`."""
         self.statistics.settle(finite)
         # If the host has to know, it asks before it clips: the device is clipping while the answer
         # comes.
@@ -441,6 +472,7 @@ class NativeEngine(ForwardEngine):
         if self.loss_scale.enabled:
             self.loss_scale.update(is_stepped=finite, is_overflow=~torch.isfinite(grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
+        # Also of parameters that the optimizer lacks: it may step parts of them, or they are frozen.
         for parameter in self.named.values():
             parameter.grad = None
 
@@ -465,6 +497,7 @@ class NativeEngine(ForwardEngine):
         super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """See Engine. Checkpoints hold averaged weights, as an export of them does."""
         self._use_averaged_weights(True)
         agree_on_statistics(self.batch_norms)
         return {name: as_saved(tensor) for name, tensor in self._kept().items()}
@@ -477,6 +510,7 @@ class NativeEngine(ForwardEngine):
         }
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """See Engine. What is derived from weights (fp8 scales, copies on the host) is made anew."""
         # The tensors are the engine's own, already filled, or copies of what is quantised or in bf16.
         for name, tensor in self._kept().items():
             load_saved(tensor, tensors.get(name, tensor))
@@ -504,6 +538,7 @@ class NativeEngine(ForwardEngine):
         return frozen | weights | optimizer_tensors(self.optimizer, self.stepped)
 
     def memory_stats(self) -> MemoryStats:
+        """See Engine. Of sharded tensors the bytes of this rank's parts count."""
         parameters = [*self.named.values(), *scales_of(self.model)]
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         states = tensors_in(*self.optimizer.state.values())
@@ -516,6 +551,7 @@ class NativeEngine(ForwardEngine):
 
 
 def _low_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+    """Return the optimizer of a run in pure bfloat16."""
     config = plan.config
     return LowAdamW(groups, config.optimizer, config.precision, config.run.seed)
 

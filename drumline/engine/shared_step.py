@@ -37,7 +37,7 @@ class SharedStep(Spread):
         self.whole = whole
         self.replicas = whole["replicate"]
         self.clock = Clock()
-        trainable = [p for p in module.parameters() if p.requires_grad]
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.buckets: list[Bucket] = []
         for bucket in buckets(trainable, bucket_bytes):
             rows_of_bucket = [Rows.of(parameter, self.replicas) for parameter in bucket]
@@ -49,6 +49,7 @@ class SharedStep(Spread):
             self.own_rows[id(parameter)] = nn.Parameter(self._rows_as_dtensor(parameter, part))
 
     def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return this rank's rows of each trainable parameter, under the parameter's name."""
         stepped: dict[str, nn.Parameter] = {}
         for name, parameter in named.items():
             stepped[name] = self.own_rows.get(id(parameter), parameter)
@@ -56,6 +57,7 @@ class SharedStep(Spread):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """See Spread. Gradients are averaged behind the last micro-batch, and the wait is measured."""
         yield
         if last and self.buckets:
             with self.clock.measure(self.replicas.device_type), torch.no_grad():
@@ -68,17 +70,23 @@ class SharedStep(Spread):
         for bucket in self.buckets:
             for rows in bucket.rows:
                 grad = rows.parameter.grad
-                own_grad = None
+                own_grad: DTensor | None = None
                 if grad is not None:
+                    # A view: what the engine scales here, it scales in the whole gradient's memory.
                     own_grad = self._rows_as_dtensor(rows.parameter, local(grad))
                 self.own_rows[id(rows.parameter)].grad = own_grad
 
     def after_step(self) -> None:
+        """Gather the rows that the other ranks have stepped. Collective over the data ranks.
+
+        The optimizer's parameters are views of the model's, so this rank's own rows are in place.
+        """
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.gather()
 
     def exposed_communication(self) -> float:
+        """Return the seconds of averaging gradients; none of it runs beside backward."""
         return self.clock.seconds()
 
     def _rows_as_dtensor(self, parameter: nn.Parameter, part: Tensor) -> DTensor:
@@ -87,6 +95,7 @@ class SharedStep(Spread):
         `part`: what this rank holds of the tensor, which is cut as the parameter is.
         """
         rows = Rows.of(parameter, self.replicas)
+        # A parameter that tensor parallelism has left whole is cut over the data ranks alone.
         mesh = self.replicas
         placements: list[Placement] = [Shard(0)]
         if isinstance(parameter, DTensor):
@@ -96,7 +105,7 @@ class SharedStep(Spread):
             assert names is not None
             mesh = self.whole["replicate", names[0]]
             if cut.is_shard(0):
-                # These are rows of a part of the rows.
+                # These are rows of a part of the rows: the tp ranks cut first, the data ranks within.
                 placements = [StridedShard(0, split_factor=tp.size())]
             placements.append(cut)
         return DTensor.from_local(
@@ -127,6 +136,7 @@ class Rows:
     def of(cls, parameter: nn.Parameter, replicas: DeviceMesh) -> Rows:
         """Return the rows of a parameter that this rank steps."""
         rows = local(parameter).shape[0]
+        # As torch's Shard cuts: the same number for each rank, and what is left for the last ones.
         per_rank = math.ceil(rows / replicas.size())
         first = first_row(rows, replicas)
         return cls(parameter, per_rank, first, min(per_rank, rows - first))
@@ -135,6 +145,7 @@ class Rows:
     def entries(self) -> int:
         """The entries of `per_rank` rows."""
         part = local(self.parameter)
+        # A part may have no rows at all, and then has no entries.
         entries_per_row = part.numel() // max(1, part.shape[0])
         return self.per_rank * entries_per_row
 
@@ -156,10 +167,11 @@ class Bucket:
     """Some parameters, whose rows travel at once.
 
     The message to each data rank is its rows of all these parameters end to end. Each parameter has
-    as many columns in it for every rank.
+    as many columns in it for every rank, since a reduce-scatter takes messages of one size.
     """
 
     def __init__(self, rows: list[Rows], replicas: DeviceMesh) -> None:
+        """`rows`: of each parameter, in one order on all ranks. `replicas`: the data ranks."""
         self.rows = rows
         self.group = replicas.get_group()
         self.ranks = replicas.size()
@@ -175,7 +187,7 @@ class Bucket:
         """Replace this rank's rows of each gradient by their mean over the data ranks.
 
         Behind the rows of a message is a 1 for each gradient that the rank has. A gradient that no
-        rank has stays None.
+        rank has stays None, so that all ranks agree on which parameters are stepped.
         """
         like = local(self.rows[0].parameter)
         sent_RN = like.new_zeros(self.ranks, self.size + len(self.rows))
@@ -184,8 +196,10 @@ class Bucket:
             if grad is not None:
                 _pack(sent_RN[:, slot.start : slot.stop], local(grad), slot.rows.per_rank)
                 sent_RN[:, self.size + index] = 1
+
         sums_N = like.new_empty(sent_RN.shape[1])
         dist.reduce_scatter_tensor(sums_N, sent_RN.view(-1), group=self.group)
+
         for index, slot in enumerate(self.slots):
             parameter = slot.rows.parameter
             if parameter.grad is None:
