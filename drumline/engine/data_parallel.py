@@ -129,6 +129,7 @@ class Replicated(Spread):
         module.register_forward_pre_hook(self._note_call)
 
     def _note_call(self, *_: object) -> None:
+        """Before a forward of DDP: note it, and keep DDP from waiting for weights that were frozen."""
         if torch.is_grad_enabled():
             self.called = True
             if trainable_ids(self.inner) != self.initially_trainable:
@@ -137,6 +138,7 @@ class Replicated(Spread):
 
     @contextlib.contextmanager
     def going_back(self, loss: torch.Tensor) -> Iterator[None]:
+        """See Spread. Measures how long the last backward of a step waits for the averages."""
         if self.last and loss.requires_grad:
             # Callbacks run at the end of a backward, in their order: this one before DDP's own,
             # which waits for the averages.
@@ -148,6 +150,10 @@ class Replicated(Spread):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """See Spread. Before the last micro-batch DDP only accumulates gradients.
+
+        Raises ModelError if a weight has no gradient that DDP waits for.
+        """
         requires_all = not (self.ddp.static_graph or self.ddp.find_unused_parameters)
         checks_gradients = last and requires_all
         before: dict[str, _Gradient | None] = {}
@@ -177,6 +183,7 @@ class Replicated(Spread):
             self.compressor.step += 1
 
     def _average(self, why: str) -> None:
+        """Average the gradients after backward. `why`: of the log's one line about it."""
         if not self.reported:
             logger.warning("%s: gradients are averaged after backward, not during it", why)
         self.reported = True
@@ -216,6 +223,7 @@ class Replicated(Spread):
             )
 
     def exposed_communication(self) -> float:
+        """See Spread."""
         seconds = self.clock.seconds()
         if self.compressor is not None:
             # On a CPU a compressor waits within backward.
@@ -258,11 +266,13 @@ class Sharded(Spread):
                 unit.set_custom_reduce_scatter(sums)
 
     def _count_seconds(self, seconds: float) -> None:
+        """Count the seconds of a collective, unless it is one of an evaluation."""
         if self.trains:
             self.waited += seconds
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """See Spread. Until the last micro-batch gradients stay whole, unless each is reduced at once."""
         self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)
         self.trains = True
         try:
@@ -296,6 +306,7 @@ class Timed:
         self.report = report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the collective, report its seconds, and return its work."""
         start = time.perf_counter()
         work = self.collective(*args, **kwargs)
         self.report(time.perf_counter() - start)
@@ -351,6 +362,7 @@ class BucketedAllReduce(Spread):
         self._average_over(self.group_of_experts, experts)
 
     def _average_over(self, group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
+        """Average the gradients of some parameters over a group, one all-reduce a bucket."""
         ranks = dist.get_world_size(group)
         if ranks == 1 or not parameters:
             return
@@ -433,6 +445,7 @@ def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
 
 
 def _event() -> torch.cuda.Event:
+    """Return an event that the current stream of the GPU reaches after all work that it has so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -455,11 +468,13 @@ class Clock:
 
     @contextlib.contextmanager
     def measure(self, device: str) -> Iterator[None]:
+        """Measure the work of a `with` block. `device`: the type of the device that does it."""
         self.start(device)
         yield
         self.stop()
 
     def start(self, device: str) -> None:
+        """Begin a measurement. `device`: the type of the device that does the work."""
         if device == "cuda":
             self.began = _event()
         else:
@@ -475,6 +490,7 @@ class Clock:
             self.under_way.append((began, _event()))
 
     def seconds(self) -> float:
+        """Return the seconds of the last work that has ended; 0 before the first."""
         while self.under_way and self.under_way[0][1].query():
             began, ended = self.under_way.popleft()
             self.last = began.elapsed_time(ended) / 1e3

@@ -228,7 +228,7 @@ class CompositeEngine:
     """An Engine over the engines of several roles.
 
     Objectives are by role (role → objective) and sums are added up. The norm, by which gradients
-    are clipped, is that of all gradients together.
+    are clipped, is that of all gradients together. What each method does is described in `Engine`.
 
     Calls for one model (infer, whole_weights, unsharded_model, an objective that is no mapping) go to
     the policy. Canonical names of another role's tensors have the role before them:
@@ -271,6 +271,7 @@ class CompositeEngine:
         return _added(sums_of_roles)
 
     def grad_norm(self) -> torch.Tensor:
+        # The roles' parameters are disjoint, so the squares of their norms add up.
         norms = torch.stack([engine.grad_norm() for engine in self.engines.values()])
         return norms.square().sum().sqrt()
 
@@ -287,7 +288,10 @@ class CompositeEngine:
     def tensors(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for role, engine in self.engines.items():
-            prefix = "" if role == POLICY else f"{role}/"
+            # As `of_role` takes them apart again.
+            prefix = ""
+            if role != POLICY:
+                prefix = f"{role}/"
             for name, tensor in engine.tensors().items():
                 tensors[prefix + name] = tensor
         return tensors

@@ -36,6 +36,10 @@ class InBackward(Joined):
 
     @torch.no_grad()
     def _update(self, parameter: torch.Tensor) -> None:
+        """Step a parameter by its gradient, keep the gradient's squares, and delete it.
+
+        The norm is not known yet, so nothing is clipped.
+        """
         assert parameter.grad is not None
         add_squares(self.squares, [parameter.grad])
         take_step(self.optimizers[parameter])
@@ -45,6 +49,7 @@ class InBackward(Joined):
         """Do nothing: every parameter was already updated during backward."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin the next step's norm. The gradients are gone already."""
         self.squares = {}
 
 
@@ -85,6 +90,7 @@ class OnHost(Joined):
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
+        """The state of all optimizers by the model's parameter, not by its copy on the host."""
         states: dict[torch.Tensor, Any] = {}
         for parameter, copy in self.host_copies.items():
             states[parameter] = copy.optimizer.state[copy.parameter]
@@ -108,6 +114,10 @@ class OnHost(Joined):
 
     @torch.no_grad()
     def step(self) -> None:
+        """Copy all gradients to the host, update the copies there, and copy the weights back.
+
+        If `found_inf` is 1, nothing is updated.
+        """
         skips: LateCopy | None = None
         if self.found_inf is not None:
             skips = LateCopy(self.found_inf)
@@ -131,6 +141,7 @@ class OnHost(Joined):
             local(update.parameter).copy_(local(update.copy.parameter), non_blocking=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Delete the gradients on the device. Those on the host are overwritten by the next step."""
         for parameter in self.host_copies:
             parameter.grad = None
 

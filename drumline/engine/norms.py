@@ -50,6 +50,7 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
         if not not_empty and groups not in found:
             found[groups] = torch.zeros((), device=exact_on(parts[0].device), dtype=torch.float64)
         for dtype, same in _by_type_of_norm(not_empty).items():
+            # One kernel for many tensors, of which each gives its norm; the squares add up in fp64.
             norms_N = torch.stack(foreach_norm(same, 2.0, dtype=dtype))
             squares = exact(norms_N).square().sum()
             if groups in found:
@@ -70,7 +71,10 @@ def _by_type_of_norm(parts: list[torch.Tensor]) -> dict[torch.dtype, list[torch.
 def total_norm(
     found: Squares, device: str | torch.device, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Return the norm of all ranks' squares; all ranks have found the same places. See global_norm."""
+    """Return the norm of all ranks' squares, as `global_norm` does. Collective.
+
+    All ranks have found the same places, in the same order: each place is an all-reduce.
+    """
     total = torch.zeros((), device=exact_on(device), dtype=torch.float64)
     for groups, here in found.items():
         # Gradients may be on the host.
@@ -170,10 +174,12 @@ class LossScale:
         self.good_steps += is_stepped
         self.good_steps *= ~is_overflow
         grows = is_stepped & (self.good_steps % GROWTH_INTERVAL == 0)
+        # Factors in place of branches: times 2 or 1, and times 0.5 or 1.
         self.value *= 1.0 + grows.float()
         self.value *= 1.0 - 0.5 * is_overflow.float()
 
     def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the scale, as JSON."""
         return {"scale": float(self.value), "good_steps": int(self.good_steps)}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -169,6 +169,10 @@ class _Run:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
+        """Return what the graph keeps of a tensor that it saves: the tensor, or what stands for it.
+
+        Several saved tensors that are views of one storage move it once.
+        """
         if not self._is_movable(tensor):
             return tensor
         # An operator in place makes another tensor of it.
@@ -228,6 +232,7 @@ class _Run:
             self._release_device_copy(moved)
 
     def _release_device_copy(self, moved: _Moved) -> None:
+        """Drop the device's copy of a storage, if there is one."""
         if moved.device is not None:
             self.owner.count_device_bytes(-moved.bytes_)
             moved.device = None
@@ -253,6 +258,10 @@ class _Run:
 
     @torch.no_grad()
     def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor that backward asks for. `packed`: what `pack` returned.
+
+        Usually the storage is there already, or on its way; otherwise it is fetched now.
+        """
         if isinstance(packed, Tensor):
             return packed
         moved = self.moved[packed.key]
@@ -260,7 +269,8 @@ class _Run:
             self.fetch()
         self.wait_for_copies()
         assert moved.device is not None
-        return moved.device.view(packed.dtype).as_strided(*packed.view)
+        storage = moved.device.view(packed.dtype)
+        return storage.as_strided(*packed.view)
 
 
 def _is_cast_weight(tensor: Tensor) -> bool:

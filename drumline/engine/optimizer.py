@@ -76,9 +76,11 @@ def new_optimizer(
 def _group_key(
     name: str, parameter: nn.Parameter, options: OptimizerConfig, is_matrix: bool
 ) -> _GroupKey:
+    """Return the group of a parameter. `is_matrix`: whether Muon steps it, if that is the optimizer."""
     mesh = None
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
+    # Norms and biases are not decayed, as is usual.
     weight_decay = 0.0
     if parameter.ndim >= 2:
         weight_decay = options.weight_decay
@@ -98,6 +100,7 @@ def _adamw(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def _sgd(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return SGD with momentum: fused, unless a parameter is cut over ranks."""
     fused = options.fused
     for group in groups:
         if any(isinstance(parameter, DTensor) for parameter in group["params"]):
@@ -107,6 +110,7 @@ def _sgd(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def _quantised(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return torchao's AdamW with moments in 8 or 4 bits."""
     from torchao import optim
 
     kinds = {"adamw_8bit": optim.AdamW8bit, "adamw_4bit": optim.AdamW4bit}
@@ -132,6 +136,7 @@ def _muon(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def _schedule_free(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return schedule-free AdamW, at the weights that it is trained at."""
     from schedulefree import AdamWScheduleFree
 
     optimizer: torch.optim.Optimizer = AdamWScheduleFree(
@@ -153,12 +158,14 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Step each parameter that has a gradient, by itself."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_parameter(parameter, group)
 
     def _step_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Step this rank's part of one parameter, and then take its gradient into the momentum."""
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -169,6 +176,7 @@ class Lion(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         lr = group["lr"]
         weight.mul_(1 - lr * group["weight_decay"])
+        # β1 m + (1 − β1) g, in a tensor of its own: m itself is averaged with β2.
         direction = mean.lerp(gradient, 1 - beta1).sign_()
         weight.add_(direction, alpha=-lr)
         mean.lerp_(gradient, 1 - beta2)
@@ -220,6 +228,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all parameters of an optimizer lie in host memory."""
     devices: set[str] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -254,6 +263,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _set_group_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of one group. A rate that is a tensor is changed in place."""
     if isinstance(group["lr"], torch.Tensor):  # as torchao keeps it
         group["lr"].fill_(rate)
     else:
@@ -268,6 +278,7 @@ def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None
     starts from; quantised moments are zero already, and the `z` of a schedule-free optimizer begins
     as the weights.
     """
+    # Besides its state, a step may change numbers in the groups, such as schedulefree's count of steps.
     options_before = []
     rates_before = []
     for group in optimizer.param_groups:
@@ -288,6 +299,7 @@ def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None
 
 
 def _step_zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of zero gradients, and delete the gradients again."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:

@@ -135,6 +135,7 @@ def _find_units(
         candidates = list(blocks(model))
     else:
         candidates = [unit for unit in model.modules() if type(unit).__name__ in options.wrap]
+    # Ends that stay with the root are gathered for all of forward and backward.
     embedding: list[nn.Module] = []
     head: list[nn.Linear] = []
     if ends_apart:
@@ -199,6 +200,7 @@ class _NotAView(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        """Return the tensor. autograd gives it a history of its own, this function's."""
         return view.detach()
 
     @staticmethod
@@ -223,6 +225,7 @@ def _return_no_views(unit: nn.Module, args: Any, options: Any, outputs: Any) -> 
     elsewhere = Counter(_memory(tensor) for tensor in (*returned, *_tensors_in((args, options))))
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that is no view, if nothing else lies in its memory."""
         if not _is_view(tensor) or elsewhere[_memory(tensor)] > 1:
             return tensor
         alone: torch.Tensor = _NotAView.apply(tensor)

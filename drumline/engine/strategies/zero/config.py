@@ -154,6 +154,7 @@ def deepspeed_config(
     Raises PlanError for the first value that contradicts the YAML, for an `auto` that the plan has no
     value for, and for what Drumline does itself or cannot do.
     """
+    # First check what the user's file says.
     own = _user_values(strategy)
     decided = _decided_values(config, strategy, batch, precision, run_dir)
     rules = decided | _accepted_values(own, config, steps)
@@ -165,13 +166,17 @@ def deepspeed_config(
             _require_size(path, sizes)
         else:
             _require_allowed(path, value, strategy)
+
+    # Then put the values together: the plan's win, and defaults fill what is left.
     values = user_config(strategy, facts)
     for path, rule in decided.items():
         values[path] = rule.value
     for path, value in _defaults(strategy, precision, steps, facts).items():
         values.setdefault(path, value)
+
     nested: dict[str, Any] = {}
     for path, value in values.items():
+        # Optimizer and schedule are Drumline's own: DeepSpeed is handed an optimizer, and no scheduler.
         section = path.partition(".")[0]
         if section not in ("optimizer", "scheduler"):
             _set_path(nested, path, value)
@@ -358,11 +363,13 @@ def _defaults(
 
 
 def _sizes(facts: ModelFacts | None) -> dict[str, int | None]:
-    """Return the values of `auto` for sizes that follow from the model's width; None if it is not known.
+    """Return the values of `auto` for sizes that follow from the model's width, by dotted path.
 
-    Hugging Face's integration of DeepSpeed fills them in by the same formulas.
+    They are None if the model is not known yet. Hugging Face's integration of DeepSpeed fills them in by the same formulas.
     """
-    bucket = prefetched = threshold = None
+    bucket: int | None = None
+    prefetched: int | None = None
+    threshold: int | None = None
     if facts is not None:
         bucket = facts.hidden * facts.hidden
         prefetched = int(0.9 * facts.hidden * facts.hidden)

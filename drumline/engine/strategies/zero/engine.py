@@ -349,8 +349,10 @@ class DeepSpeedEngine(ForwardEngine):
         return precise(module(lowered((args, kwargs), self.precision)))
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
+        """Accumulate the gradients of Σ loss_sum / denominator over all ranks."""
         # DeepSpeed averages over ranks. With scale_wrt_gas=False it divides by nothing else.
-        self.engine.backward(loss_sum * (self.data_ranks / denominator), scale_wrt_gas=False)
+        scale = self.data_ranks / denominator
+        self.engine.backward(loss_sum * scale, scale_wrt_gas=False)
 
     def divide(self, by: torch.Tensor) -> None:
         """Divide the gradients by a number that is known after backward."""
