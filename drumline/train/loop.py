@@ -102,7 +102,8 @@ class StepClock:
 class Loop:
     """Trains one run on one rank.
 
-    All ranks take the same path through it: every number that decides something is summed over the ranks first.
+    All ranks take the same path through it: every number that decides something is summed over the ranks
+    first. A rank that decided by itself would miss a collective that the others are in, and all would hang.
     """
 
     plan: Plan
@@ -176,6 +177,7 @@ class Loop:
                 self.rollouts.close()
 
     def _run(self) -> None:
+        """Evaluate, train, evaluate again and save, and report what the run still owes."""
         self._evaluate_before_training()
         self._train()
         self.profile.after(self.state.step, last=True)
@@ -319,6 +321,7 @@ class Loop:
         # The loss is a sum over all samples of all ranks, divided once by their weight.
         weight, tokens = batch.of_all or self._sum_weight_and_tokens(batch)
         denominator = weight or 1.0
+        # A step draws the same numbers whether the run was resumed before it or not.
         stream_of_rank = self.plan.mesh.stream(self.gather.rank)
         seed_step(self.plan.config.run.seed, step, *stream_of_rank)
 
@@ -403,9 +406,13 @@ class Loop:
         return ReducedStep(gathered, sums["loss"], grad_norm)
 
     def _sum_weight_and_tokens(self, batch: GlobalBatch) -> tuple[float, float]:
-        """Return the weight and the tokens of a global batch of which each rank knows its own part. Collective."""
+        """Return the weight and the tokens of a global batch. Collective.
+
+        Each rank knows its own part alone of a batch whose weight does not follow from the cache.
+        """
         own_weight = sum(micro_batch.weight for micro_batch in batch.micro_batches)
-        total, _ = self.gather({"weight": float(own_weight), "tokens": float(batch.tokens)})
+        own_sums = {"weight": float(own_weight), "tokens": float(batch.tokens)}
+        total, _ = self.gather(own_sums)
         return total["weight"], total["tokens"]
 
     def _learning_rate(self, step: int) -> float:
@@ -419,7 +426,11 @@ class Loop:
         return steps_done % self.plan.config.run.log_every == 0 or steps_done == self.plan.steps
 
     def _own_numbers(self, is_logged: bool, data_s: float, comm_s: float) -> list[float]:
-        """Return what this rank reports with the sums of a step: `StepNumbers`, and of a logged step those of its devices."""
+        """Return what this rank reports with the sums of a step.
+
+        That is `StepNumbers`, and of a logged step the values of its devices behind them. Each rank has
+        to report as many numbers as the others.
+        """
         device_values: list[float] = []
         if is_logged and self.meter is not None:
             device_values = self.meter.values()
@@ -574,7 +585,10 @@ class Loop:
         return is_best
 
     def _measure_metrics(self, step: int) -> Evaluation:
-        """Return the metrics of the held-out sets or prompts, and of tasks if it is their turn. Collective."""
+        """Return the metrics of the held-out sets or prompts, and of tasks if it is their turn.
+
+        Tasks take long, so they are scored less often, and always in the last evaluation. Collective.
+        """
         if self.rollouts is None:
             evaluation = self._evaluate_held_out()
         else:
@@ -606,7 +620,10 @@ class Loop:
 
     @property
     def early_stop_reason(self) -> str | None:
-        """Why the run ends by eval.patience; None while it goes on. The same on all ranks, and after a resume."""
+        """Why the run ends by eval.patience; None while it goes on.
+
+        It is the same on all ranks, and after a resume.
+        """
         options = self.plan.config.eval
         state = self.state
         if options.patience is None or state.stale < options.patience:
@@ -621,7 +638,10 @@ class Loop:
         return f"{options.metric} was not {expected} in {state.stale} {evaluations} (eval.patience)"
 
     def _evaluate_held_out(self) -> Evaluation:
-        """Return the metrics over all held-out sets together; those of each named set follow as NAME/METRIC. Collective."""
+        """Return the metrics over all held-out sets together. Collective.
+
+        Those of each named set follow as NAME/METRIC.
+        """
         if not self.held_out:
             return Evaluation({}, 0, {})
         sums_of_all: dict[str, float] = {}

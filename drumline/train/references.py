@@ -63,9 +63,8 @@ class Reference:
         data = self.plan.data
         assert data is not None, "workers get plans of prepared data"
         scorer_of = self._scorers(data)
-        training = with_reference(
-            self.streams.training, scorer_of(data.train_cache), self.algorithm.first_batch
-        )
+        score_training = scorer_of(data.train_cache)
+        training = with_reference(self.streams.training, score_training, self.algorithm.first_batch)
         held_out = {}
         for name, batches in self.streams.held_out.items():
             held_out[name] = self._with_reference(batches, scorer_of(data.eval_caches[name]))
@@ -76,7 +75,10 @@ class Reference:
         return lambda: with_reference(batches(), score, self.algorithm.first_batch)
 
     def _scorers(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
-        """Return a function that returns, for a cache folder, what scores its pairs."""
+        """Return a function that returns, for a cache folder, what scores its pairs.
+
+        The module's docstring has the three ways. Collective if a model is built or a table is scored.
+        """
         kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
             return lambda folder: self._score_without_adapter
@@ -129,6 +131,7 @@ class Reference:
         """Return the table that rank 0 finds at `path`, on all ranks; None if it finds none. Collective."""
         table: torch.Tensor | None = None
         if self.ranks.rank == 0:
+            # Rank 0 reads what rank 0 has written: hosts need not share the run folder.
             table = read_table(path, (pairs, rows))
         (is_found,) = sum_over_ranks([float(table is not None)], self.device)
         if not is_found:
@@ -168,8 +171,10 @@ class Reference:
                 adapter=not self.plan.config.adapter.switches,
             )
             for pair, answer in zip(batch.micro_batches, scores, strict=True):
-                real = pair.real_P > 0
-                table[pair.samples_P[real]] = answer.view(rows, -1).T[real]
+                # Scores come row by row: first the chosen answers of all pairs, then the rejected ones.
+                is_real_P = pair.real_P > 0
+                scores_PR = answer.view(rows, -1).T
+                table[pair.samples_P[is_real_P]] = scores_PR[is_real_P]
         if not self.plan.mesh.counts(self.ranks.rank):
             # Another rank has the same pairs, and adds them.
             table.zero_()
@@ -181,7 +186,12 @@ def _look_up(table: torch.Tensor, batches: list[Any]) -> list[torch.Tensor]:
 
     Fillers (sample −1) get those of the last pair; they weigh nothing.
     """
-    return [table[batch.samples_P].T.flatten() for batch in batches]
+    scores = []
+    for batch in batches:
+        scores_PR = table[batch.samples_P]
+        # Row by row, as a model's scores come: all chosen answers, then all rejected ones.
+        scores.append(scores_PR.T.flatten())
+    return scores
 
 
 def with_reference(
@@ -232,7 +242,10 @@ def key(plan: Plan, folder: str) -> str:
 
 
 def weight_files(model_path: str | None) -> list[tuple[str, int, int]]:
-    """Return name, bytes and time of change (ns) of a local model's files; none of a hub id, which has its name and revision."""
+    """Return name, bytes and time of change (ns) of a local model's files.
+
+    There are none for a model of the hub, which its name and revision identify.
+    """
     folder = Path(model_path or "")
     if model_path is None or not folder.is_dir():
         return []
@@ -245,7 +258,10 @@ def weight_files(model_path: str | None) -> list[tuple[str, int, int]]:
 
 
 def read_table(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
-    """Return the table at `path`; None if there is none, or it is not a whole one of this shape (samples, rows of each)."""
+    """Return the table at `path`, or None if there is no whole one of this shape.
+
+    `shape`: samples, and rows of each sample.
+    """
     try:
         table = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -257,7 +273,10 @@ def read_table(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
 
 
 def write_table(path: Path, table: np.ndarray[Any, Any]) -> None:
-    """Write a table, which appears whole under its name, and delete those of the same part for other models or pairs."""
+    """Write a table, and delete those of the same part for other models or pairs.
+
+    It appears whole under its name, or not at all.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, durable=True) as file:
         np.save(file, table)

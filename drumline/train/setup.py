@@ -73,6 +73,9 @@ EVAL_RESULTS = "eval.json"
 def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:
     """Return the plan of a run: find the model, prepare the data and resolve every number.
 
+    It runs on one host, before any rank starts. The cheapest checks come first, so that a mistake in
+    the config does not show after an hour of preparing data.
+
     `dry_run`: prepare and download nothing; data that are not prepared are missing in the plan.
     """
     config = request.loaded.config
@@ -126,12 +129,16 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
 
 
 def _check_request(request: Request) -> None:
-    """Raise the errors that need no work: of the checkpoint, URL, trackers, callbacks and optimizer of a request."""
+    """Raise the errors that need no work.
+
+    They are those of the checkpoint, the URL, the trackers, the callbacks and the optimizer of a request.
+    """
     config = request.loaded.config
     base_dir = request.loaded.base_dir.absolute()
     if request.resume is not None and request.resume.place is not None:
         named(request.resume.place)
     if config.checkpoint.url:
+        # Raises EnvironmentFault if fsspec lacks what the URL requires.
         Store(config.checkpoint.url)
     check_installed(config.run.report_to, base_dir)
     find_callbacks(config.run.callbacks, base_dir)
@@ -141,7 +148,10 @@ def _check_request(request: Request) -> None:
 def _check_with_weights(
     plan: Plan, config: Config, base_dir: Path, on_progress: OnProgress
 ) -> Plan:
-    """Check what a dry run cannot, and return the plan, with a digest of weights that are not saved with the run."""
+    """Check what a dry run cannot, and return the plan.
+
+    The plan gets a digest of weights that are not saved with the run: a resume compares it.
+    """
     engine_of(plan.config.strategy).require(plan, on_progress)
     _require_samples_and_tasks(plan, base_dir)
     has_frozen_base = config.adapter.kind != "none" or bool(config.model.freeze)
@@ -166,6 +176,7 @@ def _with_prediction(
     cluster, _ = cluster_here(config, machine, plan.device, devices)
     about_network = network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)
     if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
+        # A strategy that the planner has chosen keeps to the budget already.
         plan = within_budget(plan, facts, cluster, kinds_of(config.memory))
     plan = plan.model_copy(update={"why": [*why, *about_network, *plan.why]})
     plan = predict(plan, facts, cluster)
@@ -189,7 +200,9 @@ def _choose_open_keys(
         if reason:
             why.append(reason)
         why += about_cluster
-    config, about_compiling = choose_compile(replace(question, config=config))
+    # Whether compiling pays is asked of the strategy that was chosen.
+    chosen = replace(question, config=config)
+    config, about_compiling = choose_compile(chosen)
     if about_compiling:
         why.append(about_compiling)
     return config, why
@@ -198,7 +211,10 @@ def _choose_open_keys(
 def _prepare_data(
     config: Config, policy: Found, base_dir: Path, dry_run: bool, on_progress: OnProgress
 ) -> DataPlan | None:
-    """Return the prepared data, with their classes in the model's own order. A dry run returns None if they are not prepared."""
+    """Return the prepared data, with their classes in the model's own order.
+
+    A dry run returns None if they are not prepared.
+    """
     vision = vision_of(config, policy.path, policy.hf_config)
     tokenizer_path = config.model.tokenizer or policy.path or ""
     if dry_run:
@@ -208,6 +224,7 @@ def _prepare_data(
     if data is None:
         return None
     if config.model.init == "pretrained":
+        # The rows of a trained head are in that order.
         labels = in_own_order(policy.hf_config, data.labels)
         data = data.model_copy(update={"labels": labels})
     _require_measured(config, data.labels)
@@ -215,7 +232,10 @@ def _prepare_data(
 
 
 def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
-    """Return the plan with the number that `checkpoint.every: auto` stands for."""
+    """Return the plan with the number of steps that `checkpoint.every: auto` stands for.
+
+    `planner.faults.campaign` weighs the time of saves against steps that a fault makes the run repeat.
+    """
     assert plan.predicted.estimate is not None
     best = campaign(Candidate("", plan, plan.predicted.estimate), cluster, facts)
     checkpoint = plan.config.checkpoint.model_copy(update={"every": best.every})
@@ -232,9 +252,14 @@ def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
 def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[str, RolePlan]:
     """Return for each auxiliary model, by the name of its role, what it is and where it lies.
 
-    Raises ModelError for a model that reads other tokens than the policy writes, and for a frozen one without a trained head.
+    Raises ModelError for a model that reads other tokens than the policy writes, and for a frozen one
+    without a trained head.
     """
-    roles = roles_of(config, policy, lambda model: find_model(model, on_progress, weights=True))
+
+    def find(model: ModelConfig) -> Found:
+        return find_model(model, on_progress, weights=True)
+
+    roles = roles_of(config, policy, find)
     for name, auxiliary in config.algorithm.auxiliary_models(config).items():
         model = roles[name].model
         path = roles[name].model_path
@@ -252,6 +277,7 @@ def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[s
 def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, where: str) -> None:
     """Raise ModelError if a model comes with a tokenizer that has other tokens than `tokenizer`."""
     if model.tokenizer is None and path is not None and Path(path).is_dir():
+        # A model that was saved without a tokenizer has none to compare.
         has_tokenizer = any(Path(path).glob("*token*"))
         if not has_tokenizer:
             return
@@ -280,14 +306,21 @@ def _first_difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
 
 
 def _number_of_token(vocabulary: dict[str, int], token: str) -> str:
+    """Return what an error says of a token's number: "number 7", or "none"."""
     number = vocabulary.get(token)
-    return "none" if number is None else f"number {number}"
+    if number is None:
+        return "none"
+    return f"number {number}"
 
 
 def _require_runs(plan: Plan) -> None:
-    """Raise PlanError or ModelError if a model could not be built, or would not run: tried here on small copies."""
+    """Raise PlanError or ModelError if a model could not be built, or would not run as planned.
+
+    Small copies are tried here, once, before a rank holds any weight.
+    """
     config = plan.config
     if config.optimizer.groups:
+        # Groups name parameters, which only the model itself knows, with its adapter.
         policy = _build_on_meta(plan, plan.model_path, config.model, config.head)
         freeze(policy, config.model.freeze)
         if config.adapter.kind == "lora":
@@ -334,7 +367,11 @@ def _require_measured(config: Config, labels: tuple[str, ...]) -> None:
 def _check_prompts(
     rollout: RolloutSpec, config: Config, base_dir: Path, data: DataPlan | None
 ) -> None:
-    """Raise ConfigError or PlanError if rewards or the curriculum do not fit the columns and domains of the prompts."""
+    """Raise ConfigError or PlanError if rewards or the curriculum do not fit the prompts.
+
+    Rewards are called with the columns of a row, and a curriculum weighs domains. `data`: None if they
+    are not prepared, in a dry run.
+    """
     columns = None
     if data is not None:
         columns = data_prepare.prompt_columns(data)
@@ -353,7 +390,11 @@ def _check_prompts(
 
 
 def _require_samples_and_tasks(plan: Plan, base_dir: Path) -> None:
-    """Raise DataError if eval.samples finds no prompts, and ConfigError or EnvironmentFault if eval.tasks cannot be loaded."""
+    """Raise an error if eval.samples or eval.tasks cannot be done.
+
+    It is a DataError if eval.samples finds no prompts, and a ConfigError or EnvironmentFault if
+    eval.tasks cannot be loaded.
+    """
     if plan.config.eval.samples:
         from drumline.train.sampling import prompts  # importing the generators takes a second
 
@@ -365,7 +406,11 @@ def _require_samples_and_tasks(plan: Plan, base_dir: Path) -> None:
 
 
 def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
-    """Return the plan for a module of the user's own. Nothing is predicted: only the module itself knows what it computes."""
+    """Return the plan for a module of the user's own.
+
+    Nothing is predicted: only the module itself knows what it computes. The module is laid out here
+    without its weights, to find mistakes before any rank starts.
+    """
     config = request.loaded.config
     base_dir = request.loaded.base_dir.absolute()
     if config.checkpoint.every == "auto":
@@ -392,7 +437,11 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
 
 
 def _own_data(config: Config, base_dir: Path) -> DataPlan:
-    """Return the data of a module of the user's own: samples are read as they are, and nothing is prepared."""
+    """Return the data of a module of the user's own.
+
+    Samples are read as they are, and nothing is prepared. The caches are names, which
+    `streams.open_samples` understands, and not folders.
+    """
     samples = read_samples(config.data.train, base_dir, Draws(0).used)
     eval_caches = {}
     eval_samples = 0
@@ -476,6 +525,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
     CheckpointError if there is nothing to resume from, or the config differs in what matters.
     """
     run_dir = Path(plan.run_dir)
+    # First, since a save that a crash has broken off may hide the newest checkpoint.
     recover(run_dir / CHECKPOINTS)
     start = resume_from(run_dir, request, plan)
     if request.resume is None:
@@ -486,7 +536,9 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
     if copies:
         require_room(copies * plan.checkpoint_bytes)
     # A run keeps at least one checkpoint while it writes the next.
-    needed = plan.checkpoint_bytes if plan.saves else 0
+    needed = 0
+    if plan.saves:
+        needed = plan.checkpoint_bytes
     free = free_bytes(run_dir)
     if free < needed:
         raise EnvironmentFault(
@@ -551,7 +603,7 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
 
 
 def as_before(plan: Plan, request: Request) -> Plan:
-    """Return the plan with the learning rate that the run has had, if only the number of devices that scales it is new.
+    """Return the plan with the learning rate that the run has had, if only its scaling by devices is new.
 
     If the next step's rate is not that of the schedule so far, a line says so. Raises CheckpointError.
     """
@@ -575,14 +627,19 @@ def as_before(plan: Plan, request: Request) -> Plan:
 
 
 def _with_rate_of(path: str, state: dict[str, Any], plan: Plan, request: Request) -> Plan:
-    """Return the plan with a checkpoint's learning rate, if the rate is scaled by devices and only their number has changed it."""
+    """Return the plan with a checkpoint's learning rate, if only another number of devices would change it.
+
+    `path`, `state`: of the checkpoint. The rate may change if the user allows it, or if the global batch
+    is another one, which the scaling is for.
+    """
     lr = state.get("lr")
     if lr is None or lr == plan.lr or plan.config.optimizer.lr_scaling == "none":
         # Checkpoints of older versions do not have the rate.
         return plan
-    may_change = any(
-        key in ("all", "optimizer") or key.startswith("optimizer.lr") for key in request.allow
-    )
+    may_change = False
+    for key in request.allow:
+        if key in ("all", "optimizer") or key.startswith("optimizer.lr"):
+            may_change = True
     is_same_batch = state.get("global_samples") == plan.batch.global_samples
     if may_change or not is_same_batch:
         return plan
@@ -609,6 +666,7 @@ def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
     except (ValidationError, KeyError, TypeError):
         return None
     warmup = state["warmup_steps"]
+    # The rate of the next step as the run would have had it, and as it will be.
     following = lr * schedule.rate(step, steps, warmup)
     now = plan.lr * plan.config.schedule.rate(step, plan.steps, plan.warmup_steps)
     if math.isclose(following, now, rel_tol=1e-6):
@@ -652,7 +710,7 @@ def _changed_keys(
 
 
 def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
-    """Raise CheckpointError if a checkpoint was made with another config or other data, and that is not allowed.
+    """Raise CheckpointError if a checkpoint is of another config or other data, and that is not allowed.
 
     `state`: of the checkpoint at `path`.
     """
@@ -700,10 +758,13 @@ def _check_same_base(path: str, state: dict[str, Any], plan: Plan, allow: tuple[
 
 
 def _check_same_data(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
-    """Raise CheckpointError if the training data have changed; print a note if that is allowed, or not known."""
-    now = plan.data.identity if plan.data else None
-    if now is None:
+    """Raise CheckpointError if the training data have changed.
+
+    If that is allowed, or not known, a note is printed instead.
+    """
+    if plan.data is None or plan.data.identity is None:
         return
+    now = plan.data.identity
     if state.get("data") is None:
         notes(
             [

@@ -72,7 +72,10 @@ def open_samples(plan: Plan, folder: str) -> Any:
 
 
 def order_of(plan: Plan, samples: int) -> Order:
-    """Return the order of the training samples. `samples`: how many there are."""
+    """Return the order of the training samples, which is the same on all ranks.
+
+    `samples`: how many there are in the cache. A mixture and a curriculum have orders of their own.
+    """
     config = plan.config
     seed = derive(config.run.seed, "order")
     shuffles = config.data.order == "shuffle"
@@ -82,6 +85,7 @@ def order_of(plan: Plan, samples: int) -> Order:
     sizes: tuple[int, ...] = (samples,)
     counts: tuple[int, ...] = (samples,)
     if config.data.mixed:
+        # How many samples each source has, and how many of them an epoch takes.
         sources = plan.data.sources if plan.data else ()
         sizes = tuple(source.samples or 0 for source in sources)
         counts = tuple(source.per_epoch for source in sources)
@@ -216,8 +220,10 @@ class StreamBuilder:
             accumulation=stages,
             eval_micro_batch=micro_batch,
         )
-        order = GlobalOrder(len(cache), 0, shuffle=False)
-        return self._on_device(self._stream(cache, order, batch, 0, len(cache), 0, "all"))
+        samples = len(cache)
+        order = GlobalOrder(samples, 0, shuffle=False)
+        stream = self._stream(cache, order, batch, 0, samples, 0, "all")
+        return self._on_device(stream)
 
     def _stream(
         self,
@@ -299,19 +305,23 @@ class FirstPass:
         """
         first_batches = [self.algorithm.first_batch(each) for each in batch.micro_batches]
         numbers_of = self.engine.infer(first_batches, self.read)
-        table_GK = torch.zeros(
-            len(batch.sample_ids), numbers_of[0].shape[1], dtype=torch.float64, device=self.device
-        )
+        samples = len(batch.sample_ids)
+        width = numbers_of[0].shape[1]
+        table_GK = torch.zeros(samples, width, dtype=torch.float64, device=self.device)
         if self.counts:
             for places, numbers_PK in zip(batch.places, numbers_of, strict=True):
                 places_P = copied_to(self.device, torch.from_numpy(places))
                 table_GK[places_P] = numbers_PK.double()
         # By numbers of rows: of a mask the host would have to ask the device how many it chooses.
         real_N = torch.from_numpy(np.flatnonzero(batch.sample_ids >= 0))
-        return add_up(table_GK)[copied_to(self.device, real_N)]
+        summed_GK = add_up(table_GK)
+        return summed_GK[copied_to(self.device, real_N)]
 
     def _whole(self, batches: Batches) -> Iterator[GlobalBatch]:
-        """Yield the batches of a set, each with the numbers of all samples of the set."""
+        """Yield the batches of a set, each with the numbers of all samples of the set.
+
+        The set is drawn twice: all numbers have to be there before the first loss.
+        """
         numbers_of = [self.numbers(batch) for batch in batches()]
         first = First(torch.cat(numbers_of))
         start = 0
@@ -326,7 +336,9 @@ def filled(batch: GlobalBatch, first: First, start: int) -> GlobalBatch:
     Its own samples begin at row `start` of the numbers.
     """
     is_real_G = batch.sample_ids >= 0
-    rows_G = np.where(is_real_G, is_real_G.cumsum() - 1 + start, -1)
+    # Fillers have no row.
+    row_of_real_G = is_real_G.cumsum() - 1 + start
+    rows_G = np.where(is_real_G, row_of_real_G, -1)
     device = first.numbers_NK.device
     micro_batches = []
     for micro_batch, places in zip(batch.micro_batches, batch.places, strict=True):
