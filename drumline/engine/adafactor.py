@@ -47,8 +47,9 @@ class Adafactor(torch.optim.Optimizer):
     its squared gradients, cut as the vector is. An update is as large as `lr` times the root mean
     square of the weight.
 
-    A step makes two all-reduces over the ranks that hold parts. The first sums squares of weights and
-    gradients; the second sums squares of the directions, which can only be computed from the first.
+    A step makes two all-reduces over the ranks that hold parts. The first sums squares of weights
+    and gradients; the second sums squares of the directions, which can only be computed from the
+    first.
     """
 
     def __init__(self, groups: list[dict[str, Any]], options: OptimizerConfig) -> None:
@@ -111,7 +112,10 @@ class Adafactor(torch.optim.Optimizer):
             self._apply(entry, update, square)
 
     def _apply(self, entry: _Entry, update: _Update, square: torch.Tensor) -> None:
-        """Change a weight. `square`: float32[1], the sum of the squared direction over all ranks."""
+        """Change a weight.
+
+        `square`: float32[1], the sum of the squared direction over all ranks.
+        """
         parameter, _, group = entry
         step = float(self.state[parameter]["step"])
         # The paper's relative step: the rate falls with 1 / √step as soon as that is below `lr`.
@@ -170,8 +174,8 @@ def _variance_of_matrix(
 ) -> torch.Tensor:
     """Take the sums of a step into the averages, and return the variance of this rank's part.
 
-    The variance is the outer product of rows and columns over the mean of the rows (section 3 of the
-    paper, with means in place of sums as torch has them).
+    The variance is the outer product of rows and columns over the mean of the rows (section 3 of
+    the paper, with means in place of sums as torch has them).
 
     `new`: the weight of the sums in the averages. `row_sums`, `column_sums`: flat, over all ranks.
     """

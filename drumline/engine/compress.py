@@ -1,9 +1,9 @@
 """What DDP sends in place of fp32 gradients: a compressor takes a bucket and leaves the average of all ranks in it.
 
-Gradients arrive accumulated over the micro-batches and scaled as the engine scales them (mean over the
-global batch), so errors that are kept from one step to the next are in the units of an update. They are
-kept per parameter, because DDP may deal its buckets anew. They belong to this rank, are not saved, and
-start from zero when a run resumes from a checkpoint.
+Gradients arrive accumulated over the micro-batches and scaled as the engine scales them (mean over
+the global batch), so errors that are kept from one step to the next are in the units of an update.
+They are kept per parameter, because DDP may deal its buckets anew. They belong to this rank, are
+not saved, and start from zero when a run resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def compress_ddp(
 ) -> Compressor | None:
     """Let DDP average its buckets by a compressor and return it, or None if none is set.
 
-    `options`: the section `compression` of the strategy. `seed`: the same on all ranks, since random
-    bases have to be.
+    `options`: the section `compression` of the strategy. `seed`: the same on all ranks, since
+    random bases have to be.
     """
     if options.kind == "none":
         return None
@@ -77,7 +77,8 @@ class Compressor:
         flat = bucket.buffer()
         devices: list[int | str | torch.device] = []
         if flat.is_cuda:
-            # Such a future notes the stream on which it is set, and DDP's stream waits for that one.
+            # Such a future notes the stream on which it is set, and DDP's stream waits for that
+            # one.
             devices.append(flat.device)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         with self._own_stream(flat), torch.no_grad():
@@ -169,8 +170,8 @@ class Int8(Compressor):
         sums = decode(received).sum(0, keepdim=True)
         average = sums.div_(self.size)
 
-        # The all-gather. This rank decodes its own part from the codes too, as the others do: its copy
-        # of the weights would differ from theirs otherwise.
+        # The all-gather. This rank decodes its own part from the codes too, as the others do: its
+        # copy of the weights would differ from theirs otherwise.
         own_part = encode(average)
         all_parts = torch.empty_like(sent)
         self._call(ALL_GATHER, all_parts, own_part)
@@ -246,7 +247,8 @@ class ErrorFeedback(Compressor):
     """A base of compressors that add what a step did not send to the next step's gradient.
 
     So nothing is lost but time (Stich et al. 2018, Karimireddy et al. 2019). It costs 4 bytes a
-    parameter on each rank. The errors are by parameter, since a parameter may move to another bucket.
+    parameter on each rank. The errors are by parameter, since a parameter may move to another
+    bucket.
     """
 
     def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
@@ -354,8 +356,8 @@ class PowerSGD(ErrorFeedback):
     def _random_basis(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the Q that the first step starts from: [columns of the matrix, rank].
 
-        It is drawn on the host, so that it does not depend on the device. All ranks draw for the same
-        matrices in the same order.
+        It is drawn on the host, so that it does not depend on the device. All ranks draw for the
+        same matrices in the same order.
         """
         basis = torch.randn(matrix.shape[1], self.options.rank, generator=self.generator)
         return basis.to(matrix)

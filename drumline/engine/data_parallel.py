@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 class Spread:
     """How a module is spread over the data ranks.
 
-    `module` runs a forward of training. `inner` runs one without gradients. `reads` is like `inner`,
-    but calls the objective once with all rows of the batch.
+    `module` runs a forward of training. `inner` runs one without gradients. `reads` is like
+    `inner`, but calls the objective once with all rows of the batch.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class Replicated(Spread):
     DDP averages in a backward that follows a forward of its own. If the last backward follows none
     (a loss of a method of the module's, a second backward of one forward), the gradients are
     averaged once more: averages of averages are averages. DDP waits for the weights that learned
-    when it was made. If a loop has frozen or unfrozen weights since, all are averaged after backward.
+    when it was made. If a loop has frozen or unfrozen weights since, all are averaged after
+    backward.
     """
 
     def __init__(
@@ -272,7 +273,10 @@ class Sharded(Spread):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See Spread. Until the last micro-batch gradients stay whole, unless each is reduced at once."""
+        """See Spread.
+
+        Until the last micro-batch gradients stay whole, unless each is reduced at once.
+        """
         self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)
         self.trains = True
         try:
@@ -345,7 +349,8 @@ class BucketedAllReduce(Spread):
     def average(self) -> None:
         """Average all gradients over the group, in flat buckets. Collective over the group.
 
-        A gradient that only other ranks have counts as zero here and is made; one that no rank has stays None.
+        A gradient that only other ranks have counts as zero here and is made; one that no rank has
+        stays None.
         """
         has_own_group = self.group_of_experts is not self.group
         experts: list[nn.Parameter] = []
@@ -383,8 +388,9 @@ class BucketedAllReduce(Spread):
 class _Bucket:
     """Gradients of some parameters end to end, summed over the group.
 
-    Behind them is a 1 for each gradient that this rank has. The host reads the sums of the ones, and
-    waits for the device, only if this rank lacks a gradient: it has to know whether another has it.
+    Behind them is a 1 for each gradient that this rank has. The host reads the sums of the ones,
+    and waits for the device, only if this rank lacks a gradient: it has to know whether another has
+    it.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -1,11 +1,11 @@
 """Expert parallelism: each rank holds some whole experts of a mixture.
 
 It cuts the modules that hold all of a layer's experts in tensors of [experts, …]. Ranks that see
-different tokens (`ep`; `tp` with the stream cut by tokens) exchange them: each choice of a token goes
-to the rank of its expert by an all-to-all, and what the expert made of it comes back (GShard, Lepikhin
-et al. 2021). Ranks that see the same tokens (`tp`) compute the choices of their own experts each, and
-sum. An expert's rows are computed by transformers' own code for the class: grouped products if they
-run, else a loop.
+different tokens (`ep`; `tp` with the stream cut by tokens) exchange them: each choice of a token
+goes to the rank of its expert by an all-to-all, and what the expert made of it comes back (GShard,
+Lepikhin et al. 2021). Ranks that see the same tokens (`tp`) compute the choices of their own
+experts each, and sum. An expert's rows are computed by transformers' own code for the class:
+grouped products if they run, else a loop.
 
 Shapes: N tokens, k choices of each, S rows (choices) on a rank, R ranks, E experts, D the width.
 """
@@ -77,7 +77,8 @@ def apply_experts(
     def forward(hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         """Return the weighted sums of the chosen experts' outputs, float[N, D].
 
-        `chosen_Nk`: the numbers of the experts that the router has chosen. `weights_Nk`: their weights.
+        `chosen_Nk`: the numbers of the experts that the router has chosen. `weights_Nk`: their
+        weights.
         """
         load_E = load_of(chosen_Nk, experts * mesh.size())
         # The router's metrics read it.
@@ -133,14 +134,15 @@ class _OwnExperts(NamedTuple):
         dist.all_to_all_single(arriving_RE, sent_RE, group=group)
         # The layer's one wait. The host has to know how many rows come, to make room for them and
         # because NCCL takes the sizes of an all-to-all from it. Room for the most that may come
-        # would spare the wait, and send and multiply up to `ranks` times the rows. Where weights are
-        # not bf16 (under autocast they are fp32), torch's grouped products wait as well: they
-        # multiply expert by expert then, by bounds that the host reads, two in a forward and four in
-        # a backward.
+        # would spare the wait, and send and multiply up to `ranks` times the rows. Where weights
+        # are not bf16 (under autocast they are fp32), torch's grouped products wait as well: they
+        # multiply expert by expert then, by bounds that the host reads, two in a forward and four
+        # in a backward.
         rows_each_way = torch.stack([sent_RE.sum(1), arriving_RE.sum(1)])
         sends, arrives = rows_each_way.tolist()
         rows_SD = all_to_all_single_autograd(hidden_ND[order_S // choices], arrives, sends, group)
-        # From each rank in turn come the rows of the first expert, then those of the second, and so on.
+        # From each rank in turn come the rows of the first expert, then those of the second, and so
+        # on.
         expert_S = torch.arange(self.number, device=order_S.device).repeat(ranks)
         expert_S = expert_S.repeat_interleave(arriving_RE.flatten(), output_size=sum(arrives))
         computed_SD = self.run(rows_SD, expert_S)
@@ -184,7 +186,8 @@ def with_weights(
 ) -> Callable[..., Any]:
     """Return `forward` with `change(weight)` in the place of each of the module's own weights.
 
-    The weights are taken from the module at each call: FSDP2 puts others there while a forward runs.
+    The weights are taken from the module at each call: FSDP2 puts others there while a forward
+    runs.
     """
 
     def run(*inputs: Any, **options: Any) -> Any:

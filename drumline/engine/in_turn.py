@@ -20,8 +20,8 @@ Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 class InBackward(Joined):
     """Updates each parameter as soon as its gradient is there, which is then deleted.
 
-    So backward holds one gradient at a time. Gradients of FSDP2's shards come when they are reduced.
-    `squares`: what the gradient norm is made of, until `zero_grad`.
+    So backward holds one gradient at a time. Gradients of FSDP2's shards come when they are
+    reduced. `squares`: what the gradient norm is made of, until `zero_grad`.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
@@ -74,9 +74,9 @@ class _PendingUpdate(NamedTuple):
 class OnHost(Joined):
     """Keeps moments and a copy of the weights in host memory, and takes steps there (Ren et al. 2021).
 
-    Gradients are copied to the host, all in a row. Each parameter is updated when its own gradient has
-    come, and goes back while the next one is updated. The host waits for each gradient, since it
-    computes with them. If `found_inf`, a scalar of the device, is 1, it takes no step.
+    Gradients are copied to the host, all in a row. Each parameter is updated when its own gradient
+    has come, and goes back while the next one is updated. The host waits for each gradient, since
+    it computes with them. If `found_inf`, a scalar of the device, is 1, it takes no step.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
@@ -141,7 +141,10 @@ class OnHost(Joined):
             local(update.parameter).copy_(local(update.copy.parameter), non_blocking=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Delete the gradients on the device. Those on the host are overwritten by the next step."""
+        """Delete the gradients on the device.
+
+        Those on the host are overwritten by the next step.
+        """
         for parameter in self.host_copies:
             parameter.grad = None
 

@@ -17,10 +17,10 @@ BITS_CUT = 16
 class LowAdamW(torch.optim.Optimizer):
     """AdamW in fp32 on one tensor at a time, whose results are rounded to bfloat16.
 
-    There are three ways to round. `nearest` loses what is less than half of a weight's last bit, 0.2%.
-    `stochastic` rounds up with a probability that makes the mean right. `kahan` keeps what was lost of a
-    weight in another bfloat16, and adds it in the next step (Zamirai et al. 2020); its moments are
-    rounded stochastically, or 0.999 would be 1.
+    There are three ways to round. `nearest` loses what is less than half of a weight's last bit,
+    0.2%. `stochastic` rounds up with a probability that makes the mean right. `kahan` keeps what
+    was lost of a weight in another bfloat16, and adds it in the next step (Zamirai et al. 2020);
+    its moments are rounded stochastically, or 0.999 would be 1.
 
     The noise is a function of seed and step, the same on all ranks: copies stay equal.
     """
@@ -46,8 +46,8 @@ class LowAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Take one step, a parameter after the other.
 
-        A parameter without a gradient is counted too, so that the noise of the others does not depend on
-        which gradients there are.
+        A parameter without a gradient is counted too, so that the noise of the others does not
+        depend on which gradients there are.
         """
         number = 0
         for group in self.param_groups:
@@ -117,15 +117,15 @@ class LowAdamW(torch.optim.Optimizer):
 def rounded(value: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
     """Round float32 stochastically to values that bfloat16 holds exactly, and return them as float32.
 
-    Their lower 16 bits are zero. A value is rounded up with the probability that the bits that are cut
-    are of the last bit that stays.
+    Their lower 16 bits are zero. A value is rounded up with the probability that the bits that are
+    cut are of the last bit that stays.
     """
     bits = value.view(torch.int32)
     least_kept = 1 << BITS_CUT  # the last bit that stays
     drawn = torch.randint(
         0, least_kept, bits.shape, generator=noise, device=bits.device, dtype=torch.int32
     )
-    # The sum carries into the last bit that stays as often as the bits that are cut say. Of a negative
-    # value too: the sign is a bit of its own, so the sum raises the magnitude.
+    # The sum carries into the last bit that stays as often as the bits that are cut say. Of a
+    # negative value too: the sign is a bit of its own, so the sum raises the magnitude.
     carried = bits + drawn
     return carried.bitwise_and_(-least_kept).view(torch.float32)

@@ -1,6 +1,7 @@
 """Muon over parts of matrices.
 
-Ranks that hold parts of a matrix bring it to an owner, which makes it orthogonal and returns the parts.
+Ranks that hold parts of a matrix bring it to an owner, which makes it orthogonal and returns the
+parts.
 """
 
 from __future__ import annotations
@@ -231,8 +232,8 @@ def _orthogonal_by_owners(
     _exchange(received, sent, from_owners, to_owners, group)
 
     if len(received):
-        # The parts lie in the order of the ranks, and only the last ones are filled up: the matrix is
-        # the first `rows` rows of them.
+        # The parts lie in the order of the ranks, and only the last ones are filled up: the matrix
+        # is the first `rows` rows of them.
         whole = received.view(-1, columns)
         if is_cut_by_columns:
             whole[:rows] = _newton_schulz(whole[:rows].T).T

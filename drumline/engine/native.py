@@ -161,7 +161,8 @@ def spread_over_data(
     """Fill a model's weights, and spread it over the data ranks. Collective.
 
     Data parallelism goes on last, around everything: the strategy's own, or copies of `module`.
-    `whole`: the mesh of all ranks, or None for one process alone. `roots`: see StrategyConfig.spread.
+    `whole`: the mesh of all ranks, or None for one process alone. `roots`: see
+    StrategyConfig.spread.
     """
     strategy = plan.config.strategy
     own: Spread | None = engine_of(strategy).spread(plan, whole, model, roots, values)
@@ -207,8 +208,8 @@ class ForwardEngine:
             self.autocast_dtype = LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
         self.statistics = Statistics(self.batch_norms)
-        # Whether this rank has all weights of the model in their usual form: no strategy that cuts them,
-        # and no axis of the mesh besides the data ranks.
+        # Whether this rank has all weights of the model in their usual form: no strategy that cuts
+        # them, and no axis of the mesh besides the data ranks.
         keeps_copies = isinstance(
             spread, Unreplicated | Replicated | SharedStep | BucketedAllReduce
         )
@@ -257,7 +258,10 @@ class ForwardEngine:
         """See Engine."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """See OpenEngine. With gradients the call goes through DDP, which averages them in backward."""
+        """See OpenEngine.
+
+        With gradients the call goes through DDP, which averages them in backward.
+        """
         trains = torch.is_grad_enabled()
         if trains:
             module = self.spread.module
@@ -273,7 +277,10 @@ class ForwardEngine:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """See OpenEngine. On leaving, each module is in the mode (training or not) that it had before."""
+        """See OpenEngine.
+
+        On leaving, each module is in the mode (training or not) that it had before.
+        """
         self._prepare_evaluation_weights()
         was_training = self.model.training
         with modes_kept(self.model):
@@ -299,10 +306,12 @@ class ForwardEngine:
         return outs
 
     def _prepare_evaluation_weights(self) -> None:
-        """Put the weights and statistics in place that an evaluation or an export reads. Collective.
+        """Put the weights and statistics in place that an evaluation or an export reads.
 
-        Batch norms agree on their running statistics here; engines whose weights differ between ranks
-        or from the averaged ones override this, and switch first.
+        Collective.
+
+        Batch norms agree on their running statistics here; engines whose weights differ between
+        ranks or from the averaged ones override this, and switch first.
         """
         agree_on_statistics(self.batch_norms)
 
@@ -320,8 +329,8 @@ class ForwardEngine:
 class NativeEngine(ForwardEngine):
     """Engine over a trainable model.
 
-    `named` has the model's parameters, `stepped` what the optimizer steps in their place: with a shared
-    step this rank's rows of them, otherwise the parameters themselves.
+    `named` has the model's parameters, `stepped` what the optimizer steps in their place: with a
+    shared step this rank's rows of them, otherwise the parameters themselves.
     """
 
     trains = True
@@ -352,8 +361,8 @@ class NativeEngine(ForwardEngine):
         if plan.config.compile.optimizer:
             compile_step(self.optimizer)
         self.gathers_fp8 = plan.config.precision.gather == "fp8"
-        # Whether the optimizer skips a step by itself if a flag on the device says so. Otherwise the
-        # host has to wait for the flag before each step.
+        # Whether the optimizer skips a step by itself if a flag on the device says so. Otherwise
+        # the host has to wait for the flag before each step.
         self.handles_found_inf = isinstance(self.optimizer, OnHost) or handles_found_inf(
             self.optimizer, self.device
         )
@@ -394,7 +403,10 @@ class NativeEngine(ForwardEngine):
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
     ) -> DeviceSums:
-        """See Engine. Gradients of all micro-batches but the last are accumulated without communication."""
+        """See Engine.
+
+        Gradients of all micro-batches but the last are accumulated without communication.
+        """
         outs = []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
@@ -410,15 +422,18 @@ class NativeEngine(ForwardEngine):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See OpenEngine. An evaluation may have left averaged weights, which are not those to train."""
+        """See OpenEngine.
+
+        An evaluation may have left averaged weights, which are not those to train.
+        """
         self._use_averaged_weights(False)
         self.statistics.note()
         with self.around(), self.spread.micro_batch(last):
             yield
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
-        # Gradients are averaged over ranks, and a sum over ranks is wanted: scaling the loss gives it
-        # without a second pass.
+        # Gradients are averaged over ranks, and a sum over ranks is wanted: scaling the loss gives
+        # it without a second pass.
         scale = self.loss_scale.scale(self.averaged_over / denominator)
         with self.spread.going_back(loss_sum):
             scaled_loss = loss_sum * scale
@@ -447,7 +462,10 @@ class NativeEngine(ForwardEngine):
         return global_norm(counted, self.device, self.group)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
-        """See Engine. An optimizer that handles `found_inf` steps without the host knowing `finite`."""
+        """See Engine.
+
+        An optimizer that handles `found_inf` steps without the host knowing `finite`.
+        """
         self.statistics.settle(finite)
         # If the host has to know, it asks before it clips: the device is clipping while the answer
         # comes.
@@ -472,7 +490,8 @@ class NativeEngine(ForwardEngine):
         if self.loss_scale.enabled:
             self.loss_scale.update(is_stepped=finite, is_overflow=~torch.isfinite(grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
-        # Also of parameters that the optimizer lacks: it may step parts of them, or they are frozen.
+        # Also of parameters that the optimizer lacks: it may step parts of them, or they are
+        # frozen.
         for parameter in self.named.values():
             parameter.grad = None
 
@@ -510,8 +529,12 @@ class NativeEngine(ForwardEngine):
         }
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """See Engine. What is derived from weights (fp8 scales, copies on the host) is made anew."""
-        # The tensors are the engine's own, already filled, or copies of what is quantised or in bf16.
+        """See Engine.
+
+        What is derived from weights (fp8 scales, copies on the host) is made anew.
+        """
+        # The tensors are the engine's own, already filled, or copies of what is quantised or in
+        # bf16.
         for name, tensor in self._kept().items():
             load_saved(tensor, tensors.get(name, tensor))
         load_numbers(self.optimizer, self.stepped, tensors)

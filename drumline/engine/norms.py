@@ -30,9 +30,9 @@ def global_norm(
     """Return the L2 norm over all entries of all gradients, each counted once: an fp64 scalar.
 
     It is on `device`, the one of the mesh. `group`: ranks that hold other layers (pipeline stages).
-    Entries are squared and summed in fp32 where they lie, then summed on `device` over the groups that
-    hold the other parts, then added: gradients may lie in host memory, and a rank may have none.
-    Collective.
+    Entries are squared and summed in fp32 where they lie, then summed on `device` over the groups
+    that hold the other parts, then added: gradients may lie in host memory, and a rank may have
+    none. Collective.
     """
     found: Squares = {}
     add_squares(found, gradients)
@@ -142,9 +142,10 @@ def spread_over(tensor: torch.Tensor) -> Place:
 class LossScale:
     """Loss scaling for fp16 (Micikevicius et al. 2018): it keeps small gradients above fp16's zero.
 
-    torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each of its ranks would
-    judge by its own part. Here the global norm shows an overflow, the same on all ranks. Scale and count
-    lie on the device, so that the host waits for neither. If not `enabled`, nothing is scaled.
+    torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each of its ranks
+    would judge by its own part. Here the global norm shows an overflow, the same on all ranks.
+    Scale and count lie on the device, so that the host waits for neither. If not `enabled`, nothing
+    is scaled.
     """
 
     def __init__(self, initial: float, enabled: bool, device: str) -> None:
@@ -167,7 +168,8 @@ class LossScale:
     def update(self, is_stepped: torch.Tensor, is_overflow: torch.Tensor) -> None:
         """Double the scale after so many good steps, halve it after an overflow.
 
-        A step that is passed over for another reason changes nothing. Both arguments: bool, on the device.
+        A step that is passed over for another reason changes nothing. Both arguments: bool, on the
+        device.
         """
         if not self.enabled:
             return

@@ -1,11 +1,11 @@
 """Move what blocks keep for their backward to host memory, and back, beside computing.
 
-This is `memory.activation_offload`. The activations of two blocks are on the device at once. In forward
-these are the block that computes and the one before, whose copies are on their way; in backward the
-block that computes and the one that is fetched ahead. The last two blocks keep theirs where it is.
-torch's saved-tensor hooks say what a block keeps: with full checkpointing its input. A storage is moved
-once, however many views of it are kept. On a GPU, copies go to pinned memory on a stream of their own;
-on a CPU the same code runs without streams.
+This is `memory.activation_offload`. The activations of two blocks are on the device at once. In
+forward these are the block that computes and the one before, whose copies are on their way; in
+backward the block that computes and the one that is fetched ahead. The last two blocks keep theirs
+where it is. torch's saved-tensor hooks say what a block keeps: with full checkpointing its input. A
+storage is moved once, however many views of it are kept. On a GPU, copies go to pinned memory on a
+stream of their own; on a CPU the same code runs without streams.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PLAIN = (Tensor, nn.Parameter, FakeTensor)
 class ActivationOffload:
     """The offload of all blocks of a model, which are changed in place.
 
-    `moved_bytes`: bytes that went to the host, in all. `device_bytes`: bytes of what is moved that are
-    on the device now. `most_device_bytes`: the most that were there at once.
+    `moved_bytes`: bytes that went to the host, in all. `device_bytes`: bytes of what is moved that
+    are on the device now. `most_device_bytes`: the most that were there at once.
     """
 
     def __init__(self, model: nn.Module, device: str) -> None:
@@ -126,7 +126,8 @@ class _Moved:
     """A storage that is moved, as uint8.
 
     `device`: its copy on the device; None while only the host has one. `host`: its copy there; None
-    for FakeTensors, which the planner traces with. `uses`: saved tensors in it that a graph still has.
+    for FakeTensors, which the planner traces with. `uses`: saved tensors in it that a graph still
+    has.
     """
 
     def __init__(self, device: Tensor) -> None:

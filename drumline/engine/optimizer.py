@@ -76,7 +76,10 @@ def new_optimizer(
 def _group_key(
     name: str, parameter: nn.Parameter, options: OptimizerConfig, is_matrix: bool
 ) -> _GroupKey:
-    """Return the group of a parameter. `is_matrix`: whether Muon steps it, if that is the optimizer."""
+    """Return the group of a parameter.
+
+    `is_matrix`: whether Muon steps it, if that is the optimizer.
+    """
     mesh = None
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
@@ -241,10 +244,10 @@ def handles_found_inf(optimizer: torch.optim.Optimizer, device: str) -> bool:
 
     The host then need not know whether the step is taken. Fused kernels do so, and Muon; but
     kernels of another device read what may not have arrived there yet. For the others the host
-    decides, because a flag on the device would win nothing. Lion, Adafactor and AdamW in pure bf16 are bound by
-    memory: they would read and write each gradient once more, which for large weights takes longer
-    than the wait should. The latter two also count their steps on the host, for rates and noise.
-    The optimizers of torchao and schedulefree, and a user's own, cannot be told.
+    decides, because a flag on the device would win nothing. Lion, Adafactor and AdamW in pure bf16
+    are bound by memory: they would read and write each gradient once more, which for large weights
+    takes longer than the wait should. The latter two also count their steps on the host, for rates
+    and noise. The optimizers of torchao and schedulefree, and a user's own, cannot be told.
     """
     if isinstance(optimizer, Joined):
         return all(handles_found_inf(part, device) for part in optimizer.parts)
@@ -278,7 +281,8 @@ def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None
     starts from; quantised moments are zero already, and the `z` of a schedule-free optimizer begins
     as the weights.
     """
-    # Besides its state, a step may change numbers in the groups, such as schedulefree's count of steps.
+    # Besides its state, a step may change numbers in the groups, such as schedulefree's count of
+    # steps.
     options_before = []
     rates_before = []
     for group in optimizer.param_groups:

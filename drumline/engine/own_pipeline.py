@@ -3,9 +3,9 @@
 The module's own forward runs on every rank, with the stages of other ranks replaced. A stage before
 the rank's own returns zeros, but the last of them returns what the rank before has sent. The stage
 behind the rank's own sends on what it is given. So what the module returns is real on the last rank
-alone, elsewhere it is zeros of the same form, and backward starts from the loss there. A rank runs a
-backward as soon as it has as many micro-batches in flight as the schedule allows, whoever drives the
-loop.
+alone, elsewhere it is zeros of the same form, and backward starts from the loss there. A rank runs
+a backward as soon as it has as many micro-batches in flight as the schedule allows, whoever drives
+the loop.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> Own
     if not next(model.parameters()).is_meta:
         # A model that was built whole lies on the host. Only the rank's own stages are left of it.
         model.to(values.device)
-    # DDP has to see each forward that a backward goes through. Here a backward begins at what was sent
-    # to the next rank, and not at what the module has returned.
+    # DDP has to see each forward that a backward goes through. Here a backward begins at what was
+    # sent to the next rank, and not at what the module has returned.
     options["overlaps"] = False
     return native.prepare(plan, model, values, partial(OwnPipeline, link), **options)
 
@@ -61,8 +61,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> Own
 def stages_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the stages of a module by name, in order.
 
-    These are the children of an nn.Sequential, or what the attribute `stages` of another module lists.
-    Raises PlanError if it names none, or some that cannot be held apart.
+    These are the children of an nn.Sequential, or what the attribute `stages` of another module
+    lists. Raises PlanError if it names none, or some that cannot be held apart.
     """
     found: Any
     if isinstance(model, nn.Sequential):
@@ -214,8 +214,8 @@ class Link:
     def _stand_in(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what runs in the place of a stage of another rank.
 
-        Stages that are no neighbours of the own ones return zeros: the module's forward goes through
-        them, and what they return is not used.
+        Stages that are no neighbours of the own ones return zeros: the module's forward goes
+        through them, and what they return is not used.
         """
         if index == self.first - 1:
             return self.receive
@@ -230,8 +230,8 @@ class Link:
             self.traced[key] = trace(self.model_on_meta, args, kwargs)
         self.forms = self.traced[key]
         if not torch.is_grad_enabled():
-            # In training `micro_batch` waits at the end of a step. Nothing else ends an evaluation, and
-            # its sent tensors would pile up.
+            # In training `micro_batch` waits at the end of a step. Nothing else ends an evaluation,
+            # and its sent tensors would pile up.
             self.wait()
         self.calls.append(Call())
         out = forward(*args, **kwargs)
@@ -254,8 +254,8 @@ class Link:
 
     def send(self, hidden: torch.Tensor) -> torch.Tensor:
         """Send hidden states to the next rank, and return zeros in the place of what it computes."""
-        # Under autocast the stage may return another type here than on the meta device, and the next
-        # rank makes its buffer by the latter.
+        # Under autocast the stage may return another type here than on the meta device, and the
+        # next rank makes its buffer by the latter.
         sent = hidden.to(self.forms[self.stop - 1].dtype).contiguous()
         self.calls[-1] = self.calls[-1]._replace(sent=sent)
         self._start_send(sent.detach(), self.group_of_hidden, self.rank + 1)
@@ -265,7 +265,8 @@ class Link:
         """Run the backward of some forwards.
 
         Gradients come from the rank behind and go to the one before. On the last rank the loss has
-        made them already. `calls`: in the order of their forwards, the same on both sides of a send.
+        made them already. `calls`: in the order of their forwards, the same on both sides of a
+        send.
         """
         sent = [call.sent for call in calls if call.sent is not None]
         gradients = [torch.empty_like(hidden) for hidden in sent]
@@ -423,8 +424,8 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
         self.ranks = link.ranks
         self.group = link.group_of_hidden
         self.place = torch.device(link.device)
-        # Micro-batches whose backward may be outstanding; None: all of a step (GPipe). With 1F1B a rank
-        # is as far ahead as there are ranks from it to the end of the pipeline.
+        # Micro-batches whose backward may be outstanding; None: all of a step (GPipe). With 1F1B a
+        # rank is as far ahead as there are ranks from it to the end of the pipeline.
         in_flight = {"1f1b": self.ranks - self.rank, "model_parallel": 1}
         self.in_flight = in_flight.get(plan.pipeline.schedule)
         self.is_last = self.rank == self.ranks - 1

@@ -91,7 +91,10 @@ class StageWithObjective(Stage):
     """
 
     def __init__(self, *parts: Any) -> None:
-        """Make a stage that runs nothing yet; `begin` sets what it runs on. `parts`: as of Stage."""
+        """Make a stage that runs nothing yet; `begin` sets what it runs on.
+
+        `parts`: as of Stage.
+        """
         super().__init__(*parts)
         self.micro_batches: Iterator[Any] = iter(())
         self.objective: Any = None
@@ -115,8 +118,8 @@ class StageWithObjective(Stage):
     def forward(self, received: torch.Tensor | None = None) -> torch.Tensor:
         """Return the hidden states for the next stage, [B, T, D], or of the last stage the loss, [1].
 
-        `received`: what the stage before has sent. The first stage gets token ids from the schedule,
-        and takes those of its batch.
+        `received`: what the stage before has sent. The first stage gets token ids from the
+        schedule, and takes those of its batch.
         """
         batch = next(self.micro_batches)
         hidden_BTD = None if self.is_first else received
@@ -129,7 +132,10 @@ class StageWithObjective(Stage):
             return self._loss(out, batch)
 
     def _loss(self, out: Any, batch: Any) -> torch.Tensor:
-        """Return the scaled loss of a micro-batch, [1], and keep its sums. `out`: Outputs of the model."""
+        """Return the scaled loss of a micro-batch, [1], and keep its sums.
+
+        `out`: Outputs of the model.
+        """
         answer = self.objective(out, batch)
         self.outs.append({"loss": answer.loss_sum.detach(), **answer.sums})
         scale = 1.0 if self.scale is None else self.scale
@@ -163,7 +169,10 @@ class _LossOfKnownGradients(torch.autograd.Function):
     def forward(
         ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor | None], *values: torch.Tensor
     ) -> torch.Tensor:
-        """Return `loss`. `gradients`: of the loss by each of `values`; None if it does not use it."""
+        """Return `loss`.
+
+        `gradients`: of the loss by each of `values`; None if it does not use it.
+        """
         ctx.save_for_backward(*gradients)
         return loss.clone()
 
@@ -332,7 +341,10 @@ class ForwardPipeline(PartOfPipeline):
         return results
 
     def _object_of_last_rank(self, own: Any) -> Any:
-        """Return what the rank of the last stage gives, on all ranks of the pipeline. Collective."""
+        """Return what the rank of the last stage gives, on all ranks of the pipeline.
+
+        Collective.
+        """
         box = [own]
         dist.broadcast_object_list(box, group=self.group, group_src=self.ranks - 1)
         return box[0]
@@ -347,9 +359,9 @@ class ForwardPipeline(PartOfPipeline):
 class LeanStage(pipelining.PipelineStage):
     """A stage of torch's schedules whose buffers live only as long as they are needed.
 
-    Before the first micro-batch, torch allocates what all micro-batches of a step receive, both ways.
-    Here each gets its buffer when it is about to receive, and gives it back after its backward. So
-    what 1F1B holds does not grow with accumulation.
+    Before the first micro-batch, torch allocates what all micro-batches of a step receive, both
+    ways. Here each gets its buffer when it is about to receive, and gives it back after its
+    backward. So what 1F1B holds does not grow with accumulation.
     """
 
     def _setup_forward_recv_info(self, *given: Any) -> None:
@@ -398,7 +410,8 @@ class LeanStage(pipelining.PipelineStage):
         _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), META)
         received = _move_buffers(self.args_recv_info[bwd_chunk_id], META)
         if full_backward:
-            # The graph of a loss still holds them, and the schedule keeps that to the end of the step.
+            # The graph of a loss still holds them, and the schedule keeps that to the end of the
+            # step.
             for buffer in received:
                 buffer.untyped_storage().resize_(0)
 
@@ -427,18 +440,20 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         """`parts`: as of ForwardPipeline."""
         super().__init__(plan, *parts)
         assert plan.pipeline is not None
-        # Weights that both ends hold and that are trained: their gradients are summed after backward.
+        # Weights that both ends hold and that are trained: their gradients are summed after
+        # backward.
         if self.rank in (0, self.ranks - 1):
             self.shared = [name for name in self.shared if self.named[name].requires_grad]
         else:
             self.shared = []
-        # In the norm the first rank counts the gradients of these weights, or they would count twice.
+        # In the norm the first rank counts the gradients of these weights, or they would count
+        # twice.
         self.counted_elsewhere = frozenset()
         if self.rank != 0:
             self.counted_elsewhere = frozenset(self.shared)
         schedule = plan.pipeline.schedule
-        # Micro-batches in one run of the schedule. With `model_parallel` one at a time goes through all
-        # stages and back, so that one rank computes and the others wait.
+        # Micro-batches in one run of the schedule. With `model_parallel` one at a time goes through
+        # all stages and back, so that one rank computes and the others wait.
         self.at_once = plan.batch.accumulation
         if schedule == "model_parallel":
             self.at_once = 1
@@ -486,7 +501,10 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
     ) -> DeviceSums:
-        """See Engine. The schedule runs forwards and backwards of `at_once` micro-batches at a time."""
+        """See Engine.
+
+        The schedule runs forwards and backwards of `at_once` micro-batches at a time.
+        """
         # As in NativeEngine.backward: gradients are averaged over ranks, and a sum is wanted.
         scale = self.loss_scale.scale(self.averaged_over / denominator)
         self._use_averaged_weights(False)

@@ -25,10 +25,10 @@ from drumline.vendor.torch import StridedShard
 class SharedStep(Spread):
     """Each rank along `replicate` averages and steps some rows of each parameter.
 
-    Then all ranks gather the rows of the others. The optimizer is given parameters of its own: views
-    of the rank's rows as DTensors, cut as FSDP2 cuts. So each state lies on one rank, and a
-    checkpoint has it as FSDP2's. Gradients stay whole until the step; only a rank's rows of them are
-    averaged.
+    Then all ranks gather the rows of the others. The optimizer is given parameters of its own:
+    views of the rank's rows as DTensors, cut as FSDP2 cuts. So each state lies on one rank, and a
+    checkpoint has it as FSDP2's. Gradients stay whole until the step; only a rank's rows of them
+    are averaged.
     """
 
     def __init__(self, module: nn.Module, whole: DeviceMesh, bucket_bytes: int) -> None:
@@ -57,7 +57,10 @@ class SharedStep(Spread):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See Spread. Gradients are averaged behind the last micro-batch, and the wait is measured."""
+        """See Spread.
+
+        Gradients are averaged behind the last micro-batch, and the wait is measured.
+        """
         yield
         if last and self.buckets:
             with self.clock.measure(self.replicas.device_type), torch.no_grad():
@@ -105,7 +108,8 @@ class SharedStep(Spread):
             assert names is not None
             mesh = self.whole["replicate", names[0]]
             if cut.is_shard(0):
-                # These are rows of a part of the rows: the tp ranks cut first, the data ranks within.
+                # These are rows of a part of the rows: the tp ranks cut first, the data ranks
+                # within.
                 placements = [StridedShard(0, split_factor=tp.size())]
             placements.append(cut)
         return DTensor.from_local(
@@ -122,9 +126,9 @@ class SharedStep(Spread):
 class Rows:
     """The rows of a parameter that one data rank averages and steps.
 
-    `per_rank`: rows of each data rank, of which the last ones may have fewer. `first`, `number`: the
-    first of this rank's rows, and how many it has. All are rows of the part of the parameter that
-    lies on this rank.
+    `per_rank`: rows of each data rank, of which the last ones may have fewer. `first`, `number`:
+    the first of this rank's rows, and how many it has. All are rows of the part of the parameter
+    that lies on this rank.
     """
 
     parameter: nn.Parameter

@@ -3,9 +3,9 @@
 A stage is the model itself with the parts that it lacks replaced. Every stage is given the ids and
 positions, so the model's own forward makes masks and rotary embeddings from them. Each block of
 another stage is replaced by an `Absent` module, which hands its input on. The one right before the
-stage's own blocks returns the hidden states that came from the stage before, whatever the trunk made
-up to there. The one right behind them notes the hidden states that go to the next stage. Weights keep
-the names that they have in the whole model.
+stage's own blocks returns the hidden states that came from the stage before, whatever the trunk
+made up to there. The one right behind them notes the hidden states that go to the next stage.
+Weights keep the names that they have in the whole model.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ TRIAL_RANKS = 2
 class Cuts:
     """Where a model can be cut.
 
-    `blocks`: name of the list of blocks, which has `number` of them. `before`, `after`: names of the
-    modules with weights that run ahead of the first block and behind the last. `returns`: how many
-    values a block returns in a tuple; 0 if it returns a tensor alone. `width`: D of the hidden
+    `blocks`: name of the list of blocks, which has `number` of them. `before`, `after`: names of
+    the modules with weights that run ahead of the first block and behind the last. `returns`: how
+    many values a block returns in a tuple; 0 if it returns a tensor alone. `width`: D of the hidden
     states. `splits`: see `models.head.can_split`.
     """
 
@@ -87,8 +87,8 @@ def _try_one_block_a_stage(small: Any, ids_BT: torch.Tensor) -> tuple[Cuts, bool
 class _Event(NamedTuple):
     """A moment in a run of a model.
 
-    `kind`: what happens, one of the constants below. `module`: name of a module outside of the blocks,
-    empty for an event of the blocks.
+    `kind`: what happens, one of the constants below. `module`: name of a module outside of the
+    blocks, empty for an event of the blocks.
     """
 
     kind: str
@@ -115,8 +115,8 @@ def trace_cuts(model: Any, ids_BT: torch.Tensor) -> Cuts:
     if events.count(FIRST_BLOCK_BEGINS) != 1 or events.count(LAST_BLOCK_ENDS) != 1:
         raise NO_STAGES.error(f"{class_name} runs its blocks more than once")
 
-    # A module runs before the blocks if it is done when they begin, and behind them if it has not ended
-    # until they are done. One that is neither is used between the blocks.
+    # A module runs before the blocks if it is done when they begin, and behind them if it has not
+    # ended until they are done. One that is neither is used between the blocks.
     first = events.index(FIRST_BLOCK_BEGINS)
     last = events.index(LAST_BLOCK_ENDS)
     before: list[str] = []
@@ -162,8 +162,8 @@ def _recorded_run(
 ) -> tuple[list[_Event], Any]:
     """Run a model, and return what happened in which order, and what its last block returned.
 
-    `outside`: modules outside of the blocks by name, whose begin and end are events. The output is None
-    if the last block did not run.
+    `outside`: modules outside of the blocks by name, whose begin and end are events. The output is
+    None if the last block did not run.
     """
     events: list[_Event] = []
     block_outputs: list[Any] = []
@@ -319,8 +319,8 @@ def _replacement(
     if not own_weights:
         return None
     if not own_weights.isdisjoint(held_weights):
-        # A tied weight, which the other end that the rank holds uses. The factors of an adapter over
-        # this end are not tied, and belong to the rank that runs it.
+        # A tied weight, which the other end that the rank holds uses. The factors of an adapter
+        # over this end are not tied, and belong to the rank that runs it.
         if is_tuned(module):
             return without_factors(module)
         return None

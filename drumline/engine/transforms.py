@@ -34,7 +34,8 @@ from drumline.vendor.torch import BatchNorm, TorchDispatchMode, foreach_copy_, t
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATEN = torch.ops.aten
-# Attention by its kernels on each device. The plain one consists of smaller operations, which are computed again.
+# Attention by its kernels on each device. The plain one consists of smaller operations, which are
+# computed again.
 _ATTENTION_NAMES = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -51,7 +52,9 @@ WRITTEN = {_ATEN.mm.out, _ATEN.addmm.out}
 
 
 def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> None:
-    """Let all batch norms of a model share their statistics over groups of `ranks` neighbours. Collective.
+    """Let all batch norms of a model share their statistics over groups of `ranks` neighbours.
+
+    Collective.
 
     `ranks` None: over all ranks. The model is changed in place, under the same names: to torch's
     SyncBatchNorm on a GPU and to `OnCPU` on a CPU, whose tensors torch's does not take. Running
@@ -193,7 +196,8 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Return the output, float[N, C, …], and of each channel mean, biased variance and count.
 
-        `input`: float[N, C, …], this rank's samples, perhaps none. `weight_C`, `bias_C`: float[C] or None.
+        `input`: float[N, C, …], this rank's samples, perhaps none. `weight_C`, `bias_C`: float[C]
+        or None.
         """
         precise = torch.promote_types(input.dtype, torch.float32)
         x_CM = input.transpose(0, 1).flatten(1).to(precise)
@@ -278,8 +282,8 @@ def apply_activation_checkpointing(
     """Let blocks compute their activations again in backward.
 
     `full` keeps the input of each block and computes the rest again (Chen et al. 2016). RNG is
-    replayed, so dropout agrees. `selective` keeps more, see the function of that name. `number`: how
-    many of the first blocks do so; None: all.
+    replayed, so dropout agrees. `selective` keeps more, see the function of that name. `number`:
+    how many of the first blocks do so; None: all.
     """
     if kind == "none":
         return
@@ -405,8 +409,8 @@ class _Selective(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of the region, or take its kept result.
 
-        The products are counted from 1 in both passes, so the odd ones that the first pass keeps are the
-        odd ones of the recomputation.
+        The products are counted from 1 in both passes, so the odd ones that the first pass keeps
+        are the odd ones of the recomputation.
         """
         if func not in WRITTEN:
             self.inner.ac_graph_id = self.ac_graph_id
@@ -463,7 +467,10 @@ def _call(function: Any, first: tuple[Any, ...], options: dict[str, Any], *input
 
 
 def compile_step(optimizer: torch.optim.Optimizer) -> None:
-    """Compile an optimizer's step. Its rates become tensors: each new number would be compiled anew."""
+    """Compile an optimizer's step.
+
+    Its rates become tensors: each new number would be compiled anew.
+    """
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"])
     optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign, assignment]
@@ -488,7 +495,8 @@ def apply_ddp(
 
     It averages gradients over the ranks of `group` while backward still runs.
     """
-    # Named only if it is switched off: torch 2.13 warns about the name, and older ones know no other.
+    # Named only if it is switched off: torch 2.13 warns about the name, and older ones know no
+    # other.
     buffers: dict[str, Any] = {}
     if not options.broadcast_buffers:
         buffers["broadcast_buffers"] = False
@@ -509,10 +517,10 @@ def apply_ddp(
 def _lay_out_buckets(ddp: DistributedDataParallel) -> None:
     """Run DDP's first backward, of zeros, so that it lays out its buckets.
 
-    After its first backward DDP lays out its buckets anew, in the order in which gradients came. The
-    order in which three ranks and more are summed depends on the place in a bucket, so the first
-    step of a resumed run would differ in its last bits. This backward reaches the last parameter
-    first, as that of a step does.
+    After its first backward DDP lays out its buckets anew, in the order in which gradients came.
+    The order in which three ranks and more are summed depends on the place in a bucket, so the
+    first step of a resumed run would differ in its last bits. This backward reaches the last
+    parameter first, as that of a step does.
     """
     parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
     with torch.enable_grad():

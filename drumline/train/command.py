@@ -1,4 +1,7 @@
-"""The commands train, convert, prepare and export: the order of their steps. Each step lives elsewhere."""
+"""The commands train, convert, prepare and export: the order of their steps.
+
+Each step lives elsewhere.
+"""
 
 from __future__ import annotations
 

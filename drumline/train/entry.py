@@ -1,4 +1,7 @@
-"""The entry of each rank: `python -m drumline.train.entry PLAN_JSON [--resume PATH|newest]`. It reads nothing but the plan."""
+"""The entry of each rank: `python -m drumline.train.entry PLAN_JSON [--resume PATH|newest]`.
+
+It reads nothing but the plan.
+"""
 
 from __future__ import annotations
 
@@ -288,8 +291,8 @@ class MainReporter(Reporter):
     def export(self) -> None:
         """Write the Hugging Face folder at the end of a finished run.
 
-        The run is finished and its weights are saved by now. So an export that fails is reported, and
-        fails nothing else: a restart would come to the same export.
+        The run is finished and its weights are saved by now. So an export that fails is reported,
+        and fails nothing else: a restart would come to the same export.
         """
         if self.plan.config.checkpoint.export == "none":
             return

@@ -43,7 +43,8 @@ CUDA_NUMBERS = {
     "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
 NO_LIMIT = 2**62  # bytes
-# Name of a function → what it is about. Of the functions on a stack the innermost one that stands here counts.
+# Name of a function → what it is about. Of the functions on a stack the innermost one that stands
+# here counts.
 DOING = {
     "build": "loading",
     "restore": "loading",
@@ -83,7 +84,8 @@ class Watched:
     def built(self, engine: Engine) -> None:
         """Take the engine, once it is built.
 
-        What the process holds besides the model is counted from now on: building has imported a lot.
+        What the process holds besides the model is counted from now on: building has imported a
+        lot.
         """
         self.engine = engine
         states = sum(engine.memory_stats())
@@ -104,7 +106,8 @@ class Watched:
     def _measure_host(self, message: str) -> dict[str, int]:
         """Return what the kernel counts of this process, in bytes.
 
-        Tensors took the difference between its largest resident set and its first. `message`: of the error.
+        Tensors took the difference between its largest resident set and its first. `message`: of
+        the error.
         """
         now = process_bytes()
         ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.mesh.world_size))

@@ -1,6 +1,7 @@
 """Checks for faults that raise no error: a loss that jumps, weights that differ between ranks, collectives out of step.
 
-Checking changes no number of a run. Only a policy for spikes (`health.on_spike`) other than `note` skips updates.
+Checking changes no number of a run. Only a policy for spikes (`health.on_spike`) other than `note`
+skips updates.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from drumline.train.state import PendingStep
 
 # Losses that a mean and a deviation need at least.
 FEWEST = 20
-# Of the mean. A loss that hardly moves has almost no deviation, and any step would stand out from it.
+# Of the mean. A loss that hardly moves has almost no deviation, and any step would stand out from
+# it.
 LEAST_DEVIATION = 0.01
 # For the bytes of an element: the integer type that holds its bits.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,7 +51,8 @@ class GoBack(Exception):
 class Spikes:
     """Detects losses far above those before them, and applies the policy `health.on_spike`.
 
-    A loss is a spike if z = (loss − mean) / standard deviation, over a window of losses, exceeds `spike_zscore`.
+    A loss is a spike if z = (loss − mean) / standard deviation, over a window of losses, exceeds
+    `spike_zscore`.
     """
 
     def __init__(self, health: HealthConfig, emit: Emit) -> None:
@@ -90,7 +93,8 @@ class Spikes:
     ) -> torch.Tensor:
         """Return whether the update may be made, as a bool scalar on the device; nothing waits for it.
 
-        The limit in force is stored in `pending`. `finite`: bool scalar, whether loss and norm are finite.
+        The limit in force is stored in `pending`. `finite`: bool scalar, whether loss and norm are
+        finite.
         """
         pending.limit = self.limit()
         if pending.position in self.passed_over:
@@ -102,7 +106,8 @@ class Spikes:
     def judge(self, pending: PendingStep, skips: int, can_go_back: bool) -> int:
         """Return how many steps in a row were skipped, with this one, whose numbers are finite and on the host.
 
-        `skips`: steps skipped in a row before it. `can_go_back`: there is a checkpoint to go back to.
+        `skips`: steps skipped in a row before it. `can_go_back`: there is a checkpoint to go back
+        to.
 
         Raises TrainingStopped after too many spikes, and GoBack if the policy is to roll back.
         """
@@ -225,7 +230,10 @@ def odd_ones(sums: dict[int, int]) -> list[int]:
 
 @torch.no_grad()
 def checksum(engine: Engine) -> torch.Tensor:
-    """Return an int64 scalar of all bits of this rank's weights. Any single flipped bit changes it."""
+    """Return an int64 scalar of all bits of this rank's weights.
+
+    Any single flipped bit changes it.
+    """
     engines: Iterable[Engine] = [engine]
     if isinstance(engine, CompositeEngine):
         engines = engine.engines.values()

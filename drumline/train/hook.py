@@ -16,7 +16,10 @@ _user_hook: Any = sys.__excepthook__
 
 
 def take_hook() -> None:
-    """Let `print_error` print what nobody has caught. It leaves what is not Drumline's to the hook that is there."""
+    """Let `print_error` print what nobody has caught.
+
+    It leaves what is not Drumline's to the hook that is there.
+    """
     global _user_hook
     if sys.excepthook is not print_error:
         _user_hook = sys.excepthook

@@ -49,7 +49,9 @@ RECEIVED_SECONDS = 5.0
 
 
 def train(make_request: Callable[[int], Request]) -> int:
-    """Run one rank, from plan to end. A run that is started again resumes from its newest checkpoint.
+    """Run one rank, from plan to end.
+
+    A run that is started again resumes from its newest checkpoint.
 
     `make_request`: returns the request for a number of ranks.
     """
@@ -69,7 +71,8 @@ def join(
     `stack` gets the lease of the run folder.
     """
     ranks = Ranks.from_environment()
-    # Before the data are prepared: other ranks find rank 0 now, wait for its plan, and notice if it dies meanwhile.
+    # Before the data are prepared: other ranks find rank 0 now, wait for its plan, and notice if it
+    # dies meanwhile.
     rendezvous()
     if ranks.rank == 0:
         return _plan(make_request, ranks, stack, display)
@@ -87,7 +90,8 @@ def train_rank(plan: Plan, start: Resume | None, display: bool) -> None:
         with Progress(Console(), verbosity=verbosity(), opening=opening(plan)) as progress:
             run(plan, resume, progress.on_event)
     except OutOfMemory as error:
-        # Another launcher decides whether it goes on; what to change is reported all the same, and finding it needs memory.
+        # Another launcher decides whether it goes on; what to change is reported all the same, and
+        # finding it needs memory.
         let_go(error)
         print(f"error: rank {rank}: {advise(plan, error.exhausted).line}", file=sys.stderr)
         raise
@@ -99,7 +103,9 @@ def train_rank(plan: Plan, start: Resume | None, display: bool) -> None:
 def _plan(
     make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool
 ) -> tuple[Plan, Resume | None]:
-    """Do rank 0's part: plan, and publish the plan. If that fails, all ranks end with its exit code.
+    """Do rank 0's part: plan, and publish the plan.
+
+    If that fails, all ranks end with its exit code.
 
     It is outside any collective, so it may take as long as the data need.
     """
@@ -239,7 +245,8 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
             where="launch.nodes",
             fix="leave launch.nodes out, or start the run by drumline train",
         )
-    # accelerate's own flags go before its file, too: a number in another tool's file is only what it was last started with.
+    # accelerate's own flags go before its file, too: a number in another tool's file is only what
+    # it was last started with.
     if request.loaded.old or launch.nproc is None:
         return
     ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -267,7 +274,8 @@ def _require_no_stop(plan: Plan) -> None:
 def _mark(request: Request) -> dict[str, Any]:
     """Return what a restart by torchrun has in common with the start before it.
 
-    The count of restarts does not tell: it counts failures alone, and stays as it was when a host came or went.
+    The count of restarts does not tell: it counts failures alone, and stays as it was when a host
+    came or went.
     """
     config = hashlib.sha256(to_yaml(request.loaded.config).encode()).hexdigest()
     return {

@@ -1,6 +1,7 @@
 """The training loop of a config: steps, evaluations, saves, and the ways in which a run ends.
 
-The loop sees an Engine, an Algorithm and streams of batches, but neither the model nor the strategy.
+The loop sees an Engine, an Algorithm and streams of batches, but neither the model nor the
+strategy.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class StepClock:
     def finish(self, pending: PendingStep) -> float:
         """Return the seconds of a step that has ended.
 
-        They count from the end of the step before, or, if other work came between, from when this step's batch was waited for.
+        They count from the end of the step before, or, if other work came between, from when this
+        step's batch was waited for.
         """
         began = max(self.finished_at, pending.began)
         self.finished_at = pending.arrived.finished_at
@@ -102,8 +104,9 @@ class StepClock:
 class Loop:
     """Trains one run on one rank.
 
-    All ranks take the same path through it: every number that decides something is summed over the ranks
-    first. A rank that decided by itself would miss a collective that the others are in, and all would hang.
+    All ranks take the same path through it: every number that decides something is summed over the
+    ranks first. A rank that decided by itself would miss a collective that the others are in, and
+    all would hang.
     """
 
     plan: Plan
@@ -121,7 +124,8 @@ class Loop:
     state: TrainState
     goodput: Goodput
     measure: Measure
-    # The last step that was done before this start, or before the run went back: up to it, steps are done again.
+    # The last step that was done before this start, or before the run went back: up to it, steps
+    # are done again.
     seen_step: int = 0
     rollouts: Rollouts | None = None
     # Restores the newest checkpoint, and returns the batches from there on.
@@ -150,7 +154,8 @@ class Loop:
         self.pending_step: PendingStep | None = None
         self.clock = StepClock()
         self.stop_request = StopRequest()
-        # Whether the run could be resumed after the last step. It could not in the middle of the steps of one rollout.
+        # Whether the run could be resumed after the last step. It could not in the middle of the
+        # steps of one rollout.
         self.is_resumable = True
         self.last_resumable_step = self.state.step
         # A save has failed, and all ranks know that it is time to try again.
@@ -225,7 +230,10 @@ class Loop:
             raise
 
     def _train(self) -> None:
-        """Take all steps to the end of the stream. A spike in the loss may send the run back to a checkpoint."""
+        """Take all steps to the end of the stream.
+
+        A spike in the loss may send the run back to a checkpoint.
+        """
         while True:
             try:
                 self._take_steps()
@@ -240,7 +248,8 @@ class Loop:
         self.last_resumable_step = self.state.step
         while True:
             if self.rollouts is not None and self.is_resumable:
-                # The next batch begins with a rollout, which takes long: a run that is asked to stop does so before it.
+                # The next batch begins with a rollout, which takes long: a run that is asked to
+                # stop does so before it.
                 self._stop_if_requested()
                 self.timeout.before_long_work(self.state.step)
             if self.early_stop_reason:
@@ -305,14 +314,16 @@ class Loop:
         self.metric = None
         self.clock.finished_at = time.time()
         self.is_resumable = True
-        # Ranks have agreed on these weights, and not on the weights after them, which are made again.
+        # Ranks have agreed on these weights, and not on the weights after them, which are made
+        # again.
         self.weights.agreed = self.state.step
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
         """Take one step. `data_s`: seconds that its batch was waited for.
 
-        The host does not wait for the device here. While the device computes this step, the host reads the numbers of the
-        step before. It waits for this step's own numbers only if the step is logged, or its traffic is counted.
+        The host does not wait for the device here. While the device computes this step, the host
+        reads the numbers of the step before. It waits for this step's own numbers only if the step
+        is logged, or its traffic is counted.
         """
         started = time.time()
         self.goodput.end_startup()
@@ -370,7 +381,8 @@ class Loop:
         self._end_measurement(pending, batch, comm_s)
         self._finish_pending_step()
         self.pending_step = pending
-        # Without peers, reading the sums of all ranks at once would be waiting for the slowest rank.
+        # Without peers, reading the sums of all ranks at once would be waiting for the slowest
+        # rank.
         if pending.is_logged and not self.steps_without_peers:
             self._finish_pending_step()
 
@@ -379,8 +391,9 @@ class Loop:
     ) -> ReducedStep:
         """Sum the losses over the ranks, and compute the gradient norm meanwhile. Collective.
 
-        One collective carries the sums and what each rank reports of itself (`own_numbers`). It begins
-        before the norm, so that both run side by side. The norm joins the numbers after the update.
+        One collective carries the sums and what each rank reports of itself (`own_numbers`). It
+        begins before the norm, so that both run side by side. The norm joins the numbers after the
+        update.
         """
         heartbeat.beat("collective")
         gathered = self.gather.start(sums, *own_numbers)
@@ -392,11 +405,13 @@ class Loop:
     def _reduce_after_norm(
         self, step: int, sums: DeviceSums, own_numbers: list[float]
     ) -> ReducedStep:
-        """Compute this rank's own gradient norm, and sum it over the ranks with the losses. Collective.
+        """Compute this rank's own gradient norm, and sum it over the ranks with the losses.
 
-        The norm comes first, because its square travels with the sums: `PendingStep.arrived` makes the
-        norm that is reported from them. The update itself follows this rank's own loss and norm, so no
-        rank waits for another before it.
+        Collective.
+
+        The norm comes first, because its square travels with the sums: `PendingStep.arrived` makes
+        the norm that is reported from them. The update itself follows this rank's own loss and
+        norm, so no rank waits for another before it.
         """
         heartbeat.beat("collective")
         heartbeat.beat("optimizer")
@@ -428,8 +443,8 @@ class Loop:
     def _own_numbers(self, is_logged: bool, data_s: float, comm_s: float) -> list[float]:
         """Return what this rank reports with the sums of a step.
 
-        That is `StepNumbers`, and of a logged step the values of its devices behind them. Each rank has
-        to report as many numbers as the others.
+        That is `StepNumbers`, and of a logged step the values of its devices behind them. Each rank
+        has to report as many numbers as the others.
         """
         device_values: list[float] = []
         if is_logged and self.meter is not None:
@@ -458,7 +473,8 @@ class Loop:
         step = pending.step - 1
         is_whole = True
         if self.measure.traffic.due(step):
-            # What a step without an update sends is not what the plan predicts. Asking waits for the device.
+            # What a step without an update sends is not what the plan predicts. Asking waits for
+            # the device.
             is_whole = pending.is_finite
         pending.sent_bytes, pending.timing = self.measure.end_step(
             step,
@@ -553,9 +569,12 @@ class Loop:
         self.emit(event)
 
     def evaluate(self) -> bool:
-        """Evaluate on the held-out sets, each sample once, and on tasks; then write samples. Collective.
+        """Evaluate on the held-out sets, each sample once, and on tasks; then write samples.
 
-        Returns whether the current weights are the best so far. A stop signal breaks the evaluation off.
+        Collective.
+
+        Returns whether the current weights are the best so far. A stop signal breaks the evaluation
+        off.
         """
         self._finish_pending_step()
         started = time.time()
@@ -587,7 +606,8 @@ class Loop:
     def _measure_metrics(self, step: int) -> Evaluation:
         """Return the metrics of the held-out sets or prompts, and of tasks if it is their turn.
 
-        Tasks take long, so they are scored less often, and always in the last evaluation. Collective.
+        Tasks take long, so they are scored less often, and always in the last evaluation.
+        Collective.
         """
         if self.rollouts is None:
             evaluation = self._evaluate_held_out()
@@ -665,7 +685,10 @@ class Loop:
         return Evaluation(metrics, samples, {})
 
     def save(self) -> None:
-        """Hand the state to the checkpointer, with the metric of these weights if it is known. Collective."""
+        """Hand the state to the checkpointer, with the metric of these weights if it is known.
+
+        Collective.
+        """
         self._finish_pending_step()
         self.should_retry_save = False
         self._begin_saving()

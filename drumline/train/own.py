@@ -120,12 +120,14 @@ def make_plan(
 def claim_run_folder(
     plan: Plan, resume: Resume | None, allow: tuple[str, ...], stack: ExitStack
 ) -> Resume | None:
-    """On rank 0: take the lease of the run folder, and write the plan into it. `stack` releases the lease.
+    """On rank 0: take the lease of the run folder, and write the plan into it.
+
+    `stack` releases the lease.
 
     Returns what the ranks resume from; None for a run that starts afresh.
 
-    Raises EnvironmentFault if the folder is another run's, and CheckpointError if the config differs in what the run
-    depends on.
+    Raises EnvironmentFault if the folder is another run's, and CheckpointError if the config
+    differs in what the run depends on.
     """
     run_dir = Path(plan.run_dir)
     stack.enter_context(Lease(run_dir))
@@ -189,7 +191,8 @@ class Trained:
     # Of each backward an fp64[2]: loss sum and weight.
     sums: list[torch.Tensor] = field(default_factory=list)
     has_stepped: bool = False
-    # Whether the weight of its last step counts as tokens: the step was the first of its global batch.
+    # Whether the weight of its last step counts as tokens: the step was the first of its global
+    # batch.
     counts_tokens: bool = False
     # The last step, until its numbers are read and acted on.
     pending_step: PendingStep | None = None
@@ -305,7 +308,8 @@ def _group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def check_optimizers(pairs: Mapping[str, Any]) -> dict[str, Pair]:
     """Return the same {name: (build, make_optimizer)}, with each optimizer checked as it is made.
 
-    Raises UserError for a model or an optimizer that is made already, and later for an optimizer that cannot be stepped.
+    Raises UserError for a model or an optimizer that is made already, and later for an optimizer
+    that cannot be stepped.
     """
     checked: dict[str, Pair] = {}
     for name, (build, make_optimizer) in pairs.items():
@@ -455,7 +459,10 @@ def step_event(
     tokens: float,
     **metrics: float,
 ) -> Step:
-    """Return the event of a step. `seconds` and `tokens`: of the step; `metrics`: loss, grad_norm and epoch."""
+    """Return the event of a step.
+
+    `seconds` and `tokens`: of the step; `metrics`: loss, grad_norm and epoch.
+    """
     samples = plan.batch.global_samples
     return Step(
         step=step,
@@ -497,7 +504,10 @@ def plan_of_model(plan: Plan, name: str) -> Plan:
 
 
 def to_scalar(value: Any, device: str) -> torch.Tensor:
-    """Return a number or a tensor of one number as an fp64 scalar on the device. The host waits for nothing."""
+    """Return a number or a tensor of one number as an fp64 scalar on the device.
+
+    The host waits for nothing.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().to(device, torch.float64, non_blocking=True).reshape(())
     return torch.full((), float(value), dtype=torch.float64, device=device)

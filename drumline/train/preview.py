@@ -36,7 +36,10 @@ from drumline.system.output import plural
 
 
 class Style(NamedTuple):
-    """The styles of tokens in one state. Neighbours alternate between the first two, so that their border shows."""
+    """The styles of tokens in one state.
+
+    Neighbours alternate between the first two, so that their border shows.
+    """
 
     even: str
     odd: str
@@ -112,8 +115,8 @@ class Options:
 def preview(config_path: Path, overrides: list[str], options: Options) -> None:
     """Draw rows of a config in the terminal, or as a page.
 
-    `overrides`: `key=value` over the config. Raises UserError. The error of a row that cannot be used
-    is raised after all else is drawn, so that the user sees it among the rows that can.
+    `overrides`: `key=value` over the config. Raises UserError. The error of a row that cannot be
+    used is raised after all else is drawn, so that the user sees it among the rows that can.
     """
     if options.html is not None and options.html.suffix not in (".html", ".htm"):
         raise UserError(
@@ -191,7 +194,10 @@ def _write(console: Console, path: Path) -> None:
 
 
 class Segment(NamedTuple):
-    """A row in a pack. `tokens`, `learn`: arrays [T]; learn is above 0 where a token is in the loss."""
+    """A row in a pack.
+
+    `tokens`, `learn`: arrays [T]; learn is above 0 where a token is in the loss.
+    """
 
     tokens: Any
     learn: Any
@@ -565,7 +571,8 @@ def _repeated_rows(reader: Reader, usable: list[Seen]) -> list[str]:
 def count_reasons(rows: list[Seen]) -> dict[str, int]:
     """Return how many rows cannot be used, by the reason.
 
-    Reasons that differ in their numbers alone ("row 3", "row 4") count as one, in the words of the first.
+    Reasons that differ in their numbers alone ("row 3", "row 4") count as one, in the words of the
+    first.
     """
     counts: dict[str, int] = {}
     first_wordings: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """Log-probabilities of DPO's answers under the reference model, put into each batch before its step.
 
-There are three ways to get them. `precomputed`: a table over all pairs of a token cache, made once by the strategy of the run
-and kept in RUN/reference. `live`: a frozen copy scores batch by batch. `adapter`: the policy itself scores, with its adapter
-switched off.
+There are three ways to get them. `precomputed`: a table over all pairs of a token cache, made once
+by the strategy of the run and kept in RUN/reference. `live`: a frozen copy scores batch by batch.
+`adapter`: the policy itself scores, with its adapter switched off.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Reference:
     def _scorers(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
         """Return a function that returns, for a cache folder, what scores its pairs.
 
-        The module's docstring has the three ways. Collective if a model is built or a table is scored.
+        The module's docstring has the three ways. Collective if a model is built or a table is
+        scored.
         """
         kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
@@ -99,7 +100,8 @@ class Reference:
     def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
         """Return for each cache folder its table: fp64[N, R], what the R rows of its N samples score. Collective.
 
-        The rows of a pair are the chosen and the rejected answer. `caches`: folder of each part of the data.
+        The rows of a pair are the chosen and the rejected answer. `caches`: folder of each part of
+        the data.
         """
         rows = self.plan.batch.rows_per_sample
         tables: dict[str, torch.Tensor] = {}
@@ -128,7 +130,10 @@ class Reference:
         return tables
 
     def _read_on_all_ranks(self, path: Path, pairs: int, rows: int) -> torch.Tensor | None:
-        """Return the table that rank 0 finds at `path`, on all ranks; None if it finds none. Collective."""
+        """Return the table that rank 0 finds at `path`, on all ranks; None if it finds none.
+
+        Collective.
+        """
         table: torch.Tensor | None = None
         if self.ranks.rank == 0:
             # Rank 0 reads what rank 0 has written: hosts need not share the run folder.
@@ -144,8 +149,8 @@ class Reference:
     def _scorer(self) -> Engine:
         """Return an untrained model.
 
-        That is the policy before its first step, or without an adapter that leaves the base model as it
-        was; otherwise a frozen model that is built for it.
+        That is the policy before its first step, or without an adapter that leaves the base model
+        as it was; otherwise a frozen model that is built for it.
         """
         config = self.plan.config
         is_another_model = getattr(config.algorithm, "reference_model", None) is not None
@@ -164,14 +169,16 @@ class Reference:
             if stop:
                 what = "stopped before the first step, while the reference was scored"
                 raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
-            # An adapter that has taken something out of its base layers is part of the model that training starts from.
+            # An adapter that has taken something out of its base layers is part of the model that
+            # training starts from.
             scores = engine.infer(
                 batch.micro_batches,
                 self.algorithm.score,
                 adapter=not self.plan.config.adapter.switches,
             )
             for pair, answer in zip(batch.micro_batches, scores, strict=True):
-                # Scores come row by row: first the chosen answers of all pairs, then the rejected ones.
+                # Scores come row by row: first the chosen answers of all pairs, then the rejected
+                # ones.
                 is_real_P = pair.real_P > 0
                 scores_PR = answer.view(rows, -1).T
                 table[pair.samples_P[is_real_P]] = scores_PR[is_real_P]

@@ -125,7 +125,9 @@ def build_readers(
     tail: list[int],
     device: str,
 ) -> Readers:
-    """Return what reads numbers of episodes from each model. Collective: the frozen models are built.
+    """Return what reads numbers of episodes from each model.
+
+    Collective: the frozen models are built.
 
     `tail`: as `last_scores` takes it.
     """
@@ -162,7 +164,10 @@ def build_readers(
 def _reward_readers(
     plan: Plan, algorithm: RolloutSpec, reading: Reading, tail: list[int], device: str
 ) -> dict[str, Score]:
-    """Return for each reward by a model, by its name, what reads the reward. Collective: the models are built."""
+    """Return for each reward by a model, by its name, what reads the reward.
+
+    Collective: the models are built.
+    """
     names = []
     for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True):
         if reward.kind == "model":

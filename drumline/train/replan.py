@@ -157,7 +157,9 @@ class Replanner:
         self.micro_batch = self.batch.micro_batch or plan.batch.micro_batch
 
     def __call__(self, out: Exhausted, step: int) -> tuple[str, str | None]:
-        """Return (advice, why the run does not go on). If the reason is None, plan.json holds the next plan.
+        """Return (advice, why the run does not go on).
+
+        If the reason is None, plan.json holds the next plan.
 
         `step`: the last one that was done.
         """
@@ -173,7 +175,10 @@ class Replanner:
         return advice.line, None
 
     def _take(self, nearest: Candidate, predicted: Estimate, out: Exhausted, step: int) -> None:
-        """Go on with another plan of the same ranks: write it, and an event. `predicted`: of the plan so far."""
+        """Go on with another plan of the same ranks: write it, and an event.
+
+        `predicted`: of the plan so far.
+        """
         old = self.plan
         plan = self._resolve(nearest.config, old.mesh.world_size, question(old))
         plan = plan.model_copy(update={"why": [*plan.why, f"out of memory before: {nearest.name}"]})
@@ -196,8 +201,8 @@ class Replanner:
     def _as_same_run(self, plan: Plan) -> Plan:
         """Return a plan with the numbers of the run that stay: a mix with fewer data ranks scales no rate.
 
-        The batch stays as it was set, too: a resumed run is compared with it, and how it is cut up does
-        not change its numbers.
+        The batch stays as it was set, too: a resumed run is compared with it, and how it is cut up
+        does not change its numbers.
         """
         old = self.plan
         numbers = {
@@ -224,7 +229,8 @@ class Replanner:
     def resize(self, ranks: int) -> bool:
         """Write a plan for so many ranks into plan.json. Returns whether there is one.
 
-        The global batch, the order of samples and the learning rate stay; the strategy stays if it can.
+        The global batch, the order of samples and the learning rate stay; the strategy stays if it
+        can.
         """
         old = self.plan
         if ranks == old.mesh.world_size:
@@ -253,7 +259,8 @@ class Replanner:
     def _resized(self, ranks: int) -> Plan | None:
         """Return a plan for so many ranks; None if there is none.
 
-        It has the strategy of the plan, and about its micro-batch; if that does not fit, it is the best of any strategy.
+        It has the strategy of the plan, and about its micro-batch; if that does not fit, it is the
+        best of any strategy.
         """
         old = self.plan
         request: Question | None = None

@@ -31,7 +31,8 @@ from drumline.system.files import is_own_checkpoint
 from drumline.telemetry.events import Emit, Restore
 from drumline.train.state import TrainState, rate_evaluation
 
-# Matches the section of weights in a tensor's name, of the policy (model.…) or of another role (ROLE/model.…).
+# Matches the section of weights in a tensor's name, of the policy (model.…) or of another role
+# (ROLE/model.…).
 MODEL = re.compile(r"(^|(?<=/))model\.")
 
 
@@ -51,8 +52,8 @@ class Start:
     def find(cls, plan: Plan, resume: Resume, memory: Memory | None = None) -> Start:
         """Find the whole checkpoint that a run resumes from. Collective.
 
-        It is one that the user names by its own path, its run's folder or a URL, or else the newest of
-        the run itself. Raises CheckpointError if none is whole.
+        It is one that the user names by its own path, its run's folder or a URL, or else the newest
+        of the run itself. Raises CheckpointError if none is whole.
         """
         ranks = RankGroup.all(error_type=CheckpointError)
         ranks.each(partial(recover, Path(plan.run_dir) / CHECKPOINTS))
@@ -121,7 +122,10 @@ class Start:
         return state
 
     def _rate_again(self, path: Path, saved_eval: dict[str, Any], state: TrainState) -> None:
-        """Bring the metrics in `state` up to date. `saved_eval`: the section eval of the checkpoint's config."""
+        """Bring the metrics in `state` up to date.
+
+        `saved_eval`: the section eval of the checkpoint's config.
+        """
         metric = self.evaluation.metric
         mode = self.evaluation.mode
         if saved_eval.get("metric", metric) != metric or saved_eval.get("mode", mode) != mode:
@@ -130,10 +134,12 @@ class Start:
             state.mark = None
             state.stale = 0
         manifest = read_manifest(path)
-        # After steps that changed nothing (`skips`) the metric of the same weights was counted before the save.
+        # After steps that changed nothing (`skips`) the metric of the same weights was counted
+        # before the save.
         was_rated_later = 0 <= state.evaluated < state.step and not state.skips
         if was_rated_later and manifest.metric is not None and manifest.rated == f"{mode} {metric}":
-            # An evaluation after the save, whose metric was written beside it (Checkpointer.write_metric).
+            # An evaluation after the save, whose metric was written beside it
+            # (Checkpointer.write_metric).
             rate_evaluation({metric: manifest.metric}, self.evaluation, state)
             state.evaluated = state.step
 
@@ -243,7 +249,10 @@ def rating_of(plan: Plan) -> str:
 
 
 def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
-    """Return what writes the checkpoints of a run. `mode`: min or max, or as `rating_of` returns it. Collective."""
+    """Return what writes the checkpoints of a run.
+
+    `mode`: min or max, or as `rating_of` returns it. Collective.
+    """
     options = plan.config.checkpoint
     return Checkpointer(
         Path(plan.run_dir) / CHECKPOINTS,
@@ -257,7 +266,10 @@ def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
 
 
 def memory_of(plan: Plan, goes_on: bool) -> Memory | None:
-    """Return where hosts keep states in memory; None if they do not. `goes_on`: the run has started before. Collective."""
+    """Return where hosts keep states in memory; None if they do not.
+
+    `goes_on`: the run has started before. Collective.
+    """
     if not plan.config.checkpoint.in_memory_every:
         return None
     return Memory(Path(plan.run_dir), goes_on)

@@ -59,7 +59,8 @@ class Saver:
     memory_failed: bool = False
     # The metric with which the last checkpoint was saved.
     metric: float | None = None
-    # The step from which on a failed save is tried again. Each rank has its own; the highest decides.
+    # The step from which on a failed save is tried again. Each rank has its own; the highest
+    # decides.
     retry_at: float = math.inf
 
     def save(self, metric: float | None) -> None:
@@ -88,16 +89,20 @@ class Saver:
             self.memory.wait()
 
     def save_last(self, metric: float | None) -> None:
-        """Leave the run with exactly these weights on disk, and with their metric if it is known. Collective.
+        """Leave the run with exactly these weights on disk, and with their metric if it is known.
+
+        Collective.
 
         If the weights are saved already, a metric that is only known now is written beside them.
 
-        A save that fails for a reason that may pass is tried again for `checkpoint.wait_seconds`. After
-        a stop signal it is tried for half of `launch.grace_seconds`; the other half is for another disk.
+        A save that fails for a reason that may pass is tried again for `checkpoint.wait_seconds`.
+        After a stop signal it is tried for half of `launch.grace_seconds`; the other half is for
+        another disk.
 
         Raises NotSaved.
         """
-        # Waiting comes first: only then do all ranks know the same of the save under way, and decide alike.
+        # Waiting comes first: only then do all ranks know the same of the save under way, and
+        # decide alike.
         self.report(self.checkpointer.wait())
         self.failed = 0
         self._write_missing_metric(metric)
@@ -165,7 +170,8 @@ class Saver:
             self.failed += 1
             self.retry_at = result.step
             if result.begun:
-                # A save that broke off in the middle of writing is tried ever less often. Looking for room costs nothing.
+                # A save that broke off in the middle of writing is tried ever less often. Looking
+                # for room costs nothing.
                 self.retry_at += 2**self.failed
             is_reported_already = self.failed > 1 and not result.begun
             if not is_reported_already:

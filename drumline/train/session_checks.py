@@ -62,8 +62,8 @@ def require_one_model(plan: Plan, models: int) -> None:
 def require_free(is_in_batch: bool, unused: list[str]) -> None:
     """Raise UserError if a loop over batches begins within another one, or after one that was left in the middle.
 
-    `unused`: models that have gradients which no step has used. The samples of such a loop are taken
-    again, and their gradients would be there already.
+    `unused`: models that have gradients which no step has used. The samples of such a loop are
+    taken again, and their gradients would be there already.
     """
     if is_in_batch:
         raise UserError(

@@ -73,8 +73,8 @@ EVAL_RESULTS = "eval.json"
 def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:
     """Return the plan of a run: find the model, prepare the data and resolve every number.
 
-    It runs on one host, before any rank starts. The cheapest checks come first, so that a mistake in
-    the config does not show after an hour of preparing data.
+    It runs on one host, before any rank starts. The cheapest checks come first, so that a mistake
+    in the config does not show after an hour of preparing data.
 
     `dry_run`: prepare and download nothing; data that are not prepared are missing in the plan.
     """
@@ -131,7 +131,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
 def _check_request(request: Request) -> None:
     """Raise the errors that need no work.
 
-    They are those of the checkpoint, the URL, the trackers, the callbacks and the optimizer of a request.
+    They are those of the checkpoint, the URL, the trackers, the callbacks and the optimizer of a
+    request.
     """
     config = request.loaded.config
     base_dir = request.loaded.base_dir.absolute()
@@ -234,7 +235,8 @@ def _prepare_data(
 def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
     """Return the plan with the number of steps that `checkpoint.every: auto` stands for.
 
-    `planner.faults.campaign` weighs the time of saves against steps that a fault makes the run repeat.
+    `planner.faults.campaign` weighs the time of saves against steps that a fault makes the run
+    repeat.
     """
     assert plan.predicted.estimate is not None
     best = campaign(Candidate("", plan, plan.predicted.estimate), cluster, facts)
@@ -252,8 +254,8 @@ def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
 def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[str, RolePlan]:
     """Return for each auxiliary model, by the name of its role, what it is and where it lies.
 
-    Raises ModelError for a model that reads other tokens than the policy writes, and for a frozen one
-    without a trained head.
+    Raises ModelError for a model that reads other tokens than the policy writes, and for a frozen
+    one without a trained head.
     """
 
     def find(model: ModelConfig) -> Found:
@@ -369,8 +371,8 @@ def _check_prompts(
 ) -> None:
     """Raise ConfigError or PlanError if rewards or the curriculum do not fit the prompts.
 
-    Rewards are called with the columns of a row, and a curriculum weighs domains. `data`: None if they
-    are not prepared, in a dry run.
+    Rewards are called with the columns of a row, and a curriculum weighs domains. `data`: None if
+    they are not prepared, in a dry run.
     """
     columns = None
     if data is not None:
@@ -460,7 +462,9 @@ def _own_data(config: Config, base_dir: Path) -> DataPlan:
 def _resolve_plan(
     request: Request, config: Config, machine: Machine, data: DataPlan | None, **model: Any
 ) -> Plan:
-    """Return the plan with every number resolved. `model`: facts, path and roles, as `resolve` takes them.
+    """Return the plan with every number resolved.
+
+    `model`: facts, path and roles, as `resolve` takes them.
 
     Raises PlanError also for a profile of steps or ranks that the run does not have.
     """
@@ -521,8 +525,9 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
 
     Returns the path of plan.json, and what the ranks resume from.
 
-    Raises EnvironmentFault if another run is in the folder, it cannot be written, or it has too little space; and
-    CheckpointError if there is nothing to resume from, or the config differs in what matters.
+    Raises EnvironmentFault if another run is in the folder, it cannot be written, or it has too
+    little space; and CheckpointError if there is nothing to resume from, or the config differs in
+    what matters.
     """
     run_dir = Path(plan.run_dir)
     # First, since a save that a crash has broken off may hide the newest checkpoint.
@@ -587,8 +592,8 @@ def _make_fallback(plan: Plan) -> None:
 def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
     """Return what the ranks resume from; None for a run that starts afresh.
 
-    Only the saved config and data are looked at: the ranks verify the checkpoint itself, each a part of
-    it. Raises CheckpointError.
+    Only the saved config and data are looked at: the ranks verify the checkpoint itself, each a
+    part of it. Raises CheckpointError.
     """
     if request.resume is None:
         return None
@@ -605,7 +610,8 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
 def as_before(plan: Plan, request: Request) -> Plan:
     """Return the plan with the learning rate that the run has had, if only its scaling by devices is new.
 
-    If the next step's rate is not that of the schedule so far, a line says so. Raises CheckpointError.
+    If the next step's rate is not that of the schedule so far, a line says so. Raises
+    CheckpointError.
     """
     if request.resume is None:
         return plan
@@ -629,8 +635,8 @@ def as_before(plan: Plan, request: Request) -> Plan:
 def _with_rate_of(path: str, state: dict[str, Any], plan: Plan, request: Request) -> Plan:
     """Return the plan with a checkpoint's learning rate, if only another number of devices would change it.
 
-    `path`, `state`: of the checkpoint. The rate may change if the user allows it, or if the global batch
-    is another one, which the scaling is for.
+    `path`, `state`: of the checkpoint. The rate may change if the user allows it, or if the global
+    batch is another one, which the scaling is for.
     """
     lr = state.get("lr")
     if lr is None or lr == plan.lr or plan.config.optimizer.lr_scaling == "none":
@@ -651,8 +657,8 @@ def _with_rate_of(path: str, state: dict[str, Any], plan: Plan, request: Request
 def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
     """Return a line on the learning rate of the last step and of the next one, and why they lie apart.
 
-    Returns None if the schedule goes on as it was, and for checkpoints of older versions, which do not
-    have its length. `state`: of the checkpoint.
+    Returns None if the schedule goes on as it was, and for checkpoints of older versions, which do
+    not have its length. `state`: of the checkpoint.
     """
     step = state["trainer"].get("step")
     lr = state.get("lr")

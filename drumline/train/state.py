@@ -30,7 +30,8 @@ MAX_RESCALES = 20
 CALLED_AT_SAVE = ("stream", "spikes")
 # The only key of an encoded dictionary whose keys are not all strings; see `keyed`.
 PAIRS = "drumline: keys and values"
-# The name of a sum over ranks that step without their peers: the squared norms of their own gradients.
+# The name of a sum over ranks that step without their peers: the squared norms of their own
+# gradients.
 SQUARES = "squared_norms"
 
 Number = TypeVar("Number", float, list[float])
@@ -51,7 +52,8 @@ class TrainState:
     skips: int = 0
     # Steps at the last evaluation; 0 before the first; -1 in checkpoints of older versions.
     evaluated: int = -1
-    # The metric that eval.patience compares with, and how many evaluations in a row were not better.
+    # The metric that eval.patience compares with, and how many evaluations in a row were not
+    # better.
     mark: float | None = None
     stale: int = 0
     # What the stream of batches needs, besides `position`, to continue.
@@ -65,7 +67,8 @@ class TrainState:
     def dump(self) -> dict[str, Any]:
         """Return the state as a checkpoint stores it.
 
-        Functions among the values of `stream` and `spikes` are called now. Collective, as a save is.
+        Functions among the values of `stream` and `spikes` are called now. Collective, as a save
+        is.
         """
         dumped = dict(vars(self))
         for name in CALLED_AT_SAVE:
@@ -285,7 +288,10 @@ def rate_evaluation(
 
 
 def _is_better(metric: float, other: float | None, min_delta: float, mode: str) -> bool:
-    """Whether a finite metric is better than another by more than `min_delta`. `mode`: min or max."""
+    """Whether a finite metric is better than another by more than `min_delta`.
+
+    `mode`: min or max.
+    """
     if not math.isfinite(metric):
         return False
     if other is None:
@@ -325,8 +331,8 @@ class Goodput:
         """`started`: unix time."""
         self.started = started
         self.seconds = dict.fromkeys(self.CATEGORIES, 0.0)
-        # Seconds of the parts of start-up, in order. The first part begins with the process, each other one where
-        # the part before it ends.
+        # Seconds of the parts of start-up, in order. The first part begins with the process, each
+        # other one where the part before it ends.
         before_start = started - psutil.Process().create_time()
         self.parts = {"imports and plan": max(0.0, before_start)}
         self._part_began = started
@@ -349,7 +355,10 @@ class Goodput:
         self._part_began = now
 
     def end_startup(self) -> None:
-        """Count all time that no category has claimed as start-up. Called as a step begins; only the first call counts."""
+        """Count all time that no category has claimed as start-up.
+
+        Called as a step begins; only the first call counts.
+        """
         if self._has_stepped:
             return
         self._has_stepped = True

@@ -1,6 +1,7 @@
 """The batches of one rank, for training and evaluation.
 
-Some objectives need numbers over a whole global batch before their loss: `FirstPass` computes them in a pass without gradients.
+Some objectives need numbers over a whole global batch before their loss: `FirstPass` computes them
+in a pass without gradients.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def fixed_width(plan: Plan) -> int | None:
 def open_samples(plan: Plan, folder: str) -> Any:
     """Return the token cache in a folder.
 
-    For a module of the user's own, return the samples of the sources that `folder` names: train, or eval/SET.
+    For a module of the user's own, return the samples of the sources that `folder` names: train, or
+    eval/SET.
     """
     if not plan.config.plain:
         return TokenCache.open(Path(folder))
@@ -127,8 +129,8 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
 class Copies:
     """Copies micro-batches to the device.
 
-    On a GPU they come from page-locked memory, which the thread that collates fills, through a CUDA stream of
-    their own. The host is ahead of the device, so a copy runs beside the step before.
+    On a GPU they come from page-locked memory, which the thread that collates fills, through a CUDA
+    stream of their own. The host is ahead of the device, so a copy runs beside the step before.
     """
 
     def __init__(self, device: str) -> None:
@@ -144,7 +146,10 @@ class Copies:
         return lambda *columns: collate(*columns).each(pinned)
 
     def moved(self, micro_batches: list[Any]) -> list[Any]:
-        """Return micro-batches on the device. The host does not wait for the copies; the step's stream does."""
+        """Return micro-batches on the device.
+
+        The host does not wait for the copies; the step's stream does.
+        """
         if self.stream is None:
             return [batch.to(self.device) for batch in micro_batches]
         with torch.cuda.stream(self.stream):
@@ -237,8 +242,8 @@ class StreamBuilder:
     ) -> BatchStream:
         """Return the batches from position `start` to `stop`, still on the host.
 
-        `pairs_within`: for an algorithm that pairs each sample with the one before it, whether the first
-        sample of a batch follows the last one of its batch, or of all samples.
+        `pairs_within`: for an algorithm that pairs each sample with the one before it, whether the
+        first sample of a batch follows the last one of its batch, or of all samples.
         """
         previous: Literal["none", "batch", "all"] = "none"
         if self.plan.config.algorithm.pairs_with_previous:
@@ -273,15 +278,18 @@ class FirstPass:
     algorithm: Algorithm
     read: Read
     engine: Engine
-    # Whether this rank adds the numbers of its samples; another rank with the same samples does not.
+    # Whether this rank adds the numbers of its samples; another rank with the same samples does
+    # not.
     counts: bool
     device: str
 
     def prepared(self, streams: Streams) -> Streams:
-        """Return the streams with `first` and `places_P` in every micro-batch. Drawing from them is collective.
+        """Return the streams with `first` and `places_P` in every micro-batch.
 
-        The numbers in a batch that is evaluated are those of the whole evaluation set, which is gone
-        through twice: how it is cut depends on how many ranks there are.
+        Drawing from them is collective.
+
+        The numbers in a batch that is evaluated are those of the whole evaluation set, which is
+        gone through twice: how it is cut depends on how many ranks there are.
         """
         held_out: dict[str, Batches] = {}
         for name, batches in streams.held_out.items():
@@ -300,8 +308,8 @@ class FirstPass:
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
         """Return what `read` gives for the N samples of the global batch, without fillers, in its order: fp64[N, K].
 
-        It is the same on every rank, and on any number of ranks: one rank adds each sample's numbers, the
-        others add zeros.
+        It is the same on every rank, and on any number of ranks: one rank adds each sample's
+        numbers, the others add zeros.
         """
         first_batches = [self.algorithm.first_batch(each) for each in batch.micro_batches]
         numbers_of = self.engine.infer(first_batches, self.read)

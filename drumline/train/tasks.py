@@ -31,7 +31,8 @@ MOST_ERROR = 300
 def metrics_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return task → metric → value of the harness's results.
 
-    A metric is `NAME`, or `NAME FILTER` if the answers were filtered. `metric_stderr` stands beside it, if it was computed.
+    A metric is `NAME`, or `NAME FILTER` if the answers were filtered. `metric_stderr` stands beside
+    it, if it was computed.
     """
     metrics: dict[str, dict[str, float]] = {}
     for task, values in results.items():
@@ -47,7 +48,8 @@ def metrics_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]
 def manager_of(options: EvalConfig, base_dir: Path) -> tuple[Any, list[str]]:
     """Return lm-eval's task manager, and what it is to load: names, and paths of YAMLs.
 
-    Raises EnvironmentFault without the package, and ConfigError for a path without a file or an unknown name.
+    Raises EnvironmentFault without the package, and ConfigError for a path without a file or an
+    unknown name.
     """
     require_package("lm_eval", WHERE, "pip install lm-eval, or leave the tasks out")
     import datasets
@@ -126,7 +128,10 @@ class Tasks:
         return every is None or step in (0, self.plan.steps) or is_due(every, before, step)
 
     def score(self) -> dict[str, float]:
-        """Return tasks/NAME/METRIC of the current weights, the same on all ranks. Collective. Raises EnvironmentFault."""
+        """Return tasks/NAME/METRIC of the current weights, the same on all ranks.
+
+        Collective. Raises EnvironmentFault.
+        """
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
@@ -150,7 +155,8 @@ class Tasks:
                 alive(math.inf)
                 return super()._model_generate(*arguments, **options)
 
-        # What the harness does before, between and after its calls takes as long as tasks and their rows want.
+        # What the harness does before, between and after its calls takes as long as tasks and their
+        # rows want.
         alive(math.inf)
         module = self.model()
         with generating(module):

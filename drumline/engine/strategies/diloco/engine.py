@@ -33,8 +33,8 @@ class DiLoCoEngine(LocalEngine):
     θ ← θ − rate × (Δ + μ m). All ranks go on from θ.
 
     It costs 8 bytes a parameter on each rank. They are saved as `outer.<fqn>.weight` and
-    `outer.<fqn>.momentum`; other strategies leave that section where it is. A run that comes from one of
-    them starts with m = 0 and θ = its weights.
+    `outer.<fqn>.momentum`; other strategies leave that section where it is. A run that comes from
+    one of them starts with m = 0 and θ = its weights.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, *args: Any, **options: Any) -> None:

@@ -12,7 +12,10 @@ from typing import Any
 
 
 class Clock:
-    """Seconds in collectives since the last `take`. Only those during a step count, not saves or evaluations."""
+    """Seconds in collectives since the last `take`.
+
+    Only those during a step count, not saves or evaluations.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,7 +1,7 @@
 """The DeepSpeed config of a ZeRO plan, and the sections of the YAML that set the same options.
 
-The config is the user's own, then the values that the plan decides, then defaults. This module imports
-neither torch nor DeepSpeed.
+The config is the user's own, then the values that the plan decides, then defaults. This module
+imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from drumline.plan.plan import BatchPlan
 AUTO = "auto"
 # DeepSpeed's names for the YAML's optimizers. Its Adam is AdamW unless adam_w_mode is false.
 OPTIMIZERS = {"adamw": ("AdamW", "Adam"), "sgd": ("SGD",)}
-# DeepSpeed's names for keys of the YAML's `batch`, of its schedules, and of options of the strategy.
+# DeepSpeed's names for keys of the YAML's `batch`, of its schedules, and of options of the
+# strategy.
 BATCH = {
     "train_batch_size": "global_samples",
     "train_micro_batch_size_per_gpu": "micro_batch",
@@ -151,8 +152,8 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the config that DeepSpeed is given: the user's file, `options` over it, then the plan's values.
 
-    Raises PlanError for the first value that contradicts the YAML, for an `auto` that the plan has no
-    value for, and for what Drumline does itself or cannot do.
+    Raises PlanError for the first value that contradicts the YAML, for an `auto` that the plan has
+    no value for, and for what Drumline does itself or cannot do.
     """
     # First check what the user's file says.
     own = _user_values(strategy)
@@ -176,7 +177,8 @@ def deepspeed_config(
 
     nested: dict[str, Any] = {}
     for path, value in values.items():
-        # Optimizer and schedule are Drumline's own: DeepSpeed is handed an optimizer, and no scheduler.
+        # Optimizer and schedule are Drumline's own: DeepSpeed is handed an optimizer, and no
+        # scheduler.
         section = path.partition(".")[0]
         if section not in ("optimizer", "scheduler"):
             _set_path(nested, path, value)
@@ -365,7 +367,8 @@ def _defaults(
 def _sizes(facts: ModelFacts | None) -> dict[str, int | None]:
     """Return the values of `auto` for sizes that follow from the model's width, by dotted path.
 
-    They are None if the model is not known yet. Hugging Face's integration of DeepSpeed fills them in by the same formulas.
+    They are None if the model is not known yet. Hugging Face's integration of DeepSpeed fills them
+    in by the same formulas.
     """
     bucket: int | None = None
     prefetched: int | None = None

@@ -41,9 +41,9 @@ def fill_parameters(
     """Yield the model's parameters in the type that they compute in.
 
     A block is filled when all before it were taken. If that type is not fp32, `masters` gets what
-    `keep` returns for each trainable parameter before it is rounded. `device`: each parameter is moved
-    there before the next block is filled, so that the host never holds the whole model; None: it stays
-    on the host.
+    `keep` returns for each trainable parameter before it is rounded. `device`: each parameter is
+    moved there before the next block is filled, so that the host never holds the whole model; None:
+    it stays on the host.
     """
     low = LOW_PRECISION.get(plan.precision)
     left = {id(module): module for module in model.modules()}
