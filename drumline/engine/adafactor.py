@@ -213,7 +213,9 @@ def _cuts(parameter: torch.Tensor) -> tuple[Cut, Cut]:
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-    cuts = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
+    cuts: list[slice] = []
+    for start, size in zip(offset, shape, strict=True):
+        cuts.append(slice(start, start + size))
     rows = (*cuts[:-1], slice(None))
     columns = (*cuts[:-2], slice(None), cuts[-1])
     return rows, columns

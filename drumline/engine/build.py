@@ -43,7 +43,7 @@ frozen_engines: WeakSet[ForwardEngine] = WeakSet()
 
 
 def stats_with_frozen(engine: Engine) -> MemoryStats:
-    """Return the bytes that this rank holds of the trainable model, and of the frozen ones beside it."""
+    """Return the bytes that this rank holds of the trainable model and of the frozen ones."""
     stats = engine.memory_stats()
     parameters = stats.parameters
     for frozen in frozen_engines:
@@ -124,7 +124,7 @@ def _build_trainable(
 def _prepare_native(
     plan: Plan, model: Any, values: Values, trains: bool = True, **options: Any
 ) -> Any:
-    """Return Drumline's own engine, for a strategy that has none, or over a frozen model (`trains` False)."""
+    """Return Drumline's own engine, for strategies without one; `trains` False: a frozen model."""
     if plan.engine != "pipeline":
         engine: type[ForwardEngine] = ForwardEngine
         if trains:
@@ -152,7 +152,9 @@ def build_module(
     overlaps: bool = True,
     unfrozen: frozenset[str] = frozenset(),
 ) -> OpenEngine:
-    """Return the engine of any module, sharded as planned, then filled: each rank draws what it holds. Collective.
+    """Return the engine of any module: sharded as planned, then filled. Collective.
+
+    Each rank draws what it holds.
 
     `device`, `checkpoint_keys`: as in `build_engine`. `make_optimizer`: in place of the plan's.
     `units`: what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes again

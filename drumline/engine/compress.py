@@ -1,4 +1,6 @@
-"""What DDP sends in place of fp32 gradients: a compressor takes a bucket and leaves the average of all ranks in it.
+"""What DDP sends in place of fp32 gradients.
+
+A compressor takes a bucket, and leaves the average of all ranks in it.
 
 Gradients arrive accumulated over the micro-batches and scaled as the engine scales them (mean over
 the global batch), so errors that are kept from one step to the next are in the units of an update.
@@ -106,7 +108,7 @@ class Compressor:
         return tensor
 
     def _call(self, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
-        """Run a collective over the compressor's group, and count the seconds that a CPU waits in it."""
+        """Run a collective over the group, and count the seconds that a CPU waits in it."""
         start = time.perf_counter()
         collective(*tensors, group=self.group)
         if not tensors[0].is_cuda:

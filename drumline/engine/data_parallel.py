@@ -130,7 +130,7 @@ class Replicated(Spread):
         module.register_forward_pre_hook(self._note_call)
 
     def _note_call(self, *_: object) -> None:
-        """Before a forward of DDP: note it, and keep DDP from waiting for weights that were frozen."""
+        """Note a forward of DDP, and keep DDP from waiting for weights that were frozen."""
         if torch.is_grad_enabled():
             self.called = True
             if trainable_ids(self.inner) != self.initially_trainable:
@@ -140,10 +140,14 @@ class Replicated(Spread):
     @contextlib.contextmanager
     def going_back(self, loss: torch.Tensor) -> Iterator[None]:
         """See Spread. Measures how long the last backward of a step waits for the averages."""
+
+        def start_clock() -> None:
+            self.clock.start(self.device)
+
         if self.last and loss.requires_grad:
             # Callbacks run at the end of a backward, in their order: this one before DDP's own,
             # which waits for the averages.
-            loss.register_hook(lambda _: queue_callback(lambda: self.clock.start(self.device)))
+            loss.register_hook(lambda _: queue_callback(start_clock))
         yield
         self.clock.stop()
         self.averaged = self.called
@@ -416,7 +420,8 @@ class _Bucket:
         """Wait for the sums, and set the gradients to their averages over so many ranks."""
         assert self.work is not None
         self.work.wait()
-        *parts, has_gradient = self.flat.split([*self.sizes, len(self.parameters)])
+        sizes = [*self.sizes, len(self.parameters)]
+        *parts, has_gradient = self.flat.split(sizes)
         # As long as this rank has all gradients, no number of the device is needed.
         ranks_with_gradient = [ranks] * len(self.parameters)
         if self.lacks_gradient:
@@ -440,10 +445,13 @@ def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
     filled = 0
     for tensor in tensors:
         size = local(tensor).numel() * tensor.element_size()
-        if bucket and (filled + size > bucket_bytes or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-            filled = 0
+        if bucket:
+            is_full = filled + size > bucket_bytes
+            has_other_dtype = tensor.dtype != bucket[0].dtype
+            if is_full or has_other_dtype:
+                yield bucket
+                bucket = []
+                filled = 0
         bucket.append(tensor)
         filled += size
     if bucket:
@@ -451,7 +459,7 @@ def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
 
 
 def _event() -> torch.cuda.Event:
-    """Return an event that the current stream of the GPU reaches after all work that it has so far."""
+    """Return an event that the GPU reaches after all work that its current stream has so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -135,7 +135,7 @@ class Engine(Protocol):
         """
 
     def exposed_communication(self) -> float | None:
-        """Return the seconds of the last forward_backward in which this rank only waited for gradients.
+        """Return the seconds of the last forward_backward in which this rank waited for gradients.
 
         None if nothing measures it.
         """
@@ -195,7 +195,8 @@ def added(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
     keys = list(outs[0])
     rows = []
     for out in outs:
-        rows.append(torch.stack([exact(out[key].detach()) for key in out]))
+        values = [exact(value.detach()) for value in out.values()]
+        rows.append(torch.stack(values))
     stacked = torch.stack(rows)
     sums = dict(zip(keys, stacked.sum(0).unbind(), strict=True))
     for key, largest in zip(keys, stacked.amax(0).unbind(), strict=True):
@@ -214,7 +215,7 @@ def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
 
 
 def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
-    """Return an objective for `Engine.evaluate` that keeps what `read` returns for each micro-batch.
+    """Return an objective for `Engine.evaluate` that keeps what `read` returns of a micro-batch.
 
     It appends to `kept`.
     """

@@ -156,7 +156,7 @@ class _OwnExperts(NamedTuple):
     def run_on_shared_tokens(
         self, hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor
     ) -> Tensor:
-        """Run this rank's experts on their choices, and return the sums over the ranks, float[N, D].
+        """Run this rank's experts on their choices, and return the ranks' sums, float[N, D].
 
         The gradients of tokens and weights are summed over the ranks, too.
         """
@@ -191,7 +191,7 @@ def with_weights(
     """
 
     def run(*inputs: Any, **options: Any) -> Any:
-        """Run `forward` with the changed weights, and put the module's own back, also after an error."""
+        """Run `forward` with the changed weights, and put the module's own back at any end."""
         own = {name: weight for name, weight in module._parameters.items() if weight is not None}
         changed = {name: change(weight) for name, weight in own.items()}
         module._parameters.update(changed)  # type: ignore[arg-type]

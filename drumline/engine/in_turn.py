@@ -1,4 +1,4 @@
-"""Optimizers that update parameter by parameter: in backward, as gradients come, or on the host beside copies."""
+"""Optimizers that update one parameter at a time: within backward, or in host memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class InBackward(Joined):
 
 
 class _HostCopy(NamedTuple):
-    """The copy of a parameter in host memory, with a gradient there, and the optimizer of the copy."""
+    """The copy of a parameter in host memory, with its gradient there, and its optimizer."""
 
     parameter: nn.Parameter
     optimizer: torch.optim.Optimizer
@@ -72,7 +72,7 @@ class _PendingUpdate(NamedTuple):
 
 
 class OnHost(Joined):
-    """Keeps moments and a copy of the weights in host memory, and takes steps there (Ren et al. 2021).
+    """Keeps moments and a copy of the weights in host memory, and steps there (Ren et al. 2021).
 
     Gradients are copied to the host, all in a row. Each parameter is updated when its own gradient
     has come, and goes back while the next one is updated. The host waits for each gradient, since

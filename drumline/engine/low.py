@@ -115,7 +115,7 @@ class LowAdamW(torch.optim.Optimizer):
 
 
 def rounded(value: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
-    """Round float32 stochastically to values that bfloat16 holds exactly, and return them as float32.
+    """Return float32 values, rounded stochastically to some that bfloat16 holds exactly.
 
     Their lower 16 bits are zero. A value is rounded up with the probability that the bits that are
     cut are of the last bit that stays.

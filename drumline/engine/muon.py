@@ -177,7 +177,10 @@ def _orthogonal(parts: list[torch.Tensor], like: torch.Tensor) -> list[torch.Ten
     shape, offset = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )
-    own_part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    own_slices = []
+    for start, size in zip(offset, shape, strict=True):
+        own_slices.append(slice(start, start + size))
+    own_part = tuple(own_slices)
     sharded = []
     for part in parts:
         matrix = distribute_alike(part, like)
@@ -191,7 +194,7 @@ def _orthogonal(parts: list[torch.Tensor], like: torch.Tensor) -> list[torch.Ten
 
 
 def _newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the nearest orthogonal matrix, nearly: U Vᵀ of the singular value decomposition U S Vᵀ.
+    """Return an approximation of the nearest orthogonal matrix: of U S Vᵀ (SVD) it is U Vᵀ.
 
     `matrix`: bfloat16[R, C], whole.
     """

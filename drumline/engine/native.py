@@ -320,7 +320,7 @@ class ForwardEngine:
         self.model.train(mode)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which forwards compute in the low type, if operations are cast one by one."""
+        """Return the context in which forwards compute: autocast, if operations are cast by it."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device, self.autocast_dtype)

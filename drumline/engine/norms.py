@@ -48,7 +48,9 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
         # A rank may hold none: a head of one row has one shard.
         not_empty = [part for part in parts if part.numel()]
         if not not_empty and groups not in found:
-            found[groups] = torch.zeros((), device=exact_on(parts[0].device), dtype=torch.float64)
+            # All ranks of the groups have to be in the all-reduce.
+            device = exact_on(parts[0].device)
+            found[groups] = torch.zeros((), device=device, dtype=torch.float64)
         for dtype, same in _by_type_of_norm(not_empty).items():
             # One kernel for many tensors, of which each gives its norm; the squares add up in fp64.
             norms_N = torch.stack(foreach_norm(same, 2.0, dtype=dtype))
@@ -95,7 +97,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part as a tensor that is cut as `like` is; the part itself if `like` is whole.
+    """Return this rank's part as a tensor that is cut as `like` is.
+
+    It is the part itself if `like` is whole.
 
     The part stays where it lies, on the host for example: DTensor.from_local would move it to the
     device of the mesh, as `distribute_alike` does.

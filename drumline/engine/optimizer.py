@@ -1,4 +1,4 @@
-"""The optimizer over a model's parameters: how it is built, how its state is made, named, saved and loaded."""
+"""The optimizer over a model's parameters: how it is built, and how its state is kept."""
 
 from __future__ import annotations
 
@@ -439,7 +439,7 @@ def load_numbers(
     named: dict[str, nn.Parameter],
     tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Set the numbers in the optimizer's state from `tensors`, as `optimizer_tensors` names them."""
+    """Set the numbers in the optimizer's state, by the names of `optimizer_tensors`."""
     for name, parameter in named.items():
         state = optimizer.state.get(parameter, {})
         for slot, value in state.items():

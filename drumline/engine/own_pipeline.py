@@ -42,7 +42,7 @@ NAME_THEM = "return an nn.Sequential, or give the module `stages`: the submodule
 
 
 def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> OwnPipeline:
-    """Keep this rank's stages of a module, spread them as planned, fill them, and return the engine.
+    """Return the engine over this rank's stages of a module, spread as planned and filled.
 
     `options`: as of `native.prepare`. Collective. Raises PlanError as `cut` does.
     """
@@ -91,7 +91,9 @@ def stages_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def _require_one_stage_a_weight(model: nn.Module, stages: dict[str, nn.Module]) -> None:
     """Raise PlanError for a weight that several stages hold, or none."""
-    owners: dict[nn.Parameter, list[str]] = {parameter: [] for parameter in model.parameters()}
+    owners: dict[nn.Parameter, list[str]] = {}
+    for parameter in model.parameters():
+        owners[parameter] = []
     for stage_name, stage in stages.items():
         for parameter in stage.parameters():
             owners[parameter].append(stage_name)
@@ -149,7 +151,8 @@ def cut(model: nn.Module, ranks: int) -> list[Range]:
     ends = [*starts, len(stages)]
     sizes: list[int] = []
     for start, stop in pairwise(ends):
-        sizes.append(sum(_count_entries(stage) for stage in stages[start:stop]))
+        part = stages[start:stop]
+        sizes.append(sum(_count_entries(stage) for stage in part))
 
     def cost(first: int, stop: int) -> Cost:
         # Parameters stand for FLOPs too: what a stranger's stage computes is not known.
@@ -192,7 +195,9 @@ class Link:
         self.device = device
         # Hidden states and gradients have a group each. Over one group a rank's sends would wait
         # for its receives on a GPU.
-        pipelines = mesh.mesh.movedim(0, -1).reshape(-1, self.ranks).tolist()
+        # A row for each pipeline: `pp` is the first axis of the mesh.
+        ranks_by_pipeline = mesh.mesh.movedim(0, -1).reshape(-1, self.ranks)
+        pipelines = ranks_by_pipeline.tolist()
         self.group_of_hidden = pp.get_group()
         self.group_of_gradients = dist.new_subgroups_by_enumeration(pipelines)[0]
         self.first, self.stop = bounds[self.rank]
@@ -253,7 +258,7 @@ class Link:
         return received
 
     def send(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Send hidden states to the next rank, and return zeros in the place of what it computes."""
+        """Send hidden states to the next rank, and return zeros in place of what it computes."""
         # Under autocast the stage may return another type here than on the meta device, and the
         # next rank makes its buffer by the latter.
         sent = hidden.to(self.forms[self.stop - 1].dtype).contiguous()
@@ -373,7 +378,9 @@ def _run_traced_stage(
     `forward`: the stage's own. Raises PlanError if the stage takes anything else from the stages
     before than what the last of them has returned, or does not return one tensor.
     """
-    is_next = len(leaves) == index and (not leaves or given is leaves[-1])
+    is_next = len(leaves) == index
+    if leaves and given is not leaves[-1]:
+        is_next = False
     if not is_next or _requiring_grad((more, named)):
         raise PlanError(
             f"stage {index} of {model_name} is not called once,"

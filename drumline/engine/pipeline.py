@@ -1,4 +1,6 @@
-"""The pipeline engine: each rank holds some stages of the model, and torch's schedules say which runs when.
+"""The pipeline engine: each rank holds some stages of the model.
+
+Torch's schedules say which stage runs when.
 
 Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients
 travel between stages. The last stage's forward ends in the objective. Its loss is what the schedule
@@ -116,7 +118,7 @@ class StageWithObjective(Stage):
         self.scale = scale
 
     def forward(self, received: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the hidden states for the next stage, [B, T, D], or of the last stage the loss, [1].
+        """Return the hidden states for the next stage, [B, T, D]; the last one returns the loss, [1].
 
         `received`: what the stage before has sent. The first stage gets token ids from the
         schedule, and takes those of its batch.

@@ -67,7 +67,7 @@ class SharedStep(Spread):
                 self._average_gradients()
 
     def _average_gradients(self) -> None:
-        """Average this rank's rows of all gradients, and give them to the optimizer's parameters."""
+        """Average this rank's rows of all gradients, and hand them to the optimizer."""
         for bucket in self.buckets:
             bucket.average()
         for bucket in self.buckets:
@@ -198,7 +198,8 @@ class Bucket:
         for index, slot in enumerate(self.slots):
             grad = slot.rows.parameter.grad
             if grad is not None:
-                _pack(sent_RN[:, slot.start : slot.stop], local(grad), slot.rows.per_rank)
+                columns_RN = sent_RN[:, slot.start : slot.stop]
+                _pack(columns_RN, local(grad), slot.rows.per_rank)
                 sent_RN[:, self.size + index] = 1
 
         sums_N = like.new_empty(sent_RN.shape[1])
@@ -223,7 +224,8 @@ class Bucket:
         all_RN = like.new_empty(self.ranks, self.size)
         for slot in self.slots:
             own = slot.rows.within(local(slot.rows.parameter))
-            own_N[slot.start : slot.start + own.numel()].copy_(own.reshape(-1))
+            stop = slot.start + own.numel()
+            own_N[slot.start : stop].copy_(own.reshape(-1))
         dist.all_gather_into_tensor(all_RN.view(-1), own_N, group=self.group)
         for slot in self.slots:
             columns_RN = all_RN[:, slot.start : slot.stop]
@@ -231,7 +233,7 @@ class Bucket:
 
 
 def _pack(columns_RN: Tensor, tensor: Tensor, per_rank: int) -> None:
-    """Copy the rows of a tensor into a message, `per_rank` of them into the columns of each rank."""
+    """Copy a tensor's rows into a message, `per_rank` of them into the columns of each rank."""
     for columns, rows in _pairs(columns_RN, tensor, per_rank):
         columns.copy_(rows.reshape(columns.shape))
 

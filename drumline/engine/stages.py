@@ -236,7 +236,7 @@ class Absent(nn.Module):
 
 
 def zeros_in_place_of(layer: nn.Embedding | nn.Linear, dtype: torch.dtype) -> Compute:
-    """Return a function that returns zeros in the shape that an embedding or its projection returns.
+    """Return a function that makes zeros in the shape that an embedding or projection returns.
 
     A later stage replaces the zeros by what the stage before it has sent.
     """
@@ -402,7 +402,7 @@ class Stage(nn.Module):
         return to_send.to(self.dtype).contiguous()
 
     def _take_received(self, _: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of the stage before, in place of the block before the own ones."""
+        """Return the hidden states of the stage before, in place of the block before this one's."""
         received = self.received
         self.received = None
         assert received is not None, "a stage runs on what the one before it sent"

@@ -127,7 +127,7 @@ def _redistribute(
     grad: Placement | None = None,
     shape: Any = None,
 ) -> Tensor:
-    """Bring a tensor from one placement on the ranks to another; its gradient goes the opposite way.
+    """Bring a tensor from one placement on the ranks to another, and its gradient back.
 
     `grad`: the placement in which the gradient of the result comes; None: `after`. `shape`: of the
     whole tensor, if parts may differ in size.
@@ -396,7 +396,9 @@ def _run_with_some_outputs(
     out = nn.functional.linear(x, _own_matrix(layer), bias)
     if style == "colwise":
         return out
-    outputs = layer.weight.shape[1] if _is_transposed(layer) else layer.weight.shape[0]
+    outputs = layer.weight.shape[0]
+    if _is_transposed(layer):
+        outputs = layer.weight.shape[1]
     shape = (*out.shape[:-1], outputs)
     grad = None if stream is None else Partial()
     return _redistribute(out, mesh, Shard(out.ndim - 1), Replicate(), grad, shape)

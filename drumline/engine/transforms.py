@@ -1,9 +1,11 @@
 """Transforms: they change a model in place, and `native.prepare` applies them in one order.
 
-1. Batch norms, whose statistics become those of several ranks' samples (Ioffe & Szegedy 2015, over one larger batch).
+1. Batch norms, whose statistics become those of several ranks' samples (Ioffe & Szegedy 2015, over
+   one larger batch).
 2. Activation checkpointing, since it re-enters a block's forward.
 3. Compile, around the block as it will be run again.
-4. The data-parallel wrapper, around everything, so that it sees the parameters as they will be used.
+4. The data-parallel wrapper, around everything, so that it sees the parameters as they will be
+   used.
 """
 
 from __future__ import annotations
@@ -122,7 +124,7 @@ class Statistics:
 
     @torch.no_grad()
     def settle(self, finite: torch.Tensor) -> None:
-        """End a step: put back the statistics from before, unless `finite`, a bool scalar, holds."""
+        """End a step: put back the statistics from before it, unless `finite` (bool[]) holds."""
         if self.before is not None:
             for buffers, before in zip(self._buffers(), self.before, strict=True):
                 now = _end_to_end(buffers)
@@ -180,7 +182,7 @@ class OnCPU(BatchNorm):
         return output
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        """Take inputs of any number of dimensions: the class replaces BatchNorm1d, 2d and 3d alike."""
+        """Take inputs of any dimensions: the class replaces BatchNorm1d, 2d and 3d alike."""
         assert input.dim() >= 2, input.shape
 
 
@@ -267,7 +269,7 @@ def _back(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def apply_memory(model: Any, plan: Plan) -> None:
-    """Apply what the section `memory` sets: first what is inside of a block, last what goes around it."""
+    """Apply what the section `memory` sets, from the inside of a block to what goes around it."""
     memory = plan.config.memory
     if memory.mlp_chunk:
         apply_mlp_chunks(model, memory.mlp_chunk)
@@ -462,7 +464,7 @@ def _compile_in_checkpoint(block: Any, mode: str | None) -> None:
 
 
 def _call(function: Any, first: tuple[Any, ...], options: dict[str, Any], *inputs: Any) -> Any:
-    """Return what a function returns: one compiled function for the forwards of all calls of a block."""
+    """Return what `function` returns. It is the one thing compiled for all calls of a block."""
     return function(*first, *inputs, **options)
 
 

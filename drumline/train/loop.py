@@ -61,7 +61,7 @@ class Evaluation(NamedTuple):
 
 
 class ReducedStep(NamedTuple):
-    """The sums of a step on their way over the ranks, and the two numbers that the update depends on."""
+    """The sums of a step on their way over the ranks, and what the update depends on."""
 
     gathered: Gathered
     loss: torch.Tensor  # fp64 scalar on the device: the sum of all ranks, or this rank's own
@@ -197,7 +197,7 @@ class Loop:
                 self.emit(devices)
 
     def _evaluate_before_training(self) -> None:
-        """Evaluate a run that begins, or make up for an evaluation that a stop signal has broken off."""
+        """Evaluate a run that begins, or make up for an evaluation that a signal has broken off."""
         config = self.plan.config
         if self.state.step == 0:
             self.state.evaluated = 0
@@ -243,7 +243,7 @@ class Loop:
                 self._go_back(back)
 
     def _take_steps(self) -> None:
-        """Take steps to the end of the stream, and between them evaluate and save as the config says."""
+        """Take steps to the end of the stream; evaluate and save between them, as the config says."""
         batches = iter(self.stream)
         self.last_resumable_step = self.state.step
         while True:
@@ -279,7 +279,7 @@ class Loop:
         return next(batches, None)
 
     def _evaluate_and_save_if_due(self) -> None:
-        """After a step that the run can be resumed from: stop, evaluate and save, each if it is time."""
+        """Stop, evaluate and save, each if it is time, after a step that can be resumed from."""
         config = self.plan.config
         self._leave_if_requested()
         is_best = False
@@ -293,7 +293,7 @@ class Loop:
         self.last_resumable_step = self.state.step
 
     def _is_due(self, every: int | None) -> bool:
-        """Whether a multiple of `every` was passed since the last step that the run could be resumed from."""
+        """Whether a multiple of `every` was passed since the last step that can be resumed from."""
         return is_due(every, self.last_resumable_step, self.state.step)
 
     def _go_back(self, back: GoBack) -> None:
@@ -432,13 +432,16 @@ class Loop:
 
     def _learning_rate(self, step: int) -> float:
         """Return the learning rate of a step. `step`: steps done before."""
-        rate = self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
+        # Only the plan of a dry run may lack the number of steps, and that takes none.
+        schedule = self.plan.config.schedule
+        rate = schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
         return self.plan.lr * rate
 
     def _is_logged(self, step: int) -> bool:
         """Whether an event is written of a step. `step`: steps done before."""
         steps_done = step + 1
-        return steps_done % self.plan.config.run.log_every == 0 or steps_done == self.plan.steps
+        is_multiple = steps_done % self.plan.config.run.log_every == 0
+        return is_multiple or steps_done == self.plan.steps
 
     def _own_numbers(self, is_logged: bool, data_s: float, comm_s: float) -> list[float]:
         """Return what this rank reports with the sums of a step.
@@ -501,7 +504,8 @@ class Loop:
         self.timeout.after_step(pending.step, numbers.last_step_s)
         category = "recompute" if pending.step <= self.seen_step else "productive"
         self.goodput.seconds[category] += seconds
-        self.measure.took(pending.step, pending.timing, max(0.0, seconds - pending.data_s))
+        seconds_without_data = max(0.0, seconds - pending.data_s)
+        self.measure.took(pending.step, pending.timing, seconds_without_data)
 
         heartbeat.beat("report")
         startup_seconds = self.goodput.report_startup()
@@ -513,7 +517,7 @@ class Loop:
         self._judge(pending)
 
     def _judge(self, pending: PendingStep) -> None:
-        """Count a step that made no update, because its numbers are not finite or its loss is a spike.
+        """Count a step without an update: its numbers are not finite, or its loss is a spike.
 
         Raises TrainingStopped or GoBack, as the policies of `health` say.
         """
@@ -623,7 +627,7 @@ class Loop:
         return evaluation
 
     def _is_last_evaluation(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation that has measured these metrics so far is the last one by eval.patience."""
+        """Whether eval.patience ends the run after an evaluation with these metrics."""
         options = self.plan.config.eval
         state_after = replace(self.state)
         if options.metric in metrics:
@@ -719,13 +723,13 @@ class Loop:
         heartbeat.beat("save")
 
     def _stop_if_requested(self) -> None:
-        """Between two steps: if any rank has received a stop signal, all ranks save this step and leave. Collective."""
+        """Save this step and leave, on all ranks, if any rank has received a stop signal. Collective."""
         _, (signals,) = self.gather({}, float(self.stop_flag.requested))
         self.stop_request.note(signals)
         self._leave_if_requested()
 
     def _leave_if_requested(self) -> None:
-        """Save and leave if the ranks know of a stop signal, and the run can be resumed from here."""
+        """Save and leave if the ranks know of a stop signal, and can resume from this step."""
         if self.stop_request.signal and self.is_resumable:
             self._report_rollout()
             self._save_last()
@@ -739,7 +743,7 @@ class Loop:
 
 
 def _add_sums(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Return the sums of what was evaluated so far and of `more` batches; of a key `max_…` the largest."""
+    """Return the sums so far with those of `more` batches added; of a key `max_…` the largest."""
     added = {}
     for key, value in more.items():
         if key.startswith("max_"):

@@ -425,7 +425,8 @@ class View:
         """Draw how many rows are `what`, with the names of the first few; nothing if there are none."""
         if not names:
             return
-        line = f"{len(names):,} {what}: {', '.join(names[:NAMED])}"
+        first_names = ", ".join(names[:NAMED])
+        line = f"{len(names):,} {what}: {first_names}"
         if len(names) > NAMED:
             line += f" and {len(names) - NAMED:,} more"
         self.line(line)
@@ -624,8 +625,9 @@ def histogram(sizes: list[int], limit: int) -> list[str]:
 def shape_of(value: Any) -> str:
     """Return what a sample holds: types and shapes of its tensors and arrays, at any depth."""
     if isinstance(value, dict):
-        entries = ", ".join(f"{key}: {shape_of(inner)}" for key, inner in value.items())
-        return f"{{{entries}}}"
+        entries = [f"{key}: {shape_of(inner)}" for key, inner in value.items()]
+        shown = ", ".join(entries)
+        return f"{{{shown}}}"
     if isinstance(value, list | tuple):
         items = [shape_of(inner) for inner in value[:MOST_ITEMS]]
         if len(value) > MOST_ITEMS:

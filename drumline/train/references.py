@@ -108,7 +108,8 @@ class Reference:
         scorer: Engine | None = None
         for part, folder in caches.items():
             began = time.time()
-            path = Path(self.plan.run_dir) / "reference" / f"{part}-{key(self.plan, folder)}.npy"
+            name = f"{part}-{key(self.plan, folder)}.npy"
+            path = Path(self.plan.run_dir) / "reference" / name
             pairs = len(TokenCache.open(Path(folder)))
             table = self._read_on_all_ranks(path, pairs, rows)
             is_found = table is not None

@@ -740,7 +740,8 @@ def _check_same_batch(path: str, state: dict[str, Any], plan: Plan, allow: tuple
     """Raise CheckpointError if a step takes another number of samples than before."""
     before = state.get("global_samples")
     now = plan.batch.global_samples
-    is_allowed = any(key.partition(".")[0] in ("batch", "all") for key in allow)
+    allowed_sections = {key.partition(".")[0] for key in allow}
+    is_allowed = not allowed_sections.isdisjoint(("batch", "all"))
     if not isinstance(before, int) or before == now or is_allowed:
         return
     raise CheckpointError(
@@ -754,7 +755,9 @@ def _check_same_batch(path: str, state: dict[str, Any], plan: Plan, allow: tuple
 def _check_same_base(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
     """Raise CheckpointError if the frozen weights are not those that the checkpoint was trained on."""
     before = state.get("base")
-    if before is None or plan.base is None or before == plan.base or allowed("model", allow):
+    if before is None or plan.base is None or before == plan.base:
+        return
+    if allowed("model", allow):
         return
     raise CheckpointError(
         f"the frozen weights in {plan.model_path} are not those that this checkpoint was trained on top of",

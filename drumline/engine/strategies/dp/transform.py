@@ -127,5 +127,7 @@ def learned_of_rows(
 
     `places_M`: int64[M] places in a flattened [B, `width`].
     """
-    is_here_M = (places_M >= rows.start * width) & (places_M < rows.stop * width)
+    first = rows.start * width
+    stop = rows.stop * width
+    is_here_M = (places_M >= first) & (places_M < stop)
     return places_M[is_here_M] - rows.start * width

@@ -229,11 +229,13 @@ def _return_no_views(unit: nn.Module, args: Any, options: Any, outputs: Any) -> 
     returned = _tensors_in(outputs)
     if not any(_is_view(tensor) for tensor in returned):
         return outputs
-    elsewhere = Counter(_memory(tensor) for tensor in (*returned, *_tensors_in((args, options))))
+    # How many of the outputs and inputs lie in the same memory.
+    inputs = _tensors_in((args, options))
+    users_of_memory = Counter(_memory(tensor) for tensor in (*returned, *inputs))
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that is no view, if nothing else lies in its memory."""
-        if not _is_view(tensor) or elsewhere[_memory(tensor)] > 1:
+        if not _is_view(tensor) or users_of_memory[_memory(tensor)] > 1:
             return tensor
         alone: torch.Tensor = _NotAView.apply(tensor)
         return alone
