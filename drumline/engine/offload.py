@@ -92,7 +92,9 @@ class ActivationOffload:
 
 
 def _storages_that_stay(block: nn.Module, args: Any, kwargs: Any) -> set[int]:
-    """Return the storages of a block's weights, and of inputs that all blocks share (masks, positions).
+    """Return the storages of a block's weights and of inputs that all blocks share.
+
+    Such inputs are masks and positions.
 
     The first tensor among the inputs is what the block works on.
     """

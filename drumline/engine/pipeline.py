@@ -118,7 +118,9 @@ class StageWithObjective(Stage):
         self.scale = scale
 
     def forward(self, received: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the hidden states for the next stage, [B, T, D]; the last one returns the loss, [1].
+        """Return the hidden states for the next stage, [B, T, D].
+
+        The last stage returns the loss, [1].
 
         `received`: what the stage before has sent. The first stage gets token ids from the
         schedule, and takes those of its batch.

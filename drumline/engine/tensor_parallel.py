@@ -386,7 +386,7 @@ def _cut_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Pl
 def _run_with_some_outputs(
     layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor
 ) -> Tensor:
-    """Return this rank's outputs of a linear layer, or the outputs of all ranks if its style gathers.
+    """Return this rank's outputs of a linear layer, or all outputs if its style gathers.
 
     `x`: the inputs, whole.
     """

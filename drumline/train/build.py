@@ -177,7 +177,7 @@ def _build_training(
 
 @dataclass(frozen=True)
 class DataSource:
-    """Makes the streams of prepared data, at the start of a run and after each return to a checkpoint."""
+    """Makes the streams of prepared data, at the start and after each return to a checkpoint."""
 
     plan: Plan
     ranks: Ranks
@@ -273,7 +273,10 @@ def _build_samplers(plan: Plan, engine: Engine, rollouts: Any, device: str, emit
 
 
 def _build_meter(plan: Plan, ranks: Ranks) -> Meter:
-    """Return the meter of the GPU that this rank computes on, and, on the first rank of a host, of its CPUs."""
+    """Return the meter of the devices of this rank.
+
+    It reads the GPU that the rank computes on and, on the first rank of a host, the host's CPUs.
+    """
     is_first_of_host = ranks.local_rank == 0
     if plan.device != "cuda":
         return Meter(None, False, is_first_of_host)
@@ -306,7 +309,10 @@ def _verify_caches(plan: Plan, ranks: Ranks) -> Future[None]:
 
 
 def set_kernels(plan: Plan) -> None:
-    """Set the kernels of a plan: TF32 in products and in convolutions, and cuDNN's attention if all batches have one width.
+    """Set the kernels of a plan.
+
+    TF32 is set in products and in convolutions, and cuDNN's attention if all batches have one
+    width.
 
     On Hopper torch prefers cuDNN's attention, which makes a plan for each new shape; rollouts grow
     by a token, and rows vary.

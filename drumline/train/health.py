@@ -1,4 +1,6 @@
-"""Checks for faults that raise no error: a loss that jumps, weights that differ between ranks, collectives out of step.
+"""Checks for faults that raise no error.
+
+These are a loss that jumps, weights that differ between ranks, and collectives out of step.
 
 Checking changes no number of a run. Only a policy for spikes (`health.on_spike`) other than `note`
 skips updates.
@@ -39,7 +41,10 @@ COMPARED_COLLECTIVES = recorder.RECENT * 5
 
 
 class GoBack(Exception):
-    """The run goes on from its newest checkpoint, and passes over the batch that ends at `position`."""
+    """The run goes back to its newest checkpoint, and passes over a batch.
+
+    `position`: the end of that batch.
+    """
 
     def __init__(self, position: int) -> None:
         super().__init__(
@@ -80,7 +85,10 @@ class Spikes:
         }
 
     def limit(self) -> float | None:
-        """Return the largest loss that is not a spike; None if nothing is watched, or too few losses are known."""
+        """Return the largest loss that is not a spike.
+
+        None if nothing is watched, or too few losses are known.
+        """
         if self.health.on_spike == "none" or len(self.losses) < FEWEST:
             return None
         mean = statistics.fmean(self.losses)
@@ -91,7 +99,9 @@ class Spikes:
     def allows(
         self, pending: PendingStep, loss_sum: torch.Tensor, finite: torch.Tensor
     ) -> torch.Tensor:
-        """Return whether the update may be made, as a bool scalar on the device; nothing waits for it.
+        """Return whether the update may be made, as a bool scalar on the device.
+
+        The host waits for nothing.
 
         The limit in force is stored in `pending`. `finite`: bool scalar, whether loss and norm are
         finite.
@@ -104,7 +114,9 @@ class Spikes:
         return finite & (loss_sum <= pending.limit * pending.denominator)
 
     def judge(self, pending: PendingStep, skips: int, can_go_back: bool) -> int:
-        """Return how many steps in a row were skipped, with this one, whose numbers are finite and on the host.
+        """Return how many steps in a row were skipped, with this one.
+
+        The step's numbers are finite and on the host.
 
         `skips`: steps skipped in a row before it. `can_go_back`: there is a checkpoint to go back
         to.
@@ -217,7 +229,9 @@ class Weights:
 
 
 def odd_ones(sums: dict[int, int]) -> list[int]:
-    """Return the ranks whose number is not the most frequent one; all ranks if two numbers are equally frequent.
+    """Return the ranks whose number is not the most frequent one.
+
+    If two numbers are equally frequent, these are all ranks.
 
     `sums`: a number for each rank.
     """
@@ -250,7 +264,7 @@ def checksum(engine: Engine) -> torch.Tensor:
 
 
 class Collectives:
-    """Compares the collectives that the ranks begin in a step: the debug mode `health.check_collectives`."""
+    """Compares the collectives that the ranks begin in a step (`health.check_collectives`)."""
 
     def __init__(self, on: bool) -> None:
         self.on = on

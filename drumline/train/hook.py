@@ -51,7 +51,7 @@ def report(error: BaseException) -> None:
 
 
 def reported_once(error: BaseException) -> AbstractContextManager[None]:
-    """Around the report of an error: a mistake in the script is the same on all ranks, and rank 0 alone reports it.
+    """Let rank 0 alone report a mistake in the script, which is the same on all ranks.
 
     An error in the data may be one rank's.
     """

@@ -1,4 +1,7 @@
-"""`drumline train` as one rank of another launcher, such as torchrun: rank 0 plans, and the other ranks get its plan."""
+"""`drumline train` as one rank of another launcher, such as torchrun.
+
+Rank 0 plans, and the other ranks get its plan.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +174,10 @@ def _publish_failure(error: BaseException, ranks: Ranks) -> None:
 
 
 def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, Resume | None]:
-    """Do the other ranks' part: wait for rank 0's plan, and see whether this host has its run folder, too."""
+    """Do the other ranks' part: wait for rank 0's plan.
+
+    Each host also says whether it has the run folder.
+    """
     answer = _received("plan", ranks)
     os.environ.update(answer["secrets"])
     plan = Plan.of(answer["plan"])
@@ -194,7 +200,7 @@ def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, Resume | No
 
 
 def _require_fresh(run_dir: Path) -> None:
-    """Raise EnvironmentFault if a run that begins would find checkpoints of another run on this host."""
+    """Raise EnvironmentFault if this host has checkpoints of another run in the folder."""
     if any((run_dir / "checkpoints").glob("step-*")):
         raise EnvironmentFault(
             f"the run folder is not empty on host {socket.gethostname()}",
@@ -214,7 +220,9 @@ def _received(name: str, ranks: Ranks) -> dict[str, Any]:
 
 
 def _require_shared(plan: Plan, ranks: Ranks) -> None:
-    """Raise EnvironmentFault if another host does not have this run folder: what its ranks save would be lost.
+    """Raise EnvironmentFault if another host does not have this run folder.
+
+    What its ranks save would be lost.
 
     Hosts may have folders of their own if checkpoints go further than their disks.
     """
@@ -259,7 +267,7 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
 
 
 def _require_no_stop(plan: Plan) -> None:
-    """Raise TrainingStopped if the start before this one hung, and the config does not want another."""
+    """Raise TrainingStopped if the last start hung, and the config wants no other."""
     if plan.config.health.on_hang != "stop":
         return
     newest_events = last(Path(plan.run_dir) / "events.jsonl")[-2:]
@@ -286,7 +294,9 @@ def _mark(request: Request) -> dict[str, Any]:
 
 
 def _is_same(path: Path, mark: dict[str, Any]) -> bool:
-    """Whether this launcher has started the run in the folder before, with this config: then it is a restart.
+    """Whether this launcher has started the run in the folder before, with this config.
+
+    Then this start is a restart.
 
     `path`: the mark of the start before.
     """

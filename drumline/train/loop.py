@@ -243,7 +243,7 @@ class Loop:
                 self._go_back(back)
 
     def _take_steps(self) -> None:
-        """Take steps to the end of the stream; evaluate and save between them, as the config says."""
+        """Take steps to the end of the stream; evaluate and save between them."""
         batches = iter(self.stream)
         self.last_resumable_step = self.state.step
         while True:
@@ -723,7 +723,7 @@ class Loop:
         heartbeat.beat("save")
 
     def _stop_if_requested(self) -> None:
-        """Save this step and leave, on all ranks, if any rank has received a stop signal. Collective."""
+        """Save this step and leave if any rank has received a stop signal. Collective."""
         _, (signals,) = self.gather({}, float(self.stop_flag.requested))
         self.stop_request.note(signals)
         self._leave_if_requested()

@@ -1,4 +1,4 @@
-"""The parts of a session: its plan, its run folder, its models by name, and their engines as a checkpoint sees them."""
+"""The parts of a session: its plan, its run folder, its models and their engines."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def make_plan(
     world_size: int,
     options: Mapping[str, Any],
 ) -> Plan:
-    """Return the plan of a session on `world_size` ranks: that of a YAML, for a model that does not exist yet.
+    """Return the plan of a session on `world_size` ranks.
+
+    It is that of a YAML, for a model that does not exist yet.
 
     Raises UserError for an unknown option, ConfigError and PlanError as for a YAML.
     """
@@ -183,7 +185,7 @@ def _require_same_run(plan: Plan, allow: tuple[str, ...], path: str, state: dict
 
 @dataclass
 class Trained:
-    """A model of a session: what it has done in the global batch that the loop is in, and its last step."""
+    """A model of a session: what it has done in the current global batch, and its last step."""
 
     engine: OpenEngine
     # Contexts of the micro-batch that the loop is in.
@@ -256,7 +258,10 @@ class Engines:
 
 
 def _load_group_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Set the options of a group of parameters to what `_group_options` returned, each in its own type."""
+    """Set the options of a group of parameters to what `_group_options` returned.
+
+    Each keeps its own type.
+    """
     for key, value in saved.items():
         current = group.get(key)
         if isinstance(current, torch.Tensor):
@@ -268,7 +273,9 @@ def _load_group_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def unfrozen_weights(path: Path | None, names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return for each model in a checkpoint of `Engines` the weights that were trained although its `build` had them frozen.
+    """Return for each model in a checkpoint of `Engines` the weights that were unfrozen.
+
+    They were trained although the model's `build` had them frozen.
 
     `path`: of the checkpoint; None for a run that begins.
     """
@@ -285,7 +292,10 @@ def _qualified(name: str, key: str) -> str:
 
 
 def _group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the learning rate and other options of each group of parameters, as far as JSON has them."""
+    """Return the options of each group of parameters, as far as JSON has them.
+
+    The learning rate is among them.
+    """
     simple = (bool, int, float, str, type(None))
 
     def is_simple(value: Any) -> bool:
@@ -404,7 +414,10 @@ def _refuse_groups(*_: object) -> None:
 
 
 def guard_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer, which from now on steps only within `take_step`, and takes no more parameters."""
+    """Return the optimizer, changed so that it steps only within `take_step`.
+
+    It takes no more parameters, either.
+    """
     # DeepSpeed's optimizer is not torch's; its engine alone steps it.
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.register_step_pre_hook(_require_stepping)
@@ -494,7 +507,7 @@ def passes_until(dataset: Any, position: int) -> float:
 
 
 def plan_of_model(plan: Plan, name: str) -> Plan:
-    """Return the plan with a seed of the model's own, so that models of other names are drawn differently."""
+    """Return the plan with a seed of the model's own: models of other names draw others."""
     if not name:
         return plan
     seed = derive(plan.config.run.seed, name) % 2**31

@@ -341,7 +341,7 @@ class View:
                     self.console.print(self.text(pieces))
 
     def show_counts(self, reader: Reader, rows: list[Seen], packs: Packs | None) -> None:
-        """Draw how many rows there are, how long they are, and which were cut, left out, repeated or empty."""
+        """Draw how many rows there are, how long they are, and which are conspicuous."""
         usable = [seen for seen in rows if seen.error is None]
         # A prompt leaves room for the tokens that are generated after it.
         limit = reader.config.data.max_length - reader.config.algorithm.new_tokens
@@ -422,7 +422,7 @@ class View:
             self.line(f"  {count:,} × {reason}", "red")
 
     def _name_rows(self, what: str, names: list[str]) -> None:
-        """Draw how many rows are `what`, with the names of the first few; nothing if there are none."""
+        """Draw how many rows are `what`, with the first few names; nothing if there are none."""
         if not names:
             return
         first_names = ", ".join(names[:NAMED])
@@ -498,7 +498,10 @@ class View:
 
 
 def _marked(pieces: list[Piece]) -> Text:
-    """Return tokens as a text in which marks surround what is in the loss, what was cut, and special tokens."""
+    """Return tokens as a text with marks.
+
+    They surround what is in the loss, what was cut, and special tokens.
+    """
     text = Text(overflow="fold")
     state = "context"
     for piece in pieces:
@@ -535,7 +538,7 @@ def _shown(piece: Piece) -> str:
 
 
 def _title_of_row(reader: Reader, seen: Seen) -> str:
-    """Return a line on a row: its number and file, its format, its tokens, and what became of it."""
+    """Return a line on a row: number and file, format, tokens, and what became of it."""
     title = f"row {seen.number}, {seen.row.origin}"
     if seen.row.format:
         title += f", read as {seen.row.format}"

@@ -1,4 +1,4 @@
-"""Log-probabilities of DPO's answers under the reference model, put into each batch before its step.
+"""Log-probabilities of DPO's answers under the reference model, for each batch.
 
 There are three ways to get them. `precomputed`: a table over all pairs of a token cache, made once
 by the strategy of the run and kept in RUN/reference. `live`: a frozen copy scores batch by batch.
@@ -71,7 +71,7 @@ class Reference:
         return replace(self.streams, training=training, held_out=held_out)
 
     def _with_reference(self, batches: Batches, score: ScoreBatches) -> Batches:
-        """Return what gives the batches of an evaluation set with the reference's log-probabilities."""
+        """Return what gives the batches of an evaluation set with the reference's scores."""
         return lambda: with_reference(batches(), score, self.algorithm.first_batch)
 
     def _scorers(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
@@ -94,11 +94,13 @@ class Reference:
         return lambda folder: partial(_look_up, tables[folder])
 
     def _score_without_adapter(self, batches: list[Any]) -> list[torch.Tensor]:
-        """Score by the policy without its adapter, which is the model that training started from."""
+        """Score by the policy without its adapter, which is the model before training."""
         return self.engine.infer(batches, self.algorithm.score, adapter=False)
 
     def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
-        """Return for each cache folder its table: fp64[N, R], what the R rows of its N samples score. Collective.
+        """Return the table of each cache folder, fp64[N, R]. Collective.
+
+        It has what the R rows of each of the N samples score.
 
         The rows of a pair are the chosen and the rejected answer. `caches`: folder of each part of
         the data.

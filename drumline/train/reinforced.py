@@ -1,4 +1,7 @@
-"""The part of the composition root for runs on rollouts: the objective, the models besides the policy, and the stream."""
+"""The part of the composition root for runs on rollouts.
+
+It makes the objective, the models besides the policy, and the stream.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,10 @@ def reinforced(
 
 
 def product_precision(plan: Plan) -> str:
-    """Return the type that the policy's matrix products round to, as `sampler_check.expected_rounding_gap` takes it."""
+    """Return the type that the policy's matrix products round to.
+
+    It is what `sampler_check.expected_rounding_gap` takes.
+    """
     is_tf32 = plan.precision == "fp32" and plan.device == "cuda" and plan.config.precision.tf32
     if is_tf32:
         # TF32 has as many bits of precision as fp16.

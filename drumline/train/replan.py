@@ -48,7 +48,9 @@ class Advice:
 
 
 def question(plan: Plan, ranks: int | None = None) -> Question:
-    """Return what the planner knew when it made a plan, found out again: the model's sizes, and this machine.
+    """Return what the planner knew when it made a plan, found out again.
+
+    That is the model's sizes, and this machine.
 
     `ranks`: in place of the plan's.
     """
@@ -59,7 +61,9 @@ def question(plan: Plan, ranks: int | None = None) -> Question:
 
 
 def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice:
-    """Compare a plan with what was found when memory ran out, and look for the nearest plan that fits into the memory there is.
+    """Compare a plan with what was found when memory ran out.
+
+    Then look for the nearest plan that fits into the memory there is.
 
     `baseline`: the config that changes are shown against; the plan's by default.
     """
@@ -199,7 +203,9 @@ class Replanner:
         EventLog(Path(old.run_dir) / "events.jsonl").emit(event)
 
     def _as_same_run(self, plan: Plan) -> Plan:
-        """Return a plan with the numbers of the run that stay: a mix with fewer data ranks scales no rate.
+        """Return a plan with the numbers of the run that stay.
+
+        A mix with fewer data ranks scales no rate.
 
         The batch stays as it was set, too: a resumed run is compared with it, and how it is cut up
         does not change its numbers.
@@ -215,7 +221,10 @@ class Replanner:
         return plan.model_copy(update={**numbers, "config": config})
 
     def _save(self) -> Path:
-        """Write plan.json, and return the file of the plan before it: plan-0.json, or the next free number."""
+        """Write plan.json, and return the file that the plan before it has now.
+
+        That is plan-0.json, or the next free number.
+        """
         number = 0
         while True:
             kept = self.plan_path.with_name(f"plan-{number}.json")
@@ -282,7 +291,10 @@ class Replanner:
         return self._resolve(answer.ranked[0].config, ranks, request)
 
     def _resolve(self, config: Config, ranks: int, request: Question | None) -> Plan:
-        """Return the plan of a config, with what it is expected to need if the model's sizes are known. Raises PlanError."""
+        """Return the plan of a config, with what it needs if the model's sizes are known.
+
+        Raises PlanError.
+        """
         old = self.plan
         plan = resolve(
             config,

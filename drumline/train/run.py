@@ -1,4 +1,7 @@
-"""`drumline.train(…)` from Python: it has the plan, launcher and ranks of the command line, and returns the run to look at."""
+"""`drumline.train(…)` from Python.
+
+It has the plan, launcher and ranks of the command line, and returns the run to look at.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving: what a checkpoint of a run holds, what is reported of it, and how long the last one is tried again.
+"""Saving: what a checkpoint holds, what is reported of it, and how a failed one is tried again.
 
 The loop of a config and the loop of a session use the same `Saver`.
 """
@@ -147,7 +147,7 @@ class Saver:
             self.saved_step = -1
 
     def leave(self, number: int) -> NoReturn:
-        """Raise Preempted, after the state was saved because a signal of this number asked the run to stop."""
+        """Raise Preempted, after the state was saved because of a signal of this number."""
         name = signal.Signals(number).name
         step = self.state.step
         self.emit(Preempt(step=step, signal=name))
@@ -158,7 +158,7 @@ class Saver:
         )
 
     def report(self, results: list[SaveResult]) -> None:
-        """Emit an event for each save that has ended, and decide when a failed one is tried again."""
+        """Emit an event for each save that has ended, and decide when a failed one is retried."""
         for result in results:
             if result.path is not None:
                 self.failed = 0
@@ -211,7 +211,10 @@ class Saver:
         }
 
     def _give_up(self, error: str, metric: float | None) -> NoReturn:
-        """Try the other disk, `checkpoint.fallback_dir`, and raise NotSaved, which says what lies where."""
+        """Try the other disk, `checkpoint.fallback_dir`, and raise NotSaved.
+
+        The error says what lies where.
+        """
         what = f"the last checkpoint could not be written: {error}"
         fix = f"free some space; {self.resume.newest} goes on from the newest checkpoint"
         folder = fallback_folder(self.plan.config, self.plan.run_dir)

@@ -1,4 +1,7 @@
-"""Make the plan of a run and its folder: everything that happens once, before any rank starts and outside any collective."""
+"""Make the plan of a run and its folder.
+
+Everything here happens once, before any rank starts and outside any collective.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +192,9 @@ def _with_prediction(
 def _choose_open_keys(
     question: Question, about_cluster: list[str], on_progress: OnProgress
 ) -> tuple[Config, list[str]]:
-    """Return the config with what it leaves to the planner, the strategy and whether to compile, and why.
+    """Return the config with what it leaves to the planner filled in, and why.
+
+    That is the strategy, and whether to compile.
 
     `about_cluster`: lines on the devices that a strategy is chosen for.
     """
@@ -563,7 +568,10 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
 
 
 def _require_empty(run_dir: Path) -> None:
-    """Raise EnvironmentFault if a run folder holds more than the lease and results of `drumline eval`."""
+    """Raise EnvironmentFault if a run folder holds anything of a run.
+
+    A lease and results of `drumline eval` may be there.
+    """
     if not run_dir.is_dir():
         return
     for entry in run_dir.iterdir():
@@ -608,7 +616,9 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
 
 
 def as_before(plan: Plan, request: Request) -> Plan:
-    """Return the plan with the learning rate that the run has had, if only its scaling by devices is new.
+    """Return the plan with the learning rate that the run has had.
+
+    It is kept if only the number of devices, by which it is scaled, is new.
 
     If the next step's rate is not that of the schedule so far, a line says so. Raises
     CheckpointError.
@@ -633,7 +643,7 @@ def as_before(plan: Plan, request: Request) -> Plan:
 
 
 def _with_rate_of(path: str, state: dict[str, Any], plan: Plan, request: Request) -> Plan:
-    """Return the plan with a checkpoint's learning rate, if only another number of devices would change it.
+    """Return the plan with a checkpoint's learning rate, if only other devices change it.
 
     `path`, `state`: of the checkpoint. The rate may change if the user allows it, or if the global
     batch is another one, which the scaling is for.
@@ -655,7 +665,7 @@ def _with_rate_of(path: str, state: dict[str, Any], plan: Plan, request: Request
 
 
 def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
-    """Return a line on the learning rate of the last step and of the next one, and why they lie apart.
+    """Return a line on why the learning rate jumps between the last step and the next one.
 
     Returns None if the schedule goes on as it was, and for checkpoints of older versions, which do
     not have its length. `state`: of the checkpoint.
@@ -698,7 +708,10 @@ def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
 
 
 def _saved_state(resume: Resume, plan: Plan) -> tuple[str, dict[str, Any]] | None:
-    """Return the checkpoint that a run resumes from, and its state; None if the run has saved none yet."""
+    """Return the checkpoint that a run resumes from, and its state.
+
+    None if the run has saved none yet.
+    """
     root = Path(plan.run_dir) / CHECKPOINTS
     return state_to_resume(resume, root, plan.config.checkpoint.url)
 
@@ -716,7 +729,9 @@ def _changed_keys(
 
 
 def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
-    """Raise CheckpointError if a checkpoint is of another config or other data, and that is not allowed.
+    """Raise CheckpointError if a checkpoint is of another run, and that is not allowed.
+
+    Another run has another config or other data.
 
     `state`: of the checkpoint at `path`.
     """
@@ -753,7 +768,7 @@ def _check_same_batch(path: str, state: dict[str, Any], plan: Plan, allow: tuple
 
 
 def _check_same_base(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
-    """Raise CheckpointError if the frozen weights are not those that the checkpoint was trained on."""
+    """Raise CheckpointError if the checkpoint was trained on other frozen weights."""
     before = state.get("base")
     if before is None or plan.base is None or before == plan.base:
         return

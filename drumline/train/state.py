@@ -1,4 +1,4 @@
-"""The state of a run: its counters, how its time was spent, and the step whose numbers are on their way to the host."""
+"""The state of a run: its counters, how its time was spent, and the pending step."""
 
 from __future__ import annotations
 
@@ -138,7 +138,9 @@ class ArrivedNumbers(NamedTuple):
 
 @dataclass
 class PendingStep:
-    """A step whose update is made, or under way on a GPU, and whose numbers may still be on their way to the host.
+    """A step whose numbers may still be on their way to the host.
+
+    Its update is made, or under way on a GPU.
 
     A session sets `gathered` and `step` alone; the other fields belong to `Loop`.
     """
@@ -192,7 +194,10 @@ class PendingStep:
 
     @property
     def device_values(self) -> list[list[float]]:
-        """What `Meter.values` of each rank returned, each value by rank; empty if the step is not logged."""
+        """What `Meter.values` of each rank returned, each value by rank.
+
+        It is empty if the step is not logged.
+        """
         # The gradient norm comes last.
         return self.arrived.by_rank[len(StepNumbers._fields) : -1]
 
@@ -218,7 +223,9 @@ def check_finite(
     where: str,
     fix: str,
 ) -> None:
-    """Count a step whose loss or gradient norm is not finite, and stop the run after too many in a row.
+    """Count a step whose loss or gradient norm is not finite.
+
+    After too many in a row the run is stopped.
 
     Such a step has left the weights as they were. An event names its samples.
 
@@ -366,7 +373,7 @@ class Goodput:
         self.seconds["startup"] = time.time() - self.started - claimed
 
     def report_startup(self) -> dict[str, float] | None:
-        """Return the seconds of each part of start-up once, after the first step; None from then on.
+        """Return the seconds of each part of start-up, once, after the first step; then None.
 
         The first step is one of the parts, as it compiles.
         """

@@ -158,7 +158,7 @@ class Copies:
         stream_of_step.wait_stream(self.stream)
 
         def keep_until_step(tensor: torch.Tensor) -> torch.Tensor:
-            """Keep the copying stream from reusing the memory for a next batch while the step still reads."""
+            """Keep the copying stream from reusing memory that the step still reads."""
             tensor.record_stream(stream_of_step)
             return tensor
 
@@ -183,7 +183,10 @@ def build_streams(
 
 
 class StreamBuilder:
-    """Makes the streams of a data rank, which share the algorithm's collator and the copies to the device."""
+    """Makes the streams of a data rank.
+
+    They share the algorithm's collator and the copies to the device.
+    """
 
     def __init__(self, plan: Plan, data_rank: int, device: str) -> None:
         self.plan = plan
@@ -273,7 +276,7 @@ class StreamBuilder:
 
 @dataclass(frozen=True)
 class FirstPass:
-    """`Algorithm.first_pass` on one rank: numbers over a global batch that are known before its loss."""
+    """`Algorithm.first_pass` on one rank: numbers over a global batch, before its loss."""
 
     algorithm: Algorithm
     read: Read
@@ -306,7 +309,9 @@ class FirstPass:
             yield filled(batch, First(self.numbers(batch)), 0)
 
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
-        """Return what `read` gives for the N samples of the global batch, without fillers, in its order: fp64[N, K].
+        """Return what `read` gives for the samples of a global batch, fp64[N, K].
+
+        The N samples are in the batch's order, without fillers.
 
         It is the same on every rank, and on any number of ranks: one rank adds each sample's
         numbers, the others add zeros.

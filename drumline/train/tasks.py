@@ -1,4 +1,7 @@
-"""Tasks of lm-eval, scored during a run: each rank answers its share of the questions with the current weights."""
+"""Tasks of lm-eval, scored during a run with the current weights.
+
+Each rank answers its share of the questions.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,9 @@ class Tasks:
         self.manager, self.to_load = manager_of(self.options, Path(plan.base_dir))
 
     def is_due(self, before: int, step: int) -> bool:
-        """Whether an evaluation after `step` steps scores the tasks, when the last evaluation was after `before`.
+        """Whether an evaluation after `step` steps scores the tasks.
+
+        `before`: the steps of the last evaluation.
 
         The steps of a rollout may pass over a multiple.
         """
@@ -136,7 +141,7 @@ class Tasks:
         from lm_eval.models.huggingface import HFLM
 
         class Shared(HFLM):
-            """A model over which lm-eval shares out the questions of a task to the ranks, and gathers their answers."""
+            """A model over which lm-eval shares out the questions of a task to the ranks."""
 
             def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
                 return torch.tensor(from_all(tensor.tolist()))

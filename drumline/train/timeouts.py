@@ -1,4 +1,6 @@
-"""After how many seconds a collective fails, by what the ranks are doing: little within a step, more between steps.
+"""After how many seconds a collective fails, by what the ranks are doing.
+
+It is little within a step, and more between steps.
 
 The watcher of heartbeats names and ends ranks that hang long before (`system.heartbeat`). These
 limits are for runs that nobody watches. NCCL counts from when the host begins a collective, so all

@@ -107,7 +107,7 @@ class _Rows(nn.Module):
 
 
 def _is_cut(batch: Any) -> bool:
-    """Return whether `Scattered` has removed from a batch what belongs to all of its rows together."""
+    """Return whether `Scattered` has removed from a batch what belongs to all its rows."""
     return getattr(batch, "learned_on_host_M", None) is not None and batch.learned_M is None
 
 

@@ -68,7 +68,10 @@ def spread(
 
 
 class Units(NamedTuple):
-    """Modules that are gathered by themselves: the embedding and the head in lists of one or none."""
+    """Modules that are gathered by themselves.
+
+    The embedding and the head are in lists of one or none.
+    """
 
     embedding: list[nn.Module]
     blocks: list[nn.Module]

@@ -106,7 +106,7 @@ class LocalEngine(NativeEngine):
         super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Replace the copies and their moments by their mean, and return the checkpoint's tensors."""
+        """Replace the copies and their moments by their mean, and return the tensors."""
         self.own = None
         self._use_averaged_weights(True)
         kept = self._kept()

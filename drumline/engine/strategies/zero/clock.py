@@ -31,7 +31,7 @@ class Clock:
             self.is_running = False
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that counts the seconds of `call`, and of waiting for what it returns."""
+        """Return a function that counts the seconds of `call` and of waiting for its result."""
 
         def wrapper(*args: Any, **named: Any) -> Any:
             began = time.perf_counter()

@@ -150,7 +150,9 @@ def deepspeed_config(
     run_dir: str,
     facts: ModelFacts | None,
 ) -> dict[str, Any]:
-    """Return the config that DeepSpeed is given: the user's file, `options` over it, then the plan's values.
+    """Return the config that DeepSpeed is given.
+
+    It is the user's file, `options` over it, then the plan's values.
 
     Raises PlanError for the first value that contradicts the YAML, for an `auto` that the plan has
     no value for, and for what Drumline does itself or cannot do.
@@ -213,7 +215,7 @@ def _require_size(path: str, sizes: dict[str, int | None]) -> None:
 
 
 def _require_allowed(path: str, value: Any, strategy: Zero) -> None:
-    """Raise PlanError for an option that Drumline sets itself, or that does not fit its training step."""
+    """Raise PlanError for an option that Drumline sets itself or cannot train with."""
     if path.startswith(("optimizer.params.", "scheduler.params.")):
         fix = "leave it out: `schedule` sets each step's rate"
         if path.startswith("optimizer"):
@@ -229,7 +231,10 @@ def _require_allowed(path: str, value: Any, strategy: Zero) -> None:
 
 
 def _user_values(strategy: Zero) -> dict[str, Any]:
-    """Return the values of the user's own DeepSpeed config by dotted path, `options` over the file."""
+    """Return the values of the user's own DeepSpeed config by dotted path.
+
+    `options` go over the file.
+    """
     assert not isinstance(strategy.config, str), (
         "Zero.with_files puts the file in the place of its path"
     )
@@ -295,7 +300,7 @@ def _decided_values(
 
 
 def _accepted_values(own: dict[str, Any], config: Config, steps: int | None) -> Rules:
-    """Return the values that the user's config `own` may have for the optimizer and the learning rate.
+    """Return the values that the user's config `own` may have for the optimizer and rate.
 
     They are those of the YAML, which decides: DeepSpeed is not given them.
     """

@@ -346,7 +346,7 @@ class DeepSpeedEngine(ForwardEngine):
         return self.clock.take()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run any module as a user calls it, with inputs in the type of its weights and fp32 outputs."""
+        """Run any module as a user calls it: inputs in its weights' type, outputs in fp32."""
         module = self.engine.module
         if torch.is_grad_enabled():
             module = self.engine
@@ -368,7 +368,10 @@ class DeepSpeedEngine(ForwardEngine):
             self.divisor = 1.0
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield trainable weights in fp32, as they are kept; frozen ones in the type that they compute in."""
+        """Yield trainable weights in fp32, as they are kept.
+
+        Frozen ones come in the type that they compute in.
+        """
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
             if name in self.named:

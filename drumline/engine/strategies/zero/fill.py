@@ -19,7 +19,10 @@ from drumline.plan.plan import Plan
 
 
 class InTurn(nn.Module):
-    """A module for zero.Init that yields given parameters: each is cut before the next one is made."""
+    """A module for zero.Init that yields given parameters.
+
+    Each is cut before the next one is made.
+    """
 
     def __init__(self, module: nn.Module, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__()
