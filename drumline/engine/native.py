@@ -308,10 +308,8 @@ class ForwardEngine:
     def _prepare_evaluation_weights(self) -> None:
         """Put the weights and statistics in place that an evaluation or an export reads.
 
-        Collective.
-
-        Batch norms agree on their running statistics here; engines whose weights differ between
-        ranks or from the averaged ones override this, and switch first.
+        Collective. Batch norms agree on their running statistics here; engines whose weights differ
+        between ranks or from the averaged ones override this, and switch first.
         """
         agree_on_statistics(self.batch_norms)
 

@@ -56,11 +56,9 @@ WRITTEN = {_ATEN.mm.out, _ATEN.addmm.out}
 def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> None:
     """Let all batch norms of a model share their statistics over groups of `ranks` neighbours.
 
-    Collective.
-
-    `ranks` None: over all ranks. The model is changed in place, under the same names: to torch's
-    SyncBatchNorm on a GPU and to `OnCPU` on a CPU, whose tensors torch's does not take. Running
-    statistics of ranks in different groups differ until `agree_on_statistics`.
+    Collective. `ranks` None: over all ranks. The model is changed in place, under the same names:
+    to torch's SyncBatchNorm on a GPU and to `OnCPU` on a CPU, whose tensors torch's does not take.
+    Running statistics of ranks in different groups differ until `agree_on_statistics`.
     """
     group = dist.group.WORLD
     if ranks is not None:

@@ -407,11 +407,9 @@ class Loop:
     ) -> ReducedStep:
         """Compute this rank's own gradient norm, and sum it over the ranks with the losses.
 
-        Collective.
-
-        The norm comes first, because its square travels with the sums: `PendingStep.arrived` makes
-        the norm that is reported from them. The update itself follows this rank's own loss and
-        norm, so no rank waits for another before it.
+        Collective. The norm comes first, because its square travels with the sums:
+        `PendingStep.arrived` makes the norm that is reported from them. The update itself follows
+        this rank's own loss and norm, so no rank waits for another before it.
         """
         heartbeat.beat("collective")
         heartbeat.beat("optimizer")
@@ -575,10 +573,8 @@ class Loop:
     def evaluate(self) -> bool:
         """Evaluate on the held-out sets, each sample once, and on tasks; then write samples.
 
-        Collective.
-
-        Returns whether the current weights are the best so far. A stop signal breaks the evaluation
-        off.
+        Collective. Returns whether the current weights are the best so far. A stop signal breaks
+        the evaluation off.
         """
         self._finish_pending_step()
         started = time.time()

@@ -91,9 +91,8 @@ class Saver:
     def save_last(self, metric: float | None) -> None:
         """Leave the run with exactly these weights on disk, and with their metric if it is known.
 
-        Collective.
-
-        If the weights are saved already, a metric that is only known now is written beside them.
+        Collective. If the weights are saved already, a metric that is only known now is written
+        beside them.
 
         A save that fails for a reason that may pass is tried again for `checkpoint.wait_seconds`.
         After a stop signal it is tried for half of `launch.grace_seconds`; the other half is for

@@ -465,11 +465,9 @@ class Session:
     ) -> bool:
         """At the end of a global batch make the update, and return True; before that return False.
 
-        Collective.
-
-        The gradients are divided by the weight of the global batch, and clipped by their global
-        norm. If loss or gradients are not finite the weights stay as they are, and `on_nan`
-        decides.
+        Collective. The gradients are divided by the weight of the global batch, and clipped by
+        their global norm. If loss or gradients are not finite the weights stay as they are, and
+        `on_nan` decides.
 
         Args:
             lr: For all groups of the optimizer; None: as the groups have it.
@@ -563,9 +561,8 @@ class Session:
     ) -> dict[str, float]:
         """Return means over a dataset, each sample once over all ranks, without gradients.
 
-        Collective.
-
-        The result's `loss` decides which checkpoint is the best, if one is saved at this step.
+        Collective. The result's `loss` decides which checkpoint is the best, if one is saved at
+        this step.
 
         Args:
             measure: measure(batch) returns (loss sum, weight), or (loss sum, weight, {name: sum}).

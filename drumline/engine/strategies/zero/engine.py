@@ -629,9 +629,7 @@ class DeepSpeedEngine(ForwardEngine):
     ) -> torch.Tensor:
         """Return a tensor that the owner of `name` holds in host memory, on this rank's device.
 
-        Collective.
-
-        `mine`: the tensor on the owner. `shape`: its shape.
+        Collective. `mine`: the tensor on the owner. `shape`: its shape.
         """
         full = torch.empty(shape, device=self.engine.device)
         if self.owner[name] == self.rank:
