@@ -45,7 +45,11 @@ class Adafactor(torch.optim.Optimizer):
     torch's takes no parts of tensors. Of a tensor of shape [..., R, C] the state is
     float32[..., R, 1] and float32[..., 1, C], equal on all ranks; of a vector it is the average of
     its squared gradients, cut as the vector is. An update is as large as `lr` times the root mean
-    square of the weight. A step makes two all-reduces over the ranks that hold parts.
+    square of the weight.
+
+    A step makes two all-reduces over the ranks that hold parts. The first sums squares of weights
+    and gradients; the second sums squares of the directions, which can only be computed from the
+    first.
     """
 
     def __init__(self, groups: list[dict[str, Any]], options: OptimizerConfig) -> None:
@@ -53,6 +57,11 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Take one step. Collective over the ranks that hold parts.
+
+        Parameters that are cut over the same ranks are stepped together, so that they share the two
+        all-reduces. All ranks go through their parameters, and so the collectives, in one order.
+        """
         by_place: dict[Place, list[_Entry]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -70,42 +79,61 @@ class Adafactor(torch.optim.Optimizer):
         for entry in entries:
             parts += _parts_of_sums(entry)
         sums = iter(_all_reduced(parts, place))
+
         updates: list[_Update] = []
         squares: list[torch.Tensor] = []
         for parameter, gradient, _ in entries:
             state = self._state(parameter)
+            # The count is a tensor on the host: reading it does not wait for the device.
             state["step"] += 1
-            # The sums come back in the order of `_parts_of_sums`.
-            scale = next(sums).sqrt() / math.sqrt(parameter.numel())
             new = float(state["step"]) ** DECAY
+            # The sums come back in the order of `_parts_of_sums`.
+            sum_of_weight = next(sums)
+            scale = sum_of_weight.sqrt() / math.sqrt(parameter.numel())
             if parameter.ndim > 1:
                 row_sums = next(sums)
                 column_sums = next(sums)
                 variance = _variance_of_matrix(parameter, state, new, row_sums, column_sums)
             else:
                 kept = local(state["variance"])
-                variance = kept.lerp_(gradient.square(), new).clone()
+                kept.lerp_(gradient.square(), new)
+                # A copy, because the direction is computed in place from it.
+                variance = kept.clone()
+            # Squared, since the root is taken after it: a root is then at least epsilon.
             epsilon = torch.finfo(gradient.dtype).eps
-            direction = variance.clamp_(min=epsilon**2).rsqrt_().mul_(gradient)
+            variance.clamp_(min=epsilon**2)
+            direction = variance.rsqrt_().mul_(gradient)
             updates.append(_Update(direction, scale))
-            squares.append(direction.square().sum().reshape(1))
+            square = direction.square().sum()
+            squares.append(square.reshape(1))
+
         squares = _all_reduced(squares, place)
         for entry, update, square in zip(entries, updates, squares, strict=True):
             self._apply(entry, update, square)
 
     def _apply(self, entry: _Entry, update: _Update, square: torch.Tensor) -> None:
-        """Change a weight. `square`: float32[1], the sum of the squared direction over all ranks."""
+        """Change a weight.
+
+        `square`: float32[1], the sum of the squared direction over all ranks.
+        """
         parameter, _, group = entry
         step = float(self.state[parameter]["step"])
+        # The paper's relative step: the rate falls with 1 / √step as soon as that is below `lr`.
         rate = min(group["lr"], step**-0.5)
         # A direction with a root mean square above 1 is clipped to 1.
-        clip = (square.sqrt() / math.sqrt(parameter.numel())).clamp(min=1.0)
+        root_mean_square = square.sqrt() / math.sqrt(parameter.numel())
+        clip = root_mean_square.clamp(min=1.0)
         weight = local(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
+        # Of the weight as it was before its decay, as torch has it.
         scale = update.scale.clamp(min=LEAST_SCALE)
         weight.sub_(update.direction * (rate * scale / clip))
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the state of a parameter, made of zeros in its first step.
+
+        The averages of a matrix are whole on each rank. That of a vector is cut as the vector is.
+        """
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -124,14 +152,16 @@ def _parts_of_sums(entry: _Entry) -> list[torch.Tensor]:
     squares over columns and over rows, in their full size and zero where another rank has the part.
     """
     parameter, gradient, _ = entry
-    parts = [local(parameter).square().sum().reshape(1)]
+    square_of_weight = local(parameter).square().sum()
+    parts = [square_of_weight.reshape(1)]
     if parameter.ndim > 1:
         rows, columns = _cuts(parameter)
         row_sums = gradient.new_zeros(_row_shape(parameter))
         row_sums[rows] = gradient.square().sum(-1, keepdim=True)
         column_sums = gradient.new_zeros(_column_shape(parameter))
         column_sums[columns] = gradient.square().sum(-2, keepdim=True)
-        parts += [row_sums.flatten(), column_sums.flatten()]
+        parts.append(row_sums.flatten())
+        parts.append(column_sums.flatten())
     return parts
 
 
@@ -144,12 +174,18 @@ def _variance_of_matrix(
 ) -> torch.Tensor:
     """Take the sums of a step into the averages, and return the variance of this rank's part.
 
-    `new`: the weight of the sums in the averages. The variance is the outer product of rows and
-    columns over the mean of the rows.
+    The variance is the outer product of rows and columns over the mean of the rows (section 3 of
+    the paper, with means in place of sums as torch has them).
+
+    `new`: the weight of the sums in the averages. `row_sums`, `column_sums`: flat, over all ranks.
     """
-    row_var, col_var = state["row_var"], state["col_var"]
-    row_var.lerp_(row_sums.view_as(row_var) / parameter.shape[-1], new)
-    col_var.lerp_(column_sums.view_as(col_var) / parameter.shape[-2], new)
+    row_var = state["row_var"]
+    row_means = row_sums.view_as(row_var) / parameter.shape[-1]
+    row_var.lerp_(row_means, new)
+    col_var = state["col_var"]
+    column_means = column_sums.view_as(col_var) / parameter.shape[-2]
+    col_var.lerp_(column_means, new)
+
     epsilon = torch.finfo(row_sums.dtype).eps
     mean = row_var.mean(-2, keepdim=True).clamp_(min=epsilon)
     rows, columns = _cuts(parameter)
@@ -157,30 +193,41 @@ def _variance_of_matrix(
 
 
 def _row_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a number for each row of a matrix: [..., R, 1]."""
     return (*parameter.shape[:-1], 1)
 
 
 def _column_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a number for each column of a matrix: [..., 1, C]."""
     return (*parameter.shape[:-2], 1, parameter.shape[-1])
 
 
 def _cuts(parameter: torch.Tensor) -> tuple[Cut, Cut]:
-    """Return the place of this rank's part among the sums over columns, and over rows."""
+    """Return the place of this rank's part among the sums over columns, and over rows.
+
+    Both are indices: one of a tensor in `_row_shape`, one of a tensor in `_column_shape`.
+    """
     shape = tuple(parameter.shape)
     offset = (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-    cuts = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
+    cuts: list[slice] = []
+    for start, size in zip(offset, shape, strict=True):
+        cuts.append(slice(start, start + size))
     rows = (*cuts[:-1], slice(None))
     columns = (*cuts[:-2], slice(None), cuts[-1])
     return rows, columns
 
 
 def _all_reduced(parts: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
-    """Return the sums of flat tensors over the groups, by one all-reduce a group."""
+    """Return the sums of flat tensors over the groups, by one all-reduce a group.
+
+    `place`: the groups over which the parameters are cut; none for whole ones, which need no sum.
+    """
     whole = torch.cat(parts)
     for group in place:
         dist.all_reduce(whole, group=group)
-    return list(whole.split([part.numel() for part in parts]))
+    sizes = [part.numel() for part in parts]
+    return list(whole.split(sizes))

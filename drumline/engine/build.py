@@ -43,7 +43,7 @@ frozen_engines: WeakSet[ForwardEngine] = WeakSet()
 
 
 def stats_with_frozen(engine: Engine) -> MemoryStats:
-    """Return the bytes that this rank holds of the trainable model, and of the frozen ones beside it."""
+    """Return the bytes that this rank holds of the trainable model and of the frozen ones."""
     stats = engine.memory_stats()
     parameters = stats.parameters
     for frozen in frozen_engines:
@@ -56,11 +56,11 @@ def build_engine(
 ) -> Engine:
     """Return the engine of this rank: the model is sharded as planned, then filled. Collective.
 
-    Each rank reads or draws what it holds. If other roles are trained beside the policy, the engine is a
-    `CompositeEngine` of them.
-    `device`: cpu, or cuda:N. `checkpoint_keys`: names of tensors that a checkpoint fills, so nothing else
-    does; a role's are ROLE/NAME. `role`: one of `plan.roles` by itself; the engine of a frozen one can
-    only evaluate, infer, and return its weights.
+    Each rank reads or draws what it holds. If other roles are trained beside the policy, the engine
+    is a `CompositeEngine` of them.
+    `device`: cpu, or cuda:N. `checkpoint_keys`: names of tensors that a checkpoint fills, so
+    nothing else does; a role's are ROLE/NAME. `role`: one of `plan.roles` by itself; the engine of
+    a frozen one can only evaluate, infer, and return its weights.
     """
     if role is not None:
         return _build_role(plan, device, checkpoint_keys, role)
@@ -99,8 +99,8 @@ def _build_trainable(
     config = plan.config
     is_deepspeed = plan.engine == "deepspeed"
     if is_deepspeed:
-        # DeepSpeed moves to the device what belongs there. Its optimizer makes its state by a step, which
-        # needs weights, so no key is left for the checkpoint.
+        # DeepSpeed moves to the device what belongs there. Its optimizer makes its state by a step,
+        # which needs weights, so no key is left for the checkpoint.
         device = "cpu"
         checkpoint_keys = frozenset()
     model, source = _lay_out(plan, device, checkpoint_keys, head)
@@ -124,7 +124,7 @@ def _build_trainable(
 def _prepare_native(
     plan: Plan, model: Any, values: Values, trains: bool = True, **options: Any
 ) -> Any:
-    """Return Drumline's own engine, for a strategy that has none, or over a frozen model (`trains` False)."""
+    """Return Drumline's own engine, for strategies without one; `trains` False: a frozen model."""
     if plan.engine != "pipeline":
         engine: type[ForwardEngine] = ForwardEngine
         if trains:
@@ -152,14 +152,16 @@ def build_module(
     overlaps: bool = True,
     unfrozen: frozenset[str] = frozenset(),
 ) -> OpenEngine:
-    """Return the engine of any module, sharded as planned, then filled: each rank draws what it holds. Collective.
+    """Return the engine of any module: sharded as planned, then filled. Collective.
 
-    `device`, `checkpoint_keys`: as in `build_engine`. `make_optimizer`: in place of the plan's. `units`:
-    what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes again
+    Each rank draws what it holds.
+
+    `device`, `checkpoint_keys`: as in `build_engine`. `make_optimizer`: in place of the plan's.
+    `units`: what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes again
     (models.blocks.set_blocks). `tp_plan`: name of a module, numbers as `*` → colwise or rowwise.
     `overlaps`: see native.prepare. `unfrozen`: weights that learn although `build` has them frozen.
-    Raises PlanError for a strategy that a module by itself cannot be spread by, ModelError if ranks build
-    different weights.
+    Raises PlanError for a strategy that a module by itself cannot be spread by, ModelError if ranks
+    build different weights.
     """
     if plan.engine == "deepspeed":
         # As in `_build_trainable`.
@@ -186,11 +188,15 @@ def lay_out_spreadable(
 ) -> tuple[Module, Source]:
     """Return a module by itself, laid out, and where its first weights come from.
 
-    Raises PlanError if it lacks what spreading it as planned requires, ModelError if `build` makes none.
+    Raises PlanError if it lacks what spreading it as planned requires, ModelError if `build` makes
+    none.
     """
     _require_degrees(plan, has_tp_plan=bool(tp_plan))
     if plan.stream_parts > 1:
-        what = "the stream between the blocks of a Hugging Face model is known, and that of no other module"
+        what = (
+            "sequence parallelism requires a Hugging Face model: it cuts the hidden states between "
+            "the blocks, and in another module nothing says which tensors these are"
+        )
         raise PlanError(what, where="strategy.sequence_parallel", fix="take it out")
     model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
     is_deepspeed = plan.engine == "deepspeed"
@@ -255,8 +261,8 @@ def keep_frozen_low(plan: Plan, model: Any) -> None:
 def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardEngine:
     """Return the engine of a frozen model.
 
-    `as_deepspeed`: unless the engine casts the weights as it gathers them, all are kept in the low type,
-    and there is no autocast.
+    `as_deepspeed`: unless the engine casts the weights as it gathers them, all are kept in the low
+    type, and there is no autocast.
     """
     model, source = _lay_out(plan, device, frozenset(), head, draws=False)
     model.requires_grad_(False)
@@ -268,8 +274,8 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
         if is_all_low:
             keep_low([model], dtype, vectors=is_pure)
         else:
-            # In blocks autocast would round at each use, so no number changes: the trainable copy of the
-            # same weights starts equal.
+            # In blocks autocast would round at each use, so no number changes: the trainable copy
+            # of the same weights starts equal.
             keep_low(blocks(model), dtype, vectors=False)
             give_fp32(model)
     values = Values(source, device, plan.config.run.seed)
@@ -308,8 +314,8 @@ def _lay_out(
     if predicts_tokens and device != "cpu":
         # On a CPU the launcher has tried it. A GPU has kernels of its own.
         require_next_token(model, device, config.packs)
-    # On a GPU a call for each document may cost more than the tokens that are spared: nobody has measured
-    # it.
+    # On a GPU a call for each document may cost more than the tokens that are spared: nobody has
+    # measured it.
     may_share = device == "cpu" and predicts_tokens and config.algorithm.shares_prompts
     model._drumline_shares = may_share and shares_prompts(model, device)
     return model, source

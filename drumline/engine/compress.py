@@ -1,9 +1,11 @@
-"""What DDP sends in place of fp32 gradients: a compressor takes a bucket and leaves the average of all ranks in it.
+"""What DDP sends in place of fp32 gradients.
 
-Gradients arrive accumulated over the micro-batches and scaled as the engine scales them (mean over the
-global batch), so errors that are kept from one step to the next are in the units of an update. They are
-kept per parameter, because DDP may deal its buckets anew. They belong to this rank, are not saved, and
-start from zero when a run resumes from a checkpoint.
+A compressor takes a bucket, and leaves the average of all ranks in it.
+
+Gradients arrive accumulated over the micro-batches and scaled as the engine scales them (mean over
+the global batch), so errors that are kept from one step to the next are in the units of an update.
+They are kept per parameter, because DDP may deal its buckets anew. They belong to this rank, are
+not saved, and start from zero when a run resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def compress_ddp(
 ) -> Compressor | None:
     """Let DDP average its buckets by a compressor and return it, or None if none is set.
 
-    `seed` is the same on all ranks.
+    `options`: the section `compression` of the strategy. `seed`: the same on all ranks, since
+    random bases have to be.
     """
     if options.kind == "none":
         return None
@@ -76,13 +79,17 @@ class Compressor:
         flat = bucket.buffer()
         devices: list[int | str | torch.device] = []
         if flat.is_cuda:
+            # Such a future notes the stream on which it is set, and DDP's stream waits for that
+            # one.
             devices.append(flat.device)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         with self._own_stream(flat), torch.no_grad():
             if self.options.compresses(self.step):
                 self.average(flat, bucket.parameters())
             else:
-                self._all_reduce(flat.div_(self.size))
+                # Divided first, as DDP does it without a compressor.
+                flat.div_(self.size)
+                self._all_reduce(flat)
             future.set_result(flat)
         return future
 
@@ -96,10 +103,12 @@ class Compressor:
         return seconds
 
     def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the ranks in place, and return it."""
         self._call(dist.all_reduce, tensor)
         return tensor
 
     def _call(self, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        """Run a collective over the group, and count the seconds that a CPU waits in it."""
         start = time.perf_counter()
         collective(*tensors, group=self.group)
         if not tensors[0].is_cuda:
@@ -113,7 +122,9 @@ class Compressor:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(flat.device)
-        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        # The bucket is filled on the current stream, and must be full before it is read here.
+        current = torch.cuda.current_stream(flat.device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             yield
 
@@ -129,7 +140,8 @@ class Cast(Compressor):
         if self.options.kind == "bf16":
             dtype = torch.bfloat16
         low = flat.div_(self.size).to(dtype)
-        flat.copy_(self._all_reduce(low))
+        self._all_reduce(low)
+        flat.copy_(low)
 
 
 class Int8(Compressor):
@@ -152,14 +164,21 @@ class Int8(Compressor):
         part = blocks_a_rank * BLOCK
         padded = flat.new_zeros(self.size * part)
         padded[:entries] = flat
+
+        # The reduce-scatter: row r of `sent` goes to rank r, and row r of `received` came from it.
         sent = encode(padded.view(self.size, part))
         received = torch.empty_like(sent)
         self._call(dist.all_to_all_single, received, sent)
-        average = decode(received).sum(0, keepdim=True).div_(self.size)
+        sums = decode(received).sum(0, keepdim=True)
+        average = sums.div_(self.size)
+
+        # The all-gather. This rank decodes its own part from the codes too, as the others do: its
+        # copy of the weights would differ from theirs otherwise.
         own_part = encode(average)
         all_parts = torch.empty_like(sent)
         self._call(ALL_GATHER, all_parts, own_part)
-        flat.copy_(decode(all_parts).flatten()[:entries])
+        whole = decode(all_parts).flatten()
+        flat.copy_(whole[:entries])
 
 
 def encode(rows: torch.Tensor) -> torch.Tensor:
@@ -170,11 +189,14 @@ def encode(rows: torch.Tensor) -> torch.Tensor:
     columns = rows.shape[1]
     scales_bytes = columns // (BLOCK // SCALE_BYTES)
     packed = rows.new_empty((len(rows), columns + scales_bytes), dtype=torch.uint8)
+    # A block of zeros has the scale 0, and 0 / 0 would be NaN.
     smallest = torch.finfo(torch.float32).tiny
     for values, codes, scales in _pieces(packed, rows):
-        torch.amax(values.abs(), -1, out=scales).div_(LARGEST_CODE)
+        torch.amax(values.abs(), -1, out=scales)
+        scales.div_(LARGEST_CODE)
         divisors = scales.clamp_min(smallest)[:, None]
-        codes.copy_((values / divisors).round_())
+        quotients = values / divisors
+        codes.copy_(quotients.round_())
     return packed
 
 
@@ -202,6 +224,7 @@ def _pieces(packed: torch.Tensor, rows: torch.Tensor) -> Iterator[_Piece]:
     if rows.device.type == "cpu":
         size = PIECE
     for row, packed_row in zip(rows, packed, strict=True):
+        # Views of the bytes: what is written into them is in `packed`.
         codes = packed_row[:columns].view(torch.int8)
         scales = packed_row[columns:].view(torch.float32)
         row_pieces = row.split(size)
@@ -217,7 +240,8 @@ def by_parameter(
     flat: torch.Tensor, parameters: list[torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Return each parameter's entries of a bucket, as views of it."""
-    parts = flat.split([parameter.numel() for parameter in parameters])
+    sizes = [parameter.numel() for parameter in parameters]
+    parts = flat.split(sizes)
     return dict(zip(parameters, parts, strict=True))
 
 
@@ -225,7 +249,8 @@ class ErrorFeedback(Compressor):
     """A base of compressors that add what a step did not send to the next step's gradient.
 
     So nothing is lost but time (Stich et al. 2018, Karimireddy et al. 2019). It costs 4 bytes a
-    parameter on each rank.
+    parameter on each rank. The errors are by parameter, since a parameter may move to another
+    bucket.
     """
 
     def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
@@ -257,11 +282,15 @@ class TopK(ErrorFeedback):
 
     def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         self.add_errors(flat, parameters)
+        # At least one entry, also of a bucket that is smaller than 1 / ratio.
         count = max(1, round(self.options.ratio * flat.numel()))
         indices = flat.abs().topk(count, sorted=False).indices
-        sent = torch.cat([indices.to(torch.int32), flat[indices].view(torch.int32)])
+        # The bits of the values travel as integers, so that one collective carries both.
+        values_as_int = flat[indices].view(torch.int32)
+        sent = torch.cat([indices.to(torch.int32), values_as_int])
         received = sent.new_empty(self.size * 2 * count)
         self._call(ALL_GATHER, received, sent)
+
         flat[indices] = 0
         self.keep_errors(flat, parameters)
         flat.zero_()
@@ -299,19 +328,26 @@ class PowerSGD(ErrorFeedback):
         for parameter, matrix in matrices.items():
             if parameter not in self.bases:
                 self.bases[parameter] = self._random_basis(matrix)
-        lefts = [matrix @ self.bases[parameter] for parameter, matrix in matrices.items()]
-        averages = self._average_together([*sent_whole, *lefts])
+
+        # P = M Q, averaged and made orthonormal. What is sent whole goes along.
+        own_lefts = [matrix @ self.bases[parameter] for parameter, matrix in matrices.items()]
+        averages = self._average_together([*sent_whole, *own_lefts])
         averages_of_whole = averages[: len(sent_whole)]
         lefts = orthonormal(averages[len(sent_whole) :])
+
+        # Q = Mᵀ P, averaged.
         own_rights = []
         for matrix, left in zip(matrices.values(), lefts, strict=True):
             own_rights.append(matrix.T @ left)
         rights = self._average_together(own_rights)
+
+        # The bucket gets the averages: what this rank had in it before, less these, is its error.
         error = flat.clone()
         for part, average in zip(sent_whole, averages_of_whole, strict=True):
             part.copy_(average)
         for (parameter, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
             torch.mm(left, right.T, out=matrix)
+            # A step with NaN is passed over, and the next one must not start from its NaN.
             self.bases[parameter] = right.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)
         error -= flat
         for parameter, part in by_parameter(error, parameters).items():
@@ -320,7 +356,11 @@ class PowerSGD(ErrorFeedback):
         self.keep_errors(error, parameters)
 
     def _random_basis(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the Q that the first step starts from: [columns of the matrix, rank]."""
+        """Return the Q that the first step starts from: [columns of the matrix, rank].
+
+        It is drawn on the host, so that it does not depend on the device. All ranks draw for the
+        same matrices in the same order.
+        """
         basis = torch.randn(matrix.shape[1], self.options.rank, generator=self.generator)
         return basis.to(matrix)
 
@@ -329,8 +369,10 @@ class PowerSGD(ErrorFeedback):
         if not tensors:
             return []
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        self._all_reduce(flat).div_(self.size)
-        parts = flat.split([tensor.numel() for tensor in tensors])
+        self._all_reduce(flat)
+        flat.div_(self.size)
+        sizes = [tensor.numel() for tensor in tensors]
+        parts = flat.split(sizes)
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
@@ -338,7 +380,7 @@ def orthonormal(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return Q of each matrix's QR decomposition.
 
     Matrices of one shape are decomposed in one batch, since a small QR is mostly the start of its
-    kernels.
+    kernels. The results are in the order of `matrices`.
     """
     by_shape: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):
@@ -346,7 +388,8 @@ def orthonormal(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     bases: dict[int, torch.Tensor] = {}
     for indices in by_shape.values():
         batch = torch.stack([matrices[index] for index in indices])
-        for index, basis in zip(indices, torch.linalg.qr(batch).Q, strict=True):
+        batch_of_bases = torch.linalg.qr(batch).Q
+        for index, basis in zip(indices, batch_of_bases, strict=True):
             bases[index] = basis
     return [bases[index] for index in range(len(matrices))]
 

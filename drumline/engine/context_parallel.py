@@ -1,12 +1,14 @@
 """Context parallelism: each rank runs the model on its part of every sequence; only attention sees the whole.
 
-Ulysses (Jacobs et al. 2023): before attention the ranks exchange parts of the sequence for heads (one
-all-to-all), attention runs over whole sequences for a share of the heads, and a second all-to-all
-changes back. Ring (Liu et al. 2023): each rank keeps its queries, and keys and values go round. It is
-torch's own `context_parallel`, which has kernels for GPUs and takes no mask but the causal one.
+Ulysses (Jacobs et al. 2023): before attention the ranks exchange parts of the sequence for heads
+(one all-to-all), attention runs over whole sequences for a share of the heads, and a second
+all-to-all changes back. Ring (Liu et al. 2023): each rank keeps its queries, and keys and values go
+round. It is torch's own `context_parallel`, which has kernels for GPUs and takes no mask but the
+causal one.
 
-Either is put under a model by transformers' own interface, as an attention function and a mask function
-under a name of ours. So the model decides which tokens may meet (causal, sliding windows, chunks).
+Either is put under a model by transformers' own interface, as an attention function and a mask
+function under a name of ours. So the model decides which tokens may meet (causal, sliding windows,
+chunks).
 
 Shapes: B rows, T tokens of a sequence, t = T / N of a part, N ranks; H heads, of size D.
 """
@@ -39,7 +41,8 @@ NUMBERS = itertools.count()
 # Tokens of a rank's part in the trial, which is in fp32. In a ring it has two chunks.
 TRIAL_TOKENS = 8
 TRIAL_TOKENS_OF_RING = 2 * RING_CHUNK
-# Tokens of the second document of a pack in the trial. A part has more, so no document begins with one.
+# Tokens of the second document of a pack in the trial. A part has more, so no document begins with
+# one.
 TRIAL_TOKENS_OF_SECOND_DOCUMENT = 5
 Function = Callable[..., Any]
 
@@ -54,8 +57,8 @@ def apply_context_parallel(
     """Cut the sequences of `module`'s batches over the ranks of `mesh` (one dimension). Collective.
 
     Forward and backward must run in `module.sequence.around`.
-    Raises PlanError for a model whose tokens meet elsewhere than in attention, or whose attention is
-    not transformers' own.
+    Raises PlanError for a model whose tokens meet elsewhere than in attention, or whose attention
+    is not transformers' own.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -126,8 +129,8 @@ def ulysses(
 ) -> tuple[Tensor, None]:
     """Run attention over whole sequences: [B, H, t, D] in, [B, t, H, D] out.
 
-    Key and value heads that N does not divide are repeated (each at most H / kv times), so that each
-    rank gets the same number.
+    Key and value heads that N does not divide are repeated (each at most H / kv times), so that
+    each rank gets the same number.
     """
     repeats = part.parts // math.gcd(key.shape[1], part.parts)
     if repeats > 1:
@@ -172,10 +175,10 @@ def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:
 def whole_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
     """Return the mask over whole sequences, made by the model's own function `mask`.
 
-    It is bool[B, 1, T, T], or `Documents` if attention takes these, or None for the plain causal one.
-    The model decides by place which tokens may meet (`mask_function`: causal, a window, chunks). Which
-    documents they belong to depends on the positions of the whole sequence; the model has seen one
-    part.
+    It is bool[B, 1, T, T], or `Documents` if attention takes these, or None for the plain causal
+    one. The model decides by place which tokens may meet (`mask_function`: causal, a window,
+    chunks). Which documents they belong to depends on the positions of the whole sequence; the
+    model has seen one part.
     """
     from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
 

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 class Spread:
     """How a module is spread over the data ranks.
 
-    `module` runs a forward of training. `inner` runs one without gradients. `reads` is like `inner`,
-    but calls the objective once with all rows of the batch.
+    `module` runs a forward of training. `inner` runs one without gradients. `reads` is like
+    `inner`, but calls the objective once with all rows of the batch.
     """
 
     def __init__(
@@ -75,8 +75,11 @@ class Spread:
         return None
 
 
-def learning(module: nn.Module) -> set[int]:
-    """Return the ids of the weights that learn now."""
+def trainable_ids(module: nn.Module) -> set[int]:
+    """Return the Python ids of the weights that require gradients now.
+
+    Comparing it with an earlier result tells whether a loop has frozen or unfrozen weights since.
+    """
     return {id(weight) for weight in module.parameters() if weight.requires_grad}
 
 
@@ -100,7 +103,8 @@ class Replicated(Spread):
     DDP averages in a backward that follows a forward of its own. If the last backward follows none
     (a loss of a method of the module's, a second backward of one forward), the gradients are
     averaged once more: averages of averages are averages. DDP waits for the weights that learned
-    when it was made. If a loop has frozen or unfrozen weights since, all are averaged after backward.
+    when it was made. If a loop has frozen or unfrozen weights since, all are averaged after
+    backward.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class Replicated(Spread):
         # DDP records a static graph in the first backward.
         self.records_graph = module.static_graph
         self.by_hand = BucketedAllReduce(module.module, module.process_group)
-        self.learned = self.by_hand.learned
+        self.initially_trainable = self.by_hand.initially_trainable
         self.clock = self.by_hand.clock
         self.device = next(module.parameters()).device.type
         # DDP's forward ran since the last backward.
@@ -126,18 +130,24 @@ class Replicated(Spread):
         module.register_forward_pre_hook(self._note_call)
 
     def _note_call(self, *_: object) -> None:
+        """Note a forward of DDP, and keep DDP from waiting for weights that were frozen."""
         if torch.is_grad_enabled():
             self.called = True
-            if learning(self.inner) != self.learned:
+            if trainable_ids(self.inner) != self.initially_trainable:
                 # As within no_sync.
                 self.ddp.require_backward_grad_sync = False
 
     @contextlib.contextmanager
     def going_back(self, loss: torch.Tensor) -> Iterator[None]:
+        """See Spread. Measures how long the last backward of a step waits for the averages."""
+
+        def start_clock() -> None:
+            self.clock.start(self.device)
+
         if self.last and loss.requires_grad:
             # Callbacks run at the end of a backward, in their order: this one before DDP's own,
             # which waits for the averages.
-            loss.register_hook(lambda _: queue_callback(lambda: self.clock.start(self.device)))
+            loss.register_hook(lambda _: queue_callback(start_clock))
         yield
         self.clock.stop()
         self.averaged = self.called
@@ -145,6 +155,10 @@ class Replicated(Spread):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """See Spread. Before the last micro-batch DDP only accumulates gradients.
+
+        Raises ModelError if a weight has no gradient that DDP waits for.
+        """
         requires_all = not (self.ddp.static_graph or self.ddp.find_unused_parameters)
         checks_gradients = last and requires_all
         before: dict[str, _Gradient | None] = {}
@@ -162,7 +176,7 @@ class Replicated(Spread):
                 yield
         self.ddp.require_backward_grad_sync = True
         self.records_graph = False
-        if last and learning(self.inner) != self.learned:
+        if last and trainable_ids(self.inner) != self.initially_trainable:
             # So that the next forward brings the buffers up to date.
             self.ddp.require_forward_param_sync = True
             self._average("other weights learn than when the model was spread")
@@ -174,6 +188,7 @@ class Replicated(Spread):
             self.compressor.step += 1
 
     def _average(self, why: str) -> None:
+        """Average the gradients after backward. `why`: of the log's one line about it."""
         if not self.reported:
             logger.warning("%s: gradients are averaged after backward, not during it", why)
         self.reported = True
@@ -213,6 +228,7 @@ class Replicated(Spread):
             )
 
     def exposed_communication(self) -> float:
+        """See Spread."""
         seconds = self.clock.seconds()
         if self.compressor is not None:
             # On a CPU a compressor waits within backward.
@@ -255,11 +271,16 @@ class Sharded(Spread):
                 unit.set_custom_reduce_scatter(sums)
 
     def _count_seconds(self, seconds: float) -> None:
+        """Count the seconds of a collective, unless it is one of an evaluation."""
         if self.trains:
             self.waited += seconds
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """See Spread.
+
+        Until the last micro-batch gradients stay whole, unless each is reduced at once.
+        """
         self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)
         self.trains = True
         try:
@@ -293,6 +314,7 @@ class Timed:
         self.report = report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the collective, report its seconds, and return its work."""
         start = time.perf_counter()
         work = self.collective(*args, **kwargs)
         self.report(time.perf_counter() - start)
@@ -320,7 +342,7 @@ class BucketedAllReduce(Spread):
         self.group_of_experts = group if experts is None else experts
         self.bucket_bytes = bucket_bytes
         self.clock = Clock()
-        self.learned = learning(module)
+        self.initially_trainable = trainable_ids(module)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -331,14 +353,15 @@ class BucketedAllReduce(Spread):
     def average(self) -> None:
         """Average all gradients over the group, in flat buckets. Collective over the group.
 
-        A gradient that only other ranks have counts as zero here and is made; one that no rank has stays None.
+        A gradient that only other ranks have counts as zero here and is made; one that no rank has
+        stays None.
         """
         has_own_group = self.group_of_experts is not self.group
         experts: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
         for parameter in self.module.parameters():
             # What was frozen since may have a gradient still.
-            if not parameter.requires_grad and id(parameter) not in self.learned:
+            if not parameter.requires_grad and id(parameter) not in self.initially_trainable:
                 continue
             if has_own_group and of_experts(parameter):
                 experts.append(parameter)
@@ -348,6 +371,7 @@ class BucketedAllReduce(Spread):
         self._average_over(self.group_of_experts, experts)
 
     def _average_over(self, group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
+        """Average the gradients of some parameters over a group, one all-reduce a bucket."""
         ranks = dist.get_world_size(group)
         if ranks == 1 or not parameters:
             return
@@ -368,8 +392,9 @@ class BucketedAllReduce(Spread):
 class _Bucket:
     """Gradients of some parameters end to end, summed over the group.
 
-    Behind them is a 1 for each gradient that this rank has. The host reads the sums of the ones, and
-    waits for the device, only if this rank lacks a gradient: it has to know whether another has it.
+    Behind them is a 1 for each gradient that this rank has. The host reads the sums of the ones,
+    and waits for the device, only if this rank lacks a gradient: it has to know whether another has
+    it.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -395,7 +420,8 @@ class _Bucket:
         """Wait for the sums, and set the gradients to their averages over so many ranks."""
         assert self.work is not None
         self.work.wait()
-        *parts, has_gradient = self.flat.split([*self.sizes, len(self.parameters)])
+        sizes = [*self.sizes, len(self.parameters)]
+        *parts, has_gradient = self.flat.split(sizes)
         # As long as this rank has all gradients, no number of the device is needed.
         ranks_with_gradient = [ranks] * len(self.parameters)
         if self.lacks_gradient:
@@ -419,10 +445,13 @@ def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
     filled = 0
     for tensor in tensors:
         size = local(tensor).numel() * tensor.element_size()
-        if bucket and (filled + size > bucket_bytes or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-            filled = 0
+        if bucket:
+            is_full = filled + size > bucket_bytes
+            has_other_dtype = tensor.dtype != bucket[0].dtype
+            if is_full or has_other_dtype:
+                yield bucket
+                bucket = []
+                filled = 0
         bucket.append(tensor)
         filled += size
     if bucket:
@@ -430,6 +459,7 @@ def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
 
 
 def _event() -> torch.cuda.Event:
+    """Return an event that the GPU reaches after all work that its current stream has so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -452,11 +482,13 @@ class Clock:
 
     @contextlib.contextmanager
     def measure(self, device: str) -> Iterator[None]:
+        """Measure the work of a `with` block. `device`: the type of the device that does it."""
         self.start(device)
         yield
         self.stop()
 
     def start(self, device: str) -> None:
+        """Begin a measurement. `device`: the type of the device that does the work."""
         if device == "cuda":
             self.began = _event()
         else:
@@ -472,6 +504,7 @@ class Clock:
             self.under_way.append((began, _event()))
 
     def seconds(self) -> float:
+        """Return the seconds of the last work that has ended; 0 before the first."""
         while self.under_way and self.under_way[0][1].query():
             began, ended = self.under_way.popleft()
             self.last = began.elapsed_time(ended) / 1e3

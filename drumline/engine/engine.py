@@ -1,7 +1,7 @@
 """The interface between the training loop and the engine that spreads a model.
 
-The loop sees only this. Trainable models side by side (a policy, and a value model of its own) are one
-engine, `CompositeEngine`.
+The loop sees only this. Trainable models side by side (a policy, and a value model of its own) are
+one engine, `CompositeEngine`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ Sums = dict[str, float]
 DeviceSums = dict[str, torch.Tensor]
 # Called with the outputs of a model and the batch.
 Read = Callable[[Any, Any], torch.Tensor]
-# Sections of tensors, of any role, that only some runs have. What they hold is lost if a run without
-# them resumes. A run that has them, and resumes from a checkpoint without, starts them afresh.
+# Sections of tensors, of any role, that only some runs have. What they hold is lost if a run
+# without them resumes. A run that has them, and resumes from a checkpoint without, starts them
+# afresh.
 OPTIONAL = ("outer", "compensation")
 POLICY = "policy"
 T = TypeVar("T")
@@ -35,12 +36,12 @@ class Engine(Protocol):
     """Owns the model, its gradients and its optimizer on this rank.
 
     Sums are those of this rank's samples. Ranks that share samples (pp, cp, tp) all return the same
-    ones, and the loop counts them once. Those of a training step come from the last stage of a pipeline
-    alone; other stages return zeros.
+    ones, and the loop counts them once. Those of a training step come from the last stage of a
+    pipeline alone; other stages return zeros.
 
     No call of a training step makes the host wait for the device, with four exceptions: DeepSpeed's
-    calls, fp16 (its next scale depends on this step's norm), an optimizer without a fused kernel, and
-    gradients in host memory.
+    calls, fp16 (its next scale depends on this step's norm), an optimizer without a fused kernel,
+    and gradients in host memory.
     """
 
     def begin_step(self, lr: float) -> None:
@@ -65,27 +66,27 @@ class Engine(Protocol):
     ) -> list[torch.Tensor]:
         """Return `read(outputs, batch)` of each micro-batch, computed without gradients.
 
-        It is the same on all ranks that share the samples. All ranks come with as many micro-batches.
-        The model is left in training mode. `adapter` False: without LoRA's product, so the model is
-        what it was before training.
+        It is the same on all ranks that share the samples. All ranks come with as many
+        micro-batches. The model is left in training mode. `adapter` False: without LoRA's product,
+        so the model is what it was before training.
         """
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of each weight and each persistent buffer, whole, on every rank.
 
-        Frozen weights are among them. They come one after the other, in the same order on all ranks, on
-        this rank's device. Names are those of the Hugging Face model (with an adapter, of PEFT's). A
-        tensor may be the engine's own: copy it, do not change it. A tied weight comes once under each
-        of its names, one after the other: a reader that does not tie it (vLLM, as it reloads) needs
-        them all. Collective: all ranks go through to the end.
+        Frozen weights are among them. They come one after the other, in the same order on all
+        ranks, on this rank's device. Names are those of the Hugging Face model (with an adapter, of
+        PEFT's). A tensor may be the engine's own: copy it, do not change it. A tied weight comes
+        once under each of its names, one after the other: a reader that does not tie it (vLLM, as
+        it reloads) needs them all. Collective: all ranks go through to the end.
         Raises ModelError if weights are packed in 4 or 8 bits.
         """
 
     def unsharded_model(self) -> nn.Module | None:
         """Return the whole Hugging Face model if this rank has one that can be called as it is.
 
-        None if the model is cut or sharded. What is changed on it (mode, cache) must be put back; its
-        weights must not be changed. Collective.
+        None if the model is cut or sharded. What is changed on it (mode, cache) must be put back;
+        its weights must not be changed. Collective.
         """
 
     def grad_norm(self) -> torch.Tensor:
@@ -97,8 +98,8 @@ class Engine(Protocol):
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """Clip by the norm given, update the weights, and delete the gradients.
 
-        If `finite`, a bool scalar of the device, does not hold, weights and moments stay as they are.
-        `lr` None: at the rates that the optimizer has.
+        If `finite`, a bool scalar of the device, does not hold, weights and moments stay as they
+        are. `lr` None: at the rates that the optimizer has.
         """
 
     def rescales(self) -> bool:
@@ -110,9 +111,9 @@ class Engine(Protocol):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return weights and optimizer state as they are now, by their canonical names.
 
-        These are `model.<fqn>` and `optim.<fqn>.<slot>`. Between them the ranks name all; a rank may
-        name a part. A checkpoint is saved from these tensors; loading fills them and hands them to
-        `load_state`. Collective.
+        These are `model.<fqn>` and `optim.<fqn>.<slot>`. Between them the ranks name all; a rank
+        may name a part. A checkpoint is saved from these tensors; loading fills them and hands them
+        to `load_state`. Collective.
         """
 
     def state(self) -> dict[str, Any]:
@@ -121,9 +122,10 @@ class Engine(Protocol):
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Go on from a checkpoint.
 
-        `tensors`: what `tensors()` returned, filled by the checkpoint. `state`: what `state()` returned
-        when it was saved, with `step`, the number of steps done. The checkpoint may be another
-        engine's: of `state` nothing but `step` is certain, and sections in `OPTIONAL` may not be filled.
+        `tensors`: what `tensors()` returned, filled by the checkpoint. `state`: what `state()`
+        returned when it was saved, with `step`, the number of steps done. The checkpoint may be
+        another engine's: of `state` nothing but `step` is certain, and sections in `OPTIONAL` may
+        not be filled.
         """
 
     def memory_stats(self) -> MemoryStats:
@@ -133,7 +135,7 @@ class Engine(Protocol):
         """
 
     def exposed_communication(self) -> float | None:
-        """Return the seconds of the last forward_backward in which this rank only waited for gradients.
+        """Return the seconds of the last forward_backward in which this rank waited for gradients.
 
         None if nothing measures it.
         """
@@ -142,14 +144,16 @@ class Engine(Protocol):
 class OpenEngine(Engine, Protocol):
     """An engine for a loop of the user's own.
 
-    The loop calls the model, and comes with a loss for each micro-batch. `named`: the parameters as the
-    optimizer has them, whatever a forward puts in their place. `learned`: the names of those that
-    learned when the model was spread. `is_whole`: each rank has all of the model, and calls it as it is.
+    The loop calls the model, and comes with a loss for each micro-batch.
+
+    `named`: the parameters as the optimizer has them, whatever a forward puts in their place.
+    `initially_trainable`: the names of those that were trainable when the model was spread.
+    `is_whole`: each rank has all of the model, and calls it as it is.
     """
 
     model: nn.Module
     named: dict[str, nn.Parameter]
-    learned: set[str]
+    initially_trainable: set[str]
     max_grad_norm: float | None
     optimizer: torch.optim.Optimizer
     is_whole: bool
@@ -191,7 +195,8 @@ def added(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
     keys = list(outs[0])
     rows = []
     for out in outs:
-        rows.append(torch.stack([exact(out[key].detach()) for key in out]))
+        values = [exact(value.detach()) for value in out.values()]
+        rows.append(torch.stack(values))
     stacked = torch.stack(rows)
     sums = dict(zip(keys, stacked.sum(0).unbind(), strict=True))
     for key, largest in zip(keys, stacked.amax(0).unbind(), strict=True):
@@ -210,7 +215,7 @@ def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
 
 
 def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
-    """Return an objective for `Engine.evaluate` that keeps what `read` returns for each micro-batch.
+    """Return an objective for `Engine.evaluate` that keeps what `read` returns of a micro-batch.
 
     It appends to `kept`.
     """
@@ -226,10 +231,10 @@ class CompositeEngine:
     """An Engine over the engines of several roles.
 
     Objectives are by role (role → objective) and sums are added up. The norm, by which gradients
-    are clipped, is that of all gradients together.
+    are clipped, is that of all gradients together. What each method does is described in `Engine`.
 
-    Calls for one model (infer, whole_weights, unsharded_model, an objective that is no mapping) go to
-    the policy. Canonical names of another role's tensors have the role before them:
+    Calls for one model (infer, whole_weights, unsharded_model, an objective that is no mapping) go
+    to the policy. Canonical names of another role's tensors have the role before them:
     `value/model.<fqn>`. So an export, or a run without that role, finds the policy's alone.
     """
 
@@ -269,6 +274,7 @@ class CompositeEngine:
         return _added(sums_of_roles)
 
     def grad_norm(self) -> torch.Tensor:
+        # The roles' parameters are disjoint, so the squares of their norms add up.
         norms = torch.stack([engine.grad_norm() for engine in self.engines.values()])
         return norms.square().sum().sqrt()
 
@@ -285,7 +291,10 @@ class CompositeEngine:
     def tensors(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for role, engine in self.engines.items():
-            prefix = "" if role == POLICY else f"{role}/"
+            # As `of_role` takes them apart again.
+            prefix = ""
+            if role != POLICY:
+                prefix = f"{role}/"
             for name, tensor in engine.tensors().items():
                 tensors[prefix + name] = tensor
         return tensors
@@ -313,7 +322,8 @@ class CompositeEngine:
         return stats
 
     def exposed_communication(self) -> float | None:
-        # All engines are asked, whatever the first answers: the answer sets some of their clocks to 0.
+        # All engines are asked, whatever the first answers: the answer sets some of their clocks to
+        # 0.
         waits = [engine.exposed_communication() for engine in self.engines.values()]
         if None in waits:
             return None

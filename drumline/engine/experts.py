@@ -1,11 +1,11 @@
 """Expert parallelism: each rank holds some whole experts of a mixture.
 
 It cuts the modules that hold all of a layer's experts in tensors of [experts, …]. Ranks that see
-different tokens (`ep`; `tp` with the stream cut by tokens) exchange them: each choice of a token goes
-to the rank of its expert by an all-to-all, and what the expert made of it comes back (GShard, Lepikhin
-et al. 2021). Ranks that see the same tokens (`tp`) compute the choices of their own experts each, and
-sum. An expert's rows are computed by transformers' own code for the class: grouped products if they
-run, else a loop.
+different tokens (`ep`; `tp` with the stream cut by tokens) exchange them: each choice of a token
+goes to the rank of its expert by an all-to-all, and what the expert made of it comes back (GShard,
+Lepikhin et al. 2021). Ranks that see the same tokens (`tp`) compute the choices of their own
+experts each, and sum. An expert's rows are computed by transformers' own code for the class:
+grouped products if they run, else a loop.
 
 Shapes: N tokens, k choices of each, S rows (choices) on a rank, R ranks, E experts, D the width.
 """
@@ -49,6 +49,7 @@ def apply_experts(
     module.num_experts = experts
 
     def own_part(weight: Any) -> Tensor:
+        """Return this rank's experts of a weight, whose gradient is divided for the average."""
         part: Tensor = weight.to_local()
         if part.requires_grad and averaged_over > 1:
             part.register_hook(lambda gradient: gradient / averaged_over)
@@ -74,7 +75,13 @@ def apply_experts(
     own_experts = _OwnExperts(run, mesh, experts)
 
     def forward(hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+        """Return the weighted sums of the chosen experts' outputs, float[N, D].
+
+        `chosen_Nk`: the numbers of the experts that the router has chosen. `weights_Nk`: their
+        weights.
+        """
         load_E = load_of(chosen_Nk, experts * mesh.size())
+        # The router's metrics read it.
         module.load_E = load_E
         if shares_tokens:
             out_ND = own_experts.run_on_shared_tokens(hidden_ND, chosen_Nk, weights_Nk)
@@ -127,17 +134,20 @@ class _OwnExperts(NamedTuple):
         dist.all_to_all_single(arriving_RE, sent_RE, group=group)
         # The layer's one wait. The host has to know how many rows come, to make room for them and
         # because NCCL takes the sizes of an all-to-all from it. Room for the most that may come
-        # would spare the wait, and send and multiply up to `ranks` times the rows. Where weights are
-        # not bf16 (under autocast they are fp32), torch's grouped products wait as well: they
-        # multiply expert by expert then, by bounds that the host reads, two in a forward and four in
-        # a backward.
-        sends, arrives = torch.stack([sent_RE.sum(1), arriving_RE.sum(1)]).tolist()
+        # would spare the wait, and send and multiply up to `ranks` times the rows. Where weights
+        # are not bf16 (under autocast they are fp32), torch's grouped products wait as well: they
+        # multiply expert by expert then, by bounds that the host reads, two in a forward and four
+        # in a backward.
+        rows_each_way = torch.stack([sent_RE.sum(1), arriving_RE.sum(1)])
+        sends, arrives = rows_each_way.tolist()
         rows_SD = all_to_all_single_autograd(hidden_ND[order_S // choices], arrives, sends, group)
+        # From each rank in turn come the rows of the first expert, then those of the second, and so
+        # on.
         expert_S = torch.arange(self.number, device=order_S.device).repeat(ranks)
         expert_S = expert_S.repeat_interleave(arriving_RE.flatten(), output_size=sum(arrives))
         computed_SD = self.run(rows_SD, expert_S)
         returned_SD = all_to_all_single_autograd(computed_SD, sends, arrives, group)
-        # Choice → its row in the order by experts.
+        # Choice → its row in the order by experts: the inverse of the sort.
         row_S = torch.empty_like(order_S)
         row_S[order_S] = torch.arange(len(order_S), device=order_S.device)
         by_choice_NkD = returned_SD[row_S].unflatten(0, chosen_Nk.shape)
@@ -146,7 +156,7 @@ class _OwnExperts(NamedTuple):
     def run_on_shared_tokens(
         self, hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor
     ) -> Tensor:
-        """Run this rank's experts on their choices, and return the sums over the ranks, float[N, D].
+        """Run this rank's experts on their choices, and return the ranks' sums, float[N, D].
 
         The gradients of tokens and weights are summed over the ranks, too.
         """
@@ -162,7 +172,8 @@ class _OwnExperts(NamedTuple):
         part_ND = torch.zeros_like(hidden_ND)
         part_ND = part_ND.index_add(0, token_S, weighted_SD.to(hidden_ND.dtype))
         placed = DTensor.from_local(part_ND, self.mesh, [Partial()], run_check=False)
-        return placed.redistribute(placements=[Replicate()]).to_local()
+        summed = placed.redistribute(placements=[Replicate()])
+        return summed.to_local()
 
     def _with_summed_gradient(self, tensor: Tensor) -> Tensor:
         """Return a tensor that is the same on all ranks, with its gradient summed over them."""
@@ -175,10 +186,12 @@ def with_weights(
 ) -> Callable[..., Any]:
     """Return `forward` with `change(weight)` in the place of each of the module's own weights.
 
-    The weights are taken from the module at each call: FSDP2 puts others there while a forward runs.
+    The weights are taken from the module at each call: FSDP2 puts others there while a forward
+    runs.
     """
 
     def run(*inputs: Any, **options: Any) -> Any:
+        """Run `forward` with the changed weights, and put the module's own back at any end."""
         own = {name: weight for name, weight in module._parameters.items() if weight is not None}
         changed = {name: change(weight) for name, weight in own.items()}
         module._parameters.update(changed)  # type: ignore[arg-type]

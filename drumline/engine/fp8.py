@@ -1,7 +1,7 @@
 """fp8: the matrix products of linear layers in blocks, by torchao (`precision: fp8`).
 
-The weights stay in the type of `master`. Inputs, weights and gradients are cast where they are used,
-with a scale for each row or for a whole tensor. All other operators compute as in bf16.
+The weights stay in the type of `master`. Inputs, weights and gradients are cast where they are
+used, with a scale for each row or for a whole tensor. All other operators compute as in bf16.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LEAST_CAPABILITY = (8, 9)
 def apply_fp8(model: nn.Module, plan: Plan) -> None:
     """Replace linear layers by layers that multiply in fp8, in place and under the same names.
 
-    Called before the model is spread. On a CPU, values are rounded to fp8 and multiplied in fp32, which
-    shows the numbers and not the speed.
+    Called before the model is spread. On a CPU, values are rounded to fp8 and multiplied in fp32,
+    which shows the numbers and not the speed.
     Raises PlanError if the GPU has no fp8, or the model no layers for it.
     """
     options = plan.config.precision

@@ -1,4 +1,4 @@
-"""Optimizers that update parameter by parameter: in backward, as gradients come, or on the host beside copies."""
+"""Optimizers that update one parameter at a time: within backward, or in host memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 class InBackward(Joined):
     """Updates each parameter as soon as its gradient is there, which is then deleted.
 
-    So backward holds one gradient at a time. Gradients of FSDP2's shards come when they are reduced.
-    `squares`: what the gradient norm is made of, until `zero_grad`.
+    So backward holds one gradient at a time. Gradients of FSDP2's shards come when they are
+    reduced. `squares`: what the gradient norm is made of, until `zero_grad`.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
@@ -36,6 +36,10 @@ class InBackward(Joined):
 
     @torch.no_grad()
     def _update(self, parameter: torch.Tensor) -> None:
+        """Step a parameter by its gradient, keep the gradient's squares, and delete it.
+
+        The norm is not known yet, so nothing is clipped.
+        """
         assert parameter.grad is not None
         add_squares(self.squares, [parameter.grad])
         take_step(self.optimizers[parameter])
@@ -45,11 +49,12 @@ class InBackward(Joined):
         """Do nothing: every parameter was already updated during backward."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin the next step's norm. The gradients are gone already."""
         self.squares = {}
 
 
 class _HostCopy(NamedTuple):
-    """The copy of a parameter in host memory, with a gradient there, and the optimizer of the copy."""
+    """The copy of a parameter in host memory, with its gradient there, and its optimizer."""
 
     parameter: nn.Parameter
     optimizer: torch.optim.Optimizer
@@ -67,11 +72,11 @@ class _PendingUpdate(NamedTuple):
 
 
 class OnHost(Joined):
-    """Keeps moments and a copy of the weights in host memory, and takes steps there (Ren et al. 2021).
+    """Keeps moments and a copy of the weights in host memory, and steps there (Ren et al. 2021).
 
-    Gradients are copied to the host, all in a row. Each parameter is updated when its own gradient has
-    come, and goes back while the next one is updated. The host waits for each gradient, since it
-    computes with them. If `found_inf`, a scalar of the device, is 1, it takes no step.
+    Gradients are copied to the host, all in a row. Each parameter is updated when its own gradient
+    has come, and goes back while the next one is updated. The host waits for each gradient, since
+    it computes with them. If `found_inf`, a scalar of the device, is 1, it takes no step.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
@@ -85,6 +90,7 @@ class OnHost(Joined):
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
+        """The state of all optimizers by the model's parameter, not by its copy on the host."""
         states: dict[torch.Tensor, Any] = {}
         for parameter, copy in self.host_copies.items():
             states[parameter] = copy.optimizer.state[copy.parameter]
@@ -108,6 +114,10 @@ class OnHost(Joined):
 
     @torch.no_grad()
     def step(self) -> None:
+        """Copy all gradients to the host, update the copies there, and copy the weights back.
+
+        If `found_inf` is 1, nothing is updated.
+        """
         skips: LateCopy | None = None
         if self.found_inf is not None:
             skips = LateCopy(self.found_inf)
@@ -131,6 +141,10 @@ class OnHost(Joined):
             local(update.parameter).copy_(local(update.copy.parameter), non_blocking=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Delete the gradients on the device.
+
+        Those on the host are overwritten by the next step.
+        """
         for parameter in self.host_copies:
             parameter.grad = None
 

@@ -17,10 +17,10 @@ BITS_CUT = 16
 class LowAdamW(torch.optim.Optimizer):
     """AdamW in fp32 on one tensor at a time, whose results are rounded to bfloat16.
 
-    There are three ways to round. `nearest` loses what is less than half of a weight's last bit, 0.2%.
-    `stochastic` rounds up with a probability that makes the mean right. `kahan` keeps what was lost of a
-    weight in another bfloat16, and adds it in the next step (Zamirai et al. 2020); its moments are
-    rounded stochastically, or 0.999 would be 1.
+    There are three ways to round. `nearest` loses what is less than half of a weight's last bit,
+    0.2%. `stochastic` rounds up with a probability that makes the mean right. `kahan` keeps what
+    was lost of a weight in another bfloat16, and adds it in the next step (Zamirai et al. 2020);
+    its moments are rounded stochastically, or 0.999 would be 1.
 
     The noise is a function of seed and step, the same on all ranks: copies stay equal.
     """
@@ -44,6 +44,11 @@ class LowAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Take one step, a parameter after the other.
+
+        A parameter without a gradient is counted too, so that the noise of the others does not
+        depend on which gradients there are.
+        """
         number = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -66,6 +71,7 @@ class LowAdamW(torch.optim.Optimizer):
         weight = local(parameter)
         gradient = local(gradient).float()
         noise = torch.Generator(weight.device)
+        # Only what decides the noise is in the seed, so a resumed run draws the same one.
         noise.manual_seed(derive(self.seed, "rounding", int(steps), number))
 
         kept_mean = local(state["exp_avg"])
@@ -75,7 +81,9 @@ class LowAdamW(torch.optim.Optimizer):
         self._keep(kept_mean, mean, noise)
         self._keep(kept_square, square, noise)
 
-        denominator = square.div_(1 - beta_of_square**steps).sqrt_().add_(group["eps"])
+        # The step itself uses the moments in fp32, as they were before rounding.
+        square.div_(1 - beta_of_square**steps)
+        denominator = square.sqrt_().add_(group["eps"])
         rate = -lr / (1 - beta_of_mean**steps)
         change = mean.div_(denominator).mul_(rate)
         change.add_(weight, alpha=-lr * group["weight_decay"])
@@ -84,7 +92,9 @@ class LowAdamW(torch.optim.Optimizer):
             lost = local(state["compensation"])
             change.add_(lost)
             weight.copy_(before + change)
-            lost.copy_(change - (weight.float() - before))
+            # What rounding the weight to bfloat16 has taken from the change.
+            kept_change = weight.float() - before
+            lost.copy_(change - kept_change)
         else:
             self._keep(weight, change.add_(weight), noise)
 
@@ -105,13 +115,17 @@ class LowAdamW(torch.optim.Optimizer):
 
 
 def rounded(value: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
-    """Round float32 stochastically to values that bfloat16 holds exactly, and return them as float32.
+    """Return float32 values, rounded stochastically to some that bfloat16 holds exactly.
 
-    Their lower 16 bits are zero. A value is rounded up with the probability that the bits that are cut
-    are of the last bit that stays.
+    Their lower 16 bits are zero. A value is rounded up with the probability that the bits that are
+    cut are of the last bit that stays.
     """
     bits = value.view(torch.int32)
+    least_kept = 1 << BITS_CUT  # the last bit that stays
     drawn = torch.randint(
-        0, 1 << BITS_CUT, bits.shape, generator=noise, device=bits.device, dtype=torch.int32
+        0, least_kept, bits.shape, generator=noise, device=bits.device, dtype=torch.int32
     )
-    return (bits + drawn).bitwise_and_(-(1 << BITS_CUT)).view(torch.float32)
+    # The sum carries into the last bit that stays as often as the bits that are cut say. Of a
+    # negative value too: the sign is a bit of its own, so the sum raises the magnitude.
+    carried = bits + drawn
+    return carried.bitwise_and_(-least_kept).view(torch.float32)

@@ -1,6 +1,7 @@
 """Muon over parts of matrices.
 
-Ranks that hold parts of a matrix bring it to an owner, which makes it orthogonal and returns the parts.
+Ranks that hold parts of a matrix bring it to an owner, which makes it orthogonal and returns the
+parts.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class _Mask(NamedTuple):
 
     @classmethod
     def make(cls, found_inf: torch.Tensor | None, device: torch.device, decay: float) -> _Mask:
+        """Return the mask of a step for weights on a device.
+
+        `found_inf`: 1.0 if the step is not taken; None if nobody asks. `decay`: learning rate times
+        weight decay.
+        """
         if found_inf is None:
             return cls(None, None, 1 - decay)
         found_here = found_inf.to(device)
@@ -68,10 +74,14 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Take one step, some matrices at a time. Collective over the ranks that hold parts.
+
+        The flag is brought to each device once, not once for each matrix.
+        """
         for group in self.param_groups:
             decay = group["lr"] * group["weight_decay"]
-            masks: dict[torch.device, _Mask] = {}
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            masks: dict[torch.device, _Mask] = {}
             for together in _rounds(parameters):
                 device = local(together[0]).device
                 if device not in masks:
@@ -88,7 +98,9 @@ class Muon(torch.optim.Optimizer):
             rate = group["lr"] * ADAMW_RATIO * math.sqrt(max(parameter.shape))
             if mask.is_taken is not None:
                 update = update * mask.is_taken
-            local(parameter).mul_(mask.shrinks_by).add_(update, alpha=-rate)
+            weight = local(parameter)
+            weight.mul_(mask.shrinks_by)
+            weight.add_(update, alpha=-rate)
 
     def _average(self, parameter: torch.Tensor, momentum: float, mask: _Mask) -> torch.Tensor:
         """Take the gradient into its momentum, and return this rank's part of the Nesterov average.
@@ -116,6 +128,10 @@ class _Cut(NamedTuple):
 
 
 def _cuts(parameter: torch.Tensor) -> list[_Cut]:
+    """Return along which axes of its mesh a parameter is cut; none if each rank has all of it.
+
+    Axes of a single rank, and those with copies, cut nothing.
+    """
     if not isinstance(parameter, DTensor):
         return []
     cuts = []
@@ -127,7 +143,10 @@ def _cuts(parameter: torch.Tensor) -> list[_Cut]:
 
 
 def _rounds(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield parameters that are stepped at once: of one shape, cut alike, at most one an owner."""
+    """Yield parameters that are stepped at once: of one shape, cut alike, at most one an owner.
+
+    They come in the order of `parameters`, the same on all ranks, since each round is collective.
+    """
     alike: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
         key = (parameter.shape, *_cuts(parameter))
@@ -153,10 +172,15 @@ def _orthogonal(parts: list[torch.Tensor], like: torch.Tensor) -> list[torch.Ten
     assert isinstance(like, DTensor)
     if len(cuts) == 1:
         return _orthogonal_by_owners(parts, like, cuts[0])
+
+    # Cut along two axes, as with FSDP2 and tensor parallelism: each rank gathers all matrices.
     shape, offset = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )
-    own_part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    own_slices = []
+    for start, size in zip(offset, shape, strict=True):
+        own_slices.append(slice(start, start + size))
+    own_part = tuple(own_slices)
     sharded = []
     for part in parts:
         matrix = distribute_alike(part, like)
@@ -170,6 +194,10 @@ def _orthogonal(parts: list[torch.Tensor], like: torch.Tensor) -> list[torch.Ten
 
 
 def _newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """Return an approximation of the nearest orthogonal matrix: of U S Vᵀ (SVD) it is U Vᵀ.
+
+    `matrix`: bfloat16[R, C], whole.
+    """
     return orthogonalise(matrix, COEFFICIENTS, STEPS, EPSILON)
 
 
@@ -180,6 +208,9 @@ def _orthogonal_by_owners(
 
     The i-th rank along that axis owns the i-th matrix. Parts travel as rows of the cut dimension;
     each is filled up to `most_rows`, so that all are of one size.
+
+    `parts`: bfloat16, one for each matrix, at most as many as there are ranks along the axis.
+    Collective: two all-to-alls over the ranks along the axis.
     """
     mesh = like.device_mesh
     group = mesh.get_group(cut.axis)
@@ -190,6 +221,7 @@ def _orthogonal_by_owners(
     columns = like.shape[1 - cut.dim]
     most_rows = math.ceil(rows / ranks)
     rows_here = parts[0].shape[cut.dim]
+
     sent = parts[0].new_zeros(len(parts), most_rows, columns)
     for filled, part in zip(sent, parts, strict=True):
         if is_cut_by_columns:
@@ -201,12 +233,17 @@ def _orthogonal_by_owners(
     from_owners = [int(rank < len(parts))] * ranks
     received = sent.new_empty(sum(from_owners), most_rows, columns)
     _exchange(received, sent, from_owners, to_owners, group)
+
     if len(received):
+        # The parts lie in the order of the ranks, and only the last ones are filled up: the matrix
+        # is the first `rows` rows of them.
         whole = received.view(-1, columns)
         if is_cut_by_columns:
             whole[:rows] = _newton_schulz(whole[:rows].T).T
         else:
             whole[:rows] = _newton_schulz(whole[:rows])
+
+    # Back the way they came, with the sizes exchanged.
     _exchange(sent, received, to_owners, from_owners, group)
     if is_cut_by_columns:
         return [filled[:rows_here].T for filled in sent]
@@ -227,7 +264,7 @@ def _exchange(
 
 
 class Joined:
-    """Several optimizers as one.
+    """Several optimizers as one, with the attributes and methods of an optimizer that engines use.
 
     `found_inf`: the flag that a fused optimizer among them reads in its step.
     """
@@ -239,6 +276,7 @@ class Joined:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts. They are the parts' own, so a rate that is set here counts."""
         groups: list[dict[str, Any]] = []
         for part in self.parts:
             groups += part.param_groups
@@ -246,6 +284,7 @@ class Joined:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
+        """The state of all parts by parameter. Each parameter belongs to one part."""
         states: dict[torch.Tensor, Any] = {}
         for part in self.parts:
             states.update(part.state)

@@ -37,15 +37,15 @@ from drumline.engine.norms import LossScale, global_norm, local, total_norm
 from drumline.engine.optimizer import (
     MakeOptimizer,
     as_saved,
-    at_mean,
     build_optimizer,
+    handles_found_inf,
     load_numbers,
     load_saved,
-    masks,
     optimizer_tensors,
     scalars,
     set_rate,
     take_step,
+    use_averaged_weights,
 )
 from drumline.engine.plain import Plain, modes_kept
 from drumline.engine.shared_step import SharedStep
@@ -64,7 +64,7 @@ from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
 from drumline.models.containers import LOW_PRECISION, precise
-from drumline.models.freeze import learning
+from drumline.models.freeze import trainable_names
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
 from drumline.models.packed import scales_of
@@ -98,6 +98,8 @@ def prepare(
     make_optimizer: MakeOptimizer | None = None,
 ) -> E:
     """Spread a model as planned, fill its weights, and return the engine over it. Collective.
+
+    The order of the transforms counts: `transforms` says why.
 
     `engine`: builds the engine of (plan, model, spread, context of a forward). `plain`: any module,
     not a Hugging Face model. `overlaps` False: copies are averaged without DDP, which has to see
@@ -159,7 +161,8 @@ def spread_over_data(
     """Fill a model's weights, and spread it over the data ranks. Collective.
 
     Data parallelism goes on last, around everything: the strategy's own, or copies of `module`.
-    `whole`: the mesh of all ranks, or None for one process alone. `roots`: see StrategyConfig.spread.
+    `whole`: the mesh of all ranks, or None for one process alone. `roots`: see
+    StrategyConfig.spread.
     """
     strategy = plan.config.strategy
     own: Spread | None = engine_of(strategy).spread(plan, whole, model, roots, values)
@@ -182,9 +185,10 @@ def spread_over_data(
 
 
 class ForwardEngine:
-    """A module that is spread over ranks.
+    """A module that is spread over ranks, and runs without gradients.
 
     Its forward runs model and objective together, so that wrappers' hooks see all uses of a weight.
+    Methods without a description do what `Engine` and `OpenEngine` say.
     """
 
     trains = False
@@ -204,6 +208,8 @@ class ForwardEngine:
             self.autocast_dtype = LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
         self.statistics = Statistics(self.batch_norms)
+        # Whether this rank has all weights of the model in their usual form: no strategy that cuts
+        # them, and no axis of the mesh besides the data ranks.
         keeps_copies = isinstance(
             spread, Unreplicated | Replicated | SharedStep | BucketedAllReduce
         )
@@ -214,18 +220,21 @@ class ForwardEngine:
             self.model.train()
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        """See Engine. DDP and the like are left out: there are no gradients to reduce."""
         return total(self._evaluated(self.spread.inner, micro_batches, objective))
 
     def infer(
         self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
     ) -> list[torch.Tensor]:
+        """See Engine. `reader` wraps `read` as an objective, and keeps what it returns."""
         kept: list[torch.Tensor] = []
         with adapters.switched(self.model, adapter):
             self._evaluated(self.spread.reads, micro_batches, reader(read, kept))
         return kept
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._come_together()
+        """See Engine. One weight at a time is whole: all at once may not fit."""
+        self._prepare_evaluation_weights()
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
             full = full_tensor(name, tensor, self.device)
@@ -235,7 +244,7 @@ class ForwardEngine:
     def unsharded_model(self) -> nn.Module | None:
         if not self.is_whole:
             return None
-        self._come_together()
+        self._prepare_evaluation_weights()
         return self.model
 
     def memory_stats(self) -> MemoryStats:
@@ -249,18 +258,30 @@ class ForwardEngine:
         """See Engine."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        """See OpenEngine.
+
+        With gradients the call goes through DDP, which averages them in backward.
+        """
         trains = torch.is_grad_enabled()
-        module = self.spread.module if trains else self.spread.inner
+        if trains:
+            module = self.spread.module
+        else:
+            module = self.spread.inner
         with self._autocast():
             out = module((args, kwargs))
         if not trains and isinstance(self.spread, Sharded):
+            # FSDP2 keeps some weights gathered for a backward, and none follows.
             self.spread.reshard()
         # A loss is made of it outside of autocast.
         return precise(out)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        self._come_together()
+        """See OpenEngine.
+
+        On leaving, each module is in the mode (training or not) that it had before.
+        """
+        self._prepare_evaluation_weights()
         was_training = self.model.training
         with modes_kept(self.model):
             self._train(False)
@@ -275,6 +296,7 @@ class ForwardEngine:
     def _evaluated(
         self, module: nn.Module, micro_batches: Iterable[Any], objective: Any
     ) -> list[dict[str, torch.Tensor]]:
+        """Return the sums of each micro-batch, `loss` among them, as scalars of the device."""
         outs = []
         with self.evaluating(), self._autocast():
             for batch in micro_batches:
@@ -283,21 +305,31 @@ class ForwardEngine:
                 outs.append({"loss": loss_sum, **sums})
         return outs
 
-    def _come_together(self) -> None:
-        """Make the state that differs between ranks the same on all, for an evaluation. Collective."""
+    def _prepare_evaluation_weights(self) -> None:
+        """Put the weights and statistics in place that an evaluation or an export reads.
+
+        Collective. Batch norms agree on their running statistics here; engines whose weights differ
+        between ranks or from the averaged ones override this, and switch first.
+        """
         agree_on_statistics(self.batch_norms)
 
     def _train(self, mode: bool) -> None:
+        """Set the model to training mode or out of it."""
         self.model.train(mode)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which forwards compute: autocast, if operations are cast by it."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device, self.autocast_dtype)
 
 
 class NativeEngine(ForwardEngine):
-    """Engine over a trainable model."""
+    """Engine over a trainable model.
+
+    `named` has the model's parameters, `stepped` what the optimizer steps in their place: with a
+    shared step this rank's rows of them, otherwise the parameters themselves.
+    """
 
     trains = True
     group: Any = None  # of a pipeline: the process group of the ranks with the other stages
@@ -320,14 +352,18 @@ class NativeEngine(ForwardEngine):
             plan.config.precision.initial_scale, plan.precision == "fp16", self.device
         )
         self.named = dict(model.named_parameters())
-        # A loop of the user's own may freeze some, and unfreeze others.
-        self.learned = {*learning(model)}
+        # A loop of the user's own may freeze some of these later, and unfreeze others.
+        self.initially_trainable = set(trainable_names(model))
         self.stepped = spread.stepped(self.named)
         self.optimizer: Any = self._build_optimizer(plan, make_optimizer)
         if plan.config.compile.optimizer:
             compile_step(self.optimizer)
         self.gathers_fp8 = plan.config.precision.gather == "fp8"
-        self.masks = isinstance(self.optimizer, OnHost) or masks(self.optimizer, self.device)
+        # Whether the optimizer skips a step by itself if a flag on the device says so. Otherwise
+        # the host has to wait for the flag before each step.
+        self.handles_found_inf = isinstance(self.optimizer, OnHost) or handles_found_inf(
+            self.optimizer, self.device
+        )
 
     def _build_optimizer(self, plan: Plan, make_optimizer: MakeOptimizer | None) -> Any:
         """Return the user's optimizer, or the plan's, with its state made."""
@@ -365,12 +401,18 @@ class NativeEngine(ForwardEngine):
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
     ) -> DeviceSums:
+        """See Engine.
+
+        Gradients of all micro-batches but the last are accumulated without communication.
+        """
         outs = []
         for index, batch in enumerate(micro_batches):
-            with self.micro_batch(last=index == len(micro_batches) - 1):
+            is_last = index == len(micro_batches) - 1
+            with self.micro_batch(last=is_last):
                 beat("forward")
                 with self._autocast():
                     loss_sum, sums = self.spread.module(batch, objective)
+                # Backward runs outside of autocast: each operation's is in the type of its forward.
                 beat("backward")
                 self.backward(loss_sum, denominator)
             outs.append({"loss": loss_sum.detach(), **sums})
@@ -378,16 +420,22 @@ class NativeEngine(ForwardEngine):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        self._at_mean(False)
+        """See OpenEngine.
+
+        An evaluation may have left averaged weights, which are not those to train.
+        """
+        self._use_averaged_weights(False)
         self.statistics.note()
         with self.around(), self.spread.micro_batch(last):
             yield
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
-        # Gradients are averaged over ranks, and a sum over ranks is wanted: scaling the loss gives it
-        # without a second pass.
+        # Gradients are averaged over ranks, and a sum over ranks is wanted: scaling the loss gives
+        # it without a second pass.
+        scale = self.loss_scale.scale(self.averaged_over / denominator)
         with self.spread.going_back(loss_sum):
-            (loss_sum * self.loss_scale.scale(self.averaged_over / denominator)).backward()
+            scaled_loss = loss_sum * scale
+            scaled_loss.backward()
 
     def divide(self, by: torch.Tensor) -> None:
         gradients = self._local_gradients()
@@ -395,11 +443,14 @@ class NativeEngine(ForwardEngine):
             foreach_mul_(gradients, (1.0 / by).to(gradients[0]))
 
     def begin_step(self, lr: float) -> None:
+        """See Engine. An optimizer that steps within backward requires the rate before it."""
         if isinstance(self.optimizer, InBackward):
             set_rate(cast(Any, self.optimizer), lr)
 
     def grad_norm(self) -> torch.Tensor:
+        """See Engine. Gradients of fp16 are divided by their loss scale here, once a step."""
         if isinstance(self.optimizer, InBackward):
+            # Its gradients are gone: their squares were added up as they came.
             return total_norm(self.optimizer.squares, self.device)
         self.loss_scale.unscale(self._local_gradients())
         counted: list[torch.Tensor] = []
@@ -409,10 +460,16 @@ class NativeEngine(ForwardEngine):
         return global_norm(counted, self.device, self.group)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        """See Engine.
+
+        An optimizer that handles `found_inf` steps without the host knowing `finite`.
+        """
         self.statistics.settle(finite)
         # If the host has to know, it asks before it clips: the device is clipping while the answer
         # comes.
-        late_finite = None if self.masks else LateCopy(finite)
+        late_finite: LateCopy | None = None
+        if not self.handles_found_inf:
+            late_finite = LateCopy(finite)
         gradients = self._local_gradients()
         # A pipeline's stage may have nothing trainable.
         if self.max_grad_norm is not None and gradients:
@@ -423,7 +480,7 @@ class NativeEngine(ForwardEngine):
         if late_finite is None or late_finite.read():
             if lr is not None:
                 set_rate(self.optimizer, lr)
-            if self.masks:
+            if self.handles_found_inf:
                 self.optimizer.found_inf = (~finite).float()
             take_step(self.optimizer)
             self._weights_changed()
@@ -431,15 +488,20 @@ class NativeEngine(ForwardEngine):
         if self.loss_scale.enabled:
             self.loss_scale.update(is_stepped=finite, is_overflow=~torch.isfinite(grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
+        # Also of parameters that the optimizer lacks: it may step parts of them, or they are
+        # frozen.
         for parameter in self.named.values():
             parameter.grad = None
 
     def rescales(self) -> bool:
         return self.loss_scale.enabled
 
-    def _at_mean(self, mean: bool) -> None:
-        """See at_mean. Collective where it sets other weights."""
-        if at_mean(self.optimizer, mean):
+    def _use_averaged_weights(self, averaged: bool) -> None:
+        """Switch the weights of a schedule-free optimizer (see `optimizer.use_averaged_weights`).
+
+        Collective if the weights change.
+        """
+        if use_averaged_weights(self.optimizer, averaged):
             self._weights_changed()
 
     def _weights_changed(self) -> None:
@@ -447,12 +509,13 @@ class NativeEngine(ForwardEngine):
         if self.gathers_fp8:
             gathered_scales(self.model)
 
-    def _come_together(self) -> None:
-        self._at_mean(True)
-        super()._come_together()
+    def _prepare_evaluation_weights(self) -> None:
+        self._use_averaged_weights(True)
+        super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        self._at_mean(True)
+        """See Engine. Checkpoints hold averaged weights, as an export of them does."""
+        self._use_averaged_weights(True)
         agree_on_statistics(self.batch_norms)
         return {name: as_saved(tensor) for name, tensor in self._kept().items()}
 
@@ -464,7 +527,12 @@ class NativeEngine(ForwardEngine):
         }
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        # The tensors are the engine's own, already filled, or copies of what is quantised or in bf16.
+        """See Engine.
+
+        What is derived from weights (fp8 scales, copies on the host) is made anew.
+        """
+        # The tensors are the engine's own, already filled, or copies of what is quantised or in
+        # bf16.
         for name, tensor in self._kept().items():
             load_saved(tensor, tensors.get(name, tensor))
         load_numbers(self.optimizer, self.stepped, tensors)
@@ -485,12 +553,13 @@ class NativeEngine(ForwardEngine):
         """
         frozen: dict[str, torch.Tensor] = {}
         for name, parameter in self.named.items():
-            if name in self.learned and not parameter.requires_grad:
+            if name in self.initially_trainable and not parameter.requires_grad:
                 frozen[f"model.{name}"] = parameter.data
         weights = canonical_tensors(self.model)
         return frozen | weights | optimizer_tensors(self.optimizer, self.stepped)
 
     def memory_stats(self) -> MemoryStats:
+        """See Engine. Of sharded tensors the bytes of this rank's parts count."""
         parameters = [*self.named.values(), *scales_of(self.model)]
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         states = tensors_in(*self.optimizer.state.values())
@@ -503,6 +572,7 @@ class NativeEngine(ForwardEngine):
 
 
 def _low_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+    """Return the optimizer of a run in pure bfloat16."""
     config = plan.config
     return LowAdamW(groups, config.optimizer, config.precision, config.run.seed)
 

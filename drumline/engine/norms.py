@@ -30,9 +30,9 @@ def global_norm(
     """Return the L2 norm over all entries of all gradients, each counted once: an fp64 scalar.
 
     It is on `device`, the one of the mesh. `group`: ranks that hold other layers (pipeline stages).
-    Entries are squared and summed in fp32 where they lie, then summed on `device` over the groups that
-    hold the other parts, then added: gradients may lie in host memory, and a rank may have none.
-    Collective.
+    Entries are squared and summed in fp32 where they lie, then summed on `device` over the groups
+    that hold the other parts, then added: gradients may lie in host memory, and a rank may have
+    none. Collective.
     """
     found: Squares = {}
     add_squares(found, gradients)
@@ -48,8 +48,11 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
         # A rank may hold none: a head of one row has one shard.
         not_empty = [part for part in parts if part.numel()]
         if not not_empty and groups not in found:
-            found[groups] = torch.zeros((), device=exact_on(parts[0].device), dtype=torch.float64)
+            # All ranks of the groups have to be in the all-reduce.
+            device = exact_on(parts[0].device)
+            found[groups] = torch.zeros((), device=device, dtype=torch.float64)
         for dtype, same in _by_type_of_norm(not_empty).items():
+            # One kernel for many tensors, of which each gives its norm; the squares add up in fp64.
             norms_N = torch.stack(foreach_norm(same, 2.0, dtype=dtype))
             squares = exact(norms_N).square().sum()
             if groups in found:
@@ -70,7 +73,10 @@ def _by_type_of_norm(parts: list[torch.Tensor]) -> dict[torch.dtype, list[torch.
 def total_norm(
     found: Squares, device: str | torch.device, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Return the norm of all ranks' squares; all ranks have found the same places. See global_norm."""
+    """Return the norm of all ranks' squares, as `global_norm` does. Collective.
+
+    All ranks have found the same places, in the same order: each place is an all-reduce.
+    """
     total = torch.zeros((), device=exact_on(device), dtype=torch.float64)
     for groups, here in found.items():
         # Gradients may be on the host.
@@ -91,7 +97,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part as a tensor that is cut as `like` is; the part itself if `like` is whole.
+    """Return this rank's part as a tensor that is cut as `like` is.
+
+    It is the part itself if `like` is whole.
 
     The part stays where it lies, on the host for example: DTensor.from_local would move it to the
     device of the mesh, as `distribute_alike` does.
@@ -138,9 +146,10 @@ def spread_over(tensor: torch.Tensor) -> Place:
 class LossScale:
     """Loss scaling for fp16 (Micikevicius et al. 2018): it keeps small gradients above fp16's zero.
 
-    torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each of its ranks would
-    judge by its own part. Here the global norm shows an overflow, the same on all ranks. Scale and count
-    lie on the device, so that the host waits for neither. If not `enabled`, nothing is scaled.
+    torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each of its ranks
+    would judge by its own part. Here the global norm shows an overflow, the same on all ranks.
+    Scale and count lie on the device, so that the host waits for neither. If not `enabled`, nothing
+    is scaled.
     """
 
     def __init__(self, initial: float, enabled: bool, device: str) -> None:
@@ -163,17 +172,20 @@ class LossScale:
     def update(self, is_stepped: torch.Tensor, is_overflow: torch.Tensor) -> None:
         """Double the scale after so many good steps, halve it after an overflow.
 
-        A step that is passed over for another reason changes nothing. Both arguments: bool, on the device.
+        A step that is passed over for another reason changes nothing. Both arguments: bool, on the
+        device.
         """
         if not self.enabled:
             return
         self.good_steps += is_stepped
         self.good_steps *= ~is_overflow
         grows = is_stepped & (self.good_steps % GROWTH_INTERVAL == 0)
+        # Factors in place of branches: times 2 or 1, and times 0.5 or 1.
         self.value *= 1.0 + grows.float()
         self.value *= 1.0 - 0.5 * is_overflow.float()
 
     def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the scale, as JSON."""
         return {"scale": float(self.value), "good_steps": int(self.good_steps)}
 
     def load(self, state: dict[str, Any]) -> None:

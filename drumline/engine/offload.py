@@ -1,11 +1,11 @@
 """Move what blocks keep for their backward to host memory, and back, beside computing.
 
-This is `memory.activation_offload`. The activations of two blocks are on the device at once. In forward
-these are the block that computes and the one before, whose copies are on their way; in backward the
-block that computes and the one that is fetched ahead. The last two blocks keep theirs where it is.
-torch's saved-tensor hooks say what a block keeps: with full checkpointing its input. A storage is moved
-once, however many views of it are kept. On a GPU, copies go to pinned memory on a stream of their own;
-on a CPU the same code runs without streams.
+This is `memory.activation_offload`. The activations of two blocks are on the device at once. In
+forward these are the block that computes and the one before, whose copies are on their way; in
+backward the block that computes and the one that is fetched ahead. The last two blocks keep theirs
+where it is. torch's saved-tensor hooks say what a block keeps: with full checkpointing its input. A
+storage is moved once, however many views of it are kept. On a GPU, copies go to pinned memory on a
+stream of their own; on a CPU the same code runs without streams.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PLAIN = (Tensor, nn.Parameter, FakeTensor)
 class ActivationOffload:
     """The offload of all blocks of a model, which are changed in place.
 
-    `moved_bytes`: bytes that went to the host, in all. `device_bytes`: bytes of what is moved that are
-    on the device now. `most_device_bytes`: the most that were there at once.
+    `moved_bytes`: bytes that went to the host, in all. `device_bytes`: bytes of what is moved that
+    are on the device now. `most_device_bytes`: the most that were there at once.
     """
 
     def __init__(self, model: nn.Module, device: str) -> None:
@@ -92,7 +92,9 @@ class ActivationOffload:
 
 
 def _storages_that_stay(block: nn.Module, args: Any, kwargs: Any) -> set[int]:
-    """Return the storages of a block's weights, and of inputs that all blocks share (masks, positions).
+    """Return the storages of a block's weights and of inputs that all blocks share.
+
+    Such inputs are masks and positions.
 
     The first tensor among the inputs is what the block works on.
     """
@@ -126,7 +128,8 @@ class _Moved:
     """A storage that is moved, as uint8.
 
     `device`: its copy on the device; None while only the host has one. `host`: its copy there; None
-    for FakeTensors, which the planner traces with. `uses`: saved tensors in it that a graph still has.
+    for FakeTensors, which the planner traces with. `uses`: saved tensors in it that a graph still
+    has.
     """
 
     def __init__(self, device: Tensor) -> None:
@@ -169,6 +172,10 @@ class _Run:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
+        """Return what the graph keeps of a tensor that it saves: the tensor, or what stands for it.
+
+        Several saved tensors that are views of one storage move it once.
+        """
         if not self._is_movable(tensor):
             return tensor
         # An operator in place makes another tensor of it.
@@ -228,6 +235,7 @@ class _Run:
             self._release_device_copy(moved)
 
     def _release_device_copy(self, moved: _Moved) -> None:
+        """Drop the device's copy of a storage, if there is one."""
         if moved.device is not None:
             self.owner.count_device_bytes(-moved.bytes_)
             moved.device = None
@@ -253,6 +261,10 @@ class _Run:
 
     @torch.no_grad()
     def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor that backward asks for. `packed`: what `pack` returned.
+
+        Usually the storage is there already, or on its way; otherwise it is fetched now.
+        """
         if isinstance(packed, Tensor):
             return packed
         moved = self.moved[packed.key]
@@ -260,7 +272,8 @@ class _Run:
             self.fetch()
         self.wait_for_copies()
         assert moved.device is not None
-        return moved.device.view(packed.dtype).as_strided(*packed.view)
+        storage = moved.device.view(packed.dtype)
+        return storage.as_strided(*packed.view)
 
 
 def _is_cast_weight(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The optimizer over a model's parameters: how it is built, how its state is made, named, saved and loaded."""
+"""The optimizer over a model's parameters: how it is built, and how its state is kept."""
 
 from __future__ import annotations
 
@@ -76,9 +76,14 @@ def new_optimizer(
 def _group_key(
     name: str, parameter: nn.Parameter, options: OptimizerConfig, is_matrix: bool
 ) -> _GroupKey:
+    """Return the group of a parameter.
+
+    `is_matrix`: whether Muon steps it, if that is the optimizer.
+    """
     mesh = None
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
+    # Norms and biases are not decayed, as is usual.
     weight_decay = 0.0
     if parameter.ndim >= 2:
         weight_decay = options.weight_decay
@@ -98,6 +103,7 @@ def _adamw(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def _sgd(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return SGD with momentum: fused, unless a parameter is cut over ranks."""
     fused = options.fused
     for group in groups:
         if any(isinstance(parameter, DTensor) for parameter in group["params"]):
@@ -107,6 +113,7 @@ def _sgd(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def _quantised(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return torchao's AdamW with moments in 8 or 4 bits."""
     from torchao import optim
 
     kinds = {"adamw_8bit": optim.AdamW8bit, "adamw_4bit": optim.AdamW4bit}
@@ -132,12 +139,13 @@ def _muon(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def _schedule_free(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return schedule-free AdamW, at the weights that it is trained at."""
     from schedulefree import AdamWScheduleFree
 
     optimizer: torch.optim.Optimizer = AdamWScheduleFree(
         groups, lr=options.lr, betas=options.betas, eps=options.eps, foreach=False
     )
-    at_mean(optimizer, False)
+    use_averaged_weights(optimizer, False)
     return optimizer
 
 
@@ -153,12 +161,14 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Step each parameter that has a gradient, by itself."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_parameter(parameter, group)
 
     def _step_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Step this rank's part of one parameter, and then take its gradient into the momentum."""
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -169,6 +179,7 @@ class Lion(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         lr = group["lr"]
         weight.mul_(1 - lr * group["weight_decay"])
+        # β1 m + (1 − β1) g, in a tensor of its own: m itself is averaged with β2.
         direction = mean.lerp(gradient, 1 - beta1).sign_()
         weight.add_(direction, alpha=-lr)
         mean.lerp_(gradient, 1 - beta2)
@@ -220,6 +231,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all parameters of an optimizer lie in host memory."""
     devices: set[str] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -227,18 +239,18 @@ def _is_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
     return devices <= {"cpu"}
 
 
-def masks(optimizer: torch.optim.Optimizer, device: str) -> bool:
-    """Return whether a step leaves all as it is if `found_inf`, on `device`, is 1.
+def handles_found_inf(optimizer: torch.optim.Optimizer, device: str) -> bool:
+    """Return whether a step leaves all as it is if the optimizer's `found_inf`, on `device`, is 1.
 
     The host then need not know whether the step is taken. Fused kernels do so, and Muon; but
     kernels of another device read what may not have arrived there yet. For the others the host
-    decides, because masks would win nothing. Lion, Adafactor and AdamW in pure bf16 are bound by
-    memory: they would read and write each gradient once more, which for large weights takes longer
-    than the wait should. The latter two also count their steps on the host, for rates and noise.
-    The optimizers of torchao and schedulefree, and a user's own, cannot be told.
+    decides, because a flag on the device would win nothing. Lion, Adafactor and AdamW in pure bf16
+    are bound by memory: they would read and write each gradient once more, which for large weights
+    takes longer than the wait should. The latter two also count their steps on the host, for rates
+    and noise. The optimizers of torchao and schedulefree, and a user's own, cannot be told.
     """
     if isinstance(optimizer, Joined):
-        return all(masks(part, device) for part in optimizer.parts)
+        return all(handles_found_inf(part, device) for part in optimizer.parts)
     for group in optimizer.param_groups:
         if any(local(parameter).device.type != device for parameter in group["params"]):
             return False
@@ -254,6 +266,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _set_group_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of one group. A rate that is a tensor is changed in place."""
     if isinstance(group["lr"], torch.Tensor):  # as torchao keeps it
         group["lr"].fill_(rate)
     else:
@@ -268,6 +281,8 @@ def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None
     starts from; quantised moments are zero already, and the `z` of a schedule-free optimizer begins
     as the weights.
     """
+    # Besides its state, a step may change numbers in the groups, such as schedulefree's count of
+    # steps.
     options_before = []
     rates_before = []
     for group in optimizer.param_groups:
@@ -288,6 +303,7 @@ def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None
 
 
 def _step_zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of zero gradients, and delete the gradients again."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
@@ -308,21 +324,23 @@ def _reset_state(state: dict[str, Any]) -> None:
             state[slot] = type(value)(0)
 
 
-def at_mean(optimizer: torch.optim.Optimizer, mean: bool) -> bool:
+def use_averaged_weights(optimizer: torch.optim.Optimizer, averaged: bool) -> bool:
     """Switch the weights of a schedule-free optimizer, and return whether they changed.
 
-    `mean` True: to the mean that is evaluated, saved and exported; False: to the weights at which
-    it learns. Other optimizers are left as they are.
+    `averaged` True: to the running average that is evaluated, saved and exported; False: to the
+    weights at which gradients are taken. Other optimizers are left as they are.
     """
-    if mean:
+    if averaged:
         switch = getattr(optimizer, "eval", None)
     else:
         switch = getattr(optimizer, "train", None)
     if switch is None:
         return False
-    changes: bool = optimizer.param_groups[0].get("train_mode", mean) == mean
+    # In training mode the averaged weights are not in place, and the other way round.
+    in_training_mode = optimizer.param_groups[0].get("train_mode", averaged)
+    has_changed: bool = in_training_mode == averaged
     switch()
-    return changes
+    return has_changed
 
 
 def scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -421,7 +439,7 @@ def load_numbers(
     named: dict[str, nn.Parameter],
     tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Set the numbers in the optimizer's state from `tensors`, as `optimizer_tensors` names them."""
+    """Set the numbers in the optimizer's state, by the names of `optimizer_tensors`."""
     for name, parameter in named.items():
         state = optimizer.state.get(parameter, {})
         for slot, value in state.items():

@@ -3,9 +3,9 @@
 The module's own forward runs on every rank, with the stages of other ranks replaced. A stage before
 the rank's own returns zeros, but the last of them returns what the rank before has sent. The stage
 behind the rank's own sends on what it is given. So what the module returns is real on the last rank
-alone, elsewhere it is zeros of the same form, and backward starts from the loss there. A rank runs a
-backward as soon as it has as many micro-batches in flight as the schedule allows, whoever drives the
-loop.
+alone, elsewhere it is zeros of the same form, and backward starts from the loss there. A rank runs
+a backward as soon as it has as many micro-batches in flight as the schedule allows, whoever drives
+the loop.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ NAME_THEM = "return an nn.Sequential, or give the module `stages`: the submodule
 
 
 def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> OwnPipeline:
-    """Keep this rank's stages of a module, spread them as planned, fill them, and return the engine.
+    """Return the engine over this rank's stages of a module, spread as planned and filled.
 
-    Collective. Raises PlanError as `cut` does.
+    `options`: as of `native.prepare`. Collective. Raises PlanError as `cut` does.
     """
     mesh = device_mesh(plan.mesh, plan.device)
     bounds = cut(model, plan.mesh.pp)
     link = Link(model, bounds, mesh, values.device)
     if not next(model.parameters()).is_meta:
+        # A model that was built whole lies on the host. Only the rank's own stages are left of it.
         model.to(values.device)
+    # DDP has to see each forward that a backward goes through. Here a backward begins at what was
+    # sent to the next rank, and not at what the module has returned.
     options["overlaps"] = False
     return native.prepare(plan, model, values, partial(OwnPipeline, link), **options)
 
@@ -58,7 +61,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> Own
 def stages_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the stages of a module by name, in order.
 
-    Raises PlanError if it names none, or some that cannot be held apart.
+    These are the children of an nn.Sequential, or what the attribute `stages` of another module
+    lists. Raises PlanError if it names none, or some that cannot be held apart.
     """
     found: Any
     if isinstance(model, nn.Sequential):
@@ -72,6 +76,7 @@ def stages_of(model: nn.Module) -> dict[str, nn.Module]:
             fix=NAME_THEM,
         )
     names = {module: name for name, module in model.named_modules()}
+    # The name "" stands for what is no submodule; it is the model's own name as well.
     stages = {names.get(stage, ""): stage for stage in found}
     if "" in stages or len(stages) != len(list(found)):
         raise PlanError(
@@ -86,7 +91,9 @@ def stages_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def _require_one_stage_a_weight(model: nn.Module, stages: dict[str, nn.Module]) -> None:
     """Raise PlanError for a weight that several stages hold, or none."""
-    owners: dict[nn.Parameter, list[str]] = {parameter: [] for parameter in model.parameters()}
+    owners: dict[nn.Parameter, list[str]] = {}
+    for parameter in model.parameters():
+        owners[parameter] = []
     for stage_name, stage in stages.items():
         for parameter in stage.parameters():
             owners[parameter].append(stage_name)
@@ -144,9 +151,11 @@ def cut(model: nn.Module, ranks: int) -> list[Range]:
     ends = [*starts, len(stages)]
     sizes: list[int] = []
     for start, stop in pairwise(ends):
-        sizes.append(sum(_count_entries(stage) for stage in stages[start:stop]))
+        part = stages[start:stop]
+        sizes.append(sum(_count_entries(stage) for stage in part))
 
     def cost(first: int, stop: int) -> Cost:
+        # Parameters stand for FLOPs too: what a stranger's stage computes is not known.
         parameters = sum(sizes[first:stop])
         return Cost(float(parameters), parameters)
 
@@ -169,7 +178,8 @@ class Call(NamedTuple):
 class Link:
     """What a rank's forwards and backwards receive from its neighbours and send to them.
 
-    `calls`: forwards whose backward is still to come.
+    `rank`, `ranks`: of the pipeline. `first`, `stop`: this rank's stages. `calls`: forwards whose
+    backward is still to come. `sends`: what is on its way.
     """
 
     def __init__(
@@ -185,7 +195,9 @@ class Link:
         self.device = device
         # Hidden states and gradients have a group each. Over one group a rank's sends would wait
         # for its receives on a GPU.
-        pipelines = mesh.mesh.movedim(0, -1).reshape(-1, self.ranks).tolist()
+        # A row for each pipeline: `pp` is the first axis of the mesh.
+        ranks_by_pipeline = mesh.mesh.movedim(0, -1).reshape(-1, self.ranks)
+        pipelines = ranks_by_pipeline.tolist()
         self.group_of_hidden = pp.get_group()
         self.group_of_gradients = dist.new_subgroups_by_enumeration(pipelines)[0]
         self.first, self.stop = bounds[self.rank]
@@ -205,7 +217,11 @@ class Link:
         model.forward = partial(self._forward, model.forward)
 
     def _stand_in(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what runs in the place of a stage of another rank."""
+        """Return what runs in the place of a stage of another rank.
+
+        Stages that are no neighbours of the own ones return zeros: the module's forward goes
+        through them, and what they return is not used.
+        """
         if index == self.first - 1:
             return self.receive
         if index == self.stop:
@@ -219,10 +235,13 @@ class Link:
             self.traced[key] = trace(self.model_on_meta, args, kwargs)
         self.forms = self.traced[key]
         if not torch.is_grad_enabled():
+            # In training `micro_batch` waits at the end of a step. Nothing else ends an evaluation,
+            # and its sent tensors would pile up.
             self.wait()
         self.calls.append(Call())
         out = forward(*args, **kwargs)
         if not torch.is_grad_enabled():
+            # No backward follows.
             self.calls.pop()
         return out
 
@@ -239,7 +258,9 @@ class Link:
         return received
 
     def send(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Send hidden states to the next rank, and return zeros in the place of what it computes."""
+        """Send hidden states to the next rank, and return zeros in place of what it computes."""
+        # Under autocast the stage may return another type here than on the meta device, and the
+        # next rank makes its buffer by the latter.
         sent = hidden.to(self.forms[self.stop - 1].dtype).contiguous()
         self.calls[-1] = self.calls[-1]._replace(sent=sent)
         self._start_send(sent.detach(), self.group_of_hidden, self.rank + 1)
@@ -249,7 +270,8 @@ class Link:
         """Run the backward of some forwards.
 
         Gradients come from the rank behind and go to the one before. On the last rank the loss has
-        made them already.
+        made them already. `calls`: in the order of their forwards, the same on both sides of a
+        send.
         """
         sent = [call.sent for call in calls if call.sent is not None]
         gradients = [torch.empty_like(hidden) for hidden in sent]
@@ -260,11 +282,14 @@ class Link:
             if call.received is not None:
                 to_send = call.received.grad
                 if to_send is None:
+                    # The rank before waits for a gradient, also if the loss does not depend on it.
                     to_send = torch.zeros_like(call.received)
                 self._start_send(to_send, self.group_of_gradients, self.rank - 1)
 
     def _start_send(self, tensor: torch.Tensor, group: Any, rank: int) -> None:
-        self.sends.append((dist.isend(tensor, group=group, group_dst=rank), tensor))
+        """Begin to send a tensor to another rank of the pipeline; `wait` waits for it."""
+        work = dist.isend(tensor, group=group, group_dst=rank)
+        self.sends.append((work, tensor))
 
     def wait(self) -> None:
         """Wait until all that was sent has left."""
@@ -281,10 +306,12 @@ def _keep_blocks(model: nn.Module, own_stages: list[nn.Module]) -> None:
 
 
 def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Return what the shapes of the stages depend on: inputs that agree in it are traced once."""
     return tensor.shape, tensor.dtype
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same form without memory, outside of any graph."""
     return tensor.detach().to("meta")
 
 
@@ -314,6 +341,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         for index, stage in enumerate(stages):
             stage.forward = partial(_run_traced_stage, name, index, leaves, forwards[index])
         with torch.enable_grad(), torch.device("meta"):
+            # With gradients, because the graph shows which stages the output comes from.
             args, kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
             out = model(*args, **kwargs)
             uses_earlier_stage = _depends_on(out, leaves[:-1])
@@ -350,7 +378,9 @@ def _run_traced_stage(
     `forward`: the stage's own. Raises PlanError if the stage takes anything else from the stages
     before than what the last of them has returned, or does not return one tensor.
     """
-    is_next = len(leaves) == index and (not leaves or given is leaves[-1])
+    is_next = len(leaves) == index
+    if leaves and given is not leaves[-1]:
+        is_next = False
     if not is_next or _requiring_grad((more, named)):
         raise PlanError(
             f"stage {index} of {model_name} is not called once,"
@@ -401,24 +431,33 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
         self.ranks = link.ranks
         self.group = link.group_of_hidden
         self.place = torch.device(link.device)
-        # Forwards that may wait for their backward; None: all of a step (GPipe).
+        # Micro-batches whose backward may be outstanding; None: all of a step (GPipe). With 1F1B a
+        # rank is as far ahead as there are ranks from it to the end of the pipeline.
         in_flight = {"1f1b": self.ranks - self.rank, "model_parallel": 1}
         self.in_flight = in_flight.get(plan.pipeline.schedule)
         self.is_last = self.rank == self.ranks - 1
+        # The forwards of each micro-batch whose backward is outstanding, the oldest first.
         self.queue: deque[list[Call]] = deque()
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """See OpenEngine. After the last micro-batch, run all backwards that are still to come."""
         with super().micro_batch(last):
             yield
             if last:
+                # Within the context: at its end gradients are reduced, and have to be complete.
                 while self.queue:
                     self.link.run_backward(self.queue.popleft())
         if last:
+            # Forwards without a backward of their own leave nothing for the next step.
             self.link.calls.clear()
             self.link.wait()
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
+        """Run a backward now on the last rank; elsewhere when the schedule has it run.
+
+        `loss_sum` counts on the last rank alone; elsewhere it is made of zeros.
+        """
         calls = self.link.calls
         self.link.calls = []
         if self.is_last:
@@ -435,7 +474,10 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
         sums = super().forward_backward(micro_batches, objective, denominator)
         if self.is_last:
             return sums
-        return {name: torch.full_like(sum_, _uncounted(name)) for name, sum_ in sums.items()}
+        uncounted = {}
+        for name, sum_ in sums.items():
+            uncounted[name] = torch.full_like(sum_, _uncounted(name))
+        return uncounted
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         sums = super().evaluate(micro_batches, objective)
@@ -448,6 +490,7 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
     ) -> list[torch.Tensor]:
         results: list[torch.Tensor] = []
         for tensor in super().infer(micro_batches, read, adapter):
+            # Shapes are right on all ranks, values on the last one.
             own = tensor if self.is_last else None
             full = self._broadcast_from(self.ranks - 1, own, tensor.shape, tensor.dtype)
             results.append(full)

@@ -1,4 +1,6 @@
-"""The pipeline engine: each rank holds some stages of the model, and torch's schedules say which runs when.
+"""The pipeline engine: each rank holds some stages of the model.
+
+Torch's schedules say which stage runs when.
 
 Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients
 travel between stages. The last stage's forward ends in the objective. Its loss is what the schedule
@@ -56,6 +58,7 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     assert plan.pipeline is not None and plan.pipeline.layers, "workers get plans of known models"
     mesh = device_mesh(plan.mesh, plan.device)
     layers = plan.pipeline.layers
+    # Stages are dealt to the ranks in turn, as torch's interleaved schedules require.
     own_stages = range(mesh["pp"].get_local_rank(), len(layers), plan.mesh.pp)
     own_layers = [layers[index] for index in own_stages]
     cuts = find_cuts(model)
@@ -90,13 +93,17 @@ class StageWithObjective(Stage):
     """
 
     def __init__(self, *parts: Any) -> None:
-        """`parts`: as of Stage."""
+        """Make a stage that runs nothing yet; `begin` sets what it runs on.
+
+        `parts`: as of Stage.
+        """
         super().__init__(*parts)
         self.micro_batches: Iterator[Any] = iter(())
         self.objective: Any = None
         self.scale: float | torch.Tensor | None = None
         self.autocast: Any = contextlib.nullcontext
         self.splits_backward = False
+        # The sums of each micro-batch, on the last stage; whoever reads them clears them.
         self.outs: list[dict[str, torch.Tensor]] = []
 
     def begin(
@@ -111,6 +118,13 @@ class StageWithObjective(Stage):
         self.scale = scale
 
     def forward(self, received: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the hidden states for the next stage, [B, T, D].
+
+        The last stage returns the loss, [1].
+
+        `received`: what the stage before has sent. The first stage gets token ids from the
+        schedule, and takes those of its batch.
+        """
         batch = next(self.micro_batches)
         hidden_BTD = None if self.is_first else received
         with self.autocast():
@@ -122,6 +136,10 @@ class StageWithObjective(Stage):
             return self._loss(out, batch)
 
     def _loss(self, out: Any, batch: Any) -> torch.Tensor:
+        """Return the scaled loss of a micro-batch, [1], and keep its sums.
+
+        `out`: Outputs of the model.
+        """
         answer = self.objective(out, batch)
         self.outs.append({"loss": answer.loss_sum.detach(), **answer.sums})
         scale = 1.0 if self.scale is None else self.scale
@@ -138,7 +156,9 @@ class StageWithObjective(Stage):
             value = getattr(out, name)
             if value is not None:
                 values[name] = value
-        leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+        leaves: dict[str, torch.Tensor] = {}
+        for name, value in values.items():
+            leaves[name] = value.detach().requires_grad_()
         loss = self._loss(replace(out, **leaves), batch)
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
@@ -153,11 +173,16 @@ class _LossOfKnownGradients(torch.autograd.Function):
     def forward(
         ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor | None], *values: torch.Tensor
     ) -> torch.Tensor:
+        """Return `loss`.
+
+        `gradients`: of the loss by each of `values`; None if it does not use it.
+        """
         ctx.save_for_backward(*gradients)
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
+        """Return the known gradients by `values`, times the gradient of the loss."""
         grad_values: list[torch.Tensor | None] = []
         for gradient in ctx.saved_tensors:
             if gradient is None:
@@ -187,7 +212,12 @@ class PartOfPipeline(ForwardEngine):
     place: torch.device
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._come_together()
+        """See Engine. Each rank of the pipeline in turn sends what its stages hold to all others.
+
+        First all ranks learn the names and shapes of all others: each has to make a buffer for what
+        comes, and to go through the same broadcasts in the same order.
+        """
+        self._prepare_evaluation_weights()
         own_tensors = all_tensors(self.model)
         tied = tied_names(self.model)
         own_forms: dict[str, _Form] = {}
@@ -278,7 +308,9 @@ class ForwardPipeline(PartOfPipeline):
             for work, _ in sends:
                 work.wait()
         last = self.stages[-1]
-        own_sums = total(last.outs) if last.is_last else None
+        own_sums: Sums | None = None
+        if last.is_last:
+            own_sums = total(last.outs)
         sums: Sums = self._object_of_last_rank(own_sums)
         last.outs.clear()
         return sums
@@ -295,27 +327,35 @@ class ForwardPipeline(PartOfPipeline):
     def infer(
         self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
     ) -> list[torch.Tensor]:
+        """See Engine. The last stage reads its outputs, and sends all ranks what it has read."""
         kept: list[torch.Tensor] = []
         with contextlib.ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(adapters.switched(stage.model, adapter))
             self.evaluate(micro_batches, reader(read, kept))
         own_forms = [(tensor.shape, tensor.dtype) for tensor in kept]
+        forms = self._object_of_last_rank(own_forms)
         last_rank = self.ranks - 1
         results: list[torch.Tensor] = []
-        for index, (shape, dtype) in enumerate(self._object_of_last_rank(own_forms)):
-            own = kept[index] if self.rank == last_rank else None
+        for index, (shape, dtype) in enumerate(forms):
+            own: torch.Tensor | None = None
+            if self.rank == last_rank:
+                own = kept[index]
             results.append(self._broadcast_from(last_rank, own, shape, dtype))
         return results
 
     def _object_of_last_rank(self, own: Any) -> Any:
-        """Return what the rank of the last stage gives, on all ranks of the pipeline. Collective."""
+        """Return what the rank of the last stage gives, on all ranks of the pipeline.
+
+        Collective.
+        """
         box = [own]
         dist.broadcast_object_list(box, group=self.group, group_src=self.ranks - 1)
         return box[0]
 
     def _train(self, mode: bool) -> None:
         super()._train(mode)
+        # Stages are shallow copies of the model with the same blocks, and have flags of their own.
         for stage in self.stages:
             stage.train(mode)
 
@@ -323,16 +363,18 @@ class ForwardPipeline(PartOfPipeline):
 class LeanStage(pipelining.PipelineStage):
     """A stage of torch's schedules whose buffers live only as long as they are needed.
 
-    Before the first micro-batch, torch allocates what all micro-batches of a step receive, both ways.
-    Here each gets its buffer when it is about to receive, and gives it back after its backward. So
-    what 1F1B holds does not grow with accumulation.
+    Before the first micro-batch, torch allocates what all micro-batches of a step receive, both
+    ways. Here each gets its buffer when it is about to receive, and gives it back after its
+    backward. So what 1F1B holds does not grow with accumulation.
     """
 
     def _setup_forward_recv_info(self, *given: Any) -> None:
+        """Note what each micro-batch receives from the stage before, without memory for it."""
         with self._allocates_nothing():
             super()._setup_forward_recv_info(*given)
 
     def _create_grad_recv_info(self, *given: Any) -> Any:
+        """Return what each micro-batch receives from the stage behind, without memory for it."""
         with self._allocates_nothing():
             return super()._create_grad_recv_info(*given)
 
@@ -347,10 +389,12 @@ class LeanStage(pipelining.PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives of a micro-batch's forward, with memory for what comes."""
         _move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives of a micro-batch's backward, with memory for what comes."""
         _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
@@ -361,11 +405,17 @@ class LeanStage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
+        """Run a micro-batch's backward, and free what it has received.
+
+        `full_backward` False: only the gradients by the inputs, those by the weights follow later
+        (zero bubble) and still need the inputs.
+        """
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), META)
         received = _move_buffers(self.args_recv_info[bwd_chunk_id], META)
         if full_backward:
-            # The graph of a loss still holds them, and the schedule keeps that to the end of the step.
+            # The graph of a loss still holds them, and the schedule keeps that to the end of the
+            # step.
             for buffer in received:
                 buffer.untyped_storage().resize_(0)
 
@@ -394,15 +444,23 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         """`parts`: as of ForwardPipeline."""
         super().__init__(plan, *parts)
         assert plan.pipeline is not None
+        # Weights that both ends hold and that are trained: their gradients are summed after
+        # backward.
         if self.rank in (0, self.ranks - 1):
             self.shared = [name for name in self.shared if self.named[name].requires_grad]
         else:
             self.shared = []
-        # The first rank counts the gradients of weights that both ends hold.
-        self.counted_elsewhere = frozenset(self.shared) if self.rank else frozenset()
+        # In the norm the first rank counts the gradients of these weights, or they would count
+        # twice.
+        self.counted_elsewhere = frozenset()
+        if self.rank != 0:
+            self.counted_elsewhere = frozenset(self.shared)
         schedule = plan.pipeline.schedule
-        # Micro-batches in one run of the schedule.
-        self.at_once = 1 if schedule == "model_parallel" else plan.batch.accumulation
+        # Micro-batches in one run of the schedule. With `model_parallel` one at a time goes through
+        # all stages and back, so that one rank computes and the others wait.
+        self.at_once = plan.batch.accumulation
+        if schedule == "model_parallel":
+            self.at_once = 1
         for stage in self.stages:
             stage.splits_backward = schedule == "zero_bubble"
         self.schedule = self._build_schedule(plan, schedule, len(plan.pipeline.layers))
@@ -433,8 +491,11 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
                 group=self.group,
             )
             stages.append(stage)
+        stages_of_schedule: Any = stages[0]
+        if name in INTERLEAVED:
+            stages_of_schedule = stages
         return SCHEDULES[name](
-            stages if name in INTERLEAVED else stages[0],
+            stages_of_schedule,
             self.at_once,
             loss_fn=_loss_of_output,
             # The loss is a sum and scaled already.
@@ -444,8 +505,13 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
     ) -> DeviceSums:
+        """See Engine.
+
+        The schedule runs forwards and backwards of `at_once` micro-batches at a time.
+        """
+        # As in NativeEngine.backward: gradients are averaged over ranks, and a sum is wanted.
         scale = self.loss_scale.scale(self.averaged_over / denominator)
-        self._at_mean(False)
+        self._use_averaged_weights(False)
         with self.spread.micro_batch(last=True):
             for start in range(0, len(micro_batches), self.at_once):
                 batches = micro_batches[start : start + self.at_once]
@@ -470,6 +536,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         last.outs.clear()
         if self.sums is None:
             self.sums = {}
+            # Once in a run: the names of the sums do not change.
             for name in self._object_of_last_rank(list(own_sums)):
                 value = -math.inf if name.startswith("max_") else 0.0
                 self.sums[name] = torch.tensor(value, dtype=torch.float64).to(self.place)
@@ -480,12 +547,14 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
     def _sum_shared_gradients(self) -> None:
         """Give both ends the sum of their gradients of the weights that both hold.
 
-        So both take the same step.
+        So both take the same step. It is a message between two ranks, in place of a collective that
+        all ranks of the pipeline would take part in.
         """
         peer = self.ranks - 1 - self.rank
         for name in self.shared:
             parameter = self.named[name]
             if parameter.grad is None:
+                # The other end waits for a gradient all the same.
                 parameter.grad = torch.zeros_like(parameter)
             own = local(parameter.grad).contiguous()
             received = torch.empty_like(own)

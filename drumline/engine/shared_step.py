@@ -25,10 +25,10 @@ from drumline.vendor.torch import StridedShard
 class SharedStep(Spread):
     """Each rank along `replicate` averages and steps some rows of each parameter.
 
-    Then all ranks gather the rows of the others. The optimizer is given parameters of its own: views
-    of the rank's rows as DTensors, cut as FSDP2 cuts. So each state lies on one rank, and a
-    checkpoint has it as FSDP2's. Gradients stay whole until the step; only a rank's rows of them are
-    averaged.
+    Then all ranks gather the rows of the others. The optimizer is given parameters of its own:
+    views of the rank's rows as DTensors, cut as FSDP2 cuts. So each state lies on one rank, and a
+    checkpoint has it as FSDP2's. Gradients stay whole until the step; only a rank's rows of them
+    are averaged.
     """
 
     def __init__(self, module: nn.Module, whole: DeviceMesh, bucket_bytes: int) -> None:
@@ -37,7 +37,7 @@ class SharedStep(Spread):
         self.whole = whole
         self.replicas = whole["replicate"]
         self.clock = Clock()
-        trainable = [p for p in module.parameters() if p.requires_grad]
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.buckets: list[Bucket] = []
         for bucket in buckets(trainable, bucket_bytes):
             rows_of_bucket = [Rows.of(parameter, self.replicas) for parameter in bucket]
@@ -49,6 +49,7 @@ class SharedStep(Spread):
             self.own_rows[id(parameter)] = nn.Parameter(self._rows_as_dtensor(parameter, part))
 
     def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return this rank's rows of each trainable parameter, under the parameter's name."""
         stepped: dict[str, nn.Parameter] = {}
         for name, parameter in named.items():
             stepped[name] = self.own_rows.get(id(parameter), parameter)
@@ -56,29 +57,39 @@ class SharedStep(Spread):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """See Spread.
+
+        Gradients are averaged behind the last micro-batch, and the wait is measured.
+        """
         yield
         if last and self.buckets:
             with self.clock.measure(self.replicas.device_type), torch.no_grad():
                 self._average_gradients()
 
     def _average_gradients(self) -> None:
-        """Average this rank's rows of all gradients, and give them to the optimizer's parameters."""
+        """Average this rank's rows of all gradients, and hand them to the optimizer."""
         for bucket in self.buckets:
             bucket.average()
         for bucket in self.buckets:
             for rows in bucket.rows:
                 grad = rows.parameter.grad
-                own_grad = None
+                own_grad: DTensor | None = None
                 if grad is not None:
+                    # A view: what the engine scales here, it scales in the whole gradient's memory.
                     own_grad = self._rows_as_dtensor(rows.parameter, local(grad))
                 self.own_rows[id(rows.parameter)].grad = own_grad
 
     def after_step(self) -> None:
+        """Gather the rows that the other ranks have stepped. Collective over the data ranks.
+
+        The optimizer's parameters are views of the model's, so this rank's own rows are in place.
+        """
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.gather()
 
     def exposed_communication(self) -> float:
+        """Return the seconds of averaging gradients; none of it runs beside backward."""
         return self.clock.seconds()
 
     def _rows_as_dtensor(self, parameter: nn.Parameter, part: Tensor) -> DTensor:
@@ -87,6 +98,7 @@ class SharedStep(Spread):
         `part`: what this rank holds of the tensor, which is cut as the parameter is.
         """
         rows = Rows.of(parameter, self.replicas)
+        # A parameter that tensor parallelism has left whole is cut over the data ranks alone.
         mesh = self.replicas
         placements: list[Placement] = [Shard(0)]
         if isinstance(parameter, DTensor):
@@ -96,7 +108,8 @@ class SharedStep(Spread):
             assert names is not None
             mesh = self.whole["replicate", names[0]]
             if cut.is_shard(0):
-                # These are rows of a part of the rows.
+                # These are rows of a part of the rows: the tp ranks cut first, the data ranks
+                # within.
                 placements = [StridedShard(0, split_factor=tp.size())]
             placements.append(cut)
         return DTensor.from_local(
@@ -113,9 +126,9 @@ class SharedStep(Spread):
 class Rows:
     """The rows of a parameter that one data rank averages and steps.
 
-    `per_rank`: rows of each data rank, of which the last ones may have fewer. `first`, `number`: the
-    first of this rank's rows, and how many it has. All are rows of the part of the parameter that
-    lies on this rank.
+    `per_rank`: rows of each data rank, of which the last ones may have fewer. `first`, `number`:
+    the first of this rank's rows, and how many it has. All are rows of the part of the parameter
+    that lies on this rank.
     """
 
     parameter: nn.Parameter
@@ -127,6 +140,7 @@ class Rows:
     def of(cls, parameter: nn.Parameter, replicas: DeviceMesh) -> Rows:
         """Return the rows of a parameter that this rank steps."""
         rows = local(parameter).shape[0]
+        # As torch's Shard cuts: the same number for each rank, and what is left for the last ones.
         per_rank = math.ceil(rows / replicas.size())
         first = first_row(rows, replicas)
         return cls(parameter, per_rank, first, min(per_rank, rows - first))
@@ -135,6 +149,7 @@ class Rows:
     def entries(self) -> int:
         """The entries of `per_rank` rows."""
         part = local(self.parameter)
+        # A part may have no rows at all, and then has no entries.
         entries_per_row = part.numel() // max(1, part.shape[0])
         return self.per_rank * entries_per_row
 
@@ -156,10 +171,11 @@ class Bucket:
     """Some parameters, whose rows travel at once.
 
     The message to each data rank is its rows of all these parameters end to end. Each parameter has
-    as many columns in it for every rank.
+    as many columns in it for every rank, since a reduce-scatter takes messages of one size.
     """
 
     def __init__(self, rows: list[Rows], replicas: DeviceMesh) -> None:
+        """`rows`: of each parameter, in one order on all ranks. `replicas`: the data ranks."""
         self.rows = rows
         self.group = replicas.get_group()
         self.ranks = replicas.size()
@@ -175,17 +191,20 @@ class Bucket:
         """Replace this rank's rows of each gradient by their mean over the data ranks.
 
         Behind the rows of a message is a 1 for each gradient that the rank has. A gradient that no
-        rank has stays None.
+        rank has stays None, so that all ranks agree on which parameters are stepped.
         """
         like = local(self.rows[0].parameter)
         sent_RN = like.new_zeros(self.ranks, self.size + len(self.rows))
         for index, slot in enumerate(self.slots):
             grad = slot.rows.parameter.grad
             if grad is not None:
-                _pack(sent_RN[:, slot.start : slot.stop], local(grad), slot.rows.per_rank)
+                columns_RN = sent_RN[:, slot.start : slot.stop]
+                _pack(columns_RN, local(grad), slot.rows.per_rank)
                 sent_RN[:, self.size + index] = 1
+
         sums_N = like.new_empty(sent_RN.shape[1])
         dist.reduce_scatter_tensor(sums_N, sent_RN.view(-1), group=self.group)
+
         for index, slot in enumerate(self.slots):
             parameter = slot.rows.parameter
             if parameter.grad is None:
@@ -205,7 +224,8 @@ class Bucket:
         all_RN = like.new_empty(self.ranks, self.size)
         for slot in self.slots:
             own = slot.rows.within(local(slot.rows.parameter))
-            own_N[slot.start : slot.start + own.numel()].copy_(own.reshape(-1))
+            stop = slot.start + own.numel()
+            own_N[slot.start : stop].copy_(own.reshape(-1))
         dist.all_gather_into_tensor(all_RN.view(-1), own_N, group=self.group)
         for slot in self.slots:
             columns_RN = all_RN[:, slot.start : slot.stop]
@@ -213,7 +233,7 @@ class Bucket:
 
 
 def _pack(columns_RN: Tensor, tensor: Tensor, per_rank: int) -> None:
-    """Copy the rows of a tensor into a message, `per_rank` of them into the columns of each rank."""
+    """Copy a tensor's rows into a message, `per_rank` of them into the columns of each rank."""
     for columns, rows in _pairs(columns_RN, tensor, per_rank):
         columns.copy_(rows.reshape(columns.shape))
 

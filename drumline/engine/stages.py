@@ -3,9 +3,9 @@
 A stage is the model itself with the parts that it lacks replaced. Every stage is given the ids and
 positions, so the model's own forward makes masks and rotary embeddings from them. Each block of
 another stage is replaced by an `Absent` module, which hands its input on. The one right before the
-stage's own blocks returns the hidden states that came from the stage before, whatever the trunk made
-up to there. The one right behind them notes the hidden states that go to the next stage. Weights keep
-the names that they have in the whole model.
+stage's own blocks returns the hidden states that came from the stage before, whatever the trunk
+made up to there. The one right behind them notes the hidden states that go to the next stage.
+Weights keep the names that they have in the whole model.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ TRIAL_RANKS = 2
 class Cuts:
     """Where a model can be cut.
 
-    `blocks`: name of the list of blocks, which has `number` of them. `before`, `after`: names of the
-    modules with weights that run ahead of the first block and behind the last. `returns`: how many
-    values a block returns in a tuple; 0 if it returns a tensor alone. `width`: D of the hidden
+    `blocks`: name of the list of blocks, which has `number` of them. `before`, `after`: names of
+    the modules with weights that run ahead of the first block and behind the last. `returns`: how
+    many values a block returns in a tuple; 0 if it returns a tensor alone. `width`: D of the hidden
     states. `splits`: see `models.head.can_split`.
     """
 
@@ -85,7 +85,11 @@ def _try_one_block_a_stage(small: Any, ids_BT: torch.Tensor) -> tuple[Cuts, bool
 
 
 class _Event(NamedTuple):
-    """A moment in a run of a model. `module`: name of a module outside of the blocks."""
+    """A moment in a run of a model.
+
+    `kind`: what happens, one of the constants below. `module`: name of a module outside of the
+    blocks, empty for an event of the blocks.
+    """
 
     kind: str
     module: str = ""
@@ -111,6 +115,8 @@ def trace_cuts(model: Any, ids_BT: torch.Tensor) -> Cuts:
     if events.count(FIRST_BLOCK_BEGINS) != 1 or events.count(LAST_BLOCK_ENDS) != 1:
         raise NO_STAGES.error(f"{class_name} runs its blocks more than once")
 
+    # A module runs before the blocks if it is done when they begin, and behind them if it has not
+    # ended until they are done. One that is neither is used between the blocks.
     first = events.index(FIRST_BLOCK_BEGINS)
     last = events.index(LAST_BLOCK_ENDS)
     before: list[str] = []
@@ -124,10 +130,12 @@ def trace_cuts(model: Any, ids_BT: torch.Tensor) -> Cuts:
             after.append(name)
     between = sorted(set(outside) - set(before) - set(after))
     if not between:
+        # A module around the blocks ends behind them, but has begun before.
         between = [name for name in after if _Event(BEGINS, name) in events[:last]]
     if between:
         raise NO_STAGES.error(f"{class_name} uses {between[0]} between its blocks")
 
+    # Of a tuple that a block returns, the hidden states are the first part.
     returns = 0
     hidden_BTD = block_output
     if isinstance(block_output, tuple):
@@ -152,7 +160,11 @@ def _modules_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str,
 def _recorded_run(
     model: Any, blocks: nn.ModuleList, outside: dict[str, nn.Module], ids_BT: torch.Tensor
 ) -> tuple[list[_Event], Any]:
-    """Run a model, and return what happened in which order, and what its last block returned."""
+    """Run a model, and return what happened in which order, and what its last block returned.
+
+    `outside`: modules outside of the blocks by name, whose begin and end are events. The output is
+    None if the last block did not run.
+    """
     events: list[_Event] = []
     block_outputs: list[Any] = []
 
@@ -178,7 +190,9 @@ def _recorded_run(
     finally:
         for hook in hooks:
             hook.remove()
-    block_output = block_outputs[0] if block_outputs else None
+    block_output: Any = None
+    if block_outputs:
+        block_output = block_outputs[0]
     return events, block_output
 
 
@@ -199,13 +213,21 @@ class Absent(nn.Module):
             self._copy_attributes(block)
 
     def _copy_attributes(self, block: nn.Module) -> None:
+        """Take over the public attributes of a block, except those that this module has itself."""
         own = {"forward", *vars(self)}
         for name, value in vars(block).items():
             if not name.startswith("_") and name not in own:
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = args[0] if args else kwargs["hidden_states"]
+        """Return the first input, or what `run` makes of it, in the form that a block returns.
+
+        The hidden states are the first input, by position or by the name that transformers use.
+        """
+        if args:
+            output = args[0]
+        else:
+            output = kwargs["hidden_states"]
         if self.run is not None:
             output = self.run(output)
         if self.returns:
@@ -214,7 +236,7 @@ class Absent(nn.Module):
 
 
 def zeros_in_place_of(layer: nn.Embedding | nn.Linear, dtype: torch.dtype) -> Compute:
-    """Return a function that returns zeros in the shape that an embedding or its projection returns.
+    """Return a function that makes zeros in the shape that an embedding or projection returns.
 
     A later stage replaces the zeros by what the stage before it has sent.
     """
@@ -230,7 +252,10 @@ def zeros_in_place_of(layer: nn.Embedding | nn.Linear, dtype: torch.dtype) -> Co
 
 
 def weights_of_both_ends(model: Any, cuts: Cuts) -> list[str]:
-    """Return the names of the weights that the first and the last stage both hold (a tied head)."""
+    """Return the names of the weights that the first and the last stage both hold (a tied head).
+
+    Their gradients at both ends have to be added up.
+    """
     shared = _parameter_ids(model, cuts.before) & _parameter_ids(model, cuts.after)
     return [name for name, parameter in model.named_parameters() if id(parameter) in shared]
 
@@ -294,7 +319,11 @@ def _replacement(
     if not own_weights:
         return None
     if not own_weights.isdisjoint(held_weights):
-        return without_factors(module) if is_tuned(module) else None
+        # A tied weight, which the other end that the rank holds uses. The factors of an adapter
+        # over this end are not tied, and belong to the rank that runs it.
+        if is_tuned(module):
+            return without_factors(module)
+        return None
     if is_before and isinstance(base, nn.Embedding | nn.Linear):
         return Absent(run=zeros_in_place_of(base, dtype))
     return Absent()
@@ -303,8 +332,10 @@ def _replacement(
 def _with_replaced(model: Any, replacements: dict[str, nn.Module]) -> Any:
     """Return a copy of a model with some submodules replaced, by name.
 
-    It shares all other modules with the model, except those that contain a replaced one.
+    It shares all other modules with the model, except those that contain a replaced one. Names are
+    paths such as `model.layers.3`.
     """
+    # Without `__init__`: the copy has the same attributes, and a dictionary of children of its own.
     fresh = copy.copy(model)
     fresh._modules = dict(model._modules)
     # Child → replacements within it, by their names there.
@@ -336,6 +367,7 @@ class Stage(nn.Module):
         self.splits = cuts.splits
         self.dtype = dtype
         blocks = model.get_submodule(cuts.blocks)
+        # The blocks next to the stage's own, which pass hidden states in and out.
         neighbours: dict[str, nn.Module] = {}
         if not self.is_first:
             before = Absent(blocks[first - 1], cuts.returns, self._take_received)
@@ -343,7 +375,9 @@ class Stage(nn.Module):
         if not self.is_last:
             behind = Absent(blocks[stop], cuts.returns, self._keep_to_send)
             neighbours[f"{cuts.blocks}.{stop}"] = behind
-        self.model = _with_replaced(rank_part(model, cuts, [bounds], dtype), neighbours)
+        own_part = rank_part(model, cuts, [bounds], dtype)
+        self.model = _with_replaced(own_part, neighbours)
+        # Hidden states of the running micro-batch: on their way in, and on their way out.
         self.received: torch.Tensor | None = None
         self.to_send: torch.Tensor | None = None
 
@@ -354,8 +388,11 @@ class Stage(nn.Module):
         """
         self.received = hidden_BTD
         if self.is_last:
-            trunk_and_head = split(self.model) if self.splits else None
+            trunk_and_head: Any = None
+            if self.splits:
+                trunk_and_head = split(self.model)
             return outputs(self.model, batch, trunk_and_head)
+        # The trunk alone: a head would make logits that nobody reads.
         trunk = self.model.get_decoder() or self.model.base_model
         with attending(self.model, batch) as inputs:
             trunk(**inputs, use_cache=False)
@@ -365,7 +402,7 @@ class Stage(nn.Module):
         return to_send.to(self.dtype).contiguous()
 
     def _take_received(self, _: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of the stage before, in place of the block before the own ones."""
+        """Return the hidden states of the stage before, in place of the block before this one's."""
         received = self.received
         self.received = None
         assert received is not None, "a stage runs on what the one before it sent"
@@ -383,11 +420,15 @@ def stages_reproduce_model(
     """Return whether stages, run one after another, give the outputs of the whole model.
 
     `ranges`: the blocks of each stage. The stages are dealt to `ranks` in turn, and each is made of
-    its rank's part.
+    its rank's part, as in a run.
+    `ids_BT`: one row of tokens.
     Raises PlanError if the stages do not run.
     """
     parts = [rank_part(model, cuts, ranges[rank::ranks]) for rank in range(ranks)]
-    stages = [Stage(parts[index % ranks], cuts, bounds) for index, bounds in enumerate(ranges)]
+    stages: list[Stage] = []
+    for index, bounds in enumerate(ranges):
+        part_of_rank = parts[index % ranks]
+        stages.append(Stage(part_of_rank, cuts, bounds))
     # Two different rows: broadcasting would hide a wrong shape behind one.
     ids_BT = torch.cat([ids_BT, ids_BT.flip(1)])
     batch = Tokens(ids_BT)
@@ -405,5 +446,6 @@ def stages_reproduce_model(
         return close(passed.values(), whole.values())
     logits_BTV = passed.logits_BTV
     if logits_BTV is None:
+        # A model that can be split leaves the product with the head to the loss.
         logits_BTV = nn.functional.linear(passed.hidden_BTD, passed.weight_VD, passed.bias_V)
     return close(logits_BTV, whole.logits_BTV)

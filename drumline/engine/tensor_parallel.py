@@ -6,10 +6,10 @@ become DTensors, so a checkpoint holds them whole, under their own names. Betwee
 plain tensors, whole or this rank's part, as the next module expects them.
 transformers.distributed.tensor_parallel explains the styles.
 
-With sequence parallelism (Korthikanti et al. 2022) the same ranks also cut the norms and the residual
-stream by tokens. A region (attention, a feed-forward) gathers the tokens that it begins with, and
-reduces and scatters what it ends with. Each rank's backward is then one summand of each gradient of a
-weight that is not cut, so these gradients are summed over the ranks.
+With sequence parallelism (Korthikanti et al. 2022) the same ranks also cut the norms and the
+residual stream by tokens. A region (attention, a feed-forward) gathers the tokens that it begins
+with, and reduces and scatters what it ends with. Each rank's backward is then one summand of each
+gradient of a weight that is not cut, so these gradients are summed over the ranks.
 
 Shapes: B rows, T tokens, t of them on this rank.
 """
@@ -127,7 +127,7 @@ def _redistribute(
     grad: Placement | None = None,
     shape: Any = None,
 ) -> Tensor:
-    """Bring a tensor from one placement on the ranks to another; its gradient goes the opposite way.
+    """Bring a tensor from one placement on the ranks to another, and its gradient back.
 
     `grad`: the placement in which the gradient of the result comes; None: `after`. `shape`: of the
     whole tensor, if parts may differ in size.
@@ -147,8 +147,8 @@ def _redistribute(
 class Stream:
     """The residual stream, cut by tokens over the ranks of `mesh`.
 
-    `rows`, `length`: B and T of the current batch. They are 0 until a block has begun; until then the
-    stream is whole, as in trials.
+    `rows`, `length`: B and T of the current batch. They are 0 until a block has begun; until then
+    the stream is whole, as in trials.
     """
 
     def __init__(self, mesh: DeviceMesh, keeps_parts: bool) -> None:
@@ -174,8 +174,8 @@ class Stream:
     def reduce_scatter(self, product: Tensor) -> Tensor:
         """Return this rank's tokens of a sum over the ranks.
 
-        `product`: this rank's summand, float[B, T, D] or float[B·T, D]. The result is float[B, t, D]
-        or float[B·t, D].
+        `product`: this rank's summand, float[B, T, D] or float[B·T, D]. The result is float[B, t,
+        D] or float[B·t, D].
         """
         if product.ndim > 2:
             return _redistribute(product, self.mesh, Partial(), Shard(1))
@@ -365,8 +365,8 @@ def _cut_linear(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None)
 def _with_options(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
     """Return `function` with its first arguments, as functools.partial does.
 
-    torch.compile takes two partials for different code, so each block would be compiled anew; two of
-    these it compares by what they do and hold.
+    torch.compile takes two partials for different code, so each block would be compiled anew; two
+    of these it compares by what they do and hold.
     """
 
     def run(*inputs: Any) -> Any:
@@ -386,7 +386,7 @@ def _cut_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Pl
 def _run_with_some_outputs(
     layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor
 ) -> Tensor:
-    """Return this rank's outputs of a linear layer, or the outputs of all ranks if its style gathers.
+    """Return this rank's outputs of a linear layer, or all outputs if its style gathers.
 
     `x`: the inputs, whole.
     """
@@ -396,7 +396,9 @@ def _run_with_some_outputs(
     out = nn.functional.linear(x, _own_matrix(layer), bias)
     if style == "colwise":
         return out
-    outputs = layer.weight.shape[1] if _is_transposed(layer) else layer.weight.shape[0]
+    outputs = layer.weight.shape[0]
+    if _is_transposed(layer):
+        outputs = layer.weight.shape[1]
     shape = (*out.shape[:-1], outputs)
     grad = None if stream is None else Partial()
     return _redistribute(out, mesh, Shard(out.ndim - 1), Replicate(), grad, shape)
@@ -407,8 +409,8 @@ def _run_with_some_inputs(
 ) -> Tensor:
     """Return the outputs of a linear layer whose inputs are cut: a sum over the ranks.
 
-    `x`: this rank's part of the inputs for the style `rowwise`; otherwise it is whole. With a stream
-    the outputs are those of this rank's tokens.
+    `x`: this rank's part of the inputs for the style `rowwise`; otherwise it is whole. With a
+    stream the outputs are those of this rank's tokens.
     """
     matrix = _own_matrix(layer)
     if style != "rowwise":

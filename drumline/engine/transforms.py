@@ -1,9 +1,11 @@
 """Transforms: they change a model in place, and `native.prepare` applies them in one order.
 
-1. Batch norms, whose statistics become those of several ranks' samples (Ioffe & Szegedy 2015, over one larger batch).
+1. Batch norms, whose statistics become those of several ranks' samples (Ioffe & Szegedy 2015, over
+   one larger batch).
 2. Activation checkpointing, since it re-enters a block's forward.
 3. Compile, around the block as it will be run again.
-4. The data-parallel wrapper, around everything, so that it sees the parameters as they will be used.
+4. The data-parallel wrapper, around everything, so that it sees the parameters as they will be
+   used.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from drumline.vendor.torch import BatchNorm, TorchDispatchMode, foreach_copy_, t
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATEN = torch.ops.aten
-# Attention by its kernels on each device. The plain one consists of smaller operations, which are computed again.
+# Attention by its kernels on each device. The plain one consists of smaller operations, which are
+# computed again.
 _ATTENTION_NAMES = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -51,14 +54,15 @@ WRITTEN = {_ATEN.mm.out, _ATEN.addmm.out}
 
 
 def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> None:
-    """Let all batch norms of a model share their statistics over groups of `ranks` neighbours. Collective.
+    """Let all batch norms of a model share their statistics over groups of `ranks` neighbours.
 
-    `ranks` None: over all ranks. The model is changed in place, under the same names: to torch's
-    SyncBatchNorm on a GPU and to `OnCPU` on a CPU, whose tensors torch's does not take. Running
-    statistics of ranks in different groups differ until `agree_on_statistics`.
+    Collective. `ranks` None: over all ranks. The model is changed in place, under the same names:
+    to torch's SyncBatchNorm on a GPU and to `OnCPU` on a CPU, whose tensors torch's does not take.
+    Running statistics of ranks in different groups differ until `agree_on_statistics`.
     """
     group = dist.group.WORLD
     if ranks is not None:
+        # Collective: all ranks make all groups, and each gets its own first.
         group = dist.new_subgroups(ranks)[0]
     for module in model.modules():
         if isinstance(module, BatchNorm):
@@ -80,9 +84,9 @@ def batch_norms(model: nn.Module) -> list[BatchNorm]:
 
 
 def agree_on_statistics(norms: list[BatchNorm]) -> None:
-    """Average the running statistics of batch norms over all ranks. Collective.
+    """Average the running statistics of batch norms over all ranks, in fp64. Collective.
 
-    All ranks then evaluate and save the same.
+    All ranks then evaluate and save the same. One all-reduce carries those of all norms.
     """
     if not norms or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -94,7 +98,8 @@ def agree_on_statistics(norms: list[BatchNorm]) -> None:
     flat = torch.cat([buffer.double().flatten() for buffer in buffers])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    means = flat.split([buffer.numel() for buffer in buffers])
+    sizes = [buffer.numel() for buffer in buffers]
+    means = flat.split(sizes)
     for buffer, mean in zip(buffers, means, strict=True):
         buffer.copy_(mean.view_as(buffer))
 
@@ -117,13 +122,15 @@ class Statistics:
 
     @torch.no_grad()
     def settle(self, finite: torch.Tensor) -> None:
-        """End a step: put back the statistics from before, unless `finite`, a bool scalar, holds."""
+        """End a step: put back the statistics from before it, unless `finite` (bool[]) holds."""
         if self.before is not None:
             for buffers, before in zip(self._buffers(), self.before, strict=True):
                 now = _end_to_end(buffers)
                 after = torch.where(finite.to(before.device), now, before)
-                parts = after.split([buffer.numel() for buffer in buffers])
-                shaped = [part.view_as(b) for part, b in zip(parts, buffers, strict=True)]
+                sizes = [buffer.numel() for buffer in buffers]
+                shaped = []
+                for part, buffer in zip(after.split(sizes), buffers, strict=True):
+                    shaped.append(part.view_as(buffer))
                 foreach_copy_(buffers, shaped)
         self.before = None
 
@@ -137,6 +144,7 @@ class Statistics:
 
 
 def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the entries of some tensors of one type as one flat tensor, a copy."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
@@ -166,21 +174,34 @@ class OnCPU(BatchNorm):
                 # Without a momentum the running statistics are the average over all batches.
                 factor = 1.0 / float(self.num_batches_tracked)
             self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), factor)
+            # As torch has it: normalised by the biased variance, and the unbiased one is kept.
             unbiased_C = variance_C * (count / (count - 1).clamp_min(1))
             self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), factor)
         return output
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
+        """Take inputs of any dimensions: the class replaces BatchNorm1d, 2d and 3d alike."""
         assert input.dim() >= 2, input.shape
 
 
 class _Normalise(torch.autograd.Function):
+    """Batch norm over the samples of all ranks of a group.
+
+    Its forward makes one all-gather over the group, its backward one all-reduce.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, input: torch.Tensor, weight_C: Any, bias_C: Any, eps: float, group: Any
     ) -> tuple[torch.Tensor, ...]:
+        """Return the output, float[N, C, …], and of each channel mean, biased variance and count.
+
+        `input`: float[N, C, …], this rank's samples, perhaps none. `weight_C`, `bias_C`: float[C]
+        or None.
+        """
         precise = torch.promote_types(input.dtype, torch.float32)
         x_CM = input.transpose(0, 1).flatten(1).to(precise)
+        # A rank without samples counts with zeros: a mean of nothing would be NaN.
         mine = torch.zeros(3, x_CM.shape[0], dtype=precise)
         if x_CM.numel():
             mean_C = x_CM.mean(1)
@@ -193,7 +214,8 @@ class _Normalise(torch.autograd.Function):
         count_RC, mean_RC, squares_RC = torch.stack(parts).unbind(1)
         count_C = count_RC.sum(0)
         mean_C = (count_RC * mean_RC).sum(0) / count_C
-        variance_C = (squares_RC + count_RC * (mean_RC - mean_C).square()).sum(0) / count_C
+        squares_between_RC = count_RC * (mean_RC - mean_C).square()
+        variance_C = (squares_RC + squares_between_RC).sum(0) / count_C
         scale_C = (variance_C + eps).rsqrt()
         normal_CM = (x_CM - mean_C[:, None]) * scale_C[:, None]
         ctx.save_for_backward(normal_CM, scale_C, weight_C, count_C)
@@ -209,6 +231,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        """Return the gradients by input, weight and bias. `grad`: by the output, float[N, C, …]."""
         normal_CM, scale_C, weight_C, count_C = ctx.saved_tensors
         grad_CM = grad.transpose(0, 1).flatten(1).to(normal_CM.dtype)
         grad_bias_C = grad_CM.sum(1)
@@ -244,7 +267,7 @@ def _back(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def apply_memory(model: Any, plan: Plan) -> None:
-    """Apply what the section `memory` sets: first what is inside of a block, last what goes around it."""
+    """Apply what the section `memory` sets, from the inside of a block to what goes around it."""
     memory = plan.config.memory
     if memory.mlp_chunk:
         apply_mlp_chunks(model, memory.mlp_chunk)
@@ -259,8 +282,8 @@ def apply_activation_checkpointing(
     """Let blocks compute their activations again in backward.
 
     `full` keeps the input of each block and computes the rest again (Chen et al. 2016). RNG is
-    replayed, so dropout agrees. `selective` keeps more, see the function of that name. `number`: how
-    many of the first blocks do so; None: all.
+    replayed, so dropout agrees. `selective` keeps more, see the function of that name. `number`:
+    how many of the first blocks do so; None: all.
     """
     if kind == "none":
         return
@@ -287,11 +310,11 @@ def apply_mlp_chunks(model: nn.Module, tokens: int) -> None:
     It is computed again in backward. So tensors as wide as its inside never exist for all of a long
     row (tiled MLP of Arctic Long Sequence Training, Bekman et al. 2025).
     """
-    parts = [getattr(block, "mlp", None) for block in blocks(model)]
+    parts: list[Any] = [getattr(block, "mlp", None) for block in blocks(model)]
     if not parts or None in parts:
         raise NO_CHUNKS.error("its blocks have no part of the name mlp")
     for part in parts:
-        part.forward = functools.partial(_in_chunks, part.forward, tokens)  # type: ignore[union-attr]
+        part.forward = functools.partial(_in_chunks, part.forward, tokens)
 
 
 def _in_chunks(
@@ -313,7 +336,8 @@ def _in_chunks(
                 return tensor
             return tensor[:, start : start + width]
 
-        chunk_args, chunk_kwargs = tree_map_only(torch.Tensor, cut, ((hidden_BTD, *args), kwargs))
+        all_args = (hidden_BTD, *args)
+        chunk_args, chunk_kwargs = tree_map_only(torch.Tensor, cut, (all_args, kwargs))
         return checkpoint(inner, *chunk_args, use_reentrant=False, **chunk_kwargs)
 
     chunks = [compute(start) for start in range(0, length, width)]
@@ -383,6 +407,11 @@ class _Selective(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of the region, or take its kept result.
+
+        The products are counted from 1 in both passes, so the odd ones that the first pass keeps
+        are the odd ones of the recomputation.
+        """
         if func not in WRITTEN:
             self.inner.ac_graph_id = self.ac_graph_id
             return self.inner.__torch_dispatch__(func, types, args, kwargs)
@@ -433,11 +462,15 @@ def _compile_in_checkpoint(block: Any, mode: str | None) -> None:
 
 
 def _call(function: Any, first: tuple[Any, ...], options: dict[str, Any], *inputs: Any) -> Any:
+    """Return what `function` returns. It is the one thing compiled for all calls of a block."""
     return function(*first, *inputs, **options)
 
 
 def compile_step(optimizer: torch.optim.Optimizer) -> None:
-    """Compile an optimizer's step. Its rates become tensors: each new number would be compiled anew."""
+    """Compile an optimizer's step.
+
+    Its rates become tensors: each new number would be compiled anew.
+    """
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"])
     optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign, assignment]
@@ -462,7 +495,8 @@ def apply_ddp(
 
     It averages gradients over the ranks of `group` while backward still runs.
     """
-    # Named only if it is switched off: torch 2.13 warns about the name, and older ones know no other.
+    # Named only if it is switched off: torch 2.13 warns about the name, and older ones know no
+    # other.
     buffers: dict[str, Any] = {}
     if not options.broadcast_buffers:
         buffers["broadcast_buffers"] = False
@@ -483,13 +517,14 @@ def apply_ddp(
 def _lay_out_buckets(ddp: DistributedDataParallel) -> None:
     """Run DDP's first backward, of zeros, so that it lays out its buckets.
 
-    After its first backward DDP lays out its buckets anew, in the order in which gradients came. The
-    order in which three ranks and more are summed depends on the place in a bucket, so the first
-    step of a resumed run would differ in its last bits. This backward reaches the last parameter
-    first, as that of a step does.
+    After its first backward DDP lays out its buckets anew, in the order in which gradients came.
+    The order in which three ranks and more are summed depends on the place in a bucket, so the
+    first step of a resumed run would differ in its last bits. This backward reaches the last
+    parameter first, as that of a step does.
     """
     parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
     with torch.enable_grad():
+        # One entry of each parameter is enough to reach it.
         zeros = [(parameter.flatten()[:1].float() * 0).sum() for parameter in parameters]
         loss = torch.stack(zeros).sum()
     ddp.reducer.prepare_for_forward()

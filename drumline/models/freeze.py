@@ -61,7 +61,7 @@ def _keep_eval_mode(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def learning(model: nn.Module) -> list[str]:
+def trainable_names(model: nn.Module) -> list[str]:
     """Return the names of the trainable parameters."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -100,7 +100,7 @@ def require_none_late(model: nn.Module, learned: set[str]) -> None:
 
     `learned`: the weights that were trainable then. Only their gradients are averaged over ranks.
     """
-    late = set(learning(model)) - learned
+    late = set(trainable_names(model)) - learned
     if late:
         what = f"{min(late)} was frozen when the model was spread, and learns now"
         fix = "unfreeze it in build, or use ddp or fsdp2"

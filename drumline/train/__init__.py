@@ -1,4 +1,7 @@
-"""Training: set-up before the launch, the loop, a rank's entry. `drumline.train` is this room and, called, `train.run.train`."""
+"""Training: set-up before the launch, the loop, a rank's entry.
+
+`drumline.train` is this room and, called, `train.run.train`.
+"""
 
 from drumline.system.callable_room import make_callable
 

@@ -142,7 +142,8 @@ class Training:
     # For each evaluation set, by name, what gives its batches.
     held_out: dict[str, Batches]
     rollouts: Any = None
-    # Restores the newest checkpoint, and returns the batches from there on; None for rollouts, which cannot go back.
+    # Restores the newest checkpoint, and returns the batches from there on; None for rollouts,
+    # which cannot go back.
     rewind: Callable[[], Iterable[GlobalBatch]] | None = None
 
 
@@ -156,7 +157,10 @@ def _build_training(
     emit: Emit,
     stop_flag: StopFlag,
 ) -> Training:
-    """Return the objective and the batches from `state` on. Collective. `is_new`: the policy is untrained."""
+    """Return the objective and the batches from `state` on.
+
+    Collective. `is_new`: the policy is untrained.
+    """
     rollout = plan.config.algorithm.rollout
     if rollout is not None:
         from drumline.train.reinforced import reinforced  # importing the generators takes a second
@@ -173,7 +177,7 @@ def _build_training(
 
 @dataclass(frozen=True)
 class DataSource:
-    """Makes the streams of prepared data, at the start of a run and after each return to a checkpoint."""
+    """Makes the streams of prepared data, at the start and after each return to a checkpoint."""
 
     plan: Plan
     ranks: Ranks
@@ -185,7 +189,10 @@ class DataSource:
     stop_flag: StopFlag
 
     def streams_from(self, position: int, is_new: bool) -> Streams:
-        """Return the streams from a position on, with the passes that come before the loss. Collective."""
+        """Return the streams from a position on, with the passes that come before the loss.
+
+        Collective.
+        """
         data_rank = self.plan.mesh.data_rank(self.ranks.rank)
         streams = build_streams(
             self.plan,
@@ -218,7 +225,10 @@ class DataSource:
         return streams
 
     def rewind(self) -> Iterable[GlobalBatch]:
-        """Restore the newest checkpoint, and return the training batches from there on. Collective."""
+        """Restore the newest checkpoint, and return the training batches from there on.
+
+        Collective.
+        """
         start = Start.find(self.plan, Resume())
         if start.path is None:
             # The save that was on its way has failed.
@@ -263,7 +273,10 @@ def _build_samplers(plan: Plan, engine: Engine, rollouts: Any, device: str, emit
 
 
 def _build_meter(plan: Plan, ranks: Ranks) -> Meter:
-    """Return the meter of the GPU that this rank computes on, and, on the first rank of a host, of its CPUs."""
+    """Return the meter of the devices of this rank.
+
+    It reads the GPU that the rank computes on and, on the first rank of a host, the host's CPUs.
+    """
     is_first_of_host = ranks.local_rank == 0
     if plan.device != "cuda":
         return Meter(None, False, is_first_of_host)
@@ -296,9 +309,13 @@ def _verify_caches(plan: Plan, ranks: Ranks) -> Future[None]:
 
 
 def set_kernels(plan: Plan) -> None:
-    """Set the kernels of a plan: TF32 in products and in convolutions, and cuDNN's attention if all batches have one width.
+    """Set the kernels of a plan.
 
-    On Hopper torch prefers cuDNN's attention, which makes a plan for each new shape; rollouts grow by a token, and rows vary.
+    TF32 is set in products and in convolutions, and cuDNN's attention if all batches have one
+    width.
+
+    On Hopper torch prefers cuDNN's attention, which makes a plan for each new shape; rollouts grow
+    by a token, and rows vary.
     """
     torch.backends.cuda.matmul.allow_tf32 = plan.config.precision.tf32
     torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32

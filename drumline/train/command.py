@@ -1,4 +1,7 @@
-"""The commands train, convert, prepare and export: the order of their steps. Each step lives elsewhere."""
+"""The commands train, convert, prepare and export: the order of their steps.
+
+Each step lives elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,9 @@ def _train_by_own_launcher(request: Request, dry_run: bool, watch: bool, everyth
 def _trains_in_tasks(
     config_path: Path, overrides: list[str], resume: str | None, accelerate_config: Path | None
 ) -> bool:
-    """Whether the tasks of srun are the ranks of a config; otherwise its launcher starts them where it says.
+    """Whether the tasks of srun are the ranks of a config.
+
+    Otherwise its launcher starts the ranks.
 
     A mistake in the config is left to task 0, which reports it.
     """
@@ -126,7 +131,9 @@ def _ranks_of_node(make_request: Callable[..., Request]) -> int:
 
 
 def _laid_over(accelerate_config: Path | None) -> Sheet | None:
-    """Return the strategy of another launcher, from its file or from the variables that it has set; None without either.
+    """Return the strategy of another launcher; None without one.
+
+    It comes from the launcher's file, or from the variables that it has set.
 
     Only then are its keys imported.
     """
@@ -200,7 +207,10 @@ def _placed(request: Request) -> Request:
 
 
 def _dry_run(request: Request, everything: bool) -> int:
-    """Print the plan as comments, and below it the keys that differ from their defaults, or `everything`. Returns the exit code."""
+    """Print the plan as comments, and the config below it; return the exit code.
+
+    Of the config the keys are printed that differ from their defaults, or `everything`.
+    """
     from drumline.train.setup import as_before, make_plan, resume_from
 
     request = _placed(request)

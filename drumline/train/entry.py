@@ -1,4 +1,7 @@
-"""The entry of each rank: `python -m drumline.train.entry PLAN_JSON [--resume PATH|newest]`. It reads nothing but the plan."""
+"""The entry of each rank: `python -m drumline.train.entry PLAN_JSON [--resume PATH|newest]`.
+
+It reads nothing but the plan.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +157,10 @@ def train_on(
 
 
 def watch(plan: Plan) -> None:
-    """Let the launcher notice where this rank hangs; a watcher of ours, if the launcher is another program."""
+    """Let the launcher notice if this rank hangs.
+
+    If the launcher is another program, a watcher of ours does.
+    """
     has_own_launcher = heartbeat.VARIABLE in os.environ
     is_launched = launched_by() or "TORCHELASTIC_ERROR_FILE" in os.environ
     if is_launched and not has_own_launcher:
@@ -257,7 +263,10 @@ def _error_line(error: BaseException) -> str:
 
 
 class MainReporter(Reporter):
-    """Takes the events of rank 0: for events.jsonl, the trackers of `run.report_to`, callbacks, and a listener."""
+    """Takes the events of rank 0, and gives them to all who listen.
+
+    These are events.jsonl, the trackers of `run.report_to`, callbacks, and a listener.
+    """
 
     def __init__(
         self, plan: Plan, listener: Emit | None = None, callbacks: Callbacks | None = None
@@ -288,8 +297,8 @@ class MainReporter(Reporter):
     def export(self) -> None:
         """Write the Hugging Face folder at the end of a finished run.
 
-        The run is finished and its weights are saved by now. So an export that fails is reported, and
-        fails nothing else: a restart would come to the same export.
+        The run is finished and its weights are saved by now. So an export that fails is reported,
+        and fails nothing else: a restart would come to the same export.
         """
         if self.plan.config.checkpoint.export == "none":
             return

@@ -1,4 +1,6 @@
-"""How a rank ends when something is raised: it reports the error once, notes it for the launcher, and exits with its code.
+"""How a rank ends when something is raised.
+
+It reports the error once, notes it for the launcher, and exits with its code.
 
 Memory that runs out is recognised and measured at once. `train.replan` finds what to change.
 """
@@ -43,7 +45,8 @@ CUDA_NUMBERS = {
     "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
 NO_LIMIT = 2**62  # bytes
-# Name of a function → what it is about. Of the functions on a stack the innermost one that stands here counts.
+# Name of a function → what it is about. Of the functions on a stack the innermost one that stands
+# here counts.
 DOING = {
     "build": "loading",
     "restore": "loading",
@@ -72,7 +75,10 @@ class OutOfMemory(DrumlineError):
 
 
 class Watched:
-    """Measures a rank's memory when it runs out: needs the engine, and what the process had before the model came."""
+    """Measures a rank's memory when it runs out.
+
+    That needs the engine, and what the process had before the model came.
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
@@ -83,7 +89,8 @@ class Watched:
     def built(self, engine: Engine) -> None:
         """Take the engine, once it is built.
 
-        What the process holds besides the model is counted from now on: building has imported a lot.
+        What the process holds besides the model is counted from now on: building has imported a
+        lot.
         """
         self.engine = engine
         states = sum(engine.memory_stats())
@@ -104,7 +111,8 @@ class Watched:
     def _measure_host(self, message: str) -> dict[str, int]:
         """Return what the kernel counts of this process, in bytes.
 
-        Tensors took the difference between its largest resident set and its first. `message`: of the error.
+        Tensors took the difference between its largest resident set and its first. `message`: of
+        the error.
         """
         now = process_bytes()
         ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.mesh.world_size))
@@ -125,7 +133,10 @@ class Watched:
 
 @contextmanager
 def watched(plan: Plan, rank: int) -> Iterator[Watched]:
-    """Around a rank's work: raise memory that runs out as OutOfMemory, measured before anything is taken down."""
+    """Raise memory that runs out during a rank's work as OutOfMemory.
+
+    It is measured before anything is taken down.
+    """
     watch = Watched(plan, rank)
     try:
         yield watch
@@ -137,7 +148,10 @@ def watched(plan: Plan, rank: int) -> Iterator[Watched]:
 
 
 def let_go(error: BaseException | None) -> None:
-    """Free what the frames of an error, and of those it came from, hold: the model, its gradients, a batch's activations."""
+    """Free what the frames of an error, and of those it came from, hold.
+
+    That is the model, its gradients, and a batch's activations.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -156,7 +170,7 @@ def doing(stack: TracebackType | None) -> str:
 
 
 def reported_by_cuda(message: str) -> dict[str, int]:
-    """Return the numbers in the message of CUDA's caching allocator, in bytes, as far as it has them."""
+    """Return the bytes in the message of CUDA's caching allocator, as far as it has them."""
     values: dict[str, int] = {}
     for name, pattern in CUDA_NUMBERS.items():
         match = re.search(pattern, message)
@@ -229,7 +243,9 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _write(path: Path, facts: dict[str, object]) -> None:
-    """Write a failure in the form of the elastic agent, which reads `message.message` and the call stack.
+    """Write a failure in the form of the elastic agent.
+
+    The agent reads `message.message` and the call stack.
 
     The launcher reads our own part, `message.drumline`.
     """
@@ -247,7 +263,7 @@ def _write(path: Path, facts: dict[str, object]) -> None:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Around a rank's whole work: note whatever is raised, and end the process with its exit code."""
+    """Note whatever is raised in a rank's work, and end the process with its exit code."""
     try:
         with redacted_streams():
             yield

@@ -33,7 +33,10 @@ class GarbageCollection:
             gc.enable()
 
     def after(self, step: int) -> None:
-        """Collect, where it is time. `step`: steps done since the run began, the same on all ranks."""
+        """Collect, where it is time.
+
+        `step`: steps done since the run began, the same on all ranks.
+        """
         if not self.every or step % self.every:
             return
         if step % (WHOLE * self.every) == 0:

@@ -1,6 +1,9 @@
-"""Checks for faults that raise no error: a loss that jumps, weights that differ between ranks, collectives out of step.
+"""Checks for faults that raise no error.
 
-Checking changes no number of a run. Only a policy for spikes (`health.on_spike`) other than `note` skips updates.
+These are a loss that jumps, weights that differ between ranks, and collectives out of step.
+
+Checking changes no number of a run. Only a policy for spikes (`health.on_spike`) other than `note`
+skips updates.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from drumline.train.state import PendingStep
 
 # Losses that a mean and a deviation need at least.
 FEWEST = 20
-# Of the mean. A loss that hardly moves has almost no deviation, and any step would stand out from it.
+# Of the mean. A loss that hardly moves has almost no deviation, and any step would stand out from
+# it.
 LEAST_DEVIATION = 0.01
 # For the bytes of an element: the integer type that holds its bits.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,7 +41,10 @@ COMPARED_COLLECTIVES = recorder.RECENT * 5
 
 
 class GoBack(Exception):
-    """The run goes on from its newest checkpoint, and passes over the batch that ends at `position`."""
+    """The run goes back to its newest checkpoint, and passes over a batch.
+
+    `position`: the end of that batch.
+    """
 
     def __init__(self, position: int) -> None:
         super().__init__(
@@ -49,7 +56,8 @@ class GoBack(Exception):
 class Spikes:
     """Detects losses far above those before them, and applies the policy `health.on_spike`.
 
-    A loss is a spike if z = (loss − mean) / standard deviation, over a window of losses, exceeds `spike_zscore`.
+    A loss is a spike if z = (loss − mean) / standard deviation, over a window of losses, exceeds
+    `spike_zscore`.
     """
 
     def __init__(self, health: HealthConfig, emit: Emit) -> None:
@@ -77,7 +85,10 @@ class Spikes:
         }
 
     def limit(self) -> float | None:
-        """Return the largest loss that is not a spike; None if nothing is watched, or too few losses are known."""
+        """Return the largest loss that is not a spike.
+
+        None if nothing is watched, or too few losses are known.
+        """
         if self.health.on_spike == "none" or len(self.losses) < FEWEST:
             return None
         mean = statistics.fmean(self.losses)
@@ -88,9 +99,12 @@ class Spikes:
     def allows(
         self, pending: PendingStep, loss_sum: torch.Tensor, finite: torch.Tensor
     ) -> torch.Tensor:
-        """Return whether the update may be made, as a bool scalar on the device; nothing waits for it.
+        """Return whether the update may be made, as a bool scalar on the device.
 
-        The limit in force is stored in `pending`. `finite`: bool scalar, whether loss and norm are finite.
+        The host waits for nothing.
+
+        The limit in force is stored in `pending`. `finite`: bool scalar, whether loss and norm are
+        finite.
         """
         pending.limit = self.limit()
         if pending.position in self.passed_over:
@@ -100,9 +114,12 @@ class Spikes:
         return finite & (loss_sum <= pending.limit * pending.denominator)
 
     def judge(self, pending: PendingStep, skips: int, can_go_back: bool) -> int:
-        """Return how many steps in a row were skipped, with this one, whose numbers are finite and on the host.
+        """Return how many steps in a row were skipped, with this one.
 
-        `skips`: steps skipped in a row before it. `can_go_back`: there is a checkpoint to go back to.
+        The step's numbers are finite and on the host.
+
+        `skips`: steps skipped in a row before it. `can_go_back`: there is a checkpoint to go back
+        to.
 
         Raises TrainingStopped after too many spikes, and GoBack if the policy is to roll back.
         """
@@ -212,7 +229,9 @@ class Weights:
 
 
 def odd_ones(sums: dict[int, int]) -> list[int]:
-    """Return the ranks whose number is not the most frequent one; all ranks if two numbers are equally frequent.
+    """Return the ranks whose number is not the most frequent one.
+
+    If two numbers are equally frequent, these are all ranks.
 
     `sums`: a number for each rank.
     """
@@ -225,7 +244,10 @@ def odd_ones(sums: dict[int, int]) -> list[int]:
 
 @torch.no_grad()
 def checksum(engine: Engine) -> torch.Tensor:
-    """Return an int64 scalar of all bits of this rank's weights. Any single flipped bit changes it."""
+    """Return an int64 scalar of all bits of this rank's weights.
+
+    Any single flipped bit changes it.
+    """
     engines: Iterable[Engine] = [engine]
     if isinstance(engine, CompositeEngine):
         engines = engine.engines.values()
@@ -242,7 +264,7 @@ def checksum(engine: Engine) -> torch.Tensor:
 
 
 class Collectives:
-    """Compares the collectives that the ranks begin in a step: the debug mode `health.check_collectives`."""
+    """Compares the collectives that the ranks begin in a step (`health.check_collectives`)."""
 
     def __init__(self, on: bool) -> None:
         self.on = on

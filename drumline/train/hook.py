@@ -16,7 +16,10 @@ _user_hook: Any = sys.__excepthook__
 
 
 def take_hook() -> None:
-    """Let `print_error` print what nobody has caught. It leaves what is not Drumline's to the hook that is there."""
+    """Let `print_error` print what nobody has caught.
+
+    It leaves what is not Drumline's to the hook that is there.
+    """
     global _user_hook
     if sys.excepthook is not print_error:
         _user_hook = sys.excepthook
@@ -48,7 +51,7 @@ def report(error: BaseException) -> None:
 
 
 def reported_once(error: BaseException) -> AbstractContextManager[None]:
-    """Around the report of an error: a mistake in the script is the same on all ranks, and rank 0 alone reports it.
+    """Let rank 0 alone report a mistake in the script, which is the same on all ranks.
 
     An error in the data may be one rank's.
     """

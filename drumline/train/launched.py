@@ -1,4 +1,7 @@
-"""`drumline train` as one rank of another launcher, such as torchrun: rank 0 plans, and the other ranks get its plan."""
+"""`drumline train` as one rank of another launcher, such as torchrun.
+
+Rank 0 plans, and the other ranks get its plan.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,9 @@ RECEIVED_SECONDS = 5.0
 
 
 def train(make_request: Callable[[int], Request]) -> int:
-    """Run one rank, from plan to end. A run that is started again resumes from its newest checkpoint.
+    """Run one rank, from plan to end.
+
+    A run that is started again resumes from its newest checkpoint.
 
     `make_request`: returns the request for a number of ranks.
     """
@@ -69,7 +74,8 @@ def join(
     `stack` gets the lease of the run folder.
     """
     ranks = Ranks.from_environment()
-    # Before the data are prepared: other ranks find rank 0 now, wait for its plan, and notice if it dies meanwhile.
+    # Before the data are prepared: other ranks find rank 0 now, wait for its plan, and notice if it
+    # dies meanwhile.
     rendezvous()
     if ranks.rank == 0:
         return _plan(make_request, ranks, stack, display)
@@ -87,7 +93,8 @@ def train_rank(plan: Plan, start: Resume | None, display: bool) -> None:
         with Progress(Console(), verbosity=verbosity(), opening=opening(plan)) as progress:
             run(plan, resume, progress.on_event)
     except OutOfMemory as error:
-        # Another launcher decides whether it goes on; what to change is reported all the same, and finding it needs memory.
+        # Another launcher decides whether it goes on; what to change is reported all the same, and
+        # finding it needs memory.
         let_go(error)
         print(f"error: rank {rank}: {advise(plan, error.exhausted).line}", file=sys.stderr)
         raise
@@ -99,7 +106,9 @@ def train_rank(plan: Plan, start: Resume | None, display: bool) -> None:
 def _plan(
     make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool
 ) -> tuple[Plan, Resume | None]:
-    """Do rank 0's part: plan, and publish the plan. If that fails, all ranks end with its exit code.
+    """Do rank 0's part: plan, and publish the plan.
+
+    If that fails, all ranks end with its exit code.
 
     It is outside any collective, so it may take as long as the data need.
     """
@@ -165,7 +174,10 @@ def _publish_failure(error: BaseException, ranks: Ranks) -> None:
 
 
 def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, Resume | None]:
-    """Do the other ranks' part: wait for rank 0's plan, and see whether this host has its run folder, too."""
+    """Do the other ranks' part: wait for rank 0's plan.
+
+    Each host also says whether it has the run folder.
+    """
     answer = _received("plan", ranks)
     os.environ.update(answer["secrets"])
     plan = Plan.of(answer["plan"])
@@ -188,7 +200,7 @@ def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, Resume | No
 
 
 def _require_fresh(run_dir: Path) -> None:
-    """Raise EnvironmentFault if a run that begins would find checkpoints of another run on this host."""
+    """Raise EnvironmentFault if this host has checkpoints of another run in the folder."""
     if any((run_dir / "checkpoints").glob("step-*")):
         raise EnvironmentFault(
             f"the run folder is not empty on host {socket.gethostname()}",
@@ -208,7 +220,9 @@ def _received(name: str, ranks: Ranks) -> dict[str, Any]:
 
 
 def _require_shared(plan: Plan, ranks: Ranks) -> None:
-    """Raise EnvironmentFault if another host does not have this run folder: what its ranks save would be lost.
+    """Raise EnvironmentFault if another host does not have this run folder.
+
+    What its ranks save would be lost.
 
     Hosts may have folders of their own if checkpoints go further than their disks.
     """
@@ -239,7 +253,8 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
             where="launch.nodes",
             fix="leave launch.nodes out, or start the run by drumline train",
         )
-    # accelerate's own flags go before its file, too: a number in another tool's file is only what it was last started with.
+    # accelerate's own flags go before its file, too: a number in another tool's file is only what
+    # it was last started with.
     if request.loaded.old or launch.nproc is None:
         return
     ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -252,7 +267,7 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
 
 
 def _require_no_stop(plan: Plan) -> None:
-    """Raise TrainingStopped if the start before this one hung, and the config does not want another."""
+    """Raise TrainingStopped if the last start hung, and the config wants no other."""
     if plan.config.health.on_hang != "stop":
         return
     newest_events = last(Path(plan.run_dir) / "events.jsonl")[-2:]
@@ -267,7 +282,8 @@ def _require_no_stop(plan: Plan) -> None:
 def _mark(request: Request) -> dict[str, Any]:
     """Return what a restart by torchrun has in common with the start before it.
 
-    The count of restarts does not tell: it counts failures alone, and stays as it was when a host came or went.
+    The count of restarts does not tell: it counts failures alone, and stays as it was when a host
+    came or went.
     """
     config = hashlib.sha256(to_yaml(request.loaded.config).encode()).hexdigest()
     return {
@@ -278,7 +294,9 @@ def _mark(request: Request) -> dict[str, Any]:
 
 
 def _is_same(path: Path, mark: dict[str, Any]) -> bool:
-    """Whether this launcher has started the run in the folder before, with this config: then it is a restart.
+    """Whether this launcher has started the run in the folder before, with this config.
+
+    Then this start is a restart.
 
     `path`: the mark of the start before.
     """

@@ -1,6 +1,7 @@
 """The training loop of a config: steps, evaluations, saves, and the ways in which a run ends.
 
-The loop sees an Engine, an Algorithm and streams of batches, but neither the model nor the strategy.
+The loop sees an Engine, an Algorithm and streams of batches, but neither the model nor the
+strategy.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.data.stream import GlobalBatch
-from drumline.dist.reduce import Gather
+from drumline.dist.reduce import Gather, Gathered
 from drumline.dist.seeds import seed_step
-from drumline.engine.engine import Engine
+from drumline.engine.engine import DeviceSums, Engine
 from drumline.errors import ConfigError, TrainingStopped
 from drumline.models.router import router_metrics
 from drumline.plan.plan import Plan
@@ -59,6 +60,14 @@ class Evaluation(NamedTuple):
     reward_failures: dict[str, Any]
 
 
+class ReducedStep(NamedTuple):
+    """The sums of a step on their way over the ranks, and what the update depends on."""
+
+    gathered: Gathered
+    loss: torch.Tensor  # fp64 scalar on the device: the sum of all ranks, or this rank's own
+    grad_norm: torch.Tensor  # fp64 scalar on the device: of all ranks, or this rank's own
+
+
 class StopRequest:
     """The signal that asks some rank to stop. All ranks learn of it after the same step."""
 
@@ -82,7 +91,8 @@ class StepClock:
     def finish(self, pending: PendingStep) -> float:
         """Return the seconds of a step that has ended.
 
-        They count from the end of the step before, or, if other work came between, from when this step's batch was waited for.
+        They count from the end of the step before, or, if other work came between, from when this
+        step's batch was waited for.
         """
         began = max(self.finished_at, pending.began)
         self.finished_at = pending.arrived.finished_at
@@ -94,7 +104,9 @@ class StepClock:
 class Loop:
     """Trains one run on one rank.
 
-    All ranks take the same path through it: every number that decides something is summed over the ranks first.
+    All ranks take the same path through it: every number that decides something is summed over the
+    ranks first. A rank that decided by itself would miss a collective that the others are in, and
+    all would hang.
     """
 
     plan: Plan
@@ -112,7 +124,8 @@ class Loop:
     state: TrainState
     goodput: Goodput
     measure: Measure
-    # The last step that was done before this start, or before the run went back: up to it, steps are done again.
+    # The last step that was done before this start, or before the run went back: up to it, steps
+    # are done again.
     seen_step: int = 0
     rollouts: Rollouts | None = None
     # Restores the newest checkpoint, and returns the batches from there on.
@@ -131,16 +144,18 @@ class Loop:
         self.profile = Profile(self.plan, self.gather.rank, self.emit)
         self.collectives = Collectives(health.check_collectives)
         self.stragglers = Stragglers(self.gather, self.emit, health.straggler_ratio)
-        # Some engines for slow links let each rank step by its own loss and norm. The sums of all ranks are read a step later.
-        self.steps_alone = False
-        if hasattr(self.engine, "go_alone"):
-            self.steps_alone = self.engine.go_alone()
+        # Some engines for slow links let each rank decide on an update by its own loss and norm.
+        # The sums of all ranks are then needed for reports alone, and are read a step later.
+        self.steps_without_peers = False
+        if hasattr(self.engine, "enable_steps_without_peers"):
+            self.steps_without_peers = self.engine.enable_steps_without_peers()
 
         # The step whose numbers are still on their way to the host.
         self.pending_step: PendingStep | None = None
         self.clock = StepClock()
         self.stop_request = StopRequest()
-        # Whether the run could be resumed after the last step. It could not in the middle of the steps of one rollout.
+        # Whether the run could be resumed after the last step. It could not in the middle of the
+        # steps of one rollout.
         self.is_resumable = True
         self.last_resumable_step = self.state.step
         # A save has failed, and all ranks know that it is time to try again.
@@ -167,6 +182,7 @@ class Loop:
                 self.rollouts.close()
 
     def _run(self) -> None:
+        """Evaluate, train, evaluate again and save, and report what the run still owes."""
         self._evaluate_before_training()
         self._train()
         self.profile.after(self.state.step, last=True)
@@ -181,7 +197,7 @@ class Loop:
                 self.emit(devices)
 
     def _evaluate_before_training(self) -> None:
-        """Evaluate a run that begins, or make up for an evaluation that a stop signal has broken off."""
+        """Evaluate a run that begins, or make up for an evaluation that a signal has broken off."""
         config = self.plan.config
         if self.state.step == 0:
             self.state.evaluated = 0
@@ -214,7 +230,10 @@ class Loop:
             raise
 
     def _train(self) -> None:
-        """Take all steps to the end of the stream. A spike in the loss may send the run back to a checkpoint."""
+        """Take all steps to the end of the stream.
+
+        A spike in the loss may send the run back to a checkpoint.
+        """
         while True:
             try:
                 self._take_steps()
@@ -224,12 +243,13 @@ class Loop:
                 self._go_back(back)
 
     def _take_steps(self) -> None:
-        """Take steps to the end of the stream, and between them evaluate and save as the config says."""
+        """Take steps to the end of the stream; evaluate and save between them."""
         batches = iter(self.stream)
         self.last_resumable_step = self.state.step
         while True:
             if self.rollouts is not None and self.is_resumable:
-                # The next batch begins with a rollout, which takes long: a run that is asked to stop does so before it.
+                # The next batch begins with a rollout, which takes long: a run that is asked to
+                # stop does so before it.
                 self._stop_if_requested()
                 self.timeout.before_long_work(self.state.step)
             if self.early_stop_reason:
@@ -259,7 +279,7 @@ class Loop:
         return next(batches, None)
 
     def _evaluate_and_save_if_due(self) -> None:
-        """After a step that the run can be resumed from: stop, evaluate and save, each if it is time."""
+        """Stop, evaluate and save, each if it is time, after a step that can be resumed from."""
         config = self.plan.config
         self._leave_if_requested()
         is_best = False
@@ -273,7 +293,7 @@ class Loop:
         self.last_resumable_step = self.state.step
 
     def _is_due(self, every: int | None) -> bool:
-        """Whether a multiple of `every` was passed since the last step that the run could be resumed from."""
+        """Whether a multiple of `every` was passed since the last step that can be resumed from."""
         return is_due(every, self.last_resumable_step, self.state.step)
 
     def _go_back(self, back: GoBack) -> None:
@@ -294,14 +314,16 @@ class Loop:
         self.metric = None
         self.clock.finished_at = time.time()
         self.is_resumable = True
-        # Ranks have agreed on these weights, and not on the weights after them, which are made again.
+        # Ranks have agreed on these weights, and not on the weights after them, which are made
+        # again.
         self.weights.agreed = self.state.step
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
         """Take one step. `data_s`: seconds that its batch was waited for.
 
-        The host does not wait for the device here. While the device computes this step, the host reads the numbers of the
-        step before. It waits for this step's own numbers only if the step is logged, or its traffic is counted.
+        The host does not wait for the device here. While the device computes this step, the host
+        reads the numbers of the step before. It waits for this step's own numbers only if the step
+        is logged, or its traffic is counted.
         """
         started = time.time()
         self.goodput.end_startup()
@@ -310,6 +332,7 @@ class Loop:
         # The loss is a sum over all samples of all ranks, divided once by their weight.
         weight, tokens = batch.of_all or self._sum_weight_and_tokens(batch)
         denominator = weight or 1.0
+        # A step draws the same numbers whether the run was resumed before it or not.
         stream_of_rank = self.plan.mesh.stream(self.gather.rank)
         seed_step(self.plan.config.run.seed, step, *stream_of_rank)
 
@@ -324,24 +347,15 @@ class Loop:
         if comm_s is None:
             comm_s = math.nan
 
-        # One collective sums the losses over the ranks, and carries what each rank reports of itself.
         is_logged = self._is_logged(step)
         own_numbers = self._own_numbers(is_logged, data_s, comm_s)
-        heartbeat.beat("collective")
-        if not self.steps_alone:
-            gathered = self.gather.start(sums, *own_numbers)
-        heartbeat.beat("optimizer")
-        with self.measure.watch(step, "clip"):
-            grad_norm = self.engine.grad_norm()
-        if self.steps_alone:
-            # This rank's norm goes along, and its own loss decides whether it makes the update.
-            gathered = self.gather.start({**sums, SQUARES: grad_norm.square()}, *own_numbers)
-            loss = sums["loss"]
+        if self.steps_without_peers:
+            reduced = self._reduce_after_norm(step, sums, own_numbers)
         else:
-            loss = gathered["loss"]
+            reduced = self._reduce_before_norm(step, sums, own_numbers)
 
         pending = PendingStep(
-            gathered,
+            reduced.gathered,
             step=step + 1,
             denominator=denominator,
             position=batch.position,
@@ -353,41 +367,86 @@ class Loop:
             is_logged=is_logged,
         )
 
-        # The device decides whether the update is made. A sum in fp64 is finite if both parts are: one test launches half
-        # the kernels of two.
-        is_finite = torch.isfinite(loss + grad_norm)
-        may_update = self.spikes.allows(pending, loss, is_finite)
+        # The device decides whether the update is made. A sum in fp64 is finite if both parts are:
+        # one test launches half the kernels of two.
+        is_finite = torch.isfinite(reduced.loss + reduced.grad_norm)
+        may_update = self.spikes.allows(pending, reduced.loss, is_finite)
         with self.measure.watch(step, "step"):
-            self.engine.step(lr, grad_norm, may_update)
+            self.engine.step(lr, reduced.grad_norm, may_update)
         heartbeat.beat("collective")
-        if not self.steps_alone:
-            gathered.fetch(grad_norm)
+        if not self.steps_without_peers:
+            reduced.gathered.fetch(reduced.grad_norm)
 
         self._advance(batch, int(tokens))
         self._end_measurement(pending, batch, comm_s)
         self._finish_pending_step()
         self.pending_step = pending
-        if pending.is_logged and not self.steps_alone:
+        # Without peers, reading the sums of all ranks at once would be waiting for the slowest
+        # rank.
+        if pending.is_logged and not self.steps_without_peers:
             self._finish_pending_step()
 
+    def _reduce_before_norm(
+        self, step: int, sums: DeviceSums, own_numbers: list[float]
+    ) -> ReducedStep:
+        """Sum the losses over the ranks, and compute the gradient norm meanwhile. Collective.
+
+        One collective carries the sums and what each rank reports of itself (`own_numbers`). It
+        begins before the norm, so that both run side by side. The norm joins the numbers after the
+        update.
+        """
+        heartbeat.beat("collective")
+        gathered = self.gather.start(sums, *own_numbers)
+        heartbeat.beat("optimizer")
+        with self.measure.watch(step, "clip"):
+            grad_norm = self.engine.grad_norm()
+        return ReducedStep(gathered, gathered["loss"], grad_norm)
+
+    def _reduce_after_norm(
+        self, step: int, sums: DeviceSums, own_numbers: list[float]
+    ) -> ReducedStep:
+        """Compute this rank's own gradient norm, and sum it over the ranks with the losses.
+
+        Collective. The norm comes first, because its square travels with the sums:
+        `PendingStep.arrived` makes the norm that is reported from them. The update itself follows
+        this rank's own loss and norm, so no rank waits for another before it.
+        """
+        heartbeat.beat("collective")
+        heartbeat.beat("optimizer")
+        with self.measure.watch(step, "clip"):
+            grad_norm = self.engine.grad_norm()
+        gathered = self.gather.start({**sums, SQUARES: grad_norm.square()}, *own_numbers)
+        return ReducedStep(gathered, sums["loss"], grad_norm)
+
     def _sum_weight_and_tokens(self, batch: GlobalBatch) -> tuple[float, float]:
-        """Return the weight and the tokens of a global batch of which each rank knows its own part. Collective."""
+        """Return the weight and the tokens of a global batch. Collective.
+
+        Each rank knows its own part alone of a batch whose weight does not follow from the cache.
+        """
         own_weight = sum(micro_batch.weight for micro_batch in batch.micro_batches)
-        total, _ = self.gather({"weight": float(own_weight), "tokens": float(batch.tokens)})
+        own_sums = {"weight": float(own_weight), "tokens": float(batch.tokens)}
+        total, _ = self.gather(own_sums)
         return total["weight"], total["tokens"]
 
     def _learning_rate(self, step: int) -> float:
         """Return the learning rate of a step. `step`: steps done before."""
-        rate = self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
+        # Only the plan of a dry run may lack the number of steps, and that takes none.
+        schedule = self.plan.config.schedule
+        rate = schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
         return self.plan.lr * rate
 
     def _is_logged(self, step: int) -> bool:
         """Whether an event is written of a step. `step`: steps done before."""
         steps_done = step + 1
-        return steps_done % self.plan.config.run.log_every == 0 or steps_done == self.plan.steps
+        is_multiple = steps_done % self.plan.config.run.log_every == 0
+        return is_multiple or steps_done == self.plan.steps
 
     def _own_numbers(self, is_logged: bool, data_s: float, comm_s: float) -> list[float]:
-        """Return what this rank reports with the sums of a step: `StepNumbers`, and of a logged step those of its devices."""
+        """Return what this rank reports with the sums of a step.
+
+        That is `StepNumbers`, and of a logged step the values of its devices behind them. Each rank
+        has to report as many numbers as the others.
+        """
         device_values: list[float] = []
         if is_logged and self.meter is not None:
             device_values = self.meter.values()
@@ -415,7 +474,8 @@ class Loop:
         step = pending.step - 1
         is_whole = True
         if self.measure.traffic.due(step):
-            # What a step without an update sends is not what the plan predicts. Asking waits for the device.
+            # What a step without an update sends is not what the plan predicts. Asking waits for
+            # the device.
             is_whole = pending.is_finite
         pending.sent_bytes, pending.timing = self.measure.end_step(
             step,
@@ -442,7 +502,8 @@ class Loop:
         self.timeout.after_step(pending.step, numbers.last_step_s)
         category = "recompute" if pending.step <= self.seen_step else "productive"
         self.goodput.seconds[category] += seconds
-        self.measure.took(pending.step, pending.timing, max(0.0, seconds - pending.data_s))
+        seconds_without_data = max(0.0, seconds - pending.data_s)
+        self.measure.took(pending.step, pending.timing, seconds_without_data)
 
         heartbeat.beat("report")
         startup_seconds = self.goodput.report_startup()
@@ -454,7 +515,7 @@ class Loop:
         self._judge(pending)
 
     def _judge(self, pending: PendingStep) -> None:
-        """Count a step that made no update, because its numbers are not finite or its loss is a spike.
+        """Count a step without an update: its numbers are not finite, or its loss is a spike.
 
         Raises TrainingStopped or GoBack, as the policies of `health` say.
         """
@@ -510,9 +571,10 @@ class Loop:
         self.emit(event)
 
     def evaluate(self) -> bool:
-        """Evaluate on the held-out sets, each sample once, and on tasks; then write samples. Collective.
+        """Evaluate on the held-out sets, each sample once, and on tasks; then write samples.
 
-        Returns whether the current weights are the best so far. A stop signal breaks the evaluation off.
+        Collective. Returns whether the current weights are the best so far. A stop signal breaks
+        the evaluation off.
         """
         self._finish_pending_step()
         started = time.time()
@@ -542,7 +604,11 @@ class Loop:
         return is_best
 
     def _measure_metrics(self, step: int) -> Evaluation:
-        """Return the metrics of the held-out sets or prompts, and of tasks if it is their turn. Collective."""
+        """Return the metrics of the held-out sets or prompts, and of tasks if it is their turn.
+
+        Tasks take long, so they are scored less often, and always in the last evaluation.
+        Collective.
+        """
         if self.rollouts is None:
             evaluation = self._evaluate_held_out()
         else:
@@ -557,7 +623,7 @@ class Loop:
         return evaluation
 
     def _is_last_evaluation(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation that has measured these metrics so far is the last one by eval.patience."""
+        """Whether eval.patience ends the run after an evaluation with these metrics."""
         options = self.plan.config.eval
         state_after = replace(self.state)
         if options.metric in metrics:
@@ -574,7 +640,10 @@ class Loop:
 
     @property
     def early_stop_reason(self) -> str | None:
-        """Why the run ends by eval.patience; None while it goes on. The same on all ranks, and after a resume."""
+        """Why the run ends by eval.patience; None while it goes on.
+
+        It is the same on all ranks, and after a resume.
+        """
         options = self.plan.config.eval
         state = self.state
         if options.patience is None or state.stale < options.patience:
@@ -589,7 +658,10 @@ class Loop:
         return f"{options.metric} was not {expected} in {state.stale} {evaluations} (eval.patience)"
 
     def _evaluate_held_out(self) -> Evaluation:
-        """Return the metrics over all held-out sets together; those of each named set follow as NAME/METRIC. Collective."""
+        """Return the metrics over all held-out sets together. Collective.
+
+        Those of each named set follow as NAME/METRIC.
+        """
         if not self.held_out:
             return Evaluation({}, 0, {})
         sums_of_all: dict[str, float] = {}
@@ -613,7 +685,10 @@ class Loop:
         return Evaluation(metrics, samples, {})
 
     def save(self) -> None:
-        """Hand the state to the checkpointer, with the metric of these weights if it is known. Collective."""
+        """Hand the state to the checkpointer, with the metric of these weights if it is known.
+
+        Collective.
+        """
         self._finish_pending_step()
         self.should_retry_save = False
         self._begin_saving()
@@ -644,13 +719,13 @@ class Loop:
         heartbeat.beat("save")
 
     def _stop_if_requested(self) -> None:
-        """Between two steps: if any rank has received a stop signal, all ranks save this step and leave. Collective."""
+        """Save this step and leave if any rank has received a stop signal. Collective."""
         _, (signals,) = self.gather({}, float(self.stop_flag.requested))
         self.stop_request.note(signals)
         self._leave_if_requested()
 
     def _leave_if_requested(self) -> None:
-        """Save and leave if the ranks know of a stop signal, and the run can be resumed from here."""
+        """Save and leave if the ranks know of a stop signal, and can resume from this step."""
         if self.stop_request.signal and self.is_resumable:
             self._report_rollout()
             self._save_last()
@@ -664,7 +739,7 @@ class Loop:
 
 
 def _add_sums(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Return the sums of what was evaluated so far and of `more` batches; of a key `max_…` the largest."""
+    """Return the sums so far with those of `more` batches added; of a key `max_…` the largest."""
     added = {}
     for key, value in more.items():
         if key.startswith("max_"):

@@ -13,7 +13,10 @@ from drumline.errors import UserError
 
 
 class Model:
-    """Is called like the user's module, through the engine. Attributes are read, set and deleted on the module."""
+    """Is called like the user's module, through the engine.
+
+    Attributes are read, set and deleted on the module.
+    """
 
     engine: OpenEngine
     module: nn.Module
@@ -58,7 +61,10 @@ class Model:
         return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the module alone. Raises UserError if this rank does not have the whole module."""
+        """Return a copy of the module alone.
+
+        Raises UserError if this rank does not have the whole module.
+        """
         if not self.engine.is_whole:
             raise UserError(
                 "a rank holds a part of the model, and copies no more",

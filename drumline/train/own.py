@@ -1,4 +1,4 @@
-"""The parts of a session: its plan, its run folder, its models by name, and their engines as a checkpoint sees them."""
+"""The parts of a session: its plan, its run folder, its models and their engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from drumline.hardware.detect import detect
 from drumline.launch.lease import Lease
 from drumline.launch.local import ATTEMPT, resume_of_restart
 from drumline.launch.script import link_logs
-from drumline.models.freeze import learning
+from drumline.models.freeze import trainable_names
 from drumline.models.tape import Build
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
@@ -73,7 +73,9 @@ def make_plan(
     world_size: int,
     options: Mapping[str, Any],
 ) -> Plan:
-    """Return the plan of a session on `world_size` ranks: that of a YAML, for a model that does not exist yet.
+    """Return the plan of a session on `world_size` ranks.
+
+    It is that of a YAML, for a model that does not exist yet.
 
     Raises UserError for an unknown option, ConfigError and PlanError as for a YAML.
     """
@@ -120,12 +122,14 @@ def make_plan(
 def claim_run_folder(
     plan: Plan, resume: Resume | None, allow: tuple[str, ...], stack: ExitStack
 ) -> Resume | None:
-    """On rank 0: take the lease of the run folder, and write the plan into it. `stack` releases the lease.
+    """On rank 0: take the lease of the run folder, and write the plan into it.
+
+    `stack` releases the lease.
 
     Returns what the ranks resume from; None for a run that starts afresh.
 
-    Raises EnvironmentFault if the folder is another run's, and CheckpointError if the config differs in what the run
-    depends on.
+    Raises EnvironmentFault if the folder is another run's, and CheckpointError if the config
+    differs in what the run depends on.
     """
     run_dir = Path(plan.run_dir)
     stack.enter_context(Lease(run_dir))
@@ -181,7 +185,7 @@ def _require_same_run(plan: Plan, allow: tuple[str, ...], path: str, state: dict
 
 @dataclass
 class Trained:
-    """A model of a session: what it has done in the global batch that the loop is in, and its last step."""
+    """A model of a session: what it has done in the current global batch, and its last step."""
 
     engine: OpenEngine
     # Contexts of the micro-batch that the loop is in.
@@ -189,7 +193,8 @@ class Trained:
     # Of each backward an fp64[2]: loss sum and weight.
     sums: list[torch.Tensor] = field(default_factory=list)
     has_stepped: bool = False
-    # Whether the weight of its last step counts as tokens: the step was the first of its global batch.
+    # Whether the weight of its last step counts as tokens: the step was the first of its global
+    # batch.
     counts_tokens: bool = False
     # The last step, until its numbers are read and acted on.
     pending_step: PendingStep | None = None
@@ -227,7 +232,9 @@ class Engines:
         states: dict[str, dict[str, Any]] = {}
         for name, engine in self.engines.items():
             state = {**engine.state(), "groups": _group_options(engine.optimizer)}
-            unfrozen = set(learning(engine.model)) - engine.learned | self.unfrozen[name]
+            trainable_now = set(trainable_names(engine.model))
+            newly_trainable = trainable_now - engine.initially_trainable
+            unfrozen = newly_trainable | self.unfrozen[name]
             if unfrozen:
                 state["unfrozen"] = sorted(unfrozen)
             states[name] = state
@@ -251,7 +258,10 @@ class Engines:
 
 
 def _load_group_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Set the options of a group of parameters to what `_group_options` returned, each in its own type."""
+    """Set the options of a group of parameters to what `_group_options` returned.
+
+    Each keeps its own type.
+    """
     for key, value in saved.items():
         current = group.get(key)
         if isinstance(current, torch.Tensor):
@@ -263,7 +273,9 @@ def _load_group_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def unfrozen_weights(path: Path | None, names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return for each model in a checkpoint of `Engines` the weights that were trained although its `build` had them frozen.
+    """Return for each model in a checkpoint of `Engines` the weights that were unfrozen.
+
+    They were trained although the model's `build` had them frozen.
 
     `path`: of the checkpoint; None for a run that begins.
     """
@@ -280,7 +292,10 @@ def _qualified(name: str, key: str) -> str:
 
 
 def _group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the learning rate and other options of each group of parameters, as far as JSON has them."""
+    """Return the options of each group of parameters, as far as JSON has them.
+
+    The learning rate is among them.
+    """
     simple = (bool, int, float, str, type(None))
 
     def is_simple(value: Any) -> bool:
@@ -303,7 +318,8 @@ def _group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def check_optimizers(pairs: Mapping[str, Any]) -> dict[str, Pair]:
     """Return the same {name: (build, make_optimizer)}, with each optimizer checked as it is made.
 
-    Raises UserError for a model or an optimizer that is made already, and later for an optimizer that cannot be stepped.
+    Raises UserError for a model or an optimizer that is made already, and later for an optimizer
+    that cannot be stepped.
     """
     checked: dict[str, Pair] = {}
     for name, (build, make_optimizer) in pairs.items():
@@ -398,7 +414,10 @@ def _refuse_groups(*_: object) -> None:
 
 
 def guard_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer, which from now on steps only within `take_step`, and takes no more parameters."""
+    """Return the optimizer, changed so that it steps only within `take_step`.
+
+    It takes no more parameters, either.
+    """
     # DeepSpeed's optimizer is not torch's; its engine alone steps it.
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.register_step_pre_hook(_require_stepping)
@@ -453,7 +472,10 @@ def step_event(
     tokens: float,
     **metrics: float,
 ) -> Step:
-    """Return the event of a step. `seconds` and `tokens`: of the step; `metrics`: loss, grad_norm and epoch."""
+    """Return the event of a step.
+
+    `seconds` and `tokens`: of the step; `metrics`: loss, grad_norm and epoch.
+    """
     samples = plan.batch.global_samples
     return Step(
         step=step,
@@ -485,7 +507,7 @@ def passes_until(dataset: Any, position: int) -> float:
 
 
 def plan_of_model(plan: Plan, name: str) -> Plan:
-    """Return the plan with a seed of the model's own, so that models of other names are drawn differently."""
+    """Return the plan with a seed of the model's own: models of other names draw others."""
     if not name:
         return plan
     seed = derive(plan.config.run.seed, name) % 2**31
@@ -495,7 +517,10 @@ def plan_of_model(plan: Plan, name: str) -> Plan:
 
 
 def to_scalar(value: Any, device: str) -> torch.Tensor:
-    """Return a number or a tensor of one number as an fp64 scalar on the device. The host waits for nothing."""
+    """Return a number or a tensor of one number as an fp64 scalar on the device.
+
+    The host waits for nothing.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().to(device, torch.float64, non_blocking=True).reshape(())
     return torch.full((), float(value), dtype=torch.float64, device=device)

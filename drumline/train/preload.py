@@ -1,4 +1,7 @@
-"""What every rank of a Hugging Face model imports, whatever its plan: it takes seconds, and needs no plan."""
+"""What every rank of a Hugging Face model imports, whatever its plan.
+
+It takes seconds, and needs no plan.
+"""
 
 # ruff: noqa: E402 - what is imported first decides what the rest imports.
 

@@ -37,7 +37,10 @@ from drumline.system.output import plural
 
 
 class Style(NamedTuple):
-    """The styles of tokens in one state. Neighbours alternate between the first two, so that their border shows."""
+    """The styles of tokens in one state.
+
+    Neighbours alternate between the first two, so that their border shows.
+    """
 
     even: str
     odd: str
@@ -121,7 +124,11 @@ class Options:
 
 
 def preview(config_path: Path, overrides: list[str], options: Options) -> None:
-    """Draw rows of a config. Raises UserError; for a row that cannot be used, after all else is drawn."""
+    """Draw rows of a config in the terminal, or as a page.
+
+    `overrides`: `key=value` over the config. Raises UserError. The error of a row that cannot be
+    used is raised after all else is drawn, so that the user sees it among the rows that can.
+    """
     if options.html is not None and options.html.suffix not in (".html", ".htm"):
         raise UserError(
             "is no page", where=f"--html {options.html}", fix="name a file such as rows.html"
@@ -144,6 +151,7 @@ def preview(config_path: Path, overrides: list[str], options: Options) -> None:
 def _make_console(options: Options) -> Console:
     """Return the console to draw on: the terminal, or one that records a page."""
     if options.html is not None:
+        # The page has colours also if the command runs without a terminal, or with NO_COLOR.
         return Console(
             record=True,
             file=io.StringIO(),
@@ -168,7 +176,9 @@ def _preview_rows(loaded: Loaded, view: View, options: Options) -> UserError | N
         model_path = resolve(config.model, on_progress)
         vision = vision_of(config, model_path, load_config(model_path, config.model))
         tokenizer_path = config.model.tokenizer or model_path or ""
-        most_tokens = NO_LIMIT if options.everything else SHOWN_TOKENS
+        most_tokens = SHOWN_TOKENS
+        if options.everything:
+            most_tokens = NO_LIMIT
         reader = Reader(config, tokenizer_path, loaded.base_dir, vision, most_tokens)
         rows = []
         for number, row in reader.rows(options.row, options.first):
@@ -176,6 +186,7 @@ def _preview_rows(loaded: Loaded, view: View, options: Options) -> UserError | N
             if error is None:
                 error = seen.error
             rows.append(seen)
+        # With a row that cannot be used, packing would end in an error too.
         if error is None and options.row is None and config.packs:
             try:
                 packs = pack_first_rows(reader, options, on_progress)
@@ -194,7 +205,10 @@ def _write(console: Console, path: Path) -> None:
 
 
 class Segment(NamedTuple):
-    """A row in a pack. `tokens`, `learn`: arrays [T]; learn is above 0 where a token is in the loss."""
+    """A row in a pack.
+
+    `tokens`, `learn`: arrays [T]; learn is above 0 where a token is in the loss.
+    """
 
     tokens: Any
     learn: Any
@@ -223,13 +237,18 @@ class Packs:
 
 
 def pack_first_rows(reader: Reader, options: Options, on_progress: OnProgress) -> Packs:
-    """Prepare the first rows of each source in a temporary folder, and return their packs. Raises DataError as `prepare` does."""
+    """Prepare the first rows of each source in a temporary folder, and return their packs.
+
+    These are the packs that `drumline train` would make of these rows alone. Raises DataError as
+    `prepare` does.
+    """
     data = reader.config.data
     sources = []
     for source in data.train:
         limit = min(options.first, source.limit or options.first)
         sources.append(source.model_copy(update={"limit": limit}))
     with TemporaryDirectory(prefix="drumline-preview-") as folder:
+        # What takes long, or needs more than the first rows, is left out.
         changes = {
             "train": sources,
             "eval": [],
@@ -239,17 +258,18 @@ def pack_first_rows(reader: Reader, options: Options, on_progress: OnProgress) -
             "stream": None,
             "decontaminate": None,
         }
-        config = reader.config.model_copy(update={"data": data.model_copy(update=changes)})
+        changed_data = data.model_copy(update=changes)
+        config = reader.config.model_copy(update={"data": changed_data})
         prepared = prepare(
             config, reader.job.tokenizer_path, reader.base_dir, on_progress, reader.vision
         )
         cache = TokenCache.open(prepared.train_cache)
         samples = []
         for number in range(min(len(cache), options.most)):
-            # Copies: the folder with the arrays is about to go.
-            segments = [
-                Segment(tokens.copy(), learn.copy()) for tokens, learn in cache.segments(number)
-            ]
+            segments = []
+            for tokens, learn in cache.segments(number):
+                # Copies: the folder with the arrays is about to go.
+                segments.append(Segment(tokens.copy(), learn.copy()))
             samples.append(Pack(segments, cache.meta(number)))
         notes = [note for note in prepared.notes if note not in prepared.formats]
         return Packs(cache.info, notes, samples)
@@ -264,6 +284,7 @@ class View:
         self.plain = console.no_color or console.color_system is None
 
     def line(self, text: str = "", style: str = "") -> None:
+        """Draw a line of text, with control characters escaped: rows hold whatever they like."""
         self.console.print(Text(visible(text), style=style, overflow="fold"))
 
     def show(self, reader: Reader, rows: list[Seen], packs: Packs | None) -> None:
@@ -294,7 +315,10 @@ class View:
         self.console.print(self.text(pieces))
 
     def _show_packs(self, reader: Reader, rows: list[Seen], packs: Packs) -> None:
-        """Draw packs, and in each one its rows as they stand in the files."""
+        """Draw packs, and in each one its rows as they stand in the files.
+
+        A pack holds tokens alone, so a row of the files is found by them.
+        """
         rows_by_tokens: dict[bytes, list[Seen]] = {}
         for seen in rows:
             if seen.kept is not None:
@@ -310,10 +334,14 @@ class View:
             )
             pieces_of_segments = reader.sample(list(pack.segments), pack.meta)
             for segment, pieces in zip(pack.segments, pieces_of_segments, strict=True):
-                same = rows_by_tokens.get(segment.tokens.astype("int32").tobytes())
+                # The cache may keep tokens in fewer bytes than a row that was just encoded.
+                tokens_of_row = segment.tokens.astype("int32").tobytes()
+                same = rows_by_tokens.get(tokens_of_row)
                 if same:
                     # Equal rows are named in turn; the last one for all the rest.
-                    seen = same.pop(0) if len(same) > 1 else same[0]
+                    seen = same[0]
+                    if len(same) > 1:
+                        same.pop(0)
                     self.show_row(reader, seen, is_in_pack=True)
                 else:
                     # A part of a stream of tokens that is cut into sequences is no row.
@@ -324,8 +352,9 @@ class View:
                     self.console.print(self.text(pieces))
 
     def show_counts(self, reader: Reader, rows: list[Seen], packs: Packs | None) -> None:
-        """Draw how many rows there are, how long they are, and which were cut, left out, repeated or empty."""
+        """Draw how many rows there are, how long they are, and which are conspicuous."""
         usable = [seen for seen in rows if seen.error is None]
+        # A prompt leaves room for the tokens that are generated after it.
         limit = reader.config.data.max_length - reader.config.algorithm.new_tokens
         self._show_number_of_rows(rows, usable)
         filtered = reader.outcomes.total("filtered")
@@ -357,19 +386,21 @@ class View:
         if packs is not None:
             tokens = packs.info["tokens"]
             learned = packs.info["learned"]
-            self.line(
-                f"{packs.info['samples']:,} packs of at most {reader.config.data.max_length:,} tokens,"
-                f" {packs.info['efficiency']:.1%} full"
-            )
+            count = packs.info["samples"]
+            max_length = reader.config.data.max_length
+            efficiency = packs.info["efficiency"]
+            self.line(f"{count:,} packs of at most {max_length:,} tokens, {efficiency:.1%} full")
             for note in packs.notes:
                 self.line(note)
         else:
             tokens = 0
             learned = 0
             for seen in usable:
-                if seen.kept is not None and seen.fate != "unlearned":
-                    tokens += sum(len(segment.tokens) for segment in seen.kept.segments)
-                    learned += sum(segment.learned for segment in seen.kept.segments)
+                if seen.kept is None or seen.fate == "unlearned":
+                    continue
+                for segment in seen.kept.segments:
+                    tokens += len(segment.tokens)
+                    learned += segment.learned
         if reader.job.tokenizer is None:
             return
         if learned:
@@ -380,7 +411,10 @@ class View:
     def _show_conspicuous_rows(
         self, reader: Reader, rows: list[Seen], usable: list[Seen], limit: int
     ) -> None:
-        """Name the first rows that were cut, left out, repeated, empty or refused. `limit`: tokens of a row."""
+        """Name the first rows that were cut, left out, repeated, empty or refused.
+
+        Rows that were too long are named with their tokens. `limit`: the most tokens of a row.
+        """
         origins_by_fate: dict[str, list[str]] = {}
         sized_origins_by_fate: dict[str, list[str]] = {}
         for seen in rows:
@@ -399,10 +433,11 @@ class View:
             self.line(f"  {count:,} × {reason}", "red")
 
     def _name_rows(self, what: str, names: list[str]) -> None:
-        """Draw how many rows are `what`, with the names of the first few; nothing if there are none."""
+        """Draw how many rows are `what`, with the first few names; nothing if there are none."""
         if not names:
             return
-        line = f"{len(names):,} {what}: {', '.join(names[:NAMED])}"
+        first_names = ", ".join(names[:NAMED])
+        line = f"{len(names):,} {what}: {first_names}"
         if len(names) > NAMED:
             line += f" and {len(names) - NAMED:,} more"
         self.line(line)
@@ -419,7 +454,10 @@ class View:
             # If several rows are drawn, the counts have its reason.
             self.line(seen.error.line(), "red")
         sides = reader.segments(seen)
-        names = ("chosen", "rejected") if len(sides) == 2 else ("",)
+        # A preference pair has two sides, and any other row one.
+        names: tuple[str, ...] = ("",)
+        if len(sides) == 2:
+            names = ("chosen", "rejected")
         for name, pieces in zip(names, sides, strict=False):
             if name:
                 self.line(name, "bold")
@@ -455,6 +493,7 @@ class View:
         else:
             text = _coloured(pieces)
         if text.plain.endswith("\n"):
+            # The console ends the line itself.
             text.right_crop()
         return text
 
@@ -470,7 +509,10 @@ class View:
 
 
 def _marked(pieces: list[Piece]) -> Text:
-    """Return tokens as a text in which marks surround what is in the loss, what was cut, and special tokens."""
+    """Return tokens as a text with marks.
+
+    They surround what is in the loss, what was cut, and special tokens.
+    """
     text = Text(overflow="fold")
     state = "context"
     for piece in pieces:
@@ -507,15 +549,19 @@ def _shown(piece: Piece) -> str:
 
 
 def _title_of_row(reader: Reader, seen: Seen) -> str:
-    """Return a line on a row: its number and file, its format, its tokens, and what became of it."""
+    """Return a line on a row: number and file, format, tokens, and what became of it."""
     title = f"row {seen.number}, {seen.row.origin}"
     if seen.row.format:
         title += f", read as {seen.row.format}"
     if seen.full is not None and reader.job.tokenizer is not None:
         title += f": {seen.tokens:,} tokens"
-        kept = seen.kept.segments if seen.kept is not None else []
+        kept: list[Any] = []
+        if seen.kept is not None:
+            kept = seen.kept.segments
         if kept:
-            cut_off = seen.tokens - max(len(segment.tokens) for segment in kept)
+            # Of a pair the longer side counts, as in `Seen.tokens`.
+            longest = max(len(segment.tokens) for segment in kept)
+            cut_off = seen.tokens - longest
             if cut_off:
                 title += f", {cut_off:,} of them cut off"
         learned = sum(segment.learned for segment in kept)
@@ -538,7 +584,11 @@ def _repeated_rows(reader: Reader, usable: list[Seen]) -> list[str]:
 
 
 def count_reasons(rows: list[Seen]) -> dict[str, int]:
-    """Return {why rows cannot be used: how many}. Reasons that differ in their numbers alone count as one, in the words of the first."""
+    """Return how many rows cannot be used, by the reason.
+
+    Reasons that differ in their numbers alone ("row 3", "row 4") count as one, in the words of the
+    first.
+    """
     counts: dict[str, int] = {}
     first_wordings: dict[str, str] = {}
     for seen in rows:
@@ -554,17 +604,24 @@ def count_reasons(rows: list[Seen]) -> dict[str, int]:
 
 
 def histogram(sizes: list[int], limit: int) -> list[str]:
-    """Return a line for each range of lengths, and one for rows longer than `limit`."""
+    """Return a line for each range of lengths, with a bar, and one for rows longer than `limit`.
+
+    `sizes`: tokens of each row. Lines come in the order of their ranges.
+    """
     within_limit = [size for size in sizes if size <= limit]
     low = min(within_limit, default=1)
     high = max(within_limit, default=0)
     # Sizes of a range; at least 1 where no row is within the limit.
     step = math.ceil((high - low + 1) / BARS) or 1
+    # By the first length of each range.
     labels = {}
     for first in range(low, high + 1, step):
         last = min(first + step - 1, high)
         labels[first] = f"{first:,} to {last:,}"
-    counts = Counter(low + (size - low) // step * step for size in within_limit)
+    counts = Counter[int]()
+    for size in within_limit:
+        steps_up = (size - low) // step
+        counts[low + steps_up * step] += 1
     too_long = len(sizes) - len(within_limit)
     if too_long:
         # No range begins at 0.
@@ -582,16 +639,20 @@ def histogram(sizes: list[int], limit: int) -> list[str]:
 def shape_of(value: Any) -> str:
     """Return what a sample holds: types and shapes of its tensors and arrays, at any depth."""
     if isinstance(value, dict):
-        entries = ", ".join(f"{key}: {shape_of(inner)}" for key, inner in value.items())
-        return f"{{{entries}}}"
+        entries = [f"{key}: {shape_of(inner)}" for key, inner in value.items()]
+        shown = ", ".join(entries)
+        return f"{{{shown}}}"
     if isinstance(value, list | tuple):
         items = [shape_of(inner) for inner in value[:MOST_ITEMS]]
         if len(value) > MOST_ITEMS:
             items.append("…")
         shown = ", ".join(items)
-        return f"[{shown}]" if isinstance(value, list) else f"({shown})"
+        if isinstance(value, list):
+            return f"[{shown}]"
+        return f"({shown})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype}{list(value.shape)}"
     if isinstance(value, bool | int | float | str):
         return repr(value)[:MOST_REPR]
     return type(value).__name__

@@ -1,4 +1,4 @@
-"""`--probe`: run a few steps of the best candidates, each launched like any run in a temporary folder."""
+"""`--probe`: run a few steps of the best candidates, each in a temporary folder."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
     They train on the run's data if these are prepared, and otherwise on random words. Nothing is
     evaluated, saved or left on disk.
 
-    Raises EnvironmentFault if the devices of the question are not those here, or there are no rows, and
-    whatever `drumline train` would raise before it starts.
+    Raises EnvironmentFault if the devices of the question are not those here, or there are no rows,
+    and whatever `drumline train` would raise before it starts.
     """
     require_here(answer.question.cluster)
     # A reference that is precomputed would be a pass over all pairs.
@@ -65,7 +65,9 @@ def best(answer: Answer) -> list[Candidate]:
 
 
 def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
-    """Write enough rows of random words for all steps, each as long as the longest. Returns the path.
+    """Write enough rows of random words for all steps, each as long as the longest.
+
+    Returns the path.
 
     Raises EnvironmentFault if the algorithm cannot train on words.
     """
@@ -94,7 +96,10 @@ def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
 def _try(
     candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None, on_progress: OnProgress
 ) -> Probe:
-    """Run a few steps of a candidate, and return what they took. `rows`: data to train on, in place of the run's."""
+    """Run a few steps of a candidate, and return what they took.
+
+    `rows`: data to train on, in place of the run's.
+    """
     from drumline.launch.local import launch_trial
     from drumline.train.setup import Request, make_plan
 

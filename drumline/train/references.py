@@ -1,8 +1,8 @@
-"""Log-probabilities of DPO's answers under the reference model, put into each batch before its step.
+"""Log-probabilities of DPO's answers under the reference model, for each batch.
 
-There are three ways to get them. `precomputed`: a table over all pairs of a token cache, made once by the strategy of the run
-and kept in RUN/reference. `live`: a frozen copy scores batch by batch. `adapter`: the policy itself scores, with its adapter
-switched off.
+There are three ways to get them. `precomputed`: a table over all pairs of a token cache, made once
+by the strategy of the run and kept in RUN/reference. `live`: a frozen copy scores batch by batch.
+`adapter`: the policy itself scores, with its adapter switched off.
 """
 
 from __future__ import annotations
@@ -63,20 +63,23 @@ class Reference:
         data = self.plan.data
         assert data is not None, "workers get plans of prepared data"
         scorer_of = self._scorers(data)
-        training = with_reference(
-            self.streams.training, scorer_of(data.train_cache), self.algorithm.first_batch
-        )
+        score_training = scorer_of(data.train_cache)
+        training = with_reference(self.streams.training, score_training, self.algorithm.first_batch)
         held_out = {}
         for name, batches in self.streams.held_out.items():
             held_out[name] = self._with_reference(batches, scorer_of(data.eval_caches[name]))
         return replace(self.streams, training=training, held_out=held_out)
 
     def _with_reference(self, batches: Batches, score: ScoreBatches) -> Batches:
-        """Return what gives the batches of an evaluation set with the reference's log-probabilities."""
+        """Return what gives the batches of an evaluation set with the reference's scores."""
         return lambda: with_reference(batches(), score, self.algorithm.first_batch)
 
     def _scorers(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
-        """Return a function that returns, for a cache folder, what scores its pairs."""
+        """Return a function that returns, for a cache folder, what scores its pairs.
+
+        The module's docstring has the three ways. Collective if a model is built or a table is
+        scored.
+        """
         kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
             return lambda folder: self._score_without_adapter
@@ -91,20 +94,24 @@ class Reference:
         return lambda folder: partial(_look_up, tables[folder])
 
     def _score_without_adapter(self, batches: list[Any]) -> list[torch.Tensor]:
-        """Score by the policy without its adapter, which is the model that training started from."""
+        """Score by the policy without its adapter, which is the model before training."""
         return self.engine.infer(batches, self.algorithm.score, adapter=False)
 
     def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
-        """Return for each cache folder its table: fp64[N, R], what the R rows of its N samples score. Collective.
+        """Return the table of each cache folder, fp64[N, R]. Collective.
 
-        The rows of a pair are the chosen and the rejected answer. `caches`: folder of each part of the data.
+        It has what the R rows of each of the N samples score.
+
+        The rows of a pair are the chosen and the rejected answer. `caches`: folder of each part of
+        the data.
         """
         rows = self.plan.batch.rows_per_sample
         tables: dict[str, torch.Tensor] = {}
         scorer: Engine | None = None
         for part, folder in caches.items():
             began = time.time()
-            path = Path(self.plan.run_dir) / "reference" / f"{part}-{key(self.plan, folder)}.npy"
+            name = f"{part}-{key(self.plan, folder)}.npy"
+            path = Path(self.plan.run_dir) / "reference" / name
             pairs = len(TokenCache.open(Path(folder)))
             table = self._read_on_all_ranks(path, pairs, rows)
             is_found = table is not None
@@ -126,9 +133,13 @@ class Reference:
         return tables
 
     def _read_on_all_ranks(self, path: Path, pairs: int, rows: int) -> torch.Tensor | None:
-        """Return the table that rank 0 finds at `path`, on all ranks; None if it finds none. Collective."""
+        """Return the table that rank 0 finds at `path`, on all ranks; None if it finds none.
+
+        Collective.
+        """
         table: torch.Tensor | None = None
         if self.ranks.rank == 0:
+            # Rank 0 reads what rank 0 has written: hosts need not share the run folder.
             table = read_table(path, (pairs, rows))
         (is_found,) = sum_over_ranks([float(table is not None)], self.device)
         if not is_found:
@@ -141,8 +152,8 @@ class Reference:
     def _scorer(self) -> Engine:
         """Return an untrained model.
 
-        That is the policy before its first step, or without an adapter that leaves the base model as it
-        was; otherwise a frozen model that is built for it.
+        That is the policy before its first step, or without an adapter that leaves the base model
+        as it was; otherwise a frozen model that is built for it.
         """
         config = self.plan.config
         is_another_model = getattr(config.algorithm, "reference_model", None) is not None
@@ -161,15 +172,19 @@ class Reference:
             if stop:
                 what = "stopped before the first step, while the reference was scored"
                 raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
-            # An adapter that has taken something out of its base layers is part of the model that training starts from.
+            # An adapter that has taken something out of its base layers is part of the model that
+            # training starts from.
             scores = engine.infer(
                 batch.micro_batches,
                 self.algorithm.score,
                 adapter=not self.plan.config.adapter.switches,
             )
             for pair, answer in zip(batch.micro_batches, scores, strict=True):
-                real = pair.real_P > 0
-                table[pair.samples_P[real]] = answer.view(rows, -1).T[real]
+                # Scores come row by row: first the chosen answers of all pairs, then the rejected
+                # ones.
+                is_real_P = pair.real_P > 0
+                scores_PR = answer.view(rows, -1).T
+                table[pair.samples_P[is_real_P]] = scores_PR[is_real_P]
         if not self.plan.mesh.counts(self.ranks.rank):
             # Another rank has the same pairs, and adds them.
             table.zero_()
@@ -181,7 +196,12 @@ def _look_up(table: torch.Tensor, batches: list[Any]) -> list[torch.Tensor]:
 
     Fillers (sample −1) get those of the last pair; they weigh nothing.
     """
-    return [table[batch.samples_P].T.flatten() for batch in batches]
+    scores = []
+    for batch in batches:
+        scores_PR = table[batch.samples_P]
+        # Row by row, as a model's scores come: all chosen answers, then all rejected ones.
+        scores.append(scores_PR.T.flatten())
+    return scores
 
 
 def with_reference(
@@ -232,7 +252,10 @@ def key(plan: Plan, folder: str) -> str:
 
 
 def weight_files(model_path: str | None) -> list[tuple[str, int, int]]:
-    """Return name, bytes and time of change (ns) of a local model's files; none of a hub id, which has its name and revision."""
+    """Return name, bytes and time of change (ns) of a local model's files.
+
+    There are none for a model of the hub, which its name and revision identify.
+    """
     folder = Path(model_path or "")
     if model_path is None or not folder.is_dir():
         return []
@@ -245,7 +268,10 @@ def weight_files(model_path: str | None) -> list[tuple[str, int, int]]:
 
 
 def read_table(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
-    """Return the table at `path`; None if there is none, or it is not a whole one of this shape (samples, rows of each)."""
+    """Return the table at `path`, or None if there is no whole one of this shape.
+
+    `shape`: samples, and rows of each sample.
+    """
     try:
         table = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -257,7 +283,10 @@ def read_table(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
 
 
 def write_table(path: Path, table: np.ndarray[Any, Any]) -> None:
-    """Write a table, which appears whole under its name, and delete those of the same part for other models or pairs."""
+    """Write a table, and delete those of the same part for other models or pairs.
+
+    It appears whole under its name, or not at all.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, durable=True) as file:
         np.save(file, table)

@@ -1,4 +1,7 @@
-"""The part of the composition root for runs on rollouts: the objective, the models besides the policy, and the stream."""
+"""The part of the composition root for runs on rollouts.
+
+It makes the objective, the models besides the policy, and the stream.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,10 @@ def reinforced(
 
 
 def product_precision(plan: Plan) -> str:
-    """Return the type that the policy's matrix products round to, as `sampler_check.expected_rounding_gap` takes it."""
+    """Return the type that the policy's matrix products round to.
+
+    It is what `sampler_check.expected_rounding_gap` takes.
+    """
     is_tf32 = plan.precision == "fp32" and plan.device == "cuda" and plan.config.precision.tf32
     if is_tf32:
         # TF32 has as many bits of precision as fp16.
@@ -125,7 +131,9 @@ def build_readers(
     tail: list[int],
     device: str,
 ) -> Readers:
-    """Return what reads numbers of episodes from each model. Collective: the frozen models are built.
+    """Return what reads numbers of episodes from each model.
+
+    Collective: the frozen models are built.
 
     `tail`: as `last_scores` takes it.
     """
@@ -162,7 +170,10 @@ def build_readers(
 def _reward_readers(
     plan: Plan, algorithm: RolloutSpec, reading: Reading, tail: list[int], device: str
 ) -> dict[str, Score]:
-    """Return for each reward by a model, by its name, what reads the reward. Collective: the models are built."""
+    """Return for each reward by a model, by its name, what reads the reward.
+
+    Collective: the models are built.
+    """
     names = []
     for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True):
         if reward.kind == "model":

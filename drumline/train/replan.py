@@ -48,7 +48,9 @@ class Advice:
 
 
 def question(plan: Plan, ranks: int | None = None) -> Question:
-    """Return what the planner knew when it made a plan, found out again: the model's sizes, and this machine.
+    """Return what the planner knew when it made a plan, found out again.
+
+    That is the model's sizes, and this machine.
 
     `ranks`: in place of the plan's.
     """
@@ -59,7 +61,9 @@ def question(plan: Plan, ranks: int | None = None) -> Question:
 
 
 def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice:
-    """Compare a plan with what was found when memory ran out, and look for the nearest plan that fits into the memory there is.
+    """Compare a plan with what was found when memory ran out.
+
+    Then look for the nearest plan that fits into the memory there is.
 
     `baseline`: the config that changes are shown against; the plan's by default.
     """
@@ -157,7 +161,9 @@ class Replanner:
         self.micro_batch = self.batch.micro_batch or plan.batch.micro_batch
 
     def __call__(self, out: Exhausted, step: int) -> tuple[str, str | None]:
-        """Return (advice, why the run does not go on). If the reason is None, plan.json holds the next plan.
+        """Return (advice, why the run does not go on).
+
+        If the reason is None, plan.json holds the next plan.
 
         `step`: the last one that was done.
         """
@@ -173,7 +179,10 @@ class Replanner:
         return advice.line, None
 
     def _take(self, nearest: Candidate, predicted: Estimate, out: Exhausted, step: int) -> None:
-        """Go on with another plan of the same ranks: write it, and an event. `predicted`: of the plan so far."""
+        """Go on with another plan of the same ranks: write it, and an event.
+
+        `predicted`: of the plan so far.
+        """
         old = self.plan
         plan = self._resolve(nearest.config, old.mesh.world_size, question(old))
         plan = plan.model_copy(update={"why": [*plan.why, f"out of memory before: {nearest.name}"]})
@@ -194,10 +203,12 @@ class Replanner:
         EventLog(Path(old.run_dir) / "events.jsonl").emit(event)
 
     def _as_same_run(self, plan: Plan) -> Plan:
-        """Return a plan with the numbers of the run that stay: a mix with fewer data ranks scales no rate.
+        """Return a plan with the numbers of the run that stay.
 
-        The batch stays as it was set, too: a resumed run is compared with it, and how it is cut up does
-        not change its numbers.
+        A mix with fewer data ranks scales no rate.
+
+        The batch stays as it was set, too: a resumed run is compared with it, and how it is cut up
+        does not change its numbers.
         """
         old = self.plan
         numbers = {
@@ -210,7 +221,10 @@ class Replanner:
         return plan.model_copy(update={**numbers, "config": config})
 
     def _save(self) -> Path:
-        """Write plan.json, and return the file of the plan before it: plan-0.json, or the next free number."""
+        """Write plan.json, and return the file that the plan before it has now.
+
+        That is plan-0.json, or the next free number.
+        """
         number = 0
         while True:
             kept = self.plan_path.with_name(f"plan-{number}.json")
@@ -224,7 +238,8 @@ class Replanner:
     def resize(self, ranks: int) -> bool:
         """Write a plan for so many ranks into plan.json. Returns whether there is one.
 
-        The global batch, the order of samples and the learning rate stay; the strategy stays if it can.
+        The global batch, the order of samples and the learning rate stay; the strategy stays if it
+        can.
         """
         old = self.plan
         if ranks == old.mesh.world_size:
@@ -253,7 +268,8 @@ class Replanner:
     def _resized(self, ranks: int) -> Plan | None:
         """Return a plan for so many ranks; None if there is none.
 
-        It has the strategy of the plan, and about its micro-batch; if that does not fit, it is the best of any strategy.
+        It has the strategy of the plan, and about its micro-batch; if that does not fit, it is the
+        best of any strategy.
         """
         old = self.plan
         request: Question | None = None
@@ -275,7 +291,10 @@ class Replanner:
         return self._resolve(answer.ranked[0].config, ranks, request)
 
     def _resolve(self, config: Config, ranks: int, request: Question | None) -> Plan:
-        """Return the plan of a config, with what it is expected to need if the model's sizes are known. Raises PlanError."""
+        """Return the plan of a config, with what it needs if the model's sizes are known.
+
+        Raises PlanError.
+        """
         old = self.plan
         plan = resolve(
             config,

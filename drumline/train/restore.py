@@ -31,7 +31,8 @@ from drumline.system.files import is_own_checkpoint
 from drumline.telemetry.events import Emit, Restore
 from drumline.train.state import TrainState, rate_evaluation
 
-# Matches the section of weights in a tensor's name, of the policy (model.…) or of another role (ROLE/model.…).
+# Matches the section of weights in a tensor's name, of the policy (model.…) or of another role
+# (ROLE/model.…).
 MODEL = re.compile(r"(^|(?<=/))model\.")
 
 
@@ -51,7 +52,8 @@ class Start:
     def find(cls, plan: Plan, resume: Resume, memory: Memory | None = None) -> Start:
         """Find the whole checkpoint that a run resumes from. Collective.
 
-        Raises CheckpointError if none is whole.
+        It is one that the user names by its own path, its run's folder or a URL, or else the newest
+        of the run itself. Raises CheckpointError if none is whole.
         """
         ranks = RankGroup.all(error_type=CheckpointError)
         ranks.each(partial(recover, Path(plan.run_dir) / CHECKPOINTS))
@@ -68,12 +70,16 @@ class Start:
             found = Found(fetch(resume.place, Path(plan.run_dir) / FETCHED), [])
         else:
             found = Found(_check_named(plan, Path(resume.place)), [])
-        skipped = [{"path": str(path), "reason": reason} for path, reason in found.skipped]
+        skipped = []
+        for path, reason in found.skipped:
+            skipped.append({"path": str(path), "reason": reason})
         return cls(found.path, skipped, _weights_in(found.path), plan.config.eval)
 
     def keys_of(self, name: str) -> frozenset[str]:
         """Return `checkpoint_keys` of one of the models that a session has; "" for the only one."""
-        prefix = f"{name}/" if name else ""
+        prefix = ""
+        if name:
+            prefix = f"{name}/"
         keys = set()
         for key in self.checkpoint_keys:
             if key.startswith(prefix):
@@ -95,7 +101,10 @@ class Start:
         return state
 
     def _restore_from(self, path: Path, engine: Engine) -> TrainState:
-        """Fill the engine from a checkpoint, and return the state that is in it. Collective."""
+        """Fill the engine from a checkpoint, and return the state that is in it. Collective.
+
+        Raises CheckpointError for a state that no run can have saved.
+        """
         tensors = engine.tensors()
         saved = read_state(path)
         _load_tensors(path, tensors)
@@ -113,7 +122,10 @@ class Start:
         return state
 
     def _rate_again(self, path: Path, saved_eval: dict[str, Any], state: TrainState) -> None:
-        """Bring the metrics in `state` up to date. `saved_eval`: the section eval of the checkpoint's config."""
+        """Bring the metrics in `state` up to date.
+
+        `saved_eval`: the section eval of the checkpoint's config.
+        """
         metric = self.evaluation.metric
         mode = self.evaluation.mode
         if saved_eval.get("metric", metric) != metric or saved_eval.get("mode", mode) != mode:
@@ -122,10 +134,12 @@ class Start:
             state.mark = None
             state.stale = 0
         manifest = read_manifest(path)
-        # After steps that changed nothing (`skips`) the metric of the same weights was counted before the save.
+        # After steps that changed nothing (`skips`) the metric of the same weights was counted
+        # before the save.
         was_rated_later = 0 <= state.evaluated < state.step and not state.skips
         if was_rated_later and manifest.metric is not None and manifest.rated == f"{mode} {metric}":
-            # An evaluation after the save, whose metric was written beside it (Checkpointer.write_metric).
+            # An evaluation after the save, whose metric was written beside it
+            # (Checkpointer.write_metric).
             rate_evaluation({metric: manifest.metric}, self.evaluation, state)
             state.evaluated = state.step
 
@@ -152,11 +166,15 @@ def _weights_in(path: Path | None) -> frozenset[str]:
     """Return the names of the models' tensors in a checkpoint, without their section."""
     if path is None:
         return frozenset()
-    names = read_manifest(path).tensors
-    return frozenset(re.sub(MODEL, "", name) for name in names if re.search(MODEL, name))
+    weights: set[str] = set()
+    for name in read_manifest(path).tensors:
+        if MODEL.search(name):
+            weights.add(MODEL.sub("", name))
+    return frozenset(weights)
 
 
 def _none_is_whole(found: Found, where: str) -> CheckpointError:
+    """Return the error that all checkpoints of a folder are damaged, with the reason of each."""
     reasons = "; ".join(reason for _, reason in found.skipped)
     return CheckpointError(
         f"no checkpoint is whole: {reasons}",
@@ -173,6 +191,7 @@ def _newest_of_run(plan: Plan, memory: Memory | None) -> Found:
     step_on_disk = 0
     if found.path is not None:
         step_on_disk = step_of(found.path.name) or 0
+    # Only a state in memory that is newer than the one on disk counts.
     in_memory = memory.newest(step_on_disk, lambda state: _misfit(plan, state))
     return Found(in_memory.path or found.path, [*in_memory.skipped, *found.skipped])
 
@@ -187,7 +206,9 @@ def _newest_on_disk(plan: Plan) -> Found:
     if not options.apart:
         return newest(root, options.verify, to_train=True)
     ranks = RankGroup.all(error_type=CheckpointError)
-    store = Store(options.url) if options.url else None
+    store: Store | None = None
+    if options.url:
+        store = Store(options.url)
     gatherer = Gatherer(root, options.verify, store, Disks.find(root, ranks))
     mode = rating_of(plan)
     return gatherer.newest(lambda known: best_of(known, mode) if options.keep_best else None)
@@ -228,7 +249,10 @@ def rating_of(plan: Plan) -> str:
 
 
 def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
-    """Return what writes the checkpoints of a run. `mode`: min or max, or as `rating_of` returns it. Collective."""
+    """Return what writes the checkpoints of a run.
+
+    `mode`: min or max, or as `rating_of` returns it. Collective.
+    """
     options = plan.config.checkpoint
     return Checkpointer(
         Path(plan.run_dir) / CHECKPOINTS,
@@ -242,7 +266,10 @@ def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
 
 
 def memory_of(plan: Plan, goes_on: bool) -> Memory | None:
-    """Return where hosts keep states in memory; None if they do not. `goes_on`: the run has started before. Collective."""
+    """Return where hosts keep states in memory; None if they do not.
+
+    `goes_on`: the run has started before. Collective.
+    """
     if not plan.config.checkpoint.in_memory_every:
         return None
     return Memory(Path(plan.run_dir), goes_on)

@@ -1,4 +1,7 @@
-"""`drumline.train(…)` from Python: it has the plan, launcher and ranks of the command line, and returns the run to look at."""
+"""`drumline.train(…)` from Python.
+
+It has the plan, launcher and ranks of the command line, and returns the run to look at.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +86,8 @@ def train(
 ) -> Run:
     """Plan, launch and train as `drumline train` does, and return when the run has ended.
 
-    Under torchrun, srun and mpirun this process joins as a rank. A run that a policy or a signal has
-    stopped is returned, with its `exit_code`.
+    Under torchrun, srun and mpirun this process joins as a rank. A run that a policy or a signal
+    has stopped is returned, with its `exit_code`.
 
     Args:
         config: The path of a YAML, or its keys as a dictionary, in which paths are relative to the current folder.
@@ -94,8 +97,8 @@ def train(
         callbacks: `run.callbacks`, classes as `mine.py:MyCallback`.
         display: Show what the command line shows.
 
-    Raises the exceptions of `drumline.errors`: UserError and its kinds for a mistake, WorkerFailed for
-    ranks that failed, NotSaved for weights that no disk took.
+    Raises the exceptions of `drumline.errors`: UserError and its kinds for a mistake, WorkerFailed
+    for ranks that failed, NotSaved for weights that no disk took.
     """
     from drumline.train.command import launch_ranks, requested
 
@@ -142,7 +145,10 @@ def _join(make_request: Callable[..., Request], display: bool) -> Run:
 
 
 class ErrorLine(io.TextIOBase):
-    """Takes the place of standard error while ranks run. It keeps the line of an error, and shows all if there is a display."""
+    """Takes the place of standard error while ranks run.
+
+    It keeps the line of an error, and shows all if there is a display.
+    """
 
     def __init__(self, display: bool) -> None:
         self.shown = sys.stderr if display else None

@@ -56,14 +56,20 @@ class Sampling:
     _refresh: Callable[[Any], None] | None = None
 
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
-        """Return a completion of each request, in their order, the same on every rank. Collective."""
+        """Return a completion of each request, in their order, the same on every rank.
+
+        Collective.
+        """
         sampler = self._current_generator()
         if greedily:
             sampler = greedy(sampler)
         return generate_together(sampler, requests, step)
 
     def begin(self, requests: list[Request], step: int) -> Together:
-        """Generate completions in a thread, with the current weights, while training goes on. Collective."""
+        """Generate completions in a thread, with the current weights, while training goes on.
+
+        Collective.
+        """
         self._beside_training = Together(self._current_generator(), requests, step, aside=True)
         return self._beside_training
 
@@ -75,7 +81,10 @@ class Sampling:
         return getattr(self._current_generator(), "model")  # noqa: B009 - generators in process have one
 
     def _current_generator(self) -> Generator:
-        """Return the sampler with the current weights. Raises TrainingStopped if they did not arrive."""
+        """Return the sampler with the current weights.
+
+        Raises TrainingStopped if they did not arrive.
+        """
         if self._beside_training is not None:
             # It samples by the weights that are about to change.
             self._beside_training.wait()
@@ -108,7 +117,10 @@ class Sampling:
         return growth.rows
 
     def _copy(self) -> Any:
-        """Return the whole model on this rank, in the type that it computes in. Its weights are refreshed before it samples."""
+        """Return the whole model on this rank, in the type that it computes in.
+
+        Its weights are refreshed before it samples.
+        """
         config = self.plan.config
         model, source = lay_out(
             self.plan.model_path,
@@ -188,7 +200,10 @@ def of_evaluation(plan: Plan, engine: Engine, tokenizer: Any, device: str) -> Sa
 
 
 def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
-    """Yield the rows of a cache in order, cut before their answer. Of a pair its first side; prompts alone have no answer."""
+    """Yield the rows of a cache in order, cut before their answer.
+
+    Of a pair its first side; prompts alone have no answer.
+    """
     algorithm = plan.config.algorithm
     for sample in range(min(len(cache), MOST_LOOKED_AT)):
         segments = cache.segments(sample)

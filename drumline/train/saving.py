@@ -1,4 +1,4 @@
-"""Saving: what a checkpoint of a run holds, what is reported of it, and how long the last one is tried again.
+"""Saving: what a checkpoint holds, what is reported of it, and how a failed one is tried again.
 
 The loop of a config and the loop of a session use the same `Saver`.
 """
@@ -59,7 +59,8 @@ class Saver:
     memory_failed: bool = False
     # The metric with which the last checkpoint was saved.
     metric: float | None = None
-    # The step from which on a failed save is tried again. Each rank has its own; the highest decides.
+    # The step from which on a failed save is tried again. Each rank has its own; the highest
+    # decides.
     retry_at: float = math.inf
 
     def save(self, metric: float | None) -> None:
@@ -88,16 +89,19 @@ class Saver:
             self.memory.wait()
 
     def save_last(self, metric: float | None) -> None:
-        """Leave the run with exactly these weights on disk, and with their metric if it is known. Collective.
+        """Leave the run with exactly these weights on disk, and with their metric if it is known.
 
-        If the weights are saved already, a metric that is only known now is written beside them.
+        Collective. If the weights are saved already, a metric that is only known now is written
+        beside them.
 
-        A save that fails for a reason that may pass is tried again for `checkpoint.wait_seconds`. After
-        a stop signal it is tried for half of `launch.grace_seconds`; the other half is for another disk.
+        A save that fails for a reason that may pass is tried again for `checkpoint.wait_seconds`.
+        After a stop signal it is tried for half of `launch.grace_seconds`; the other half is for
+        another disk.
 
         Raises NotSaved.
         """
-        # Waiting comes first: only then do all ranks know the same of the save under way, and decide alike.
+        # Waiting comes first: only then do all ranks know the same of the save under way, and
+        # decide alike.
         self.report(self.checkpointer.wait())
         self.failed = 0
         self._write_missing_metric(metric)
@@ -142,7 +146,7 @@ class Saver:
             self.saved_step = -1
 
     def leave(self, number: int) -> NoReturn:
-        """Raise Preempted, after the state was saved because a signal of this number asked the run to stop."""
+        """Raise Preempted, after the state was saved because of a signal of this number."""
         name = signal.Signals(number).name
         step = self.state.step
         self.emit(Preempt(step=step, signal=name))
@@ -153,7 +157,7 @@ class Saver:
         )
 
     def report(self, results: list[SaveResult]) -> None:
-        """Emit an event for each save that has ended, and decide when a failed one is tried again."""
+        """Emit an event for each save that has ended, and decide when a failed one is retried."""
         for result in results:
             if result.path is not None:
                 self.failed = 0
@@ -165,7 +169,8 @@ class Saver:
             self.failed += 1
             self.retry_at = result.step
             if result.begun:
-                # A save that broke off in the middle of writing is tried ever less often. Looking for room costs nothing.
+                # A save that broke off in the middle of writing is tried ever less often. Looking
+                # for room costs nothing.
                 self.retry_at += 2**self.failed
             is_reported_already = self.failed > 1 and not result.begun
             if not is_reported_already:
@@ -205,7 +210,10 @@ class Saver:
         }
 
     def _give_up(self, error: str, metric: float | None) -> NoReturn:
-        """Try the other disk, `checkpoint.fallback_dir`, and raise NotSaved, which says what lies where."""
+        """Try the other disk, `checkpoint.fallback_dir`, and raise NotSaved.
+
+        The error says what lies where.
+        """
         what = f"the last checkpoint could not be written: {error}"
         fix = f"free some space; {self.resume.newest} goes on from the newest checkpoint"
         folder = fallback_folder(self.plan.config, self.plan.run_dir)

@@ -8,9 +8,11 @@
             if s.step(max_grad_norm=1.0):
                 s.log(); s.save(every=100)
 
-The gradient of a step is that of Σ loss / Σ weight over the global batch, in two divisions. `backward` divides each loss sum by the
-number of samples of the global batch, which is known before. `step` multiplies the gradients once by samples / Σ weight over all ranks,
-which is known only then. So the gradients that fp16 and compression see keep their scale, and clipping sees the final gradient.
+The gradient of a step is that of Σ loss / Σ weight over the global batch, in two divisions.
+`backward` divides each loss sum by the number of samples of the global batch, which is known
+before. `step` multiplies the gradients once by samples / Σ weight over all ranks, which is known
+only then. So the gradients that fp16 and compression see keep their scale, and clipping sees the
+final gradient.
 """
 
 from __future__ import annotations
@@ -79,7 +81,10 @@ class LogMark(NamedTuple):
 
 
 class Session:
-    """A run of the user's own training loop, on one rank. All ranks take the same path through it."""
+    """A run of the user's own training loop, on one rank.
+
+    All ranks take the same path through it.
+    """
 
     def __init__(
         self,
@@ -154,7 +159,8 @@ class Session:
             self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
         else:
             self.ranks = Ranks.from_environment()
-        # torch has put a hook of its own around ours, which drops what a hook prints that ends the process.
+        # torch has put a hook of its own around ours, which drops what a hook prints that ends the
+        # process.
         sys.excepthook = print_error
         self.device = f"cuda:{gpu(self.ranks)}" if plan.device == "cuda" else "cpu"
         counts = plan.mesh.counts(self.ranks.rank)
@@ -260,8 +266,8 @@ class Session:
     ) -> Trained:
         """Build one model and its optimizer, spread as planned. Collective.
 
-        `unfrozen`: weights that are trained although `build` has them frozen. `overlaps`: gradients are
-        reduced while backward still runs.
+        `unfrozen`: weights that are trained although `build` has them frozen. `overlaps`: gradients
+        are reduced while backward still runs.
         """
         build, make_optimizer = pair
         engine = build_module(
@@ -299,13 +305,19 @@ class Session:
 
     @property
     def position(self) -> int:
-        """Samples that were taken since the run began, over all ranks and passes. The order of the data depends on it alone."""
+        """Samples that were taken since the run began, over all ranks and passes.
+
+        The order of the data depends on it alone.
+        """
         self._require_prepared()
         return self._state.position
 
     @property
     def state(self) -> dict[str, Any]:
-        """A dictionary for the user's own values, which JSON must have. It is saved and restored with each checkpoint."""
+        """A dictionary for the user's own values, which JSON must have.
+
+        It is saved and restored with each checkpoint.
+        """
         self._require_prepared()
         return self._state.stream
 
@@ -350,7 +362,8 @@ class Session:
     ) -> Iterator[Any]:
         """Yield `collate(samples)` of each micro-batch of this rank, with its tensors on the device, from `position` on.
 
-        Before each micro-batch python, numpy and torch are seeded by (seed, step, rank, micro-batch).
+        Before each micro-batch python, numpy and torch are seeded by (seed, step, rank,
+        micro-batch).
 
         Args:
             dataset: One with `len` and indices is shuffled by (seed, pass). One that can only be iterated is read by every
@@ -406,7 +419,10 @@ class Session:
         return each_tensor(lambda tensor: tensor.to(self.device, non_blocking=non_blocking), batch)
 
     def _end_global_batch(self, end: int) -> None:
-        """Count a global batch that the loop has gone through, and stop here if asked to. `end`: the position after it."""
+        """Count a global batch that the loop has gone through, and stop here if asked to.
+
+        `end`: the position after it.
+        """
         unused = self._unused()
         if unused:
             of_model = f" of {min(unused)}" if min(unused) else ""
@@ -426,8 +442,8 @@ class Session:
     ) -> None:
         """Accumulate the gradients of a micro-batch's loss sum, in the parameters of one model alone.
 
-        `weight`: the part of this micro-batch in what the loss is divided by: samples, or tokens. The
-        weights of the global batch are summed.
+        `weight`: the part of this micro-batch in what the loss is divided by: samples, or tokens.
+        The weights of the global batch are summed.
         """
         model = own.find_model(self._models, of)
         session_checks.require_sum(loss_sum, weight, self.plan.engine != "pipeline")
@@ -447,10 +463,11 @@ class Session:
     def step(
         self, max_grad_norm: float | None = None, lr: float | None = None, of: str = MAIN
     ) -> bool:
-        """At the end of a global batch make the update, and return True; before that return False. Collective.
+        """At the end of a global batch make the update, and return True; before that return False.
 
-        The gradients are divided by the weight of the global batch, and clipped by their global norm.
-        If loss or gradients are not finite the weights stay as they are, and `on_nan` decides.
+        Collective. The gradients are divided by the weight of the global batch, and clipped by
+        their global norm. If loss or gradients are not finite the weights stay as they are, and
+        `on_nan` decides.
 
         Args:
             lr: For all groups of the optimizer; None: as the groups have it.
@@ -487,7 +504,8 @@ class Session:
         if is_first_model:
             self._state.step += 1
             self._state.position = micro_batch.end
-        # The numbers of the model's step before are on the host by now; those of this one are on their way.
+        # The numbers of the model's step before are on the host by now; those of this one are on
+        # their way.
         pending = PendingStep(gathered, self.steps)
         self._finish_pending_steps([model])
         model.pending_step = pending
@@ -511,8 +529,8 @@ class Session:
     def _finish_pending_steps(self, models: Iterable[Trained] | None = None) -> None:
         """Read the numbers of pending steps, of all models by default, and act on them.
 
-        All ranks call it after the same steps. It is not called by properties, which one rank alone may
-        read. Raises TrainingStopped if a step that is not finite is one too many.
+        All ranks call it after the same steps. It is not called by properties, which one rank alone
+        may read. Raises TrainingStopped if a step that is not finite is one too many.
         """
         if models is None:
             models = self._models.values()
@@ -541,9 +559,10 @@ class Session:
         measure: Callable[..., Any],
         micro_batch: int | None = None,
     ) -> dict[str, float]:
-        """Return means over a dataset, each sample once over all ranks, without gradients. Collective.
+        """Return means over a dataset, each sample once over all ranks, without gradients.
 
-        The result's `loss` decides which checkpoint is the best, if one is saved at this step.
+        Collective. The result's `loss` decides which checkpoint is the best, if one is saved at
+        this step.
 
         Args:
             measure: measure(batch) returns (loss sum, weight), or (loss sum, weight, {name: sum}).
@@ -570,7 +589,10 @@ class Session:
     def _sum_over_dataset(
         self, dataset: Any, collate: Collate, measure: Callable[..., Any], micro_batch: int
     ) -> dict[str, torch.Tensor]:
-        """Return this rank's sums of what `measure` returns, as fp64 scalars on the device. Collective."""
+        """Return this rank's sums of what `measure` returns, as fp64 scalars on the device.
+
+        Collective.
+        """
         sums: dict[str, torch.Tensor] = {}
         mesh = self.plan.mesh
         with ExitStack() as contexts:
@@ -593,8 +615,9 @@ class Session:
     def log(self, **metrics: Any) -> None:
         """Write an event of this step, and on rank 0 print a line.
 
-        Both have the loss and the gradient norm over all ranks (of several models as NAME_loss), and
-        `metrics`, numbers of this rank. Before this start's first step only the line is printed.
+        Both have the loss and the gradient norm over all ranks (of several models as NAME_loss),
+        and `metrics`, numbers of this rank. Before this start's first step only the line is
+        printed.
         """
         self._require_prepared()
         scalars: dict[str, float] = {}

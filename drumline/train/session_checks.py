@@ -34,7 +34,10 @@ def require_pairs(build: Any, make_optimizer: Any, is_prepared: bool) -> dict[st
 
 
 def _are_well_formed(pairs: Mapping[str, Any]) -> bool:
-    """Whether each pair has a make_optimizer, and a name that can be a part of a tensor's name in a checkpoint."""
+    """Whether each pair has a make_optimizer and a usable name.
+
+    The name is a part of tensors' names in a checkpoint.
+    """
     has_optimizers = all(make_optimizer is not None for _, make_optimizer in pairs.values())
     return has_optimizers and not any("/" in name or "." in name for name in pairs)
 
@@ -60,10 +63,12 @@ def require_one_model(plan: Plan, models: int) -> None:
 
 
 def require_free(is_in_batch: bool, unused: list[str]) -> None:
-    """Raise UserError if a loop over batches begins within another one, or after one that was left in the middle.
+    """Raise UserError if a loop over batches is not the only one.
 
-    `unused`: models that have gradients which no step has used. The samples of such a loop are taken
-    again, and their gradients would be there already.
+    It begins within another one, or after one that was left in the middle.
+
+    `unused`: models that have gradients which no step has used. The samples of such a loop are
+    taken again, and their gradients would be there already.
     """
     if is_in_batch:
         raise UserError(
@@ -81,7 +86,7 @@ def require_free(is_in_batch: bool, unused: list[str]) -> None:
 
 
 def require_more(has_rows: bool, has_ended: bool) -> None:
-    """Raise UserError if a loop gets no batches because an earlier loop has brought the run to its end."""
+    """Raise UserError if a loop gets no batches because the run has come to its end."""
     if has_ended and not has_rows:
         raise UserError(
             "the run is at its end: epochs and steps count the whole run, whatever loop takes its batches",
@@ -91,7 +96,9 @@ def require_more(has_rows: bool, has_ended: bool) -> None:
 
 
 def require_sum(loss_sum: Any, weight: Any, needs_gradients: bool) -> None:
-    """Raise UserError for a loss sum that is not a tensor of one number, or a weight that is not a number of 0 or more.
+    """Raise UserError for a loss sum or a weight that is no number.
+
+    A loss sum is a tensor of one number, and a weight a number of 0 or more.
 
     Nothing that lies on the device is read. `needs_gradients`: this rank trains from the loss.
     """
@@ -123,7 +130,7 @@ def require_sum(loss_sum: Any, weight: Any, needs_gradients: bool) -> None:
 
 
 def require_rates(max_grad_norm: float | None, lr: float | None) -> None:
-    """Raise UserError for arguments of `step` with which the model would train uphill, or not at all."""
+    """Raise UserError for arguments of `step` that would not train the model, or uphill."""
     # A comparison with NaN is false, so NaN is refused, too.
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise UserError(
@@ -140,7 +147,9 @@ def require_rates(max_grad_norm: float | None, lr: float | None) -> None:
 
 
 def require_measured(result: Any) -> dict[str, Any]:
-    """Return {name: sum} of what the `measure` of `evaluate` returned, `loss` and `weight` among them.
+    """Return the sums that the `measure` of `evaluate` returned, by name.
+
+    `loss` and `weight` are among them.
 
     Raises UserError for another form than (loss sum, weight) or (loss sum, weight, {name: sum}).
     """
@@ -201,7 +210,10 @@ def require_json(state: dict[str, Any]) -> None:
 
 
 def drop_unless_json(state: dict[str, Any]) -> None:
-    """Delete the values of `session.state` that JSON cannot hold, each with a line: the last save must not fail by them."""
+    """Delete the values of `session.state` that JSON cannot hold.
+
+    Each is named in a line. The last save must not fail by them.
+    """
     for key, value in list(state.items()):
         complaint = _json_complaint(key, value)
         if complaint is not None:

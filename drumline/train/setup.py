@@ -1,4 +1,7 @@
-"""Make the plan of a run and its folder: everything that happens once, before any rank starts and outside any collective."""
+"""Make the plan of a run and its folder.
+
+Everything here happens once, before any rank starts and outside any collective.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ from drumline.models.build import lay_out
 from drumline.models.classes import LM, in_own_order, with_classes
 from drumline.models.download import download
 from drumline.models.files import weights_digest
-from drumline.models.freeze import freeze, learning
+from drumline.models.freeze import freeze, trainable_names
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
 from drumline.models.tokenizer import load_tokenizer
@@ -72,6 +75,9 @@ EVAL_RESULTS = "eval.json"
 
 def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:
     """Return the plan of a run: find the model, prepare the data and resolve every number.
+
+    It runs on one host, before any rank starts. The cheapest checks come first, so that a mistake
+    in the config does not show after an hour of preparing data.
 
     `dry_run`: prepare and download nothing; data that are not prepared are missing in the plan.
     """
@@ -126,12 +132,17 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
 
 
 def _check_request(request: Request) -> None:
-    """Raise the errors that need no work: of the checkpoint, URL, trackers, callbacks and optimizer of a request."""
+    """Raise the errors that need no work.
+
+    They are those of the checkpoint, the URL, the trackers, the callbacks and the optimizer of a
+    request.
+    """
     config = request.loaded.config
     base_dir = request.loaded.base_dir.absolute()
     if request.resume is not None and request.resume.place is not None:
         named(request.resume.place)
     if config.checkpoint.url:
+        # Raises EnvironmentFault if fsspec lacks what the URL requires.
         Store(config.checkpoint.url)
     check_installed(config.run.report_to, base_dir)
     find_callbacks(config.run.callbacks, base_dir)
@@ -141,7 +152,10 @@ def _check_request(request: Request) -> None:
 def _check_with_weights(
     plan: Plan, config: Config, base_dir: Path, on_progress: OnProgress
 ) -> Plan:
-    """Check what a dry run cannot, and return the plan, with a digest of weights that are not saved with the run."""
+    """Check what a dry run cannot, and return the plan.
+
+    The plan gets a digest of weights that are not saved with the run: a resume compares it.
+    """
     engine_of(plan.config.strategy).require(plan, on_progress)
     _require_samples_and_tasks(plan, base_dir)
     has_frozen_base = config.adapter.kind != "none" or bool(config.model.freeze)
@@ -166,6 +180,7 @@ def _with_prediction(
     cluster, _ = cluster_here(config, machine, plan.device, devices)
     about_network = network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)
     if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
+        # A strategy that the planner has chosen keeps to the budget already.
         plan = within_budget(plan, facts, cluster, kinds_of(config.memory))
     plan = plan.model_copy(update={"why": [*why, *about_network, *plan.why]})
     plan = predict(plan, facts, cluster)
@@ -177,7 +192,9 @@ def _with_prediction(
 def _choose_open_keys(
     question: Question, about_cluster: list[str], on_progress: OnProgress
 ) -> tuple[Config, list[str]]:
-    """Return the config with what it leaves to the planner, the strategy and whether to compile, and why.
+    """Return the config with what it leaves to the planner filled in, and why.
+
+    That is the strategy, and whether to compile.
 
     `about_cluster`: lines on the devices that a strategy is chosen for.
     """
@@ -189,7 +206,9 @@ def _choose_open_keys(
         if reason:
             why.append(reason)
         why += about_cluster
-    config, about_compiling = choose_compile(replace(question, config=config))
+    # Whether compiling pays is asked of the strategy that was chosen.
+    chosen = replace(question, config=config)
+    config, about_compiling = choose_compile(chosen)
     if about_compiling:
         why.append(about_compiling)
     return config, why
@@ -198,7 +217,10 @@ def _choose_open_keys(
 def _prepare_data(
     config: Config, policy: Found, base_dir: Path, dry_run: bool, on_progress: OnProgress
 ) -> DataPlan | None:
-    """Return the prepared data, with their classes in the model's own order. A dry run returns None if they are not prepared."""
+    """Return the prepared data, with their classes in the model's own order.
+
+    A dry run returns None if they are not prepared.
+    """
     vision = vision_of(config, policy.path, policy.hf_config)
     tokenizer_path = config.model.tokenizer or policy.path or ""
     if dry_run:
@@ -208,6 +230,7 @@ def _prepare_data(
     if data is None:
         return None
     if config.model.init == "pretrained":
+        # The rows of a trained head are in that order.
         labels = in_own_order(policy.hf_config, data.labels)
         data = data.model_copy(update={"labels": labels})
     _require_measured(config, data.labels)
@@ -215,7 +238,11 @@ def _prepare_data(
 
 
 def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
-    """Return the plan with the number that `checkpoint.every: auto` stands for."""
+    """Return the plan with the number of steps that `checkpoint.every: auto` stands for.
+
+    `planner.faults.campaign` weighs the time of saves against steps that a fault makes the run
+    repeat.
+    """
     assert plan.predicted.estimate is not None
     best = campaign(Candidate("", plan, plan.predicted.estimate), cluster, facts)
     checkpoint = plan.config.checkpoint.model_copy(update={"every": best.every})
@@ -232,9 +259,14 @@ def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
 def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[str, RolePlan]:
     """Return for each auxiliary model, by the name of its role, what it is and where it lies.
 
-    Raises ModelError for a model that reads other tokens than the policy writes, and for a frozen one without a trained head.
+    Raises ModelError for a model that reads other tokens than the policy writes, and for a frozen
+    one without a trained head.
     """
-    roles = roles_of(config, policy, lambda model: find_model(model, on_progress, weights=True))
+
+    def find(model: ModelConfig) -> Found:
+        return find_model(model, on_progress, weights=True)
+
+    roles = roles_of(config, policy, find)
     for name, auxiliary in config.algorithm.auxiliary_models(config).items():
         model = roles[name].model
         path = roles[name].model_path
@@ -252,6 +284,7 @@ def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[s
 def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, where: str) -> None:
     """Raise ModelError if a model comes with a tokenizer that has other tokens than `tokenizer`."""
     if model.tokenizer is None and path is not None and Path(path).is_dir():
+        # A model that was saved without a tokenizer has none to compare.
         has_tokenizer = any(Path(path).glob("*token*"))
         if not has_tokenizer:
             return
@@ -280,19 +313,26 @@ def _first_difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
 
 
 def _number_of_token(vocabulary: dict[str, int], token: str) -> str:
+    """Return what an error says of a token's number: "number 7", or "none"."""
     number = vocabulary.get(token)
-    return "none" if number is None else f"number {number}"
+    if number is None:
+        return "none"
+    return f"number {number}"
 
 
 def _require_runs(plan: Plan) -> None:
-    """Raise PlanError or ModelError if a model could not be built, or would not run: tried here on small copies."""
+    """Raise PlanError or ModelError if a model could not be built, or would not run as planned.
+
+    Small copies are tried here, once, before a rank holds any weight.
+    """
     config = plan.config
     if config.optimizer.groups:
+        # Groups name parameters, which only the model itself knows, with its adapter.
         policy = _build_on_meta(plan, plan.model_path, config.model, config.head)
         freeze(policy, config.model.freeze)
         if config.adapter.kind == "lora":
             adapters.inject(policy, config.adapter, seed=0)
-        config.optimizer.require_groups(learning(policy))
+        config.optimizer.require_groups(trainable_names(policy))
     _require_model_runs(plan, plan.model_path, config.model, config.head)
     for role in plan.roles.values():
         if role.model != config.model:
@@ -334,7 +374,11 @@ def _require_measured(config: Config, labels: tuple[str, ...]) -> None:
 def _check_prompts(
     rollout: RolloutSpec, config: Config, base_dir: Path, data: DataPlan | None
 ) -> None:
-    """Raise ConfigError or PlanError if rewards or the curriculum do not fit the columns and domains of the prompts."""
+    """Raise ConfigError or PlanError if rewards or the curriculum do not fit the prompts.
+
+    Rewards are called with the columns of a row, and a curriculum weighs domains. `data`: None if
+    they are not prepared, in a dry run.
+    """
     columns = None
     if data is not None:
         columns = data_prepare.prompt_columns(data)
@@ -353,7 +397,11 @@ def _check_prompts(
 
 
 def _require_samples_and_tasks(plan: Plan, base_dir: Path) -> None:
-    """Raise DataError if eval.samples finds no prompts, and ConfigError or EnvironmentFault if eval.tasks cannot be loaded."""
+    """Raise an error if eval.samples or eval.tasks cannot be done.
+
+    It is a DataError if eval.samples finds no prompts, and a ConfigError or EnvironmentFault if
+    eval.tasks cannot be loaded.
+    """
     if plan.config.eval.samples:
         from drumline.train.sampling import prompts  # importing the generators takes a second
 
@@ -365,7 +413,11 @@ def _require_samples_and_tasks(plan: Plan, base_dir: Path) -> None:
 
 
 def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
-    """Return the plan for a module of the user's own. Nothing is predicted: only the module itself knows what it computes."""
+    """Return the plan for a module of the user's own.
+
+    Nothing is predicted: only the module itself knows what it computes. The module is laid out here
+    without its weights, to find mistakes before any rank starts.
+    """
     config = request.loaded.config
     base_dir = request.loaded.base_dir.absolute()
     if config.checkpoint.every == "auto":
@@ -379,7 +431,7 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     module, _ = lay_out_spreadable(
         plan, own_build(plan), "cpu", config.model.units, config.model.tp_plan
     )
-    config.optimizer.require_groups(learning(module))
+    config.optimizer.require_groups(trainable_names(module))
     if plan.engine == "pipeline":
         from drumline.engine.own_pipeline import cut
 
@@ -392,7 +444,11 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
 
 
 def _own_data(config: Config, base_dir: Path) -> DataPlan:
-    """Return the data of a module of the user's own: samples are read as they are, and nothing is prepared."""
+    """Return the data of a module of the user's own.
+
+    Samples are read as they are, and nothing is prepared. The caches are names, which
+    `streams.open_samples` understands, and not folders.
+    """
     samples = read_samples(config.data.train, base_dir, Draws(0).used)
     eval_caches = {}
     eval_samples = 0
@@ -411,7 +467,9 @@ def _own_data(config: Config, base_dir: Path) -> DataPlan:
 def _resolve_plan(
     request: Request, config: Config, machine: Machine, data: DataPlan | None, **model: Any
 ) -> Plan:
-    """Return the plan with every number resolved. `model`: facts, path and roles, as `resolve` takes them.
+    """Return the plan with every number resolved.
+
+    `model`: facts, path and roles, as `resolve` takes them.
 
     Raises PlanError also for a profile of steps or ranks that the run does not have.
     """
@@ -472,10 +530,12 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
 
     Returns the path of plan.json, and what the ranks resume from.
 
-    Raises EnvironmentFault if another run is in the folder, it cannot be written, or it has too little space; and
-    CheckpointError if there is nothing to resume from, or the config differs in what matters.
+    Raises EnvironmentFault if another run is in the folder, it cannot be written, or it has too
+    little space; and CheckpointError if there is nothing to resume from, or the config differs in
+    what matters.
     """
     run_dir = Path(plan.run_dir)
+    # First, since a save that a crash has broken off may hide the newest checkpoint.
     recover(run_dir / CHECKPOINTS)
     start = resume_from(run_dir, request, plan)
     if request.resume is None:
@@ -486,7 +546,9 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
     if copies:
         require_room(copies * plan.checkpoint_bytes)
     # A run keeps at least one checkpoint while it writes the next.
-    needed = plan.checkpoint_bytes if plan.saves else 0
+    needed = 0
+    if plan.saves:
+        needed = plan.checkpoint_bytes
     free = free_bytes(run_dir)
     if free < needed:
         raise EnvironmentFault(
@@ -506,7 +568,10 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
 
 
 def _require_empty(run_dir: Path) -> None:
-    """Raise EnvironmentFault if a run folder holds more than the lease and results of `drumline eval`."""
+    """Raise EnvironmentFault if a run folder holds anything of a run.
+
+    A lease and results of `drumline eval` may be there.
+    """
     if not run_dir.is_dir():
         return
     for entry in run_dir.iterdir():
@@ -535,8 +600,8 @@ def _make_fallback(plan: Plan) -> None:
 def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
     """Return what the ranks resume from; None for a run that starts afresh.
 
-    Only the saved config and data are looked at: the ranks verify the checkpoint itself, each a part of
-    it. Raises CheckpointError.
+    Only the saved config and data are looked at: the ranks verify the checkpoint itself, each a
+    part of it. Raises CheckpointError.
     """
     if request.resume is None:
         return None
@@ -551,9 +616,12 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
 
 
 def as_before(plan: Plan, request: Request) -> Plan:
-    """Return the plan with the learning rate that the run has had, if only the number of devices that scales it is new.
+    """Return the plan with the learning rate that the run has had.
 
-    If the next step's rate is not that of the schedule so far, a line says so. Raises CheckpointError.
+    It is kept if only the number of devices, by which it is scaled, is new.
+
+    If the next step's rate is not that of the schedule so far, a line says so. Raises
+    CheckpointError.
     """
     if request.resume is None:
         return plan
@@ -575,14 +643,19 @@ def as_before(plan: Plan, request: Request) -> Plan:
 
 
 def _with_rate_of(path: str, state: dict[str, Any], plan: Plan, request: Request) -> Plan:
-    """Return the plan with a checkpoint's learning rate, if the rate is scaled by devices and only their number has changed it."""
+    """Return the plan with a checkpoint's learning rate, if only other devices change it.
+
+    `path`, `state`: of the checkpoint. The rate may change if the user allows it, or if the global
+    batch is another one, which the scaling is for.
+    """
     lr = state.get("lr")
     if lr is None or lr == plan.lr or plan.config.optimizer.lr_scaling == "none":
         # Checkpoints of older versions do not have the rate.
         return plan
-    may_change = any(
-        key in ("all", "optimizer") or key.startswith("optimizer.lr") for key in request.allow
-    )
+    may_change = False
+    for key in request.allow:
+        if key in ("all", "optimizer") or key.startswith("optimizer.lr"):
+            may_change = True
     is_same_batch = state.get("global_samples") == plan.batch.global_samples
     if may_change or not is_same_batch:
         return plan
@@ -592,10 +665,10 @@ def _with_rate_of(path: str, state: dict[str, Any], plan: Plan, request: Request
 
 
 def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
-    """Return a line on the learning rate of the last step and of the next one, and why they lie apart.
+    """Return a line on why the learning rate jumps between the last step and the next one.
 
-    Returns None if the schedule goes on as it was, and for checkpoints of older versions, which do not
-    have its length. `state`: of the checkpoint.
+    Returns None if the schedule goes on as it was, and for checkpoints of older versions, which do
+    not have its length. `state`: of the checkpoint.
     """
     step = state["trainer"].get("step")
     lr = state.get("lr")
@@ -609,6 +682,7 @@ def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
     except (ValidationError, KeyError, TypeError):
         return None
     warmup = state["warmup_steps"]
+    # The rate of the next step as the run would have had it, and as it will be.
     following = lr * schedule.rate(step, steps, warmup)
     now = plan.lr * plan.config.schedule.rate(step, plan.steps, plan.warmup_steps)
     if math.isclose(following, now, rel_tol=1e-6):
@@ -634,7 +708,10 @@ def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
 
 
 def _saved_state(resume: Resume, plan: Plan) -> tuple[str, dict[str, Any]] | None:
-    """Return the checkpoint that a run resumes from, and its state; None if the run has saved none yet."""
+    """Return the checkpoint that a run resumes from, and its state.
+
+    None if the run has saved none yet.
+    """
     root = Path(plan.run_dir) / CHECKPOINTS
     return state_to_resume(resume, root, plan.config.checkpoint.url)
 
@@ -652,7 +729,9 @@ def _changed_keys(
 
 
 def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
-    """Raise CheckpointError if a checkpoint was made with another config or other data, and that is not allowed.
+    """Raise CheckpointError if a checkpoint is of another run, and that is not allowed.
+
+    Another run has another config or other data.
 
     `state`: of the checkpoint at `path`.
     """
@@ -676,7 +755,8 @@ def _check_same_batch(path: str, state: dict[str, Any], plan: Plan, allow: tuple
     """Raise CheckpointError if a step takes another number of samples than before."""
     before = state.get("global_samples")
     now = plan.batch.global_samples
-    is_allowed = any(key.partition(".")[0] in ("batch", "all") for key in allow)
+    allowed_sections = {key.partition(".")[0] for key in allow}
+    is_allowed = not allowed_sections.isdisjoint(("batch", "all"))
     if not isinstance(before, int) or before == now or is_allowed:
         return
     raise CheckpointError(
@@ -688,9 +768,11 @@ def _check_same_batch(path: str, state: dict[str, Any], plan: Plan, allow: tuple
 
 
 def _check_same_base(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
-    """Raise CheckpointError if the frozen weights are not those that the checkpoint was trained on."""
+    """Raise CheckpointError if the checkpoint was trained on other frozen weights."""
     before = state.get("base")
-    if before is None or plan.base is None or before == plan.base or allowed("model", allow):
+    if before is None or plan.base is None or before == plan.base:
+        return
+    if allowed("model", allow):
         return
     raise CheckpointError(
         f"the frozen weights in {plan.model_path} are not those that this checkpoint was trained on top of",
@@ -700,10 +782,13 @@ def _check_same_base(path: str, state: dict[str, Any], plan: Plan, allow: tuple[
 
 
 def _check_same_data(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
-    """Raise CheckpointError if the training data have changed; print a note if that is allowed, or not known."""
-    now = plan.data.identity if plan.data else None
-    if now is None:
+    """Raise CheckpointError if the training data have changed.
+
+    If that is allowed, or not known, a note is printed instead.
+    """
+    if plan.data is None or plan.data.identity is None:
         return
+    now = plan.data.identity
     if state.get("data") is None:
         notes(
             [

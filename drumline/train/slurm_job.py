@@ -1,4 +1,7 @@
-"""What the batch script of a Slurm job runs: `python -m drumline.train.slurm_job PLAN_JSON [--resume PATH|newest]`."""
+"""What the batch script of a Slurm job runs.
+
+`python -m drumline.train.slurm_job PLAN_JSON [--resume PATH|newest]`.
+"""
 
 from __future__ import annotations
 

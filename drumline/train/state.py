@@ -1,4 +1,4 @@
-"""The state of a run: its counters, how its time was spent, and the step whose numbers are on their way to the host."""
+"""The state of a run: its counters, how its time was spent, and the pending step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ MAX_RESCALES = 20
 CALLED_AT_SAVE = ("stream", "spikes")
 # The only key of an encoded dictionary whose keys are not all strings; see `keyed`.
 PAIRS = "drumline: keys and values"
-# The name of a sum over ranks that step without their peers: the squared norms of their own gradients.
+# The name of a sum over ranks that step without their peers: the squared norms of their own
+# gradients.
 SQUARES = "squared_norms"
 
 Number = TypeVar("Number", float, list[float])
@@ -51,7 +52,8 @@ class TrainState:
     skips: int = 0
     # Steps at the last evaluation; 0 before the first; -1 in checkpoints of older versions.
     evaluated: int = -1
-    # The metric that eval.patience compares with, and how many evaluations in a row were not better.
+    # The metric that eval.patience compares with, and how many evaluations in a row were not
+    # better.
     mark: float | None = None
     stale: int = 0
     # What the stream of batches needs, besides `position`, to continue.
@@ -65,7 +67,8 @@ class TrainState:
     def dump(self) -> dict[str, Any]:
         """Return the state as a checkpoint stores it.
 
-        Functions among the values of `stream` and `spikes` are called now. Collective, as a save is.
+        Functions among the values of `stream` and `spikes` are called now. Collective, as a save
+        is.
         """
         dumped = dict(vars(self))
         for name in CALLED_AT_SAVE:
@@ -135,7 +138,9 @@ class ArrivedNumbers(NamedTuple):
 
 @dataclass
 class PendingStep:
-    """A step whose update is made, or under way on a GPU, and whose numbers may still be on their way to the host.
+    """A step whose numbers may still be on their way to the host.
+
+    Its update is made, or under way on a GPU.
 
     A session sets `gathered` and `step` alone; the other fields belong to `Loop`.
     """
@@ -189,7 +194,10 @@ class PendingStep:
 
     @property
     def device_values(self) -> list[list[float]]:
-        """What `Meter.values` of each rank returned, each value by rank; empty if the step is not logged."""
+        """What `Meter.values` of each rank returned, each value by rank.
+
+        It is empty if the step is not logged.
+        """
         # The gradient norm comes last.
         return self.arrived.by_rank[len(StepNumbers._fields) : -1]
 
@@ -215,7 +223,9 @@ def check_finite(
     where: str,
     fix: str,
 ) -> None:
-    """Count a step whose loss or gradient norm is not finite, and stop the run after too many in a row.
+    """Count a step whose loss or gradient norm is not finite.
+
+    After too many in a row the run is stopped.
 
     Such a step has left the weights as they were. An event names its samples.
 
@@ -285,7 +295,10 @@ def rate_evaluation(
 
 
 def _is_better(metric: float, other: float | None, min_delta: float, mode: str) -> bool:
-    """Whether a finite metric is better than another by more than `min_delta`. `mode`: min or max."""
+    """Whether a finite metric is better than another by more than `min_delta`.
+
+    `mode`: min or max.
+    """
     if not math.isfinite(metric):
         return False
     if other is None:
@@ -325,8 +338,8 @@ class Goodput:
         """`started`: unix time."""
         self.started = started
         self.seconds = dict.fromkeys(self.CATEGORIES, 0.0)
-        # Seconds of the parts of start-up, in order. The first part begins with the process, each other one where
-        # the part before it ends.
+        # Seconds of the parts of start-up, in order. The first part begins with the process, each
+        # other one where the part before it ends.
         before_start = started - psutil.Process().create_time()
         self.parts = {"imports and plan": max(0.0, before_start)}
         self._part_began = started
@@ -349,7 +362,10 @@ class Goodput:
         self._part_began = now
 
     def end_startup(self) -> None:
-        """Count all time that no category has claimed as start-up. Called as a step begins; only the first call counts."""
+        """Count all time that no category has claimed as start-up.
+
+        Called as a step begins; only the first call counts.
+        """
         if self._has_stepped:
             return
         self._has_stepped = True
@@ -357,7 +373,7 @@ class Goodput:
         self.seconds["startup"] = time.time() - self.started - claimed
 
     def report_startup(self) -> dict[str, float] | None:
-        """Return the seconds of each part of start-up once, after the first step; None from then on.
+        """Return the seconds of each part of start-up, once, after the first step; then None.
 
         The first step is one of the parts, as it compiles.
         """

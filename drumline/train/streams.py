@@ -1,6 +1,7 @@
 """The batches of one rank, for training and evaluation.
 
-Some objectives need numbers over a whole global batch before their loss: `FirstPass` computes them in a pass without gradients.
+Some objectives need numbers over a whole global batch before their loss: `FirstPass` computes them
+in a pass without gradients.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def fixed_width(plan: Plan) -> int | None:
 def open_samples(plan: Plan, folder: str) -> Any:
     """Return the token cache in a folder.
 
-    For a module of the user's own, return the samples of the sources that `folder` names: train, or eval/SET.
+    For a module of the user's own, return the samples of the sources that `folder` names: train, or
+    eval/SET.
     """
     if not plan.config.plain:
         return TokenCache.open(Path(folder))
@@ -72,7 +74,10 @@ def open_samples(plan: Plan, folder: str) -> Any:
 
 
 def order_of(plan: Plan, samples: int) -> Order:
-    """Return the order of the training samples. `samples`: how many there are."""
+    """Return the order of the training samples, which is the same on all ranks.
+
+    `samples`: how many there are in the cache. A mixture and a curriculum have orders of their own.
+    """
     config = plan.config
     seed = derive(config.run.seed, "order")
     shuffles = config.data.order == "shuffle"
@@ -82,6 +87,7 @@ def order_of(plan: Plan, samples: int) -> Order:
     sizes: tuple[int, ...] = (samples,)
     counts: tuple[int, ...] = (samples,)
     if config.data.mixed:
+        # How many samples each source has, and how many of them an epoch takes.
         sources = plan.data.sources if plan.data else ()
         sizes = tuple(source.samples or 0 for source in sources)
         counts = tuple(source.per_epoch for source in sources)
@@ -123,8 +129,8 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
 class Copies:
     """Copies micro-batches to the device.
 
-    On a GPU they come from page-locked memory, which the thread that collates fills, through a CUDA stream of
-    their own. The host is ahead of the device, so a copy runs beside the step before.
+    On a GPU they come from page-locked memory, which the thread that collates fills, through a CUDA
+    stream of their own. The host is ahead of the device, so a copy runs beside the step before.
     """
 
     def __init__(self, device: str) -> None:
@@ -140,7 +146,10 @@ class Copies:
         return lambda *columns: collate(*columns).each(pinned)
 
     def moved(self, micro_batches: list[Any]) -> list[Any]:
-        """Return micro-batches on the device. The host does not wait for the copies; the step's stream does."""
+        """Return micro-batches on the device.
+
+        The host does not wait for the copies; the step's stream does.
+        """
         if self.stream is None:
             return [batch.to(self.device) for batch in micro_batches]
         with torch.cuda.stream(self.stream):
@@ -149,7 +158,7 @@ class Copies:
         stream_of_step.wait_stream(self.stream)
 
         def keep_until_step(tensor: torch.Tensor) -> torch.Tensor:
-            """Keep the copying stream from reusing the memory for a next batch while the step still reads."""
+            """Keep the copying stream from reusing memory that the step still reads."""
             tensor.record_stream(stream_of_step)
             return tensor
 
@@ -174,7 +183,10 @@ def build_streams(
 
 
 class StreamBuilder:
-    """Makes the streams of a data rank, which share the algorithm's collator and the copies to the device."""
+    """Makes the streams of a data rank.
+
+    They share the algorithm's collator and the copies to the device.
+    """
 
     def __init__(self, plan: Plan, data_rank: int, device: str) -> None:
         self.plan = plan
@@ -216,8 +228,10 @@ class StreamBuilder:
             accumulation=stages,
             eval_micro_batch=micro_batch,
         )
-        order = GlobalOrder(len(cache), 0, shuffle=False)
-        return self._on_device(self._stream(cache, order, batch, 0, len(cache), 0, "all"))
+        samples = len(cache)
+        order = GlobalOrder(samples, 0, shuffle=False)
+        stream = self._stream(cache, order, batch, 0, samples, 0, "all")
+        return self._on_device(stream)
 
     def _stream(
         self,
@@ -231,8 +245,8 @@ class StreamBuilder:
     ) -> BatchStream:
         """Return the batches from position `start` to `stop`, still on the host.
 
-        `pairs_within`: for an algorithm that pairs each sample with the one before it, whether the first
-        sample of a batch follows the last one of its batch, or of all samples.
+        `pairs_within`: for an algorithm that pairs each sample with the one before it, whether the
+        first sample of a batch follows the last one of its batch, or of all samples.
         """
         previous: Literal["none", "batch", "all"] = "none"
         if self.plan.config.algorithm.pairs_with_previous:
@@ -262,20 +276,23 @@ class StreamBuilder:
 
 @dataclass(frozen=True)
 class FirstPass:
-    """`Algorithm.first_pass` on one rank: numbers over a global batch that are known before its loss."""
+    """`Algorithm.first_pass` on one rank: numbers over a global batch, before its loss."""
 
     algorithm: Algorithm
     read: Read
     engine: Engine
-    # Whether this rank adds the numbers of its samples; another rank with the same samples does not.
+    # Whether this rank adds the numbers of its samples; another rank with the same samples does
+    # not.
     counts: bool
     device: str
 
     def prepared(self, streams: Streams) -> Streams:
-        """Return the streams with `first` and `places_P` in every micro-batch. Drawing from them is collective.
+        """Return the streams with `first` and `places_P` in every micro-batch.
 
-        The numbers in a batch that is evaluated are those of the whole evaluation set, which is gone
-        through twice: how it is cut depends on how many ranks there are.
+        Drawing from them is collective.
+
+        The numbers in a batch that is evaluated are those of the whole evaluation set, which is
+        gone through twice: how it is cut depends on how many ranks there are.
         """
         held_out: dict[str, Batches] = {}
         for name, batches in streams.held_out.items():
@@ -292,26 +309,32 @@ class FirstPass:
             yield filled(batch, First(self.numbers(batch)), 0)
 
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
-        """Return what `read` gives for the N samples of the global batch, without fillers, in its order: fp64[N, K].
+        """Return what `read` gives for the samples of a global batch, fp64[N, K].
 
-        It is the same on every rank, and on any number of ranks: one rank adds each sample's numbers, the
-        others add zeros.
+        The N samples are in the batch's order, without fillers.
+
+        It is the same on every rank, and on any number of ranks: one rank adds each sample's
+        numbers, the others add zeros.
         """
         first_batches = [self.algorithm.first_batch(each) for each in batch.micro_batches]
         numbers_of = self.engine.infer(first_batches, self.read)
-        table_GK = torch.zeros(
-            len(batch.sample_ids), numbers_of[0].shape[1], dtype=torch.float64, device=self.device
-        )
+        samples = len(batch.sample_ids)
+        width = numbers_of[0].shape[1]
+        table_GK = torch.zeros(samples, width, dtype=torch.float64, device=self.device)
         if self.counts:
             for places, numbers_PK in zip(batch.places, numbers_of, strict=True):
                 places_P = copied_to(self.device, torch.from_numpy(places))
                 table_GK[places_P] = numbers_PK.double()
         # By numbers of rows: of a mask the host would have to ask the device how many it chooses.
         real_N = torch.from_numpy(np.flatnonzero(batch.sample_ids >= 0))
-        return add_up(table_GK)[copied_to(self.device, real_N)]
+        summed_GK = add_up(table_GK)
+        return summed_GK[copied_to(self.device, real_N)]
 
     def _whole(self, batches: Batches) -> Iterator[GlobalBatch]:
-        """Yield the batches of a set, each with the numbers of all samples of the set."""
+        """Yield the batches of a set, each with the numbers of all samples of the set.
+
+        The set is drawn twice: all numbers have to be there before the first loss.
+        """
         numbers_of = [self.numbers(batch) for batch in batches()]
         first = First(torch.cat(numbers_of))
         start = 0
@@ -326,7 +349,9 @@ def filled(batch: GlobalBatch, first: First, start: int) -> GlobalBatch:
     Its own samples begin at row `start` of the numbers.
     """
     is_real_G = batch.sample_ids >= 0
-    rows_G = np.where(is_real_G, is_real_G.cumsum() - 1 + start, -1)
+    # Fillers have no row.
+    row_of_real_G = is_real_G.cumsum() - 1 + start
+    rows_G = np.where(is_real_G, row_of_real_G, -1)
     device = first.numbers_NK.device
     micro_batches = []
     for micro_batch, places in zip(batch.micro_batches, batch.places, strict=True):

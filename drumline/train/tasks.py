@@ -1,4 +1,7 @@
-"""Tasks of lm-eval, scored during a run: each rank answers its share of the questions with the current weights."""
+"""Tasks of lm-eval, scored during a run with the current weights.
+
+Each rank answers its share of the questions.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ MOST_ERROR = 300
 def metrics_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return task → metric → value of the harness's results.
 
-    A metric is `NAME`, or `NAME FILTER` if the answers were filtered. `metric_stderr` stands beside it, if it was computed.
+    A metric is `NAME`, or `NAME FILTER` if the answers were filtered. `metric_stderr` stands beside
+    it, if it was computed.
     """
     metrics: dict[str, dict[str, float]] = {}
     for task, values in results.items():
@@ -47,7 +51,8 @@ def metrics_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]
 def manager_of(options: EvalConfig, base_dir: Path) -> tuple[Any, list[str]]:
     """Return lm-eval's task manager, and what it is to load: names, and paths of YAMLs.
 
-    Raises EnvironmentFault without the package, and ConfigError for a path without a file or an unknown name.
+    Raises EnvironmentFault without the package, and ConfigError for a path without a file or an
+    unknown name.
     """
     require_package("lm_eval", WHERE, "pip install lm-eval, or leave the tasks out")
     import datasets
@@ -118,7 +123,9 @@ class Tasks:
         self.manager, self.to_load = manager_of(self.options, Path(plan.base_dir))
 
     def is_due(self, before: int, step: int) -> bool:
-        """Whether an evaluation after `step` steps scores the tasks, when the last evaluation was after `before`.
+        """Whether an evaluation after `step` steps scores the tasks.
+
+        `before`: the steps of the last evaluation.
 
         The steps of a rollout may pass over a multiple.
         """
@@ -126,12 +133,15 @@ class Tasks:
         return every is None or step in (0, self.plan.steps) or is_due(every, before, step)
 
     def score(self) -> dict[str, float]:
-        """Return tasks/NAME/METRIC of the current weights, the same on all ranks. Collective. Raises EnvironmentFault."""
+        """Return tasks/NAME/METRIC of the current weights, the same on all ranks.
+
+        Collective. Raises EnvironmentFault.
+        """
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
         class Shared(HFLM):
-            """A model over which lm-eval shares out the questions of a task to the ranks, and gathers their answers."""
+            """A model over which lm-eval shares out the questions of a task to the ranks."""
 
             def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
                 return torch.tensor(from_all(tensor.tolist()))
@@ -150,7 +160,8 @@ class Tasks:
                 alive(math.inf)
                 return super()._model_generate(*arguments, **options)
 
-        # What the harness does before, between and after its calls takes as long as tasks and their rows want.
+        # What the harness does before, between and after its calls takes as long as tasks and their
+        # rows want.
         alive(math.inf)
         module = self.model()
         with generating(module):

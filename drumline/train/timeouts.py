@@ -1,7 +1,10 @@
-"""After how many seconds a collective fails, by what the ranks are doing: little within a step, more between steps.
+"""After how many seconds a collective fails, by what the ranks are doing.
 
-The watcher of heartbeats names and ends ranks that hang long before (`system.heartbeat`). These limits are for runs that nobody watches.
-NCCL counts from when the host begins a collective, so all that the device has to do before it counts as well.
+It is little within a step, and more between steps.
+
+The watcher of heartbeats names and ends ranks that hang long before (`system.heartbeat`). These
+limits are for runs that nobody watches. NCCL counts from when the host begins a collective, so all
+that the device has to do before it counts as well.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ TIMES = 3.0  # a collective may take so many times the longest step
 
 
 class CollectiveTimeout:
-    """Sets the limit of collectives on this rank. All ranks call each method at the same step with the same numbers, so they agree."""
+    """Sets the limit of collectives on this rank.
+
+    All ranks call each method at the same step with the same numbers, so they agree.
+    """
 
     def __init__(self, plan: Plan) -> None:
         """Set the limit for the time until the first step."""
@@ -39,7 +45,10 @@ class CollectiveTimeout:
         self._set(LONG_SECONDS)
 
     def after_step(self, step: int, seconds: list[float]) -> None:
-        """Set the limit of the steps that follow. `step`: as `PendingStep.step`; `seconds`: of the step before it on each rank."""
+        """Set the limit of the steps that follow.
+
+        `step`: as `PendingStep.step`; `seconds`: of the step before it on each rank.
+        """
         self.longest = max(self.longest, *seconds)
         if step > self.last:
             self._set(self.least)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.build import build_model, lay_out
-from drumline.models.freeze import learning
+from drumline.models.freeze import trainable_names
 from drumline.models.load import facts, load_config
 from drumline.models.shards import Drawn, FromFiles, Loaded, Values
 from drumline.models.small import small_copy
@@ -166,7 +166,9 @@ def test_what_its_class_freezes_stays_frozen_in_a_model_that_is_read_whole(tmp_p
         build_model(str(tmp_path), given.model_copy(update={"init": "random"}), 0),
         build_model(str(tmp_path), given, 0),
     )
-    assert learning(read) == learning(drawn) and len(learning(read)) < len(list(read.parameters()))
+    assert trainable_names(read) == trainable_names(drawn) and len(trainable_names(read)) < len(
+        list(read.parameters())
+    )
 
 
 def test_packed_weights_of_fp8_are_unpacked_and_no_longer_called_packed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from drumline.data.batches import TokenBatch
 from drumline.engine import data_parallel, norms
 from drumline.engine.native import NativeEngine, prepare
 from drumline.engine.norms import GROWTH_INTERVAL, LossScale
-from drumline.engine.optimizer import build_optimizer, masks
+from drumline.engine.optimizer import build_optimizer, handles_found_inf
 from drumline.engine.transforms import WRITTEN, apply_activation_checkpointing, blocks, selective
 from drumline.errors import PlanError
 from drumline.models.build import lay_out
@@ -263,7 +263,7 @@ def test_a_bucket_of_gradients_moves_nothing_to_the_device_or_back(
 
 
 def test_an_fp16_step_is_decided_on_the_device(model_dir: Path) -> None:
-    assert engine(model_dir, "fp16").masks
+    assert engine(model_dir, "fp16").handles_found_inf
 
 
 def test_a_loss_that_jumps_is_no_overflow(model_dir: Path) -> None:
@@ -386,8 +386,10 @@ def test_the_host_decides_for_a_fused_step_on_another_device() -> None:
     """A flag on a GPU has not come to the host when a fused step there reads it."""
     parameter, plain = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     fused = build_optimizer({"weight": parameter}, OptimizerConfig())
-    assert masks(fused, "cpu") and not masks(fused, "cuda")
-    assert not masks(build_optimizer({"weight": plain}, OptimizerConfig(fused=False)), "cpu")
+    assert handles_found_inf(fused, "cpu") and not handles_found_inf(fused, "cuda")
+    assert not handles_found_inf(
+        build_optimizer({"weight": plain}, OptimizerConfig(fused=False)), "cpu"
+    )
 
 
 def test_an_optimizer_with_nothing_to_learn_takes_its_steps() -> None:

@@ -33,22 +33,29 @@ class DiLoCoEngine(LocalEngine):
     θ ← θ − rate × (Δ + μ m). All ranks go on from θ.
 
     It costs 8 bytes a parameter on each rank. They are saved as `outer.<fqn>.weight` and
-    `outer.<fqn>.momentum`; other strategies leave that section where it is. A run that comes from one of
-    them starts with m = 0 and θ = its weights.
+    `outer.<fqn>.momentum`; other strategies leave that section where it is. A run that comes from
+    one of them starts with m = 0 and θ = its weights.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, *args: Any, **options: Any) -> None:
         super().__init__(plan, model, *args, **options)
         self.outer = cast("DiLoCoStrategy", self.strategy)
-        trainable = {name.removeprefix("model."): tensor for name, tensor in self.apart.items()}
-        self.names = [name for name in trainable if name in self.named]
-        self.weights = [trainable[name] for name in self.names]
+        # Trainable weights by the names of the model's parameters. Buffers have no outer step.
+        self.names: list[str] = []
+        self.weights: list[torch.Tensor] = []
+        for canonical_name, tensor in self.apart.items():
+            name = canonical_name.removeprefix("model.")
+            if name in self.named:
+                self.names.append(name)
+                self.weights.append(tensor)
+        # θ and m of each weight.
         self.anchors = [weight.clone() for weight in self.weights]
         self.moments = [torch.zeros_like(weight) for weight in self.weights]
 
     def exchange(self) -> None:
         """Average the copies, and take an outer step from where they are."""
         super().exchange()
+        # The weights are the mean of the copies now.
         deltas = foreach_sub(self.anchors, self.weights)
         self.outer_step(self.anchors, self.moments, deltas)
         foreach_copy_(self.weights, self.anchors)
@@ -60,8 +67,10 @@ class DiLoCoEngine(LocalEngine):
 
         `moments`: their momentum, changed in place. `deltas`: Δ, which is overwritten.
         """
+        # m ← μ m + Δ
         foreach_mul_(moments, self.outer.outer_momentum)
         foreach_add_(moments, deltas)
+        # θ ← θ − rate × (Δ + μ m)
         foreach_add_(deltas, moments, alpha=self.outer.outer_momentum)
         foreach_sub_(anchors, deltas, alpha=self.outer.outer_lr)
 
@@ -85,4 +94,6 @@ class DiLoCoEngine(LocalEngine):
             foreach_zero_(self.moments)
 
     def memory_stats(self) -> MemoryStats:
-        return super().memory_stats() + MemoryStats.of((), (), [*self.anchors, *self.moments])
+        """See Engine. The outer weights and their momentum count as optimizer state."""
+        of_outer_optimizer = MemoryStats.of((), (), [*self.anchors, *self.moments])
+        return super().memory_stats() + of_outer_optimizer

@@ -36,7 +36,8 @@ def spread(plan: Plan, model: nn.Module, module: nn.Module, values: Values) -> U
 class OverDevices(nn.DataParallel):
     """nn.DataParallel around any module, with all attributes of the module.
 
-    Each tensor of a call is cut over its first dimension, and the outputs are put together the same way.
+    Each tensor of a call is cut over its first dimension, and the outputs are put together the same
+    way.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -49,11 +50,11 @@ class OverDevices(nn.DataParallel):
 class Scattered(nn.Module):
     """A module like `module`, a ForwardWithObjective on the first GPU, whose forward uses all GPUs.
 
-    One process drives all GPUs of the machine by nn.DataParallel; on a CPU it computes all rows itself.
-    DDP is faster; this is for a host where one process alone may run. The rows of a batch are cut over
-    the GPUs in equal runs, the weights are copied to each, and the sums are added on the first. If there
-    are fewer rows than GPUs, some GPUs idle. nn.DataParallel cuts tensors alone, so a batch goes through
-    it as a dictionary of its tensors.
+    One process drives all GPUs of the machine by nn.DataParallel; on a CPU it computes all rows
+    itself. DDP is faster; this is for a host where one process alone may run. The rows of a batch
+    are cut over the GPUs in equal runs, the weights are copied to each, and the sums are added on
+    the first. If there are fewer rows than GPUs, some GPUs idle. nn.DataParallel cuts tensors
+    alone, so a batch goes through it as a dictionary of its tensors.
     """
 
     def __init__(self, module: nn.Module, device: str) -> None:
@@ -68,8 +69,8 @@ class Scattered(nn.Module):
             isinstance(self.over_devices, nn.DataParallel) and len(self.over_devices.device_ids) > 1
         )
         if is_cut and hasattr(batch, "learned_M"):
-            # The two count targets of all rows. The host tells each device which targets are its own: to
-            # ask a device would mean to wait for it.
+            # The two count targets of all rows. The host tells each device which targets are its
+            # own: to ask a device would mean to wait for it.
             batch = replace(batch, bounds_N=None, learned_M=None)
         tensors = {}
         for field in fields(batch):
@@ -83,8 +84,8 @@ class Scattered(nn.Module):
 class _Rows(nn.Module):
     """The part of each GPU: it computes its rows of the batch.
 
-    Fields of the batch that are not tensors come from the whole `batch`. The sums have the shape [1], so
-    that nn.DataParallel can concatenate them.
+    Fields of the batch that are not tensors come from the whole `batch`. The sums have the shape
+    [1], so that nn.DataParallel can concatenate them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -106,7 +107,7 @@ class _Rows(nn.Module):
 
 
 def _is_cut(batch: Any) -> bool:
-    """Return whether `Scattered` has removed from a batch what belongs to all of its rows together."""
+    """Return whether `Scattered` has removed from a batch what belongs to all its rows."""
     return getattr(batch, "learned_on_host_M", None) is not None and batch.learned_M is None
 
 
@@ -126,5 +127,7 @@ def learned_of_rows(
 
     `places_M`: int64[M] places in a flattened [B, `width`].
     """
-    is_here_M = (places_M >= rows.start * width) & (places_M < rows.stop * width)
+    first = rows.start * width
+    stop = rows.stop * width
+    is_here_M = (places_M >= first) & (places_M < stop)
     return places_M[is_here_M] - rows.start * width

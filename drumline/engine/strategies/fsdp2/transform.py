@@ -41,8 +41,8 @@ def spread(
 ) -> Sharded:
     """Shard the model and fill its weights.
 
-    `roots`: modules that run, each with the part of the model that is in it. A model without weights is
-    sharded first, then its parts are filled.
+    `roots`: modules that run, each with the part of the model that is in it. A model without
+    weights is sharded first, then its parts are filled.
     """
     is_own_module = isinstance(roots[0][0], Plain)
     dtype = gathered_in(plan, is_own_module)
@@ -57,17 +57,21 @@ def spread(
         sharded_roots.append(sharded)
     values.fill(model, offloaded=plan.offload == "cpu")
     is_pipeline = plan.engine == "pipeline"
-    # torch's stages hold the reduction back until the last micro-batch, and then start it themselves.
+    # torch's stages hold the reduction back until the last micro-batch, and then start it
+    # themselves.
     sync = options.sync_each_micro_batch and not is_pipeline
-    # The clocks measure neither hybrid sharding, which also sums over replicas, nor stages, which train
-    # outside of `micro_batch`.
+    # The clocks measure neither hybrid sharding, which also sums over replicas, nor stages, which
+    # train outside of `micro_batch`.
     timed = mesh.device_type == "cpu" and mesh.ndim == 1 and not is_pipeline
     first, *more_roots = sharded_roots
     return Sharded(first, sync, casts=dtype is not None, more_roots=more_roots, timed=timed)
 
 
 class Units(NamedTuple):
-    """Modules that are gathered by themselves: the embedding and the head in lists of one or none."""
+    """Modules that are gathered by themselves.
+
+    The embedding and the head are in lists of one or none.
+    """
 
     embedding: list[nn.Module]
     blocks: list[nn.Module]
@@ -89,11 +93,11 @@ def apply_fsdp2(
 ) -> FSDPModule:
     """Shard weights, gradients and moments (ZeRO-3, Rajbhandari et al. 2020), each parameter as a DTensor.
 
-    `module` is the root. Each block is a unit of its own, with `ends_apart` the embedding and the head,
-    too; the rest (the last norm, tied ends) belongs to the root. Weights are gathered in `param_dtype`.
-    Gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The parameters may be
-    on the meta device. `experts`: the mesh of experts that are cut by their number; each layer's are a
-    unit.
+    `module` is the root. Each block is a unit of its own, with `ends_apart` the embedding and the
+    head, too; the rest (the last norm, tied ends) belongs to the root. Weights are gathered in
+    `param_dtype`. Gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The
+    parameters may be on the meta device. `experts`: the mesh of experts that are cut by their
+    number; each layer's are a unit.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
@@ -130,11 +134,15 @@ def apply_fsdp2(
 def _find_units(
     root: nn.Module, model: nn.Module, options: FSDP2Strategy, ends_apart: bool
 ) -> Units:
-    """Return the modules that are gathered by themselves. Those that share a weight belong to the root."""
+    """Return the modules that are gathered by themselves.
+
+    Those that share a weight belong to the root.
+    """
     if options.wrap is None:
         candidates = list(blocks(model))
     else:
         candidates = [unit for unit in model.modules() if type(unit).__name__ in options.wrap]
+    # Ends that stay with the root are gathered for all of forward and backward.
     embedding: list[nn.Module] = []
     head: list[nn.Linear] = []
     if ends_apart:
@@ -195,10 +203,14 @@ def _ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Linear]]:
 
 
 class _NotAView(torch.autograd.Function):
-    """Return a tensor over the memory of a view that is no view. The two share a version counter."""
+    """Return a tensor over the memory of a view that is no view.
+
+    The two share a version counter.
+    """
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        """Return the tensor. autograd gives it a history of its own, this function's."""
         return view.detach()
 
     @staticmethod
@@ -220,10 +232,13 @@ def _return_no_views(unit: nn.Module, args: Any, options: Any, outputs: Any) -> 
     returned = _tensors_in(outputs)
     if not any(_is_view(tensor) for tensor in returned):
         return outputs
-    elsewhere = Counter(_memory(tensor) for tensor in (*returned, *_tensors_in((args, options))))
+    # How many of the outputs and inputs lie in the same memory.
+    inputs = _tensors_in((args, options))
+    users_of_memory = Counter(_memory(tensor) for tensor in (*returned, *inputs))
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        if not _is_view(tensor) or elsewhere[_memory(tensor)] > 1:
+        """Return a tensor that is no view, if nothing else lies in its memory."""
+        if not _is_view(tensor) or users_of_memory[_memory(tensor)] > 1:
             return tensor
         alone: torch.Tensor = _NotAView.apply(tensor)
         return alone

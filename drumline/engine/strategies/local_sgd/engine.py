@@ -1,14 +1,14 @@
 """The engine of strategies whose ranks train copies by themselves and average them every `period` steps.
 
-A rank's gradient is that of its own samples' loss sum, scaled as under DDP (ranks / weight of the global
-batch): the mean over ranks is DDP's gradient, and each token weighs the same. A rank clips by the norm of
-its own gradient. The logged norm is the root mean square of the ranks' norms. It is not finite if any
-rank's is not, so all ranks skip a step together. The sums of the loop (a few numbers a step: losses, the
-stop signal) still go over all ranks.
+A rank's gradient is that of its own samples' loss sum, scaled as under DDP (ranks / weight of the
+global batch): the mean over ranks is DDP's gradient, and each token weighs the same. A rank clips
+by the norm of its own gradient. The logged norm is the root mean square of the ranks' norms. It is
+not finite if any rank's is not, so all ranks skip a step together. The sums of the loop (a few
+numbers a step: losses, the stop signal) still go over all ranks.
 
-Evaluation runs on the mean of the copies, and leaves the copies as they are. A checkpoint replaces the
-copies and their moments by their mean, so the run that goes on and the one that is resumed from it take
-the same course, under any strategy.
+Evaluation runs on the mean of the copies, and leaves the copies as they are. A checkpoint replaces
+the copies and their moments by their mean, so the run that goes on and the one that is resumed from
+it take the same course, under any strategy.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ class LocalEngine(NativeEngine):
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """Step this rank's copy, clipped by its own norm, and average if a period ends."""
-        require_none_late(self.model, self.learned)
-        # A norm of more gradients than these, of a composite engine, raises each rank's own in proportion.
+        require_none_late(self.model, self.initially_trainable)
+        # A norm of more gradients than these, of a composite engine, raises each rank's own in
+        # proportion.
         ratio = torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm)
         super().step(lr, self.own_norm * ratio, finite)
         self.together = False
@@ -96,18 +97,18 @@ class LocalEngine(NativeEngine):
             self.exchange()
             self.waited = time.perf_counter() - began
 
-    def _come_together(self) -> None:
+    def _prepare_evaluation_weights(self) -> None:
         """Put the mean of the copies in place of this rank's copy, which is kept aside."""
         if not self.together:
             self.own = [tensor.clone() for tensor in self.apart.values()]
             average(list(self.apart.values()), self.ranks)
             self.together = True
-        super()._come_together()
+        super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Replace the copies and their moments by their mean, and return the checkpoint's tensors."""
+        """Replace the copies and their moments by their mean, and return the tensors."""
         self.own = None
-        self._at_mean(True)
+        self._use_averaged_weights(True)
         kept = self._kept()
         codes = {}
         plain = []
@@ -122,7 +123,8 @@ class LocalEngine(NativeEngine):
         average(plain, self.ranks)
         self.together = True
         saved = super().tensors()
-        # Quantised moments are averaged as the values that they encode, which `saved` has copies of.
+        # Quantised moments are averaged as the values that they encode, which `saved` has copies
+        # of.
         average([saved[name] for name in codes], self.ranks)
         return saved
 
@@ -138,7 +140,10 @@ class LocalEngine(NativeEngine):
         return waited
 
     def exchange(self) -> None:
-        """Average the copies. Afterwards `together` is whether all ranks hold the same. Collective."""
+        """Average the copies.
+
+        Afterwards `together` is whether all ranks hold the same. Collective.
+        """
         average(list(self.apart.values()), self.ranks)
         self.together = True
 

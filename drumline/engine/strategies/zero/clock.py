@@ -12,7 +12,10 @@ from typing import Any
 
 
 class Clock:
-    """Seconds in collectives since the last `take`. Only those during a step count, not saves or evaluations."""
+    """Seconds in collectives since the last `take`.
+
+    Only those during a step count, not saves or evaluations.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -28,7 +31,7 @@ class Clock:
             self.is_running = False
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that counts the seconds of `call`, and of waiting for what it returns."""
+        """Return a function that counts the seconds of `call` and of waiting for its result."""
 
         def wrapper(*args: Any, **named: Any) -> Any:
             began = time.perf_counter()

@@ -1,7 +1,7 @@
 """The DeepSpeed config of a ZeRO plan, and the sections of the YAML that set the same options.
 
-The config is the user's own, then the values that the plan decides, then defaults. This module imports
-neither torch nor DeepSpeed.
+The config is the user's own, then the values that the plan decides, then defaults. This module
+imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from drumline.plan.plan import BatchPlan
 AUTO = "auto"
 # DeepSpeed's names for the YAML's optimizers. Its Adam is AdamW unless adam_w_mode is false.
 OPTIMIZERS = {"adamw": ("AdamW", "Adam"), "sgd": ("SGD",)}
-# DeepSpeed's names for keys of the YAML's `batch`, of its schedules, and of options of the strategy.
+# DeepSpeed's names for keys of the YAML's `batch`, of its schedules, and of options of the
+# strategy.
 BATCH = {
     "train_batch_size": "global_samples",
     "train_micro_batch_size_per_gpu": "micro_batch",
@@ -149,11 +150,14 @@ def deepspeed_config(
     run_dir: str,
     facts: ModelFacts | None,
 ) -> dict[str, Any]:
-    """Return the config that DeepSpeed is given: the user's file, `options` over it, then the plan's values.
+    """Return the config that DeepSpeed is given.
 
-    Raises PlanError for the first value that contradicts the YAML, for an `auto` that the plan has no
-    value for, and for what Drumline does itself or cannot do.
+    It is the user's file, `options` over it, then the plan's values.
+
+    Raises PlanError for the first value that contradicts the YAML, for an `auto` that the plan has
+    no value for, and for what Drumline does itself or cannot do.
     """
+    # First check what the user's file says.
     own = _user_values(strategy)
     decided = _decided_values(config, strategy, batch, precision, run_dir)
     rules = decided | _accepted_values(own, config, steps)
@@ -165,13 +169,18 @@ def deepspeed_config(
             _require_size(path, sizes)
         else:
             _require_allowed(path, value, strategy)
+
+    # Then put the values together: the plan's win, and defaults fill what is left.
     values = user_config(strategy, facts)
     for path, rule in decided.items():
         values[path] = rule.value
     for path, value in _defaults(strategy, precision, steps, facts).items():
         values.setdefault(path, value)
+
     nested: dict[str, Any] = {}
     for path, value in values.items():
+        # Optimizer and schedule are Drumline's own: DeepSpeed is handed an optimizer, and no
+        # scheduler.
         section = path.partition(".")[0]
         if section not in ("optimizer", "scheduler"):
             _set_path(nested, path, value)
@@ -206,7 +215,7 @@ def _require_size(path: str, sizes: dict[str, int | None]) -> None:
 
 
 def _require_allowed(path: str, value: Any, strategy: Zero) -> None:
-    """Raise PlanError for an option that Drumline sets itself, or that does not fit its training step."""
+    """Raise PlanError for an option that Drumline sets itself or cannot train with."""
     if path.startswith(("optimizer.params.", "scheduler.params.")):
         fix = "leave it out: `schedule` sets each step's rate"
         if path.startswith("optimizer"):
@@ -222,7 +231,10 @@ def _require_allowed(path: str, value: Any, strategy: Zero) -> None:
 
 
 def _user_values(strategy: Zero) -> dict[str, Any]:
-    """Return the values of the user's own DeepSpeed config by dotted path, `options` over the file."""
+    """Return the values of the user's own DeepSpeed config by dotted path.
+
+    `options` go over the file.
+    """
     assert not isinstance(strategy.config, str), (
         "Zero.with_files puts the file in the place of its path"
     )
@@ -288,7 +300,7 @@ def _decided_values(
 
 
 def _accepted_values(own: dict[str, Any], config: Config, steps: int | None) -> Rules:
-    """Return the values that the user's config `own` may have for the optimizer and the learning rate.
+    """Return the values that the user's config `own` may have for the optimizer and rate.
 
     They are those of the YAML, which decides: DeepSpeed is not given them.
     """
@@ -358,11 +370,14 @@ def _defaults(
 
 
 def _sizes(facts: ModelFacts | None) -> dict[str, int | None]:
-    """Return the values of `auto` for sizes that follow from the model's width; None if it is not known.
+    """Return the values of `auto` for sizes that follow from the model's width, by dotted path.
 
-    Hugging Face's integration of DeepSpeed fills them in by the same formulas.
+    They are None if the model is not known yet. Hugging Face's integration of DeepSpeed fills them
+    in by the same formulas.
     """
-    bucket = prefetched = threshold = None
+    bucket: int | None = None
+    prefetched: int | None = None
+    threshold: int | None = None
     if facts is not None:
         bucket = facts.hidden * facts.hidden
         prefetched = int(0.9 * facts.hidden * facts.hidden)

@@ -1,7 +1,8 @@
 """The DeepSpeed engine: ZeRO 1, 2 and 3 (Rajbhandari et al. 2020), with offloading to host and NVMe (2021).
 
-DeepSpeed does backward, reduction and step. Drumline decides what is summed, what it is divided by, the
-learning rate, and what happens at non-finite numbers. This is the only file that imports deepspeed.
+DeepSpeed does backward, reduction and step. Drumline decides what is summed, what it is divided by,
+the learning rate, and what happens at non-finite numbers. This is the only file that imports
+deepspeed.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ _joined: list[dist.ProcessGroup | None] = []
 # What torch's optimizers keep of a parameter.
 ADAM = ("exp_avg", "exp_avg_sq")
 SGD = ("momentum_buffer",)
-# DeepSpeed's names for the first half of measuring the norm in a step: of its optimizer for ZeRO 1 and
-# 2, for ZeRO 3, and for ZeRO 1 in bf16.
+# DeepSpeed's names for the first half of measuring the norm in a step: of its optimizer for ZeRO 1
+# and 2, for ZeRO 3, and for ZeRO 1 in bf16.
 MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
 # Where DeepSpeed's optimizers keep gradients, besides at parameters: ZeRO 1 and 2 (the second with
 # offloading), ZeRO 3, and ZeRO 1 in bf16.
@@ -99,9 +100,9 @@ def prepare(
 ) -> DeepSpeedEngine:
     """Shard a model and return its engine. Collective.
 
-    `values` writes the model's weights into host memory in fp32, block by block, before they are cut
-    (stage 3) or moved to the device (stage 1 and 2). `plain`: the model is any module, not a Hugging
-    Face model. `make_optimizer` replaces the plan's optimizer.
+    `values` writes the model's weights into host memory in fp32, block by block, before they are
+    cut (stage 3) or moved to the device (stage 1 and 2). `plain`: the model is any module, not a
+    Hugging Face model. `make_optimizer` replaces the plan's optimizer.
     """
     assert plan.deepspeed is not None
     options = reveal(plan.deepspeed, "strategy.options")
@@ -116,9 +117,9 @@ def prepare(
     apply_memory(model, plan)
     apply_compile(model, plan.config.compile)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # The optimizer is made before anything is cut: shapes decide which weights decay. On the host it
-    # is torch's own too. DeepSpeedCPUAdam is as fast, rounds 1 − β₂ (so second moments are off by
-    # 1.3e-5) and has to be compiled.
+    # The optimizer is made before anything is cut: shapes decide which weights decay. On the host
+    # it is torch's own too. DeepSpeedCPUAdam is as fast, rounds 1 − β₂ (so second moments are off
+    # by 1.3e-5) and has to be compiled.
     if make_optimizer:
         optimizer = make_optimizer(model)
     else:
@@ -146,8 +147,9 @@ def _fill(
 ) -> dict[str, torch.Tensor]:
     """Fill the weights of `model` block by block, and cut each block under stage 3.
 
-    Returns the trainable weights before they were rounded to a low precision, by name; under stage 3
-    this rank's parts of them. `module`: the wrapped model that DeepSpeed gets, with its `options`.
+    Returns the trainable weights before they were rounded to a low precision, by name; under stage
+    3 this rank's parts of them. `module`: the wrapped model that DeepSpeed gets, with its
+    `options`.
     """
     assert plan.deepspeed is not None
     masters: dict[str, torch.Tensor] = {}
@@ -189,7 +191,8 @@ def join(device: str) -> None:
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
-    # DeepSpeed would compile, for a minute, an all-reduce over shared memory that only its inference uses.
+    # DeepSpeed would compile, for a minute, an all-reduce over shared memory that only its
+    # inference uses.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
@@ -206,8 +209,8 @@ def join(device: str) -> None:
 class DeepSpeedEngine(ForwardEngine):
     """The Engine protocol over the engine that deepspeed.initialize returns.
 
-    Without gradients its module runs by itself. A checkpoint names each tensor on one rank, its owner:
-    each parameter is gathered by itself, and only the owner keeps it.
+    Without gradients its module runs by itself. A checkpoint names each tensor on one rank, its
+    owner: each parameter is gathered by itself, and only the owner keeps it.
     """
 
     trains = True
@@ -220,7 +223,7 @@ class DeepSpeedEngine(ForwardEngine):
         self.autocast_dtype = None
         # Name → trainable parameter.
         self.named = trainable
-        self.learned = set(trainable)
+        self.initially_trainable = set(trainable)
         self.engine = engine
         self.image_side = getattr(plan.config.algorithm, "image_size", None)
         # DeepSpeed's optimizer, around the one of torch in `self.optimizer`.
@@ -270,7 +273,8 @@ class DeepSpeedEngine(ForwardEngine):
     def _add_casts(self, plan: Plan) -> None:
         """Cast what reaches the model to the type of its weights, where nothing else does.
 
-        Of the models that are not plain, only those of images need it: texts are embedded in that type.
+        Of the models that are not plain, only those of images need it: texts are embedded in that
+        type.
         """
         if plan.precision == "fp32":
             return
@@ -342,27 +346,32 @@ class DeepSpeedEngine(ForwardEngine):
         return self.clock.take()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run any module as a user calls it, with inputs in the type of its weights and fp32 outputs."""
+        """Run any module as a user calls it: inputs in its weights' type, outputs in fp32."""
         module = self.engine.module
         if torch.is_grad_enabled():
             module = self.engine
         return precise(module(lowered((args, kwargs), self.precision)))
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
+        """Accumulate the gradients of Σ loss_sum / denominator over all ranks."""
         # DeepSpeed averages over ranks. With scale_wrt_gas=False it divides by nothing else.
-        self.engine.backward(loss_sum * (self.data_ranks / denominator), scale_wrt_gas=False)
+        scale = self.data_ranks / denominator
+        self.engine.backward(loss_sum * scale, scale_wrt_gas=False)
 
     def divide(self, by: torch.Tensor) -> None:
         """Divide the gradients by a number that is known after backward."""
-        # DeepSpeed divides by a loss scale, which is a number of the host. ZeRO 1 in bf16 has none, so
-        # there the gradients are divided here.
+        # DeepSpeed divides by a loss scale, which is a number of the host. ZeRO 1 in bf16 has none,
+        # so there the gradients are divided here.
         self.divisor = float(by)
         for gradients in getattr(self.zero, "fp32_groups_gradients_flat", ()):
             gradients.div_(by)
             self.divisor = 1.0
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield trainable weights in fp32, as they are kept; frozen ones in the type that they compute in."""
+        """Yield trainable weights in fp32, as they are kept.
+
+        Frozen ones come in the type that they compute in.
+        """
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
             if name in self.named:
@@ -400,15 +409,19 @@ class DeepSpeedEngine(ForwardEngine):
         return torch.full((), self.own_norm, dtype=torch.float64, device=self.engine.device)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
-        """Take the step. DeepSpeed decides on the host what it does, so both scalars are read at once."""
-        require_none_late(self.model, self.learned)
+        """Take the step.
+
+        DeepSpeed decides on the host what it does, so both scalars are read at once.
+        """
+        require_none_late(self.model, self.initially_trainable)
         self.statistics.settle(finite)
         # Waits for the device, as does the norm below.
         if finite:
             self._step(lr, float(grad_norm))
             return
         self.divisor = 1.0
-        # At an infinite norm DeepSpeed leaves the weights, lowers its loss scale and drops the gradients.
+        # At an infinite norm DeepSpeed leaves the weights, lowers its loss scale and drops the
+        # gradients.
         infinite = torch.full((1,), float("inf"), device=self.engine.device)
         infinite_norm = {
             "scaled_global_norm": infinite[0],
@@ -426,8 +439,8 @@ class DeepSpeedEngine(ForwardEngine):
 
     def _step(self, lr: float | None, norm: float) -> None:
         """Let DeepSpeed clip and step. `norm`: of all gradients that are clipped together."""
-        # DeepSpeed clips by Drumline's formula, by the norm of its own gradients, which is not measured
-        # again. A given norm of more gradients than these lowers the limit in proportion.
+        # DeepSpeed clips by Drumline's formula, by the norm of its own gradients, which is not
+        # measured again. A given norm of more gradients than these lowers the limit in proportion.
         limit = self.max_grad_norm or 0.0
         if norm:
             limit *= self.own_norm / norm
@@ -458,8 +471,8 @@ class DeepSpeedEngine(ForwardEngine):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the checkpoint's tensors that this rank owns, in host memory. Collective."""
         if self.slots and not self.has_state:
-            # DeepSpeed's optimizers make their state in the first step. Take one with zero gradients at
-            # rate zero, which does not count.
+            # DeepSpeed's optimizers make their state in the first step. Take one with zero
+            # gradients at rate zero, which does not count.
             global_steps = self.engine.global_steps
             make_state(self.optimizer, self._first_step)
             self.steps = 0
@@ -495,7 +508,10 @@ class DeepSpeedEngine(ForwardEngine):
         return state
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Write a checkpoint's tensors, which each parameter's owner has, into all ranks. Collective."""
+        """Write a checkpoint's tensors, which each parameter's owner has, into all ranks.
+
+        Collective.
+        """
         set_extra_states(self.model, state.get("modules", {}))
         for name, parameter in self.named.items():
             # Written on all ranks alike, so any rank may be the one whose values are taken.
@@ -518,12 +534,15 @@ class DeepSpeedEngine(ForwardEngine):
             self.zero.loss_scaler.last_overflow_iter = -1
 
     def memory_stats(self) -> MemoryStats:
-        """Return the bytes of this rank. ZeRO 3 counts what it has cut, not what it has gathered."""
+        """Return the bytes of this rank.
+
+        ZeRO 3 counts what it has cut, not what it has gathered.
+        """
         parameters = list(self.model.parameters())
         weights = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters]
         weights += scales_of(self.model)
-        # Outside of its step, ZeRO 3 hides its masters from the optimizer. In fp32 they are the weights
-        # themselves.
+        # Outside of its step, ZeRO 3 hides its masters from the optimizer. In fp32 they are the
+        # weights themselves.
         master_lists = getattr(self.zero, "fp32_partitioned_groups_flat", None)
         if not master_lists:
             master_lists = [group["params"] for group in self.zero.param_groups]
@@ -608,9 +627,9 @@ class DeepSpeedEngine(ForwardEngine):
     def _broadcast_from_owner(
         self, name: str, mine: torch.Tensor | None, shape: torch.Size
     ) -> torch.Tensor:
-        """Return a tensor that the owner of `name` holds in host memory, on this rank's device. Collective.
+        """Return a tensor that the owner of `name` holds in host memory, on this rank's device.
 
-        `mine`: the tensor on the owner. `shape`: its shape.
+        Collective. `mine`: the tensor on the owner. `shape`: its shape.
         """
         full = torch.empty(shape, device=self.engine.device)
         if self.owner[name] == self.rank:

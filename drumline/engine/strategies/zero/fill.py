@@ -19,7 +19,10 @@ from drumline.plan.plan import Plan
 
 
 class InTurn(nn.Module):
-    """A module for zero.Init that yields given parameters: each is cut before the next one is made."""
+    """A module for zero.Init that yields given parameters.
+
+    Each is cut before the next one is made.
+    """
 
     def __init__(self, module: nn.Module, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__()
@@ -41,9 +44,9 @@ def fill_parameters(
     """Yield the model's parameters in the type that they compute in.
 
     A block is filled when all before it were taken. If that type is not fp32, `masters` gets what
-    `keep` returns for each trainable parameter before it is rounded. `device`: each parameter is moved
-    there before the next block is filled, so that the host never holds the whole model; None: it stays
-    on the host.
+    `keep` returns for each trainable parameter before it is rounded. `device`: each parameter is
+    moved there before the next block is filled, so that the host never holds the whole model; None:
+    it stays on the host.
     """
     low = LOW_PRECISION.get(plan.precision)
     left = {id(module): module for module in model.modules()}

@@ -32,8 +32,8 @@ def require(
 ) -> None:
     """Raise EnvironmentFault for what is missing.
 
-    `offloads`: key of the YAML → how it offloads. `on_progress`: takes a message, the number of things
-    done, and their total.
+    `offloads`: key of the YAML → how it offloads. `on_progress`: takes a message, the number of
+    things done, and their total.
     """
     require_package("deepspeed", "strategy", "pip install deepspeed ninja")
     on_disk = {where: offload for where, offload in offloads.items() if offload.kind == "nvme"}

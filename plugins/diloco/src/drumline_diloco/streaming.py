@@ -63,10 +63,10 @@ class StreamingEngine(DiLoCoEngine):
         self.under_way: dict[int, Exchange] = {}
         self.shares_norm = True
 
-    def go_alone(self) -> bool:
-        """Let steps wait for no other rank from now on, and return whether they do.
+    def enable_steps_without_peers(self) -> bool:
+        """Let steps wait for no other rank from now on, if the strategy has a delay.
 
-        They do if the strategy has a delay. Then the caller shares the norm.
+        Returns whether they do. Then the caller sums the norms of the ranks for its reports.
         """
         self.shares_norm = self.outer.delay == 0
         return not self.shares_norm
@@ -140,10 +140,10 @@ class StreamingEngine(DiLoCoEngine):
             self.together = False
             self._take(number)
 
-    def _come_together(self) -> None:
+    def _prepare_evaluation_weights(self) -> None:
         """Take all outer steps that are under way, then average the copies."""
         self._drain()
-        super()._come_together()
+        super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         self._drain()
