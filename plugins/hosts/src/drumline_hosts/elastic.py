@@ -215,7 +215,6 @@ class ElasticHosts(Hosts):
         names = ", ".join(sorted(leaving))
         say(f"note: goes on without host {names}: it was asked to end, and has saved")
         for name in leaving:
-            # Whoever asked it to end may need time to take it.
             self._rest[name] = time.monotonic() + BACK_SECONDS
             self._dismiss(self.remotes[name])
         return True
