@@ -12,7 +12,7 @@ from drumline.config.launcher import LauncherSpec
 from drumline.doctor.check import Host, table
 from drumline.doctor.diagnose import STDIN, Finding, diagnose, rank_without_log
 from drumline.doctor.host import Question, examine
-from drumline.doctor.hosts import all_reduce, compared, examined
+from drumline.doctor.hosts import all_reduce, compare_hosts, examine_hosts
 from drumline.errors import UserError, printable
 from drumline.foreign import expanded
 from drumline.hardware.catalog import OTHER_NETWORK
@@ -129,12 +129,12 @@ def _before(config: Path | None, bandwidth: bool, as_json: bool) -> int:
     inter = OTHER_NETWORK
     launcher = None
     if config:
-        question, inter, launcher = asked_by(config)
+        question, inter, launcher = read_question(config)
     machine = detect()
     reached = launcher.reach() if launcher else {}
     if reached:
-        hosts = examined(reached, question)
-        hosts.append(compared(reached, hosts, machine, inter, question.interface, bandwidth))
+        hosts = examine_hosts(reached, question)
+        hosts.append(compare_hosts(reached, hosts, machine, inter, question.interface, bandwidth))
     else:
         host = examine(question)
         ranks = len(machine.devices) or CPU_RANKS
@@ -152,7 +152,7 @@ def _before(config: Path | None, bandwidth: bool, as_json: bool) -> int:
     return int(has_failed)
 
 
-def asked_by(config: Path) -> tuple[Question, str, LauncherSpec]:
+def read_question(config: Path) -> tuple[Question, str, LauncherSpec]:
     """Return what a run of a config needs of a host, the link between its hosts, and its launcher.
 
     Raises ConfigError.

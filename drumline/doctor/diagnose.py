@@ -169,7 +169,7 @@ def diagnose(place: str) -> list[Finding]:
     and the earliest first. Raises UserError if there is nothing to read.
     """
     if place == STDIN:
-        return ordered(search(sys.stdin.buffer, "<stdin>"))
+        return order_findings(search(sys.stdin.buffer, "<stdin>"))
     path = Path(place)
     if path.is_dir():
         files = sorted(_logs(path))
@@ -188,7 +188,7 @@ def diagnose(place: str) -> list[Finding]:
             lines.append(_search_file(file, path))
         else:
             lines.append(_search_readable(file, path))
-    return ordered(chain(*lines, _slow_loader(path / EVENTS), _damage(path)))
+    return order_findings(chain(*lines, _find_slow_loader(path / EVENTS), _find_damage(path)))
 
 
 def advice(text: str) -> Finding | None:
@@ -197,7 +197,7 @@ def advice(text: str) -> Finding | None:
     None if it only holds consequences, or errors that no signature knows.
     """
     file = io.BytesIO(text.encode(errors="replace"))
-    for finding in ordered(search(file, "")):
+    for finding in order_findings(search(file, "")):
         signature = finding.signature
         if signature.warn or signature.kind == "unknown":
             continue
@@ -229,10 +229,10 @@ def _search_readable(path: Path, place: Path) -> Iterator[Line]:
     try:
         yield from _search_file(path, place)
     except UserError as error:
-        # `_own` reads the events to find an attempt, and would fail on them again.
+        # `_doctor_lines` reads the events to find an attempt, and would fail on them again.
         if path.name == EVENTS:
             raise
-        yield from _own(f"a record is damaged: {error.what}", path, 1)
+        yield from _doctor_lines(f"a record is damaged: {error.what}", path, 1)
 
 
 def _search_file(path: Path, place: Path) -> Iterator[Line]:
@@ -439,7 +439,7 @@ def moment(line: str) -> float | None:
     return None
 
 
-def ordered(found: Iterable[Line]) -> list[Finding]:
+def order_findings(found: Iterable[Line]) -> list[Finding]:
     """Return one finding for each signature and attempt, in the order in which to read them."""
     groups: dict[tuple[int, str], _Lines] = {}
     for line in found:
@@ -488,14 +488,14 @@ def _causes(finding: Finding, findings: list[Finding]) -> tuple[str, ...]:
     return tuple(causes)
 
 
-def _damage(run: Path) -> Iterator[Line]:
+def _find_damage(run: Path) -> Iterator[Line]:
     """Give a line for each record of a run that cannot be read, or not all of it."""
     plan = run / "plan.json"
     try:
         if plan.exists():
             read_object(plan, UserError, numbers=False)
     except UserError as error:
-        yield from _own(f"a record is damaged: {error.what}", plan, 1)
+        yield from _doctor_lines(f"a record is damaged: {error.what}", plan, 1)
     events = run / EVENTS
     damaged = []
     for number, _, is_sound in examined(events):
@@ -504,10 +504,10 @@ def _damage(run: Path) -> Iterator[Line]:
     if damaged:
         first = damaged[0]
         text = f"a record is damaged: {len(damaged):,} lines cannot be read, the first is {first:,}"
-        yield from _own(text, events, first)
+        yield from _doctor_lines(text, events, first)
 
 
-def _own(text: str, path: Path, line: int, at: float | None = None) -> Iterator[Line]:
+def _doctor_lines(text: str, path: Path, line: int, at: float | None = None) -> Iterator[Line]:
     """Give a line that the doctor itself writes about a file, if a signature matches it.
 
     Args:
@@ -524,7 +524,7 @@ def _own(text: str, path: Path, line: int, at: float | None = None) -> Iterator[
         yield Line(signature, names, evidence)
 
 
-def _slow_loader(events: Path) -> Iterator[Line]:
+def _find_slow_loader(events: Path) -> Iterator[Line]:
     """Give a line for a run whose last steps waited for data."""
     steps = []
     for event in read(events):
@@ -542,7 +542,7 @@ def _slow_loader(events: Path) -> Iterator[Line]:
     if waited >= max(WAITED_SECONDS, WAITED * whole):
         text = f"the last {WAITED_STEPS} steps waited for data: {waited:.2f} s of {whole:.2f} s (medians)"
         last_line = events.read_bytes().count(b"\n")
-        yield from _own(text, events, last_line, steps[-1].t)
+        yield from _doctor_lines(text, events, last_line, steps[-1].t)
 
 
 def rank_without_log(run: Path) -> list[int]:

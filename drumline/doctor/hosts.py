@@ -33,7 +33,7 @@ ANSWER_SECONDS = 10
 BEFORE_RUN = ("versions", "names", "ports", "interfaces", "run_folder")
 
 
-def examined(reached: Mapping[str, Reached], question: Question) -> list[Host]:
+def examine_hosts(reached: Mapping[str, Reached], question: Question) -> list[Host]:
     """Return the checks of each host, made on that host, in the order of `reached`.
 
     A host that cannot be reached has one failed check and no ranks.
@@ -74,7 +74,7 @@ def _last_line(text: str) -> str:
     return ""
 
 
-def compared(
+def compare_hosts(
     reached: Mapping[str, Reached],
     hosts: Sequence[Host],
     machine: Machine,
@@ -88,7 +88,7 @@ def compared(
 
     Args:
         reached: Name of a host → how to run modules there.
-        hosts: What `examined` returned.
+        hosts: What `examine_hosts` returned.
         machine: This one; its devices stand for those of all hosts.
         inter: The link between hosts, by its name in the catalog.
         interface: Of the network; None: any.
@@ -139,7 +139,7 @@ def compared(
         # In the order of the ranks, whichever host ends first.
         for ends_of_host in pool.map(run_ranks, groups):
             ends += ends_of_host
-    checks = (*differences(hosts), *judged(ends, host_of_rank, machine, inter))
+    checks = (*differences(hosts), *judge_all_reduce(ends, host_of_rank, machine, inter))
     return Host(ALL, checks, {})
 
 
@@ -153,8 +153,8 @@ def preflight(
 
     Raises EnvironmentFault with the first check that failed, and how to fix it.
     """
-    hosts = examined(reached, replace(question, only=BEFORE_RUN))
-    all_hosts = compared(reached, hosts, machine, inter, question.interface)
+    hosts = examine_hosts(reached, replace(question, only=BEFORE_RUN))
+    all_hosts = compare_hosts(reached, hosts, machine, inter, question.interface)
     hosts.append(all_hosts)
     warnings = []
     for host in hosts:
@@ -182,10 +182,10 @@ def all_reduce(
     if len(names) < 2:
         return (Check("all-reduce", "one GPU: nothing to reduce"),)
     group = Group("127.0.0.1", port, 0, len(names), tuple(names), machine.device, bandwidth)
-    return judged(run(group), names, machine, inter)
+    return judge_all_reduce(run(group), names, machine, inter)
 
 
-def judged(
+def judge_all_reduce(
     ends: Sequence[End], hosts: Sequence[str], machine: Machine, inter: str
 ) -> tuple[Check, ...]:
     """Return the checks of an all-reduce by how its ranks ended.

@@ -101,7 +101,7 @@ def evaluate(
     if launcher is not None:
         what = "drumline eval starts its own processes"
         raise UserError(what, where=str(launcher), fix="call it by itself")
-    plan, weights, run_dir = planned(config_path, overrides, place)
+    plan, weights, run_dir = plan_evaluation(config_path, overrides, place)
     began = time.time()
     # Ranks leave the run folder alone; this folder is kept if they fail.
     scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
@@ -154,7 +154,7 @@ def evaluate(
 
 
 @contextmanager
-def placed(
+def fetch_checkpoint(
     checkpoint: str | None, config_path: Path, overrides: list[str]
 ) -> Iterator[Path | None]:
     """Yield the folder to evaluate; None: what the run folder has.
@@ -179,14 +179,14 @@ def _url_of_run(config_path: Path, overrides: list[str]) -> str | None:
     config = load(config_path, overrides, trusted=False).config
     url = config.checkpoint.url
     # The run folder is asked first: the URL costs a request.
-    if url is None or of_run(run_folder(config_path, overrides)) is not None:
+    if url is None or best_or_newest(run_folder(config_path, overrides)) is not None:
         return None
     if choose_or_none(url) is None:
         return None
     return url
 
 
-def planned(
+def plan_evaluation(
     config_path: Path, overrides: list[str], place: Path | None
 ) -> tuple[Plan, Weights, Path]:
     """Return the plan with its held-out set prepared, the weights to evaluate, and the run folder.
@@ -283,7 +283,7 @@ def _weights_of_run(loaded: Loaded, place: Path | None, run_dir: Path) -> Weight
 
     Without `place` they are those of `run_dir`, which may have none.
     """
-    checkpoint = of_run(place or run_dir)
+    checkpoint = best_or_newest(place or run_dir)
     if checkpoint is not None:
         return Weights(loaded, checkpoint, str(checkpoint))
     if place is not None:
@@ -294,7 +294,7 @@ def _weights_of_run(loaded: Loaded, place: Path | None, run_dir: Path) -> Weight
     return Weights(loaded, None, f"{name}, not trained")
 
 
-def of_run(run_dir: Path) -> Path | None:
+def best_or_newest(run_dir: Path) -> Path | None:
     """Return a run's best checkpoint by eval.metric, else its newest whole one.
 
     None if there is none.
@@ -362,23 +362,23 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
         place: The weights; see `find_weights`.
         number: Of prompts, from the first on.
     """
-    plan, weights, run_dir = planned(config_path, overrides, place)
+    plan, weights, run_dir = plan_evaluation(config_path, overrides, place)
     _require_answers(plan)
     began = time.time()
     model = open_plan(plan, weights.checkpoint)
     base_dir = Path(plan.base_dir)
     max_length = plan.config.data.max_length
     first_questions = islice(_questions(plan, model, base_dir), number)
-    questions = with_room(first_questions, max_length)
+    questions = drop_full_prompts(first_questions, max_length)
     prompts = [question.tokens for question in questions]
     texts = []
     completions = []
-    for text, completion in completed(model, prompts, max_length):
+    for text, completion in complete_prompts(model, prompts, max_length):
         texts.append(text)
         completions.append(completion)
     metrics = _answer_metrics(questions, texts, completions)
     if all(question.meta for question in questions):
-        metrics |= _verified(questions, texts, base_dir)
+        metrics |= _verifier_metrics(questions, texts, base_dir)
     show(f"{weights.origin} on {len(questions)} held-out prompts, answered greedily", metrics)
     shown = []
     for text, question in zip(texts[:SHOWN], questions[:SHOWN], strict=True):
@@ -400,7 +400,7 @@ def _require_answers(plan: Plan) -> None:
         what = f"it is for algorithm sft, and this is {algorithm.kind}"
         fix = "leave it out: held-out prompts of ppo and grpo are answered anyway"
         raise UserError(what, where="--generate", fix=fix)
-    if any(cache.info.get("images") for cache in held_out(plan)):
+    if any(cache.info.get("images") for cache in open_held_out(plan)):
         what = "prompts with images are not answered here"
         fix = "leave it out, or hold out rows of text alone"
         raise UserError(what, where="--generate", fix=fix)
@@ -424,7 +424,9 @@ def _answer_metrics(
     return {"exact": exact / number, "ended": ended / number, "tokens": tokens / number}
 
 
-def _verified(questions: list[Question], texts: list[str], base_dir: Path) -> dict[str, float]:
+def _verifier_metrics(
+    questions: list[Question], texts: list[str], base_dir: Path
+) -> dict[str, float]:
     """Return the mean reward of the tasks' verifiers, and the share of answers that they fail on."""
     items = []
     for text, question in zip(texts, questions, strict=True):
@@ -440,7 +442,7 @@ def _verified(questions: list[Question], texts: list[str], base_dir: Path) -> di
     return metrics
 
 
-def with_room(found: Iterable[Question], max_length: int) -> list[Question]:
+def drop_full_prompts(found: Iterable[Question], max_length: int) -> list[Question]:
     """Return the questions that leave room for an answer. Prints how many do not.
 
     Raises DataError if none does.
@@ -461,7 +463,7 @@ def with_room(found: Iterable[Question], max_length: int) -> list[Question]:
     return kept
 
 
-def completed(
+def complete_prompts(
     model: Model, prompts: list[list[int]], max_length: int
 ) -> list[tuple[str, Completion]]:
     """Return text and tokens of the greedy answer to each prompt, in the prompts' order.
@@ -523,7 +525,7 @@ def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
                 answer = str(row.extra["answer"])
                 yield Question(prompt_ids, answer, row.extra)
         return
-    for cache in held_out(plan):
+    for cache in open_held_out(plan):
         for sample in range(len(cache)):
             # A packed sample has several rows.
             for tokens, learn in cache.segments(sample):
@@ -535,9 +537,9 @@ def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
                     yield Question(tokens[:start].tolist(), answer)
 
 
-def held_out(plan: Plan) -> list[TokenCache]:
+def open_held_out(plan: Plan) -> list[TokenCache]:
     """Return the tokens of the held-out sets."""
-    assert plan.data is not None, "`planned` requires a held-out set"
+    assert plan.data is not None, "`plan_evaluation` requires a held-out set"
     return [TokenCache.open(folder) for folder in plan.data.eval_caches.values()]
 
 

@@ -40,7 +40,7 @@ def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust:
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.utils import validate_repo_id
 
-    with _refused(None, UserError, "--to", "write it as ORG/NAME"):
+    with _hub_errors(None, UserError, "--to", "write it as ORG/NAME"):
         validate_repo_id(to)
     if to.count("/") != 1:
         what = f"{to!r} is no name of a repository"
@@ -48,7 +48,7 @@ def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust:
     # Before the export, which may take long.
     token = None
     if not dry_run:
-        with _refused(None):
+        with _hub_errors(None):
             token = get_token()
         if not token:
             raise UserError("there is no token for the hub", where="drumline push", fix=LOGIN)
@@ -72,7 +72,7 @@ def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust:
         print(printable(text))
         print(f"nothing was sent to {api.endpoint}/{to}")
         return
-    with _refused(token):
+    with _hub_errors(token):
         contents = {**files, "README.md": card_bytes}
         url = _send(api, to, private, contents, run.resolve().name)
     number = len(files) + 1
@@ -115,7 +115,7 @@ def _send(api: Any, to: str, private: bool, files: dict[str, Any], name: str) ->
 
 
 @contextmanager
-def _refused(
+def _hub_errors(
     token: str | None, kind: type[UserError] = EnvironmentFault, where: str = "", fix: str = ""
 ) -> Iterator[None]:
     """Within the context an error of the hub's client becomes a line without the token.

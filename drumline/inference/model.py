@@ -238,7 +238,7 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
         if exported is None:
             model, tokenizer, checkpoint = read_run(folder, trust=trust)
             origin = f"{checkpoint}, which is not exported"
-            return Model(_placed(model), tokenizer, origin)
+            return Model(_place_on_device(model), tokenizer, origin)
         return _from_folder(str(exported), trust)
     # `resolve` takes folders of whole models alone.
     if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
@@ -266,13 +266,13 @@ def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
     if checkpoint is not None:
         check(checkpoint, verify=True, alone=True)
         model, tokenizer = read_checkpoint(plan, checkpoint)
-        return Model(_placed(model), tokenizer, str(checkpoint))
+        return Model(_place_on_device(model), tokenizer, str(checkpoint))
     config = plan.config.model
     # The seed of training, so that random weights are those of step 0.
     seed = derive(plan.config.run.seed, "weights")
     model = build_model(plan.model_path, config, seed=seed)
     tokenizer = load_tokenizer(plan.model_path, config)
-    return Model(_placed(model), tokenizer, str(plan.model_path))
+    return Model(_place_on_device(model), tokenizer, str(plan.model_path))
 
 
 def _from_folder(source: str, trust_remote_code: bool) -> Model:
@@ -284,7 +284,7 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     adapter_file = Path(source) / ADAPTER
     is_whole_model = (Path(source) / "config.json").exists()
     if is_whole_model or not adapter_file.exists():
-        module = _placed(_pretrained(source, model))
+        module = _place_on_device(_pretrained(source, model))
         return Model(module, load_tokenizer(source, model), source)
     adapter_config = read_object(adapter_file, ModelError)
     base = adapter_config.get("base_model_name_or_path")
@@ -307,7 +307,7 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     with judged("cannot be laid over its base", source, ModelError, fix):
         is_ours = (Path(source) / PROVENANCE).exists()
         merged = merge_read(read_over(base_module, Path(source), is_ours))
-        return Model(_placed(merged), tokenizer, f"{source} over {base}")
+        return Model(_place_on_device(merged), tokenizer, f"{source} over {base}")
 
 
 def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:
@@ -354,7 +354,7 @@ def _pretrained(source: str, model: ModelConfig) -> Any:
     return module
 
 
-def _placed(model: Any) -> Any:
+def _place_on_device(model: Any) -> Any:
     """Move a model to the GPU if there is one, and return it in eval mode without gradients.
 
     On a GPU it is in bf16 if the GPU has that, else in fp32. On the CPU it stays in fp32.

@@ -181,7 +181,7 @@ class Host:
         finally:
             self.ranks = None
         is_leaving = bool(self.signals.number) and not self.ordered
-        return {"ends": [_reported(end) for end in ends], "leaves": is_leaving}
+        return {"ends": [_end_values(end) for end in ends], "leaves": is_leaving}
 
     def _await_launcher(self) -> None:
         """Wait until the launcher hears of this host now, or has gone (A1): no rank starts before."""
@@ -261,7 +261,7 @@ class Host:
         self.orders.put(None)
 
 
-def _reported(end: RankEnd) -> Message:
+def _end_values(end: RankEnd) -> Message:
     """Return the end of a rank as JSON, with the end of its log, which the launcher may not have."""
     return {**asdict(end), "log": str(end.log), "lines": log_lines(end, end.error)}
 

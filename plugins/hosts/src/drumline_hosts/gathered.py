@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _gathered: dict[str, Hosts] = {}  # by the spec, as JSON
 
 
-def gathered(spec: HostsOptions) -> Hosts:
+def gather_hosts(spec: HostsOptions) -> Hosts:
     """Return the hosts of a spec with their agents; the first call starts the agents.
 
     Raises EnvironmentFault that names a host that cannot be reached, or whose versions differ.
@@ -45,7 +45,7 @@ def gathered(spec: HostsOptions) -> Hosts:
 
 
 @contextmanager
-def succeeding(spec: HostsOptions, hosts: ElasticHosts) -> Iterator[ElasticHosts]:
+def register_successor(spec: HostsOptions, hosts: ElasticHosts) -> Iterator[ElasticHosts]:
     """Yield the hosts of a launcher that follows another; their agents connect by themselves."""
     _gathered[spec.model_dump_json()] = hosts
     try:

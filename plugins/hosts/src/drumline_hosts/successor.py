@@ -22,7 +22,7 @@ from drumline.report.page import at_end
 from drumline.system.redact import redacted_streams
 from drumline.telemetry.events import EventLog, Takeover
 from drumline_hosts.elastic import ElasticHosts
-from drumline_hosts.gathered import succeeding
+from drumline_hosts.gathered import register_successor
 from drumline_hosts.ssh.spec import SSHLauncher
 
 # File descriptors.
@@ -48,7 +48,7 @@ def take_over(known: dict[str, Any]) -> int:
     with ExitStack() as stack:
         made = launcher.make_hosts(known)
         assert isinstance(made, ElasticHosts)
-        hosts = stack.enter_context(succeeding(launcher, made))
+        hosts = stack.enter_context(register_successor(launcher, made))
         stack.enter_context(Lease(run_dir, hosts.place, token, tuple(known["frozen"])))
         _redirect_output(run_dir / "logs" / f"launcher-{known['name']}.log")
         print(

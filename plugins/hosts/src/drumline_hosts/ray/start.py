@@ -196,7 +196,7 @@ def make_hosts(spec: RayOptions) -> Hosts:
 
     Raises EnvironmentFault if the cluster cannot give them.
     """
-    actors = Actors(spec, _placed(spec))
+    actors = Actors(spec, _make_placement_group(spec))
     if spec.interface:
         address = require_interface(spec.interface)
     else:
@@ -222,7 +222,7 @@ def require_head(address: str) -> None:
         ) from None
 
 
-def _placed(spec: RayOptions) -> Any:
+def _make_placement_group(spec: RayOptions) -> Any:
     """Return the placement group, in the cluster of `spec.address`.
 
     Raises EnvironmentFault if there is no cluster, or no room in it.

@@ -39,7 +39,7 @@ from drumline.telemetry.events import Save, Step
 from drumline_hosts.coordinator import AGENT, Hosts
 from drumline_hosts.elastic import ElasticHosts
 from drumline_hosts.facts import facts, machine_of, require_same_versions
-from drumline_hosts.gathered import compare, gathered
+from drumline_hosts.gathered import compare, gather_hosts
 from drumline_hosts.link import Message
 from drumline_hosts.ssh.options import SSHOptions
 from drumline_hosts.takeover import RUN_ID
@@ -231,13 +231,13 @@ def _run(
 
 def machines(spec: SSHOptions) -> Mapping[str, Machine]:
     """Return the machine of each connected host."""
-    hosts = gathered(spec)
+    hosts = gather_hosts(spec)
     return {name: machine_of(hosts.remotes[name].facts) for name in hosts.there()}
 
 
 def counts(spec: SSHOptions) -> dict[str, int]:
     """Return the number of ranks of each host that takes part, the launcher's own host first."""
-    hosts = gathered(spec)
+    hosts = gather_hosts(spec)
     there = machines(spec)
     if hosts.counts:
         return hosts.counts
@@ -419,7 +419,7 @@ def _own_address(spec: SSHOptions, peers: list[str], direct: bool) -> str:
 
 def submission(spec: SSHOptions, plan: Plan, plan_path: Path, resume: str | None) -> str:
     """Return for `--dry-run` what would be run: on each host its agent, and by that its ranks."""
-    hosts = gathered(spec)
+    hosts = gather_hosts(spec)
     rank = [spec.python or sys.executable, "-m", "drumline.train.entry", str(plan_path)]
     if resume:
         rank += ["--resume", resume]
