@@ -548,16 +548,23 @@ def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
         group = dist.new_group(range(size))
         if ranks.rank < size:
             for kind in KINDS:
-                points = []
-                for bytes_ in task.sizes:
-                    call = _collective(kind, bytes_, size, group, task.device)
-                    points.append(_time_collective(call, group, task))
-                lines[kind, size] = line_through(points)
+                lines[kind, size] = _line_of_collective(kind, size, group, task)
         dist.barrier()
     if ranks.world_size > 1:
-        points = [_back_and_forth(bytes_, ranks.rank, task) for bytes_ in task.sizes]
+        points = []
+        for bytes_ in task.sizes:
+            points.append(_back_and_forth(bytes_, ranks.rank, task))
         lines["p2p", 2] = line_through(points)
     return lines
+
+
+def _line_of_collective(kind: str, size: int, group: Any, task: Task) -> Measured:
+    """Return the line through the seconds of a collective, by the bytes that a rank sends."""
+    points = []
+    for bytes_ in task.sizes:
+        call = _collective(kind, bytes_, size, group, task.device)
+        points.append(_time_collective(call, group, task))
+    return line_through(points)
 
 
 def _collective(kind: str, bytes_: int, size: int, group: Any, device: str) -> Callable[[], Any]:
