@@ -33,7 +33,10 @@ STDERR = 2
 def take_over(known: dict[str, Any]) -> int:
     """Take the run folder, wait for the agents that are left, and launch. Returns the exit code.
 
-    `known`: what the lost launcher had told the agent. Raises EnvironmentFault if another host has the folder.
+    Args:
+        known: What the lost launcher had told the agent.
+
+    Raises EnvironmentFault if another host has the folder.
     """
     path = Path(known["plan"])
     run_dir = Path(known["run_dir"])
@@ -81,6 +84,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def main() -> int:
+    """Take a run over as standard input says, and return the exit code."""
     line = sys.stdin.readline()
     if not line:
         # The agent has gone, too.
