@@ -32,8 +32,13 @@ def besides_products(
 ) -> dict[str, tuple[Measured, Measured]]:
     """Return what a Llama's block takes besides its products: precision → (forward, backward).
 
-    Each is a line through seconds by the bytes of the block's hidden states. `products`: the measured
-    matrix products of each precision. `measure`: returns the seconds of a call.
+    Each is a line through seconds by the bytes of the block's hidden states.
+
+    Args:
+        device: cpu or cuda.
+        products: The measured matrix products of each precision.
+        dtypes: The precisions to measure.
+        measure: Returns the seconds of a call.
     """
     lines = {}
     for precision, dtype in dtypes.items():
@@ -46,9 +51,10 @@ def besides_products(
         backward_points = []
         for rows, width in BLOCKS[device]:
             forward, both = _time_block(device, precision, dtype, (rows, width), measure)
-            # Of attention half of all pairs.
+            # Of attention half of all pairs, because it is causal.
             flop = 2.0 * rows * (MATRICES * width * width + rows * width)
-            spent = flop / nearest(products[precision], rows, width).rate
+            product = nearest(products[precision], rows, width)
+            spent = flop / product.rate
             bytes_ = rows * width * entry_bytes
             forward_rest = max(forward - spent, LEAST_SECONDS)
             # Backward has two products for each of forward.
@@ -66,7 +72,15 @@ def _time_block(
     shape: tuple[int, int],
     measure: Callable[[Callable[[], Any]], float],
 ) -> tuple[float, float]:
-    """Return the seconds of a block's forward, and of forward and backward. `shape`: (tokens, width)."""
+    """Return the seconds of a block's forward, and of its forward and backward together.
+
+    Args:
+        device: cpu or cuda.
+        precision: As fp32, under which there is no autocast.
+        dtype: Of autocast.
+        shape: (tokens, width) of the hidden states.
+        measure: Returns the seconds of a call.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     rows, width = shape

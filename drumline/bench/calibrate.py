@@ -1,8 +1,9 @@
-"""`drumline calibrate`: measure this machine once, by real ranks, and store the rates for the planner.
+"""`drumline calibrate`: measure this machine once, by real ranks, and store the rates.
 
-Each rank is `python -m drumline.bench.calibrate TASK.json`. Rank 0 writes what all of them measured. All
-ranks run the same in the same order and at the same time, because processes share caches, memory and
-power. The disk is measured by rank 0 alone.
+The planner reads them in place of the catalog's. Each rank is `python -m drumline.bench.calibrate
+TASK.json`. Rank 0 writes what all of them measured. All ranks run the same in the same order and at
+the same time, because processes share caches, memory and power. The disk is measured by rank 0
+alone.
 """
 
 from __future__ import annotations
@@ -66,22 +67,23 @@ TIMEOUT = 60.0
 
 
 class Limits(NamedTuple):
-    """Limits of a measurement.
+    """Limits of a measurement."""
 
-    `rank`: seconds that a rank may take for everything. `enough`, `most`: seconds of samples of one thing,
-    at least and at most; few samples are enough to pass the least. `product`: seconds that a matrix product
-    may be expected to take; larger ones of its precision are left out. `repeats`: of a collective.
-    """
-
+    # Seconds that a rank may take for everything.
     rank: float
+    # Seconds of samples of one thing, at least. Few samples are enough to pass it.
     enough: float
+    # Seconds of samples of one thing, at most.
     most: float
+    # Seconds that a matrix product may be expected to take; larger ones of its precision are left out.
     product: float
+    # Calls of a collective that are timed.
     repeats: int
 
 
 THOROUGH = Limits(rank=900.0, enough=0.2, most=4.0, product=2.0, repeats=15)
 QUICK = Limits(rank=600.0, enough=0.05, most=0.5, product=0.3, repeats=5)
+# Samples of one thing, at least, unless they take too long.
 SAMPLES = 15
 # On a GPU a sample is as many calls as take this long: waiting for the end costs time itself.
 SAMPLE_SECONDS = 0.01
@@ -107,12 +109,15 @@ LARGEST_FILE = {True: 32 * MIB, False: 256 * MIB}
 
 @dataclass(frozen=True)
 class Task:
-    """The task of the ranks. `folder`: on the disk to measure; `out`: the file that rank 0 writes."""
+    """The task of the ranks."""
 
     device: str
+    # Whether the GPUs have bf16.
     bf16: bool
     quick: bool
+    # A folder of the disk to measure.
     folder: str
+    # The file that rank 0 writes.
     out: str
 
     @property
@@ -126,8 +131,16 @@ class Task:
     def shapes(self) -> list[tuple[int, int]]:
         """(rows, width) of products (rows × width) · (width × width), from small to large."""
         all_rows, widths = SHAPES[self.device, self.quick]
-        shapes = [(rows, width) for rows in all_rows for width in widths]
-        return sorted(shapes, key=lambda shape: shape[0] * shape[1] ** 2)
+        shapes = []
+        for rows in all_rows:
+            for width in widths:
+                shapes.append((rows, width))
+
+        def flops(shape: tuple[int, int]) -> int:
+            rows, width = shape
+            return rows * width**2
+
+        return sorted(shapes, key=flops)
 
     @property
     def sizes(self) -> list[int]:
@@ -150,10 +163,14 @@ def group_sizes(world: int) -> list[int]:
 def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
     """Measure, print and store the rates of this machine. Returns the exit code 0.
 
-    `nproc`: ranks, by default one for each GPU, else one for each core, at least two and at most eight.
-    `out`: the file; None: in the cache folder.
-    Raises UserError for more ranks than GPUs or cores and for a folder as `out`, EnvironmentFault if files
-    cannot be written, WorkerFailed if a rank fails.
+    Args:
+        quick: Measure fewer and smaller things.
+        nproc: Ranks; by default one for each GPU, else one for each core, at least two and at most
+            eight.
+        out: The file; None: in the cache folder.
+
+    Raises UserError for more ranks than GPUs or cores and for a folder as `out`, EnvironmentFault if
+    files cannot be written, WorkerFailed if a rank fails.
     """
     machine = detect()
     ranks = _number_of_ranks(machine, nproc)
@@ -165,6 +182,7 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
         )
     target = out or calibration_path(machine)
     folder = cache_dir()
+    # Before the measurement, which takes minutes.
     _require_space(folder, DISK_BYTES, "set XDG_CACHE_HOME to a folder of another disk")
     _require_space(target.absolute().parent, MIB, "choose another place")
     console = Console()
@@ -190,7 +208,9 @@ def _number_of_ranks(machine: Machine, nproc: int | None) -> int:
     On a CPU they would share cores, and measure the scheduler.
     """
     gpus = len(machine.devices)
-    ranks = nproc or gpus or max(2, min(machine.cores, MOST_CPU_RANKS))
+    # Two at least, since one rank alone measures no collective.
+    cpu_ranks = max(2, min(machine.cores, MOST_CPU_RANKS))
+    ranks = nproc or gpus or cpu_ranks
     most = gpus or max(machine.cores, MOST_CPU_RANKS)
     if ranks > most:
         where = f"{machine.cores} cores"
@@ -201,7 +221,10 @@ def _number_of_ranks(machine: Machine, nproc: int | None) -> int:
 
 
 def _measure_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibration:
-    """Start the ranks, which die with this process, and return what rank 0 wrote."""
+    """Start the ranks, which die with this process, and return what rank 0 wrote.
+
+    Raises Preempted after a signal, WorkerFailed if a rank fails.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work,
         LauncherSignals() as signals,
@@ -219,9 +242,12 @@ def _measure_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) -
         if any(end.exitcode for end in ends):
             cause = root_cause(ends)
             last_line = ""
+            # A rank that a signal killed has noted no error; its log may say more.
             if not cause.error and cause.log.exists():
-                lines = cause.log.read_text(errors="replace").strip().splitlines()
-                last_line = "".join(lines[-1:])
+                log = cause.log.read_text(errors="replace")
+                lines = log.strip().splitlines()
+                if lines:
+                    last_line = lines[-1]
             what = f"rank {cause.rank} {cause.message} {last_line}".rstrip()
             raise WorkerFailed(what, where="calibrate", fix="fewer ranks with --nproc, or --quick")
         return read_calibration(Path(task.out))
@@ -230,11 +256,17 @@ def _measure_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) -
 def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -> None:
     """Write a calibration, whole or not at all. Raises EnvironmentFault if that fails.
 
-    `measured`: the time, in ISO format.
+    Args:
+        calibration: The rates.
+        path: The file.
+        measured: The time of the measurement, in ISO format.
+        quick: Whether it was a quick one.
     """
+    # JSON has no pairs as keys: kind → number of ranks → line.
     collectives: dict[str, dict[str, Any]] = {}
     for (kind, ranks), line in sorted(calibration.collectives.items()):
-        collectives.setdefault(kind, {})[str(ranks)] = vars(line)
+        by_ranks = collectives.setdefault(kind, {})
+        by_ranks[str(ranks)] = vars(line)
     values = {
         "version": 1,
         "measured": measured,
@@ -248,7 +280,13 @@ def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -
 
 
 def _require_space(folder: Path, bytes_: int, fix: str) -> None:
-    """Raise EnvironmentFault if a folder cannot be made or written to, or has too little space."""
+    """Raise EnvironmentFault if a folder cannot be made or written to, or has too little space.
+
+    Args:
+        folder: It is made if it does not exist.
+        bytes_: The free space that it must have.
+        fix: Another place.
+    """
     with disk_errors("cannot be written to", str(folder), EnvironmentFault, fix):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -269,10 +307,12 @@ def tables(measured: Calibration) -> list[Table]:
 def _table_of_products(products: Mapping[str, tuple[Product, ...]]) -> Table:
     """Return a table of GFLOP/s by shape and precision."""
     table = Table("rows", "width", *products, title="matrix products, GFLOP/s", box=box.SIMPLE)
+    # (rows, width) → precision → FLOP/s. A precision may lack the largest shapes.
     rates: dict[tuple[int, int], dict[str, float]] = {}
     for precision, of_precision in products.items():
         for product in of_precision:
-            of_shape = rates.setdefault((product.rows, product.inner), {})
+            shape = (product.rows, product.inner)
+            of_shape = rates.setdefault(shape, {})
             of_shape.setdefault(precision, product.rate)
     for (rows, width), of_shape in sorted(rates.items()):
         cells = []
@@ -292,8 +332,9 @@ def _table_of_bytes(measured: Calibration) -> Table:
         table.add_row("memory, copied", "", "", f"{measured.memory / 1e9:,.2f}")
 
     def add(name: str, group: str, line: Measured) -> None:
-        latency = f"{line.latency * 1e6:,.0f}"
-        table.add_row(name, group, latency, f"{line.bandwidth / 1e9:,.2f}")
+        microseconds = line.latency * 1e6
+        gb_per_s = line.bandwidth / 1e9
+        table.add_row(name, group, f"{microseconds:,.0f}", f"{gb_per_s:,.2f}")
 
     by_ranks = sorted((ranks, kind) for kind, ranks in measured.collectives)
     for ranks, kind in by_ranks:
@@ -330,9 +371,10 @@ def main() -> None:
 
 
 def measure(task: Task, ranks: Ranks) -> Calibration:
-    """Return all rates, measured on every rank. Only rank 0's are complete."""
+    """Return all rates, measured on every rank. Only rank 0's are complete. Collective."""
     # The default of precision.tf32.
     torch.backends.cuda.matmul.allow_tf32 = True
+    # All ranks compute at the same time, as in training.
     if dist.is_initialized():
         dist.barrier()
 
@@ -354,29 +396,52 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     combine: Callable[[list[float]], float] = sum
     if task.device == "cuda":
         combine = min
-    of_ranks = from_all((own_products, own_memory, own_blocks))
-    products_of_ranks = [products for products, _, _ in of_ranks]
-    blocks_of_ranks = [blocks for _, _, blocks in of_ranks]
+    products_of_ranks = []
+    memory_of_ranks = []
+    blocks_of_ranks = []
+    for rank_products, rank_memory, rank_blocks in from_all((own_products, own_memory, own_blocks)):
+        products_of_ranks.append(rank_products)
+        memory_of_ranks.append(rank_memory)
+        blocks_of_ranks.append(rank_blocks)
     products = {}
     matmul = {}
     for precision in own_products:
         products[precision] = _combine_products(products_of_ranks, precision, combine)
         matmul[precision] = rate_of_large(products[precision])
-    slowest = {}
+    # Of the operators besides products the whole of the slowest rank: a mix of ranks is no line.
+    operators = {}
     for precision in own_blocks:
         lines = [blocks[precision] for blocks in blocks_of_ranks]
-        slowest[precision] = max(lines, key=lambda sides: sides[1].latency)
-    memory = combine([memory for _, memory, _ in of_ranks])
-    sent = collectives(task, ranks)
+        operators[precision] = max(lines, key=_backward_latency)
+    memory = combine(memory_of_ranks)
     return Calibration(
-        "", "", matmul, memory, sent, host, slowest, disk, ranks=ranks.world_size, products=products
+        matmul=matmul,
+        memory=memory,
+        collectives=collectives(task, ranks),
+        host=host,
+        operators=operators,
+        disk=disk,
+        ranks=ranks.world_size,
+        products=products,
     )
+
+
+def _backward_latency(lines: tuple[Measured, Measured]) -> float:
+    """Return the latency of the second of two lines, (forward, backward)."""
+    _, backward = lines
+    return backward.latency
 
 
 def _combine_products(
     products_of_ranks: list[Products], precision: str, combine: Callable[[list[float]], float]
 ) -> tuple[Product, ...]:
-    """Return the products of a precision that all ranks have measured, with their rates combined."""
+    """Return the products of a precision that all ranks have measured, with their rates combined.
+
+    Args:
+        products_of_ranks: What each rank measured.
+        precision: As fp32.
+        combine: Returns one rate for those of all ranks.
+    """
     of_ranks = [products[precision] for products in products_of_ranks]
     combined = []
     # A rank on which products are too slow has measured fewer.
@@ -387,14 +452,16 @@ def _combine_products(
 
 
 def multiply(task: Task) -> Products:
-    """Return the FLOP/s of (rows × width) · (width × width), in each precision that the device has."""
+    """Return the FLOP/s of (rows × width) · (width × width), in each precision of the device."""
     products = {}
     for precision, dtype in DTYPES.items():
+        # A GPU without bf16 emulates it, far slower than training would ever run.
         if precision == "bf16" and task.device == "cuda" and not task.bf16:
             continue
         measured: list[Product] = []
         for rows, width in task.shapes:
             flop = 2.0 * rows * width * width
+            # Shapes come from small to large, so all that follow would take longer still.
             if measured and flop / measured[-1].rate > task.limits.product:
                 break
             a = torch.randn(rows, width, device=task.device).to(dtype)
@@ -407,10 +474,13 @@ def multiply(task: Task) -> Products:
 
 def rate_of_large(measured: Sequence[Product]) -> float:
     """Return the best FLOP/s among products of at least a quarter of the largest one's FLOPs."""
-    flops = [product.rows * product.inner * product.columns for product in measured]
+    flops = []
+    for product in measured:
+        flops.append(product.rows * product.inner * product.columns)
+    largest = max(flops)
     rates = []
     for product, flop in zip(measured, flops, strict=True):
-        if 4 * flop >= max(flops):
+        if 4 * flop >= largest:
             rates.append(product.rate)
     return max(rates)
 
@@ -420,7 +490,8 @@ def copy_rate(task: Task) -> float:
     size = COPIED[task.device]
     source = torch.ones(size // FP32_BYTES, device=task.device)
     target = torch.ones(size // FP32_BYTES, device=task.device)
-    return 2 * size / _seconds(partial(target.copy_, source), task)
+    seconds = _seconds(partial(target.copy_, source), task)
+    return 2 * size / seconds
 
 
 def to_and_from_host(task: Task) -> dict[str, Measured]:
@@ -445,13 +516,15 @@ def write_and_read(task: Task) -> dict[str, Measured]:
     written = []
     read = []
     for size in (MIB, 16 * MIB, LARGEST_FILE[task.quick]):
+        # Random, so that no file system can compress it much.
         data = os.urandom(MIB) * (size // MIB)
         with tempfile.NamedTemporaryFile(dir=task.folder, prefix="calibrate-") as file:
             began = time.perf_counter()
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            written.append((size, time.perf_counter() - began))
+            seconds = time.perf_counter() - began
+            written.append((size, seconds))
             # macOS has none: there it is read from the kernel's cache.
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
@@ -459,34 +532,51 @@ def write_and_read(task: Task) -> dict[str, Measured]:
             began = time.perf_counter()
             while file.read(4 * MIB):
                 pass
-            read.append((size, time.perf_counter() - began))
+            seconds = time.perf_counter() - began
+            read.append((size, seconds))
     return {"write": line_through(written), "read": line_through(read)}
 
 
 def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
     """Return lines for each kind of collective among the first 2, 4, … ranks and among all.
 
-    Bytes are counted as a run counts them.
+    Bytes are counted as a run counts them. Collective; ranks outside of a group wait for it.
     """
     lines = {}
     for size in group_sizes(ranks.world_size):
+        # Every rank must call new_group, also if it is not in the group.
         group = dist.new_group(range(size))
         if ranks.rank < size:
             for kind in KINDS:
-                points = []
-                for bytes_ in task.sizes:
-                    call = _collective(kind, bytes_, size, group, task.device)
-                    points.append(_time_collective(call, group, task))
-                lines[kind, size] = line_through(points)
+                lines[kind, size] = _line_of_collective(kind, size, group, task)
         dist.barrier()
     if ranks.world_size > 1:
-        points = [_back_and_forth(bytes_, ranks.rank, task) for bytes_ in task.sizes]
+        points = []
+        for bytes_ in task.sizes:
+            points.append(_back_and_forth(bytes_, ranks.rank, task))
         lines["p2p", 2] = line_through(points)
     return lines
 
 
+def _line_of_collective(kind: str, size: int, group: Any, task: Task) -> Measured:
+    """Return the line through the seconds of a collective, by the bytes that a rank sends."""
+    points = []
+    for bytes_ in task.sizes:
+        call = _collective(kind, bytes_, size, group, task.device)
+        points.append(_time_collective(call, group, task))
+    return line_through(points)
+
+
 def _collective(kind: str, bytes_: int, size: int, group: Any, device: str) -> Callable[[], Any]:
-    """Return a call of a collective among `size` ranks, on tensors of `bytes_` bytes on the larger side."""
+    """Return a call of a collective, on tensors in fp32.
+
+    Args:
+        kind: One of KINDS.
+        bytes_: Of the tensor on the larger side, rounded down to whole entries of each rank.
+        size: Ranks of the group.
+        group: The process group.
+        device: Of the tensors.
+    """
     entries_of_rank = bytes_ // FP32_BYTES // size
     whole = torch.zeros(entries_of_rank * size, device=device)
     part = torch.zeros(entries_of_rank, device=device)
@@ -502,6 +592,7 @@ def _collective(kind: str, bytes_: int, size: int, group: Any, device: str) -> C
 
 def _time_collective(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, float]:
     """Return (bytes that a rank sends, least seconds of a call when all ranks start together)."""
+    # The first call also opens connections, so it is not timed.
     with CommunicatedBytes() as sent:
         call()
     times = []
@@ -511,17 +602,22 @@ def _time_collective(call: Callable[[], Any], group: Any, task: Task) -> tuple[f
         began = time.perf_counter()
         call()
         _wait(task.device)
-        times.append(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        times.append(seconds)
     return sent.total, min(times)
 
 
 def _back_and_forth(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
-    """Return (bytes, seconds of one way between ranks 0 and 1). All other ranks wait at the barrier."""
+    """Return (bytes, seconds of one way between ranks 0 and 1). Collective.
+
+    All other ranks wait at the barrier.
+    """
     tensor = torch.zeros(bytes_ // FP32_BYTES, device=task.device)
     # Of the other ranks; their number is not used.
     seconds = 1.0
     if rank < 2:
         times = []
+        # One more, since the first opens the connection.
         for _ in range(task.limits.repeats + 1):
             began = time.perf_counter()
             for sender in (0, 1):
@@ -545,7 +641,8 @@ def _seconds(call: Callable[[], Any], task: Task) -> float:
     _time_calls(call, 1, task.device)
     calls = 1
     if task.device == "cuda":
-        calls = max(1, int(SAMPLE_SECONDS / _time_calls(call, 1, task.device)))
+        seconds_of_one = _time_calls(call, 1, task.device)
+        calls = max(1, int(SAMPLE_SECONDS / seconds_of_one))
     limits = task.limits
     times: list[float] = []
     spent = 0.0

@@ -1,4 +1,7 @@
-"""`drumline bench`: how a config scales over processes, hosts and strategies, measured, beside what the planner says."""
+"""`drumline bench`: measure how a config scales over processes, hosts and strategies.
+
+What the planner predicts stands beside what was measured.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ from drumline.system.files import remove, write_whole
 from drumline.system.signals import NOTHING_LOST
 from drumline.telemetry.events import Event, Fault, Measured, Step, read
 
-WARM = 4  # steps that are not counted: the first are slower, and one is under the tracker of memory and traffic
+# Steps that are not counted: the first are slower, and one is under the tracker of memory and traffic.
+WARM = 4
+# The file that a folder of a bench has.
 MARK = "bench.json"
 UNKNOWN = "–"
 HEADS = ("samples/s", "tokens/s", "speed-up", "eff.", "memory", "comm.", "predicted")
@@ -66,13 +71,13 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: a strategy on a number of processes.
+    """What is measured: a strategy on a number of processes."""
 
-    `strategy`: as on the command line; empty: the config's own. `nodes`: hosts; None: this one.
-    """
-
+    # As on the command line; empty: the config's own.
     strategy: str
+    # Processes of a host.
     nproc: int
+    # Hosts; None: this one.
     nodes: int | None = None
 
     @property
@@ -84,7 +89,9 @@ class Case:
     def name(self) -> str:
         """The name of the folders of its rounds."""
         strategy = self.strategy or "config"
-        hosts = f"{self.nodes}x" if self.nodes else ""
+        hosts = ""
+        if self.nodes:
+            hosts = f"{self.nodes}x"
         text = f"{strategy}-{hosts}{self.nproc}"
         # A strategy of one's own is the path of a file.
         return as_name(text.replace(" ", "-").replace("=", ""))
@@ -92,31 +99,29 @@ class Case:
 
 @dataclass(frozen=True)
 class Round:
-    """Medians over the counted steps of one round.
-
-    `seconds`: of a step; `communication`: the share of a step that ranks wait for one another, None if it was not
-    measured; `memory`: bytes of the fullest device: what the allocator holds, on a CPU the peak of tensors.
-    """
+    """Medians over the counted steps of one round."""
 
     samples_per_s: float
     tokens_per_s: float
+    # Of a step.
     seconds: float
+    # The share of a step that ranks wait for one another; None if it was not measured.
     communication: float | None
+    # Bytes of the fullest device: what the allocator holds, on a CPU the peak of tensors.
     memory: int | None
 
 
 @dataclass
 class Row:
-    """The rounds of a case.
-
-    `strategy`: the name of what the plan runs; `predicted`: samples/s; `reason`: why there are no rounds, or no more
-    of them.
-    """
+    """The rounds of a case."""
 
     case: Case
     rounds: list[Round] = field(default_factory=list)
+    # The name of what the plan runs.
     strategy: str = ""
+    # Samples/s.
     predicted: Spread | None = None
+    # Why there are no rounds, or no more of them.
     reason: str = ""
 
     @property
@@ -126,8 +131,12 @@ class Row:
 
     def spread(self, name: str) -> Spread | None:
         """Return the spread of a field of `Round` over the rounds; None if none has it."""
-        values = [getattr(each, name) for each in self.rounds]
-        return Spread.of([value for value in values if value is not None])
+        values = []
+        for each in self.rounds:
+            value = getattr(each, name)
+            if value is not None:
+                values.append(value)
+        return Spread.of(values)
 
     def speed_up(self, base: Row) -> Spread | None:
         """Return the spread of the samples/s over those of `base`.
@@ -142,19 +151,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line.
+    """The options of the command line."""
 
-    `nproc`, `nodes`: processes of a host and hosts, a case each; `steps`: counted ones of a round; `weak`: the global
-    batch grows with the processes; `predict`: clusters to plan for; `to`: the folder to write to.
-    """
-
+    # Processes of a host, a case each.
     nproc: tuple[int, ...]
     strategies: tuple[str, ...] = ()
+    # Hosts, a case each.
     nodes: tuple[int, ...] = ()
+    # Counted steps of a round.
     steps: int = 20
     rounds: int = 3
+    # Whether the global batch grows with the processes.
     weak: bool = False
+    # Clusters to plan for.
     predict: tuple[str, ...] = ()
+    # The folder to write to; None: one below runs/.
     to: Path | None = None
 
 
@@ -164,25 +175,28 @@ class DoesNotFit(DrumlineError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the runs of all cases share.
+    """What the runs of all cases share."""
 
-    `read_config`: returns the config under overrides; `strategies`: each with its overrides; `hosts`: overrides by the
-    number of hosts; `samples`: of a step of the case with the fewest processes (`least`).
-    """
-
+    # Returns the config under overrides.
     read_config: Callable[[list[str]], Loaded]
     config: Config
+    # Of the command line.
     overrides: list[str]
     options: Options
+    # Each strategy with its overrides.
     strategies: dict[str, list[str]]
+    # Overrides by the number of hosts.
     hosts: dict[int, list[str]]
     folder: Path
+    # The global batch of the case with the fewest processes.
     samples: int
+    # The fewest processes of a case.
     least: int
 
     def overrides_of(self, case: Case) -> list[str]:
         """Return the overrides of a run of a case, without its folder."""
         samples = self.samples
+        # Weak scaling keeps the samples of a process.
         if self.options.weak:
             samples = samples * case.world // self.least
         return [
@@ -196,16 +210,21 @@ class Settings:
 def bench(config: Path, overrides: list[str], options: Options) -> int:
     """Measure each case once a round, in turn; print the table, and write it.
 
-    Returns the exit code: 0, 1 if no case ran, 75 after a signal. Raises UserError for a config that cannot be loaded,
-    and for a folder that holds something else.
+    The cases take turns, so that what disturbs the machine for a while meets all of them.
+
+    Returns the exit code: 0, 1 if no case ran, 75 after a signal. Raises UserError for a config that
+    cannot be loaded, and for a folder that holds something else.
     """
     console = Console(highlight=False)
     read_config = reader(config)
     loaded = read_config(overrides)
     hosts = _host_overrides(loaded.config, options)
-    strategies = {}
+    strategies: dict[str, list[str]] = {}
     for strategy in options.strategies or ("",):
-        strategies[strategy] = [spell(strategy)] if strategy else []
+        strategies[strategy] = []
+        # Without a name the config's own is measured, which needs no override.
+        if strategy:
+            strategies[strategy].append(spell(strategy))
     for given in strategies.values():
         # A strategy that there is not is a mistake, one that does not run is a row.
         read_config([*overrides, *given])
@@ -232,19 +251,23 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
     code = _measure_rounds(rows, settings, loads)
     predictions = []
     if code == 0:
-        samples_a_device = samples / least if options.weak else 0
+        samples_a_device = 0.0
+        if options.weak:
+            samples_a_device = samples / least
         for cluster in options.predict:
             predictions.append(_predict(config, overrides, cluster, samples_a_device))
     _show(config, rows, predictions, options, folder, loads, console)
     if code:
         return NOTHING_LOST
-    return 0 if any(row.rounds for row in rows) else 1
+    has_measured = any(row.rounds for row in rows)
+    return int(not has_measured)
 
 
 def _host_overrides(config: Config, options: Options) -> dict[int, list[str]]:
-    """Return the overrides for each number of hosts; empty if the launcher starts ranks on this host alone.
+    """Return the overrides for each number of hosts.
 
-    Raises UserError if such a launcher has several hosts requested.
+    Empty if the launcher starts ranks on this host alone. Raises UserError if such a launcher has
+    several hosts requested.
     """
     launcher = config.launch
     if options.nodes and not launcher.number_of_hosts:
@@ -273,7 +296,10 @@ def _cases(options: Options, strategies: Sequence[str], hosts: Sequence[int]) ->
 def _measure_rounds(rows: Sequence[Row], settings: Settings, loads: list[float]) -> int:
     """Measure all rounds into `rows`. Return 75 after a signal, else 0.
 
-    `loads`: the load of this machine before each round is appended.
+    Args:
+        rows: A row for each case.
+        settings: Of all runs.
+        loads: The load of this machine before each round is appended: other work makes it slower.
     """
     code = 0
     with bars(Console(stderr=True)) as on_progress:
@@ -292,7 +318,11 @@ def _measure_rounds(rows: Sequence[Row], settings: Settings, loads: list[float])
 def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
     """Return the overrides of a run of a few steps that leaves nothing behind.
 
-    `samples`: of the global batch; `steps`: that are counted.
+    Args:
+        config: The user's.
+        case: What is measured.
+        samples: Of the global batch.
+        steps: That are counted.
     """
     batch = f"global_samples: {samples}"
     micro_batch = config.batch.micro_batch
@@ -303,6 +333,7 @@ def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
         while per_rank % micro_batch != 0:
             micro_batch -= 1
         batch += f", micro_batch: {micro_batch}"
+    # Algorithms that sample train several steps on one rollout, and end with a whole one.
     turn = config.algorithm.steps_in_turn
     turns = math.ceil((WARM + steps) / turn)
     return [
@@ -319,7 +350,10 @@ def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
 
 
 def _measure(row: Row, settings: Settings, folder: Path) -> int:
-    """Run one round of a case. It becomes a round of `row`, or its `reason`. Return 75 after a signal, else 0."""
+    """Run one round of a case, which becomes a round of `row`, or its `reason`.
+
+    Return 75 after a signal, else 0.
+    """
     from drumline.train.command import launch_ranks
 
     def change_plan(plan: Plan) -> Plan:
@@ -340,7 +374,9 @@ def _measure(row: Row, settings: Settings, folder: Path) -> int:
     if code == NOTHING_LOST:
         return code
     events = read(folder / "events.jsonl")
-    measured = None if code else _summarise(events)
+    measured = None
+    if code == 0:
+        measured = _summarise(events)
     if measured is None:
         row.reason = _failure(events, errors.getvalue(), folder)
     else:
@@ -349,7 +385,10 @@ def _measure(row: Row, settings: Settings, folder: Path) -> int:
 
 
 def _note_prediction(row: Row, plan: Plan) -> None:
-    """Note the predicted samples/s of a plan in its row. Raise DoesNotFit for one that needs too much memory."""
+    """Note the predicted samples/s of a plan in its row.
+
+    Raise DoesNotFit for a plan that needs too much memory.
+    """
     estimate = plan.predicted.estimate
     if estimate is None:
         return
@@ -365,6 +404,7 @@ def _note_prediction(row: Row, plan: Plan) -> None:
 def _samples_per_s(samples: int, estimate: Estimate) -> Spread:
     """Return the predicted samples/s with the ends of their range. `samples`: of a step."""
     rate = samples / estimate.seconds.total
+    # Factors of the seconds.
     fastest, slowest = estimate.seconds_range
     return Spread(rate, rate / slowest, rate / fastest)
 
@@ -382,7 +422,7 @@ def _failure(events: list[Event], errors: str, folder: Path) -> str:
 
 
 def _summarise(events: list[Event]) -> Round | None:
-    """Return the medians over the counted steps of a run; None if there was no step after the first few."""
+    """Return the medians over the counted steps of a run; None if there was none."""
     steps = [event for event in events if isinstance(event, Step) and event.step > WARM]
     if not steps:
         return None
@@ -396,7 +436,10 @@ def _summarise(events: list[Event]) -> Round | None:
 
 
 def _communication(steps: list[Step]) -> float | None:
-    """Return the share of the steps' seconds that ranks wait for one another; None if any step lacks it."""
+    """Return the share of the steps' seconds that ranks wait for one another.
+
+    None if any step lacks it.
+    """
     seconds = sum(step.seconds for step in steps)
     waited = 0.0
     for step in steps:
@@ -409,7 +452,10 @@ def _communication(steps: list[Step]) -> float | None:
 
 
 def _memory(events: list[Event]) -> int | None:
-    """Return the bytes of the fullest device by the last measurement; None if memory was not measured."""
+    """Return the bytes of the fullest device by the last measurement.
+
+    None if memory was not measured.
+    """
     last = None
     for event in events:
         if isinstance(event, Measured) and event.metrics.get("memory"):
@@ -421,17 +467,21 @@ def _memory(events: list[Event]) -> int | None:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner predicts for a cluster: its best plan there, or why there is none.
+    """What the planner predicts for a cluster: its best plan there, or why there is none."""
 
-    `samples`: a second, with the ends of their range; `tokens`: a second; `memory`: bytes that a device needs.
-    """
-
+    # As on the command line.
     cluster: str
+    # That the plan uses.
     devices: int = 0
+    # Of the plan.
     name: str = ""
+    # A second, with the ends of their range.
     samples: Spread = Spread(0.0, 0.0, 0.0)
+    # A second.
     tokens: float = 0.0
+    # Bytes that a device needs.
     memory: int = 0
+    # Why there is no plan.
     reason: str = ""
 
 
@@ -440,7 +490,11 @@ def _predict(
 ) -> Prediction:
     """Return what the planner predicts for a cluster.
 
-    `samples_a_device`: of the global batch under weak scaling; 0 under strong scaling.
+    Args:
+        config: The user's.
+        overrides: Of the command line.
+        cluster: As on the command line.
+        samples_a_device: Of the global batch under weak scaling; 0 under strong scaling.
     """
     from drumline.planner.public import plan
 
@@ -454,7 +508,9 @@ def _predict(
     try:
         found = plan(config, given, cluster=cluster)
         if samples_a_device:
-            samples = round(samples_a_device * found.answer.question.cluster.world_size)
+            # Only the planner knows how many devices the cluster's name means.
+            world_size = found.answer.question.cluster.world_size
+            samples = round(samples_a_device * world_size)
             batch = f"batch={{global_samples: {samples}}}"
             found = plan(config, [*given, batch], cluster=cluster)
         best = found.best
@@ -475,14 +531,20 @@ def _predict(
 def _table(rows: Sequence[Row]) -> Rows:
     """Return the measured rows as cells, under their head."""
     has_hosts = any(row.case.nodes for row in rows)
-    processes = "nodes × n" if has_hosts else "n"
-    cells = [["strategy", processes, *HEADS]]
+    processes_head = "n"
+    if has_hosts:
+        processes_head = "nodes × n"
+    cells = [["strategy", processes_head, *HEADS]]
     for row in rows:
-        where = f"{row.case.nodes} × {row.case.nproc}" if has_hosts else str(row.case.nproc)
+        processes = str(row.case.nproc)
+        if has_hosts:
+            processes = f"{row.case.nodes} × {processes}"
         predicted = UNKNOWN
         if row.predicted is not None:
-            predicted = f"{_figure(row.predicted.low)}–{_figure(row.predicted.high)}"
-        cells.append([row.name, where, *_measured_cells(row, rows), predicted])
+            low = _figure(row.predicted.low)
+            high = _figure(row.predicted.high)
+            predicted = f"{low}–{high}"
+        cells.append([row.name, processes, *_measured_cells(row, rows), predicted])
     return cells
 
 
@@ -496,10 +558,14 @@ def _measured_cells(row: Row, rows: Sequence[Row]) -> list[str]:
     if tokens is not None:
         tokens_cell = f"{tokens.middle:,.0f}"
     base = _smallest_of_strategy(rows, row)
-    gain = None if base is None else row.speed_up(base)
+    gain = None
+    if base is not None:
+        gain = row.speed_up(base)
     if base is not None and gain is not None:
+        # The speed-up over the one that the processes would give if they did not disturb each other.
+        efficiency = gain.middle * base.case.world / row.case.world
         speed_up_cell = _describe_spread(gain)
-        efficiency_cell = f"{gain.middle * base.case.world / row.case.world:.0%}"
+        efficiency_cell = f"{efficiency:.0%}"
     memory = row.spread("memory")
     if memory is not None:
         memory_cell = size(memory.high)
@@ -524,7 +590,10 @@ def _figure(value: float) -> str:
 
 
 def _describe_spread(spread: Spread) -> str:
-    """Return a value with the ends of its range, such as `12.3 (11.8–12.9)`; without them if they look the same."""
+    """Return a value with the ends of its range, such as `12.3 (11.8–12.9)`.
+
+    The ends are left out if they look the same.
+    """
     low = _figure(spread.low)
     high = _figure(spread.high)
     if low == high:
@@ -563,9 +632,16 @@ def _show(
     loads: list[float],
     console: Console,
 ) -> None:
-    """Print the tables with their remarks, and write them into the folder, with a figure and as JSON.
+    """Print the tables with their remarks, and write them, with a figure and as JSON.
 
-    `loads`: of this machine before each round.
+    Args:
+        config: The user's.
+        rows: What was measured.
+        predictions: For other clusters.
+        options: Of the command line.
+        folder: Is written to.
+        loads: Of this machine before each round.
+        console: Is printed to.
     """
     kind = "strong scaling, one global batch"
     if options.weak:
@@ -580,6 +656,7 @@ def _show(
     for line in lines:
         console.print(line, markup=False)
     values = asdict(options)
+    # A path is no JSON, and the file lies in it.
     del values["to"]
     content = {
         "time": time.time(),

@@ -66,14 +66,12 @@ LARGEST_ROUNDING = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one strategy.
-
-    `apart`: its difference from one process; None if it was refused before it started, or failed, as
-    `note` says.
-    """
+    """What came of one strategy."""
 
     name: str
+    # None if it was refused before it started.
     ranks: int | None
+    # Its difference from one process; None if it was refused or failed, as `note` says.
     apart: Difference | None
     note: str = ""
 
@@ -95,10 +93,20 @@ def verify(
 ) -> int:
     """Print the table of `compare`, and return the exit code.
 
-    It is 0 if every strategy that runs stays within `tolerance` (relative; None: see `compare`), and 1 if
-    one does not, or fails. All runs are fp32 without TF32, with dropout off (each rank draws its own), and
-    have the same global batch. `keep`: a new folder for the runs; None: a temporary one. Raises ConfigError
-    and its variants if the config itself cannot be trained on one process.
+    It is 0 if every strategy that runs stays within `tolerance`, and 1 if one does not, or fails. All
+    runs are fp32 without TF32, with dropout off (each rank draws its own), and have the same global
+    batch.
+
+    Args:
+        config_path: The user's config.
+        overrides: As on the command line.
+        wanted: Strategies, as `fsdp2 tp=2`; empty: all usual ones.
+        steps: Of each run.
+        nproc: Ranks of each strategy.
+        tolerance: The largest relative difference; None: see `compare`.
+        keep: A new folder for the runs; None: a temporary one.
+
+    Raises ConfigError and its variants if the config itself cannot be trained on one process.
     """
     comparison = compare(
         config_path,
@@ -115,14 +123,13 @@ def verify(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Each strategy against one process. A strategy that was refused says why in its `note`.
-
-    `rounding`: how far one process lies from itself with the batch cut in another way; None if no
-    strategy was beyond TOLERANCE, or a tolerance was given.
-    """
+    """Each strategy against one process. A strategy that was refused says why in its `note`."""
 
     outcomes: tuple[Outcome, ...]
+    # The largest relative difference that counts as the same.
     tolerance: float
+    # How far one process lies from itself with the batch cut in another way; None if no strategy was
+    # beyond TOLERANCE, or a tolerance was given.
     rounding: float | None = None
 
     @property
@@ -147,15 +154,25 @@ def compare(
 ) -> Comparison:
     """Train under each strategy and on one process, and return how far the numbers lie apart.
 
-    `config`: a path or the keys themselves. `strategies`: as `fsdp2` or `ddp tp=2`, all usual ones by
-    default. `display`: show progress. The rest is as in `verify`.
-    `tolerance` None: TOLERANCE, or ROUNDING_FACTOR times the distance between two runs of one process that
-    cut the same batch in two ways, if that is more (up to LARGEST_ROUNDING): training itself may magnify
-    rounding. The second run is made only if a strategy lies beyond TOLERANCE.
+    Without a `tolerance` it is 1e-5, or four times the distance between two runs of one process that
+    cut the same batch in two ways, if that is more: training itself may magnify rounding. It is never
+    more than a tenth of a sample's share of the batch. The second run is made only if a strategy lies
+    beyond 1e-5.
+
+    Args:
+        config: A path or the keys themselves.
+        overrides: Dotted key → value, or `key=value` as on the command line.
+        strategies: As `fsdp2` or `ddp tp=2`; all usual ones by default.
+        steps: Of each run.
+        nproc: Ranks of each strategy.
+        tolerance: The largest relative difference that counts as the same.
+        keep: A new folder for the runs; None: a temporary one.
+        display: Show progress.
     """
     read = reader(config)
     changes = overrides_of(overrides)
     wanted = list(strategies) or _usual_strategies(nproc)
+    # A name that is no strategy fails before the first run.
     spelled = {name: spell(name) for name in wanted}
     folder = None
     if keep is not None:
@@ -165,21 +182,27 @@ def compare(
         common = [*changes, *_common(read(changes).config, nproc, steps, on_progress)]
         reference = read([*common, *_one_process(root / "reference")])
         plan = _run(reference, REFERENCE, on_progress)
-        outcomes = []
+        found = []
         for name in wanted:
-            outcomes.append(_outcome(read, common, name, spelled[name], nproc, root, on_progress))
+            outcome = _outcome(read, common, name, spelled[name], nproc, root, on_progress)
+            found.append(outcome)
+        outcomes = tuple(found)
         if tolerance is not None:
-            return Comparison(tuple(outcomes), tolerance)
-        is_beyond = any(outcome.apart and outcome.apart.largest > TOLERANCE for outcome in outcomes)
+            return Comparison(outcomes, tolerance)
+        is_beyond = False
+        for outcome in outcomes:
+            if outcome.apart is not None and outcome.apart.largest > TOLERANCE:
+                is_beyond = True
         other_cut = _other_micro_batch(plan)
         if not is_beyond or other_cut is None:
-            return Comparison(tuple(outcomes), TOLERANCE)
+            return Comparison(outcomes, TOLERANCE)
         again = [f"batch.micro_batch={other_cut}", *_one_process(root / "rounding")]
         rounding = _measure_rounding(read([*common, *again]), root, on_progress)
         if rounding is None:
-            return Comparison(tuple(outcomes), TOLERANCE)
-        allowed = min(ROUNDING_FACTOR * rounding, LARGEST_ROUNDING / plan.batch.global_samples)
-        return Comparison(tuple(outcomes), max(TOLERANCE, allowed), rounding)
+            return Comparison(outcomes, TOLERANCE)
+        share_of_sample = LARGEST_ROUNDING / plan.batch.global_samples
+        allowed = min(ROUNDING_FACTOR * rounding, share_of_sample)
+        return Comparison(outcomes, max(TOLERANCE, allowed), rounding)
 
 
 def _usual_strategies(nproc: int) -> list[str]:
@@ -198,9 +221,13 @@ def _one_process(run_dir: Path) -> list[str]:
 def _measure_rounding(again: Loaded, root: Path, on_progress: OnProgress) -> float | None:
     """Return how far one process lies from itself with its batch cut in another way.
 
-    `again`: the work of the reference with another micro-batch. None if that is not rounding: the
-    first losses already differ, as with batch norm, whose statistics are of one micro-batch; or if
-    it does not run.
+    None if that is not rounding: the first losses already differ, as with batch norm, whose
+    statistics are of one micro-batch; or if it does not run.
+
+    Args:
+        again: The work of the reference with another micro-batch.
+        root: The folder of all runs.
+        on_progress: Is called while it runs.
     """
     run_dir = root / "rounding"
     reference = root / "reference"
@@ -211,6 +238,7 @@ def _measure_rounding(again: Loaded, root: Path, on_progress: OnProgress) -> flo
     first_losses = []
     for folder in (run_dir, reference):
         losses = events.series(events.read(folder / "events.jsonl"), "loss")
+        # Before the first update: later losses also differ by what rounding did to the weights.
         first_losses.append({step: losses[step] for step in sorted(losses)[:1]})
     if _largest_difference(first_losses[0], first_losses[1], SMALLEST_LOSS) > TOLERANCE:
         return None
@@ -218,7 +246,10 @@ def _measure_rounding(again: Loaded, root: Path, on_progress: OnProgress) -> flo
 
 
 def _other_micro_batch(plan: Plan) -> int | None:
-    """Return another micro-batch that the global batch can be cut into; None if there is none."""
+    """Return another micro-batch that the global batch can be cut into; None if there is none.
+
+    It is the next smaller one, which needs less memory, else the next larger one.
+    """
     samples = plan.batch.global_samples
     micro_batch = plan.batch.micro_batch
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
@@ -232,7 +263,10 @@ def _other_micro_batch(plan: Plan) -> int | None:
 
 
 def _print(console: Console, comparison: Comparison, steps: int) -> int:
-    """Print the table and what lies beyond the tolerance. Returns the exit code."""
+    """Print the table and what lies beyond the tolerance. Returns the exit code.
+
+    Raises UserError if no strategy could be compared.
+    """
     outcomes = comparison.outcomes
     console.print(_table(comparison, steps))
     for outcome in outcomes:
@@ -324,7 +358,10 @@ def _print_rounding(console: Console, rounding: float, tolerance: float) -> None
 
 
 def spell(name: str) -> str:
-    """Return the override of a strategy: `fsdp2 tp=2` → `strategy={kind: fsdp2, tp: 2}`."""
+    """Return the override of a strategy: `fsdp2 tp=2` → `strategy={kind: fsdp2, tp: 2}`.
+
+    Raises UserError if an option has no =.
+    """
     kind, *options = name.split()
     parts = [f"kind: {kind}"]
     for option in options:
@@ -341,8 +378,14 @@ def spell(name: str) -> str:
 def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
     """Return the overrides of all runs.
 
-    They set the batch of the user's own run, a few steps and exact arithmetic, and turn off what is drawn
-    at random.
+    They set the batch of the user's own run, a few steps and exact arithmetic, and turn off what is
+    drawn at random.
+
+    Args:
+        config: The user's config.
+        nproc: Ranks of each strategy.
+        steps: Of each run.
+        on_progress: Is called while the model's config is downloaded.
     """
     samples = resolve_batch(config, nproc).global_samples
     micro_batch = _common_micro_batch(config, max(1, samples // nproc))
@@ -369,7 +412,8 @@ def _common_micro_batch(config: Config, per_rank: int) -> int:
     It is at most the user's own, and small enough for a pipeline to have work for all stages.
     """
     most = min(config.batch.micro_batch or per_rank, per_rank)
-    return max(size for size in range(1, most + 1) if per_rank % size == 0)
+    divisors = [size for size in range(1, most + 1) if per_rank % size == 0]
+    return max(divisors)
 
 
 def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
@@ -381,11 +425,13 @@ def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
         section = "options"
         values = config.model.options
     else:
+        # Slow imports, which a module of the user's own does not need.
         from drumline.models.files import resolve
         from drumline.models.load import load_config
 
         section = "config"
-        values = load_config(resolve(config.model, on_progress), config.model).to_dict()
+        path = resolve(config.model, on_progress)
+        values = load_config(path, config.model).to_dict()
     keys = []
     for key, value in values.items():
         if key.endswith(DROPOUT) and isinstance(value, float) and value > 0:
@@ -402,7 +448,17 @@ def _outcome(
     root: Path,
     on_progress: OnProgress,
 ) -> Outcome:
-    """Train under one strategy and compare it. `spelled`: the override that chooses it."""
+    """Train under one strategy and compare it with one process.
+
+    Args:
+        read: Loads the user's config, with overrides over it.
+        common: The overrides of all runs.
+        name: The strategy, as `fsdp2 tp=2`.
+        spelled: The override that chooses it.
+        nproc: Its ranks.
+        root: The folder of all runs.
+        on_progress: Is called while it runs.
+    """
     run_dir = root / name.replace(" ", "-").replace("=", "")
     own = [spelled, f"launch.nproc={nproc}", override("run.dir", run_dir)]
     try:
@@ -416,7 +472,11 @@ def _outcome(
 
 
 def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
-    """Train to the end. Raises WorkerFailed if a rank failed."""
+    """Train to the end, and return the plan.
+
+    Raises WorkerFailed if a rank of a strategy failed, DrumlineError for one of the reference: then
+    there is nothing to compare with.
+    """
     from drumline.launch.local import launch_trial
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
@@ -435,7 +495,10 @@ def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
 
 
 def _folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
-    """Return a context with the folder of the runs: `keep`, or a temporary one."""
+    """Return a context with the folder of the runs: `keep`, or a temporary one.
+
+    Raises EnvironmentFault if `keep` is not empty.
+    """
     if keep is None:
         return tempfile.TemporaryDirectory(prefix="drumline-verify-")
     if keep.exists() and any(keep.iterdir()):
@@ -489,13 +552,25 @@ class TensorDifference(NamedTuple):
 def difference(run: Path, reference: Path) -> Difference:
     """Return the difference of two finished runs of the same work.
 
-    It reads checkpoints in portions: two models need not fit into memory. Raises CheckpointError if one has
-    no whole checkpoint, or another set of tensors.
+    It reads checkpoints in portions: two models need not fit into memory.
+
+    Raises CheckpointError if one has no whole checkpoint, or another set of tensors.
     """
     own_events = events.read(run / "events.jsonl")
-    expected = events.read(reference / "events.jsonl")
+    expected_events = events.read(reference / "events.jsonl")
+    loss = _largest_difference(
+        events.series(own_events, "loss"),
+        events.series(expected_events, "loss"),
+        SMALLEST_LOSS,
+    )
+    grad_norm = _largest_difference(
+        events.series(own_events, "grad_norm"),
+        events.series(expected_events, "grad_norm"),
+        SMALLEST_GRAD_NORM,
+    )
     partly: list[str] = []
-    by_tensor, noise = _distances(list(_tensors(run, reference, partly)))
+    tensors = list(_tensors(run, reference, partly))
+    by_tensor, noise = _distances(tensors)
     weights = []
     moments = []
     for name, distance in by_tensor.items():
@@ -507,14 +582,8 @@ def difference(run: Path, reference: Path) -> Difference:
     if moments:
         largest_of_moments = max(moments)
     return Difference(
-        loss=_largest_difference(
-            events.series(own_events, "loss"), events.series(expected, "loss"), SMALLEST_LOSS
-        ),
-        grad_norm=_largest_difference(
-            events.series(own_events, "grad_norm"),
-            events.series(expected, "grad_norm"),
-            SMALLEST_GRAD_NORM,
-        ),
+        loss=loss,
+        grad_norm=grad_norm,
         weights=max(weights),
         moments=largest_of_moments,
         worst=max(by_tensor, key=lambda name: by_tensor[name]),
@@ -530,14 +599,19 @@ def _is_in(name: str, section: str) -> bool:
 def _distances(
     tensors: list[TensorDifference],
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Return the relative difference of each tensor, and the weights whose gradient is `noise`."""
+    """Return the relative difference of each tensor, and the weights whose gradient is noise.
+
+    `Difference.noise` says what that is, and how the distance of such tensors is measured.
+    """
     noise = _noise(tensors)
+    # Of all tensors of one moment together: the slot is the end of a tensor's name, as `exp_avg`.
     norm_of_slot: dict[str, float] = {}
     for tensor in tensors:
         slot = tensor.name.rpartition(".")[2]
         norm_of_slot[slot] = math.hypot(norm_of_slot.get(slot, 0.0), tensor.norm)
     distances = {}
     for name, apart, norm, _ in tensors:
+        # A moment is named after its weight: optim.WEIGHT.SLOT and model.WEIGHT.
         weight, _, slot = name.replace("optim.", "model.", 1).rpartition(".")
         if name in noise:
             distance = apart * noise[name]
@@ -550,7 +624,11 @@ def _distances(
 
 
 def _noise(tensors: list[TensorDifference]) -> dict[str, float]:
-    """Return the weights whose gradient is rounding alone, each with its share of the gradient's norm."""
+    """Return the weights whose gradient is rounding alone, each with its share of the gradient's norm.
+
+    The share is known by Adam's second moments, which are averages of the gradient's squares. Under
+    an optimizer without them the result is empty.
+    """
     squares = {}
     for tensor in tensors:
         if tensor.name.endswith(SECOND):
@@ -567,15 +645,21 @@ def _noise(tensors: list[TensorDifference]) -> dict[str, float]:
 
 
 def _nan_to_inf(value: float) -> float:
+    """Return infinity for NaN, which `max` would pass over, and any other value as it is."""
     if math.isnan(value):
         return float("inf")
     return value
 
 
 def _largest_difference(mine: dict[int, float], reference: dict[int, float], floor: float) -> float:
-    """Return the largest difference of a step, relative to the reference, or to `floor` if that is larger.
+    """Return the largest relative difference of a step.
 
     It is infinite if a step is missing on one side, or a number is not finite.
+
+    Args:
+        mine: Step → value.
+        reference: Step → value, which the difference is relative to.
+        floor: A smaller reference counts as this one.
     """
     if mine.keys() != reference.keys() or not mine:
         return float("inf")
@@ -585,7 +669,8 @@ def _largest_difference(mine: dict[int, float], reference: dict[int, float], flo
             return float("inf")
     differences = []
     for step, value in reference.items():
-        apart = abs(mine[step] - value) / max(abs(value), floor)
+        scale = max(abs(value), floor)
+        apart = abs(mine[step] - value) / scale
         differences.append(_nan_to_inf(apart))
     return max(differences)
 
@@ -593,7 +678,13 @@ def _largest_difference(mine: dict[int, float], reference: dict[int, float], flo
 def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[TensorDifference]:
     """Yield the difference of each tensor of the newest checkpoints.
 
-    Entries of vectors whose gradient is rounding count as 0, and `partly` gets the names of these vectors.
+    Args:
+        run: The run folder of a strategy.
+        reference: The run folder of one process.
+        partly: Gets the names of vectors with entries whose gradient is rounding; these entries
+            count as 0.
+
+    Raises CheckpointError if one of the checkpoints lacks a tensor.
     """
     from drumline.checkpoint.load import check
 
@@ -613,12 +704,14 @@ def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[TensorDi
     for names in _portions(shapes):
         own = _read_tensors(own_path, own_tensors, names)
         expected = _read_tensors(expected_path, expected_tensors, names)
+        # The reference alone decides: both sides must leave out the same entries.
         masks = _masks_of_rounding(expected)
         for weight, mask in masks.items():
             if mask.any():
                 partly.append(weight)
         for name in names:
-            yield _compare_tensors(name, own[name], expected[name], masks.get(_weight(name)))
+            mask = masks.get(_weight(name))
+            yield _compare_tensors(name, own[name], expected[name], mask)
 
 
 def _newest_checkpoint(run: Path) -> Path:
@@ -655,7 +748,14 @@ def _masks_of_rounding(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare_tensors(name: str, own: Any, expected: Any, mask: Any) -> TensorDifference:
-    """Return the difference of two tensors. `mask`: of entries that count as 0, or None."""
+    """Return the difference of two tensors, computed in fp64.
+
+    Args:
+        name: Of the tensor.
+        own: A strategy's tensor.
+        expected: That of one process.
+        mask: Of entries that count as 0; None: there are none.
+    """
     import torch
 
     own = own.double()
@@ -663,12 +763,10 @@ def _compare_tensors(name: str, own: Any, expected: Any, mask: Any) -> TensorDif
     if mask is not None and mask.shape == own.shape:
         own = own.masked_fill(mask, 0.0)
         expected = expected.masked_fill(mask, 0.0)
-    return TensorDifference(
-        name,
-        apart=float(torch.linalg.vector_norm(own - expected)),
-        norm=float(torch.linalg.vector_norm(expected)),
-        total=float(expected.abs().sum()),
-    )
+    apart = torch.linalg.vector_norm(own - expected)
+    norm = torch.linalg.vector_norm(expected)
+    total = expected.abs().sum()
+    return TensorDifference(name, float(apart), float(norm), float(total))
 
 
 def _weight(name: str) -> str:
@@ -683,7 +781,10 @@ def _rounded(second: Any) -> Any:
 
     One bias of queries, keys and values has such entries.
     """
-    return (second > 0) & (second <= ROUNDING**2 * second.max())
+    # Squared, since second moments are squares of gradients.
+    threshold = ROUNDING**2 * second.max()
+    # An entry of 0 has had no gradient at all, so Adam made no steps of it.
+    return (second > 0) & (second <= threshold)
 
 
 def _portions(shapes: dict[str, list[int]]) -> Iterator[list[str]]:

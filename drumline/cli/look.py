@@ -144,7 +144,7 @@ def evaluate(
             early = stack.enter_context(_early_ranks(config, all_overrides))
         from drumline.inference import evaluate as inference
 
-        place = stack.enter_context(inference.placed(checkpoint, config, all_overrides))
+        place = stack.enter_context(inference.fetch_checkpoint(checkpoint, config, all_overrides))
         if tasks:
             code = inference.harness(config, all_overrides, place, tasks, limit, include_path)
         elif generate:

@@ -1,4 +1,7 @@
-"""The result of a check: its name, what was found, a verdict, and how to fix it. Nothing here imports torch."""
+"""The result of a check: its name, what was found, a verdict, and how to fix it.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from drumline.system.output import plural
 
 Verdict = Literal["ok", "warn", "fail"]
 MARKS: dict[str, str] = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
-MAY_DIFFER = ("GPUs", "driver")  # between hosts; it costs speed at most
+# Facts that may differ between hosts: it costs speed at most.
+MAY_DIFFER = ("GPUs", "driver")
 
 
 @dataclass(frozen=True)
@@ -38,16 +42,15 @@ def fail_if(is_faulty: bool) -> Verdict:
 
 @dataclass(frozen=True)
 class Host:
-    """The checks of a host.
-
-    `facts`: what must be the same on all hosts, name → value. `ranks`: how many it would have; 0 if
-    it could not be reached. `port`: one that is free there.
-    """
+    """The checks of a host."""
 
     name: str
     checks: tuple[Check, ...]
+    # What must be the same on all hosts: name → value.
     facts: Mapping[str, str]
+    # How many ranks it would have; 0 if it could not be reached.
     ranks: int = 0
+    # A port that is free there.
     port: int = 0
 
     def values(self) -> dict[str, Any]:
@@ -89,6 +92,7 @@ def differences(hosts: Sequence[Host]) -> tuple[Check, ...]:
     """
     if len(hosts) < 2:
         return ()
+    # A dictionary keeps the order in which the hosts name their facts.
     names: dict[str, None] = {}
     for host in hosts:
         names.update(dict.fromkeys(host.facts))

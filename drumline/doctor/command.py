@@ -1,4 +1,4 @@
-"""`drumline doctor`: before a run it checks the hosts and an all-reduce of their ranks; after a run it searches the logs."""
+"""`drumline doctor`: check the hosts before a run, or search the logs after it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from drumline.config.launcher import LauncherSpec
 from drumline.doctor.check import Host, table
 from drumline.doctor.diagnose import STDIN, Finding, diagnose, rank_without_log
 from drumline.doctor.host import Question, examine
-from drumline.doctor.hosts import all_reduce, compared, examined
+from drumline.doctor.hosts import all_reduce, compare_hosts, examine_hosts
 from drumline.errors import UserError, printable
 from drumline.foreign import expanded
 from drumline.hardware.catalog import OTHER_NETWORK
 from drumline.hardware.detect import detect
 from drumline.system.output import plural
 
-CPU_RANKS = 2  # of the all-reduce on a machine without a GPU
+# Ranks of the all-reduce on a machine without a GPU: the fewest that have something to reduce.
+CPU_RANKS = 2
 
 
 def doctor(place: str | None, bandwidth: bool, as_json: bool) -> int:
     """Check what a run needs, or say why it failed; return the exit code.
 
-    `place`: a config, or nothing, before a run; a run folder, a log or - for standard input after
-    it. The code is 1 if a check failed, or if the logs say why the run did. Raises UserError if
-    there is nothing at `place`.
+    The code is 1 if a check failed, or if the logs say why the run did.
+
+    Args:
+        place: A config, or nothing, before a run; a run folder, a log or - for standard input
+            after it.
+        bandwidth: Also measure between pairs of ranks.
+        as_json: Print JSON instead of text.
+
+    Raises UserError if there is nothing at `place`.
     """
     if place is None:
         return _before(None, bandwidth, as_json)
@@ -51,7 +58,9 @@ def doctor(place: str | None, bandwidth: bool, as_json: bool) -> int:
 def _after(place: str, as_json: bool) -> int:
     """Print what the logs of a run say; return the exit code."""
     findings = diagnose(place)
-    silent = rank_without_log(Path(place)) if Path(place).is_dir() else []
+    silent: list[int] = []
+    if Path(place).is_dir():
+        silent = rank_without_log(Path(place))
     if as_json:
         values = [finding.values() for finding in findings]
         _print_json({"findings": values, "ranks_without_log": silent})
@@ -69,7 +78,9 @@ def _print_json(values: object) -> None:
 def as_text(findings: Sequence[Finding], silent: Sequence[int] = ()) -> str:
     """Return the findings as text: causes with their evidence, and a line for each consequence.
 
-    `findings`: those of the newest attempt first. `silent`: ranks without a log.
+    Args:
+        findings: Those of the newest attempt first.
+        silent: Ranks without a log.
     """
     lines = []
     attempt = None
@@ -83,7 +94,9 @@ def as_text(findings: Sequence[Finding], silent: Sequence[int] = ()) -> str:
         lines.append(f"! no log of rank {ranks} in the newest attempt: it never started")
     if not lines:
         lines.append("✓ no signature of a fault was found")
-    return printable("\n".join(lines).rstrip())
+    text = "\n".join(lines)
+    # Logs may hold sequences that would command the terminal.
+    return printable(text.rstrip())
 
 
 def _finding_lines(finding: Finding) -> list[str]:
@@ -116,15 +129,16 @@ def _before(config: Path | None, bandwidth: bool, as_json: bool) -> int:
     inter = OTHER_NETWORK
     launcher = None
     if config:
-        question, inter, launcher = asked_by(config)
+        question, inter, launcher = read_question(config)
     machine = detect()
     reached = launcher.reach() if launcher else {}
     if reached:
-        hosts = examined(reached, question)
-        hosts.append(compared(reached, hosts, machine, inter, question.interface, bandwidth))
+        hosts = examine_hosts(reached, question)
+        hosts.append(compare_hosts(reached, hosts, machine, inter, question.interface, bandwidth))
     else:
         host = examine(question)
-        host_of_rank = [host.name] * (len(machine.devices) or CPU_RANKS)
+        ranks = len(machine.devices) or CPU_RANKS
+        host_of_rank = [host.name] * ranks
         checks = all_reduce(host_of_rank, machine, bandwidth, inter, host.port)
         hosts = [host, Host(host.name, checks, {})]
     if as_json:
@@ -138,7 +152,7 @@ def _before(config: Path | None, bandwidth: bool, as_json: bool) -> int:
     return int(has_failed)
 
 
-def asked_by(config: Path) -> tuple[Question, str, LauncherSpec]:
+def read_question(config: Path) -> tuple[Question, str, LauncherSpec]:
     """Return what a run of a config needs of a host, the link between its hosts, and its launcher.
 
     Raises ConfigError.
@@ -184,6 +198,10 @@ def _files(pattern: str, base: Path) -> list[str]:
     """Return the files that a path or glob names; empty for a URL.
 
     If there are none, it is the path itself, so that a check says that it is missing.
+
+    Args:
+        pattern: As in the config.
+        base: The folder that relative paths start from.
     """
     from glob import glob
 

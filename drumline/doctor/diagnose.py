@@ -1,4 +1,8 @@
-"""`drumline doctor RUN`: find in the logs, events and dumps of a run, or in the output of any program, why it failed."""
+"""`drumline doctor RUN`: find in the logs and events of a run why it failed.
+
+It also reads the output of any other program. Lines are matched against the table of signatures;
+logs may have gigabytes, so they are read in pieces, and matched lines are counted, not kept.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +29,24 @@ from drumline.telemetry.events import Step, examine, read
 
 STDIN = "-"
 EVENTS = "events.jsonl"
-MOST_RANKS = 2**17  # a plan with more is damaged
-PIECE = 2**22  # bytes that are searched at once
-SHOWN = 300  # characters of a line of evidence
-LONGEST_LINE = 8 * SHOWN  # characters of a line that are searched for a rank, an attempt and a time
+# A plan with more ranks is damaged.
+MOST_RANKS = 2**17
+# Bytes that are searched at once.
+PIECE = 2**22
+# Characters of a line that are shown as evidence.
+SHOWN = 300
+# Characters of a line that are searched for a rank, an attempt and a time.
+LONGEST_LINE = 8 * SHOWN
 LOGS = {".log", ".out", ".err", ".txt"}
-NO_LOGS = {"checkpoints", "export", "cache", "tensorboard"}  # folders of a run with none
+# Folders of a run that hold no logs.
+NO_LOGS = {"checkpoints", "export", "cache", "tensorboard"}
 # The data loader is slow if a step waits at least this share of its time and this many seconds for
 # data, by the medians of the last steps.
 WAITED = 0.3
 WAITED_SECONDS = 0.05
 WAITED_STEPS = 20
 _ATTEMPT = re.compile(r"attempt[-_](\d+)")
+# `rank-3.log`, or `3/stderr.log` (torchrun --log-dir)
 _RANK_FILE = re.compile(r"rank-(\d+)\.|/(\d+)/std(?:err|out)\.log$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ATTEMPT_OF_EVENT = re.compile(r'"kind": "(?:fault|hang)".*"attempt": (\d+)')
@@ -54,19 +64,20 @@ _EVENT = re.compile(r'^\{"t": (\d+\.?\d*)')
 # samples of them.
 _TEXTS = re.compile(r'^(\{"t": [^,\n]*, "kind": "(?:samples|completions)").*', re.MULTILINE)
 _SAMPLE = re.compile(r"^(.{0,80}?\bsample, step \d+: …).*", re.MULTILINE)
+# An event with which an attempt begins or ends; the groups are of a fault alone.
 _BEGINS = re.compile(rb'^\{"t": [^,]*, "kind": "(?:run_start|(fault)", "attempt": (\d+))')
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A line of a log that a signature matches. `at`: its unix seconds; None if they are not known."""
+    """A line of a log that a signature matches."""
 
     path: str
-    line: int
-    text: str
+    line: int  # its number, from 1
+    text: str  # without secrets, at most SHOWN characters
     attempt: int = 0
     rank: int | None = None
-    at: float | None = None
+    at: float | None = None  # unix seconds; None: not known
 
     @property
     def place(self) -> str:
@@ -76,17 +87,17 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """A signature that was found in an attempt.
-
-    `evidence`: its first line. `lines`: how many there were. `ranks`: that wrote them. `follows`:
-    names of the findings that it is a consequence of.
-    """
+    """A signature that was found in an attempt."""
 
     signature: Signature
     cause: str
+    # The first line that the signature matches.
     evidence: Evidence
+    # How many lines it matches.
     lines: int = 1
+    # The ranks that wrote these lines.
     ranks: tuple[int, ...] = ()
+    # Names of the findings that it is a consequence of.
     follows: tuple[str, ...] = ()
 
     def values(self) -> dict[str, object]:
@@ -107,19 +118,20 @@ class Finding:
 
 
 class Line(NamedTuple):
-    """A line that a signature matches. It holds no more of the log than what is shown.
-
-    `names`: what the groups of the signature's pattern matched, by their names.
-    """
+    """A line that a signature matches. It holds no more of the log than what is shown."""
 
     signature: Signature
+    # What the groups of the signature's pattern matched, by their names.
     names: dict[str, str]
     evidence: Evidence
 
 
 @dataclass
 class _Lines:
-    """The lines of a signature in an attempt. They are only counted, since a log of gigabytes may be full of them."""
+    """The lines that one signature matches in one attempt.
+
+    Only the first is kept and the rest are counted, since a log of gigabytes may be full of them.
+    """
 
     signature: Signature
     first: Evidence
@@ -128,22 +140,26 @@ class _Lines:
     ranks: set[int] = field(default_factory=set)
 
     def add(self, line: Line) -> None:
-        """Count a line."""
+        """Count a line. Lines come file by file, so a later one may be earlier in time."""
+        evidence = line.evidence
         self.number += 1
-        self.first = min(self.first, line.evidence, key=_order)
-        if line.evidence.rank is not None:
-            self.ranks.add(line.evidence.rank)
+        self.first = min(self.first, evidence, key=_order)
+        if evidence.rank is not None:
+            self.ranks.add(evidence.rank)
         if not line.names:
             return
         earlier = self.first_with_names
-        if earlier is None or _order(line.evidence) < _order(earlier.evidence):
+        if earlier is None or _order(evidence) < _order(earlier.evidence):
             self.first_with_names = line
 
     def finding(self) -> Finding:
-        """Return what was found, with the names of the first line that has some."""
-        names = self.first_with_names.names if self.first_with_names else {}
+        """Return what was found. The cause has the names of the first line that gives some."""
+        names: dict[str, str] = {}
+        if self.first_with_names is not None:
+            names = self.first_with_names.names
         cause = self.signature.explain(names)
-        return Finding(self.signature, cause, self.first, self.number, tuple(sorted(self.ranks)))
+        ranks = tuple(sorted(self.ranks))
+        return Finding(self.signature, cause, self.first, self.number, ranks)
 
 
 def diagnose(place: str) -> list[Finding]:
@@ -153,7 +169,7 @@ def diagnose(place: str) -> list[Finding]:
     and the earliest first. Raises UserError if there is nothing to read.
     """
     if place == STDIN:
-        return ordered(search(sys.stdin.buffer, "<stdin>"))
+        return order_findings(search(sys.stdin.buffer, "<stdin>"))
     path = Path(place)
     if path.is_dir():
         files = sorted(_logs(path))
@@ -167,11 +183,12 @@ def diagnose(place: str) -> list[Finding]:
         )
     lines: list[Iterator[Line]] = []
     for file in files:
+        # A file that the user names must be readable; one of many in a folder need not.
         if file == path:
             lines.append(_search_file(file, path))
         else:
             lines.append(_search_readable(file, path))
-    return ordered(chain(*lines, _slow_loader(path / EVENTS), _damage(path)))
+    return order_findings(chain(*lines, _find_slow_loader(path / EVENTS), _find_damage(path)))
 
 
 def advice(text: str) -> Finding | None:
@@ -179,12 +196,16 @@ def advice(text: str) -> Finding | None:
 
     None if it only holds consequences, or errors that no signature knows.
     """
-    for finding in ordered(search(io.BytesIO(text.encode(errors="replace")), "")):
+    file = io.BytesIO(text.encode(errors="replace"))
+    for finding in order_findings(search(file, "")):
         signature = finding.signature
         if signature.warn or signature.kind == "unknown":
             continue
+        # Causes come first, so if this is none, there is none.
         is_consequence = bool(finding.follows) or ANY in signature.after
-        return None if is_consequence else finding
+        if is_consequence:
+            return None
+        return finding
     return None
 
 
@@ -201,13 +222,17 @@ def _logs(folder: Path) -> Iterator[Path]:
 
 
 def _search_readable(path: Path, place: Path) -> Iterator[Line]:
-    """Search one of a folder's files. If it cannot be read, that is a finding beside those of the others."""
+    """Search one of a folder's files.
+
+    If it cannot be read, that is a finding beside those of the others.
+    """
     try:
         yield from _search_file(path, place)
     except UserError as error:
+        # `_doctor_lines` reads the events to find an attempt, and would fail on them again.
         if path.name == EVENTS:
             raise
-        yield from _own(f"a record is damaged: {error.what}", path, 1)
+        yield from _doctor_lines(f"a record is damaged: {error.what}", path, 1)
 
 
 def _search_file(path: Path, place: Path) -> Iterator[Line]:
@@ -220,10 +245,13 @@ def _search_file(path: Path, place: Path) -> Iterator[Line]:
         rank_of_file = _first_number(_RANK_FILE.search(str(path)))
         attempts = _Attempts.of_file(path, place)
         for signature, names, evidence in search(file, str(path)):
-            rank = rank_of_file if evidence.rank is None else evidence.rank
+            rank = evidence.rank
+            if rank is None:
+                rank = rank_of_file
             attempt = evidence.attempt or attempts.at(evidence.line)
             time = evidence.at or _end(path)
-            yield Line(signature, names, replace(evidence, attempt=attempt, rank=rank, at=time))
+            whole = replace(evidence, attempt=attempt, rank=rank, at=time)
+            yield Line(signature, names, whole)
 
 
 def _first_number(match: re.Match[str] | None) -> int | None:
@@ -238,26 +266,32 @@ def _first_number(match: re.Match[str] | None) -> int | None:
 
 @dataclass
 class _Attempts:
-    """The attempt that each line of a file belongs to.
+    """The attempt that each line of a file belongs to."""
 
-    `first_lines`: of each attempt, ascending. `numbers`: of these attempts.
-    """
-
+    # The first line of each attempt, ascending.
     first_lines: list[int]
+    # The numbers of these attempts.
     numbers: list[int]
 
     def at(self, line: int) -> int:
         """Return the attempt of a line."""
-        return self.numbers[bisect_right(self.first_lines, line) - 1]
+        following = bisect_right(self.first_lines, line)
+        return self.numbers[following - 1]
 
     @staticmethod
     def of_file(path: Path, place: Path) -> _Attempts:
-        """Return the attempts of a file that is `place` or below it, by its events or by its name."""
+        """Return the attempts of a file that is `place` or below it, by its events or its name."""
         if path.name == EVENTS:
             return _Attempts.of_events(path)
-        name = path if path == place else path.relative_to(place)
+        # Folders above the run may be named like an attempt.
+        name = path
+        if path != place:
+            name = path.relative_to(place)
         numbers = _ATTEMPT.findall(str(name))
-        return _Attempts([0], [int(numbers[-1]) if numbers else 0])
+        number = 0
+        if numbers:
+            number = int(numbers[-1])
+        return _Attempts([0], [number])
 
     @staticmethod
     def of_events(events: Path) -> _Attempts:
@@ -278,6 +312,7 @@ class _Attempts:
                     attempts.numbers[-1] = int(found[2])
                     attempts.begin(number + 1)
                 elif has_started:
+                    # The attempt before was killed, and could not write its fault.
                     attempts.begin(number)
                 has_started = not is_fault
         return attempts
@@ -289,12 +324,16 @@ class _Attempts:
 
 
 def _end(log: Path) -> float | None:
-    """Return when a rank ended by its error, or when its log was last written to, in unix seconds."""
+    """Return when a rank ended, in unix seconds: by the error that it noted, else by its log.
+
+    None if neither can be read.
+    """
     noted = log.with_suffix(".json")
     try:
         if not noted.is_file():
             return log.stat().st_mtime
-        return float(read_object(noted, UserError)["message"]["drumline"]["time"])
+        error = read_object(noted, UserError)
+        return float(error["message"]["drumline"]["time"])
     except (UserError, OSError, KeyError, TypeError, ValueError):
         return None
 
@@ -312,15 +351,20 @@ def search(file: BinaryIO, name: str) -> Iterator[Line]:
             line_number += text.count("\n", counted, start)
             counted = start
             signature, match = matches[start]
-            names = {group: value for group, value in match.groupdict().items() if value}
-            line = text[start : start + LONGEST_LINE].partition("\n")[0]
+            names: dict[str, str] = {}
+            for group, value in match.groupdict().items():
+                # A group of an alternative that did not match is None.
+                if value:
+                    names[group] = value
+            line, _, _ = text[start : start + LONGEST_LINE].partition("\n")
             yield Line(signature, names, _evidence(name, line_number, line))
         line_number += text.count("\n", counted)
 
 
 def _matches(text: str) -> dict[int, tuple[Signature, re.Match[str]]]:
-    """Return the first signature that matches a line, by the place where the line begins."""
+    """Return index of a line's first character → the first signature that matches the line."""
     matches: dict[int, tuple[Signature, re.Match[str]]] = {}
+    # The table has special signatures before general ones, so the first match is the best.
     for signature in signatures():
         for pattern in signature.match:
             for match in pattern.finditer(text):
@@ -330,12 +374,16 @@ def _matches(text: str) -> dict[int, tuple[Signature, re.Match[str]]]:
 
 
 def _pieces(file: BinaryIO) -> Iterator[str]:
-    """Give the text of a file in pieces of whole lines, without colours; a line of more than a piece is cut."""
+    """Give the text of a file in pieces of whole lines, without colours.
+
+    A line that is longer than a piece is cut.
+    """
     rest = b""
     while True:
         piece = file.read(PIECE)
         if not piece:
             break
+        # The last line of a piece goes on in the next.
         whole, end, rest = (rest + piece).rpartition(b"\n")
         if len(rest) > PIECE:
             whole, end, rest = rest, b"", b""
@@ -346,7 +394,9 @@ def _pieces(file: BinaryIO) -> Iterator[str]:
 
 def _plain(text: bytes) -> str:
     """Return the text of a log without colours and without texts that a model wrote or read."""
-    lines = text.decode(errors="replace").replace("\r\n", "\n").replace("\r", " ")
+    lines = text.decode(errors="replace")
+    # Progress bars overwrite their line by carriage returns, which are no ends of lines.
+    lines = lines.replace("\r\n", "\n").replace("\r", " ")
     lines = _COLOUR.sub("", lines)
     lines = _TEXTS.sub(r"\1}", lines)
     return _SAMPLE.sub(r"\1", lines)
@@ -357,8 +407,10 @@ def _evidence(name: str, number: int, line: str) -> Evidence:
     shown = redact(line.strip())
     if len(shown) > SHOWN:
         shown = f"{shown[:SHOWN]}…"
+    attempt = 0
     named_attempt = _ATTEMPT_OF_EVENT.search(line)
-    attempt = int(named_attempt[1]) if named_attempt else 0
+    if named_attempt is not None:
+        attempt = int(named_attempt[1])
     rank = _first_number(_RANK_LINE.search(line))
     return Evidence(name, number, shown, attempt, rank, moment(line))
 
@@ -387,19 +439,23 @@ def moment(line: str) -> float | None:
     return None
 
 
-def ordered(found: Iterable[Line]) -> list[Finding]:
+def order_findings(found: Iterable[Line]) -> list[Finding]:
     """Return one finding for each signature and attempt, in the order in which to read them."""
     groups: dict[tuple[int, str], _Lines] = {}
     for line in found:
-        key = line.evidence.attempt, line.signature.name
+        key = (line.evidence.attempt, line.signature.name)
         if key not in groups:
             groups[key] = _Lines(line.signature, line.evidence)
         groups[key].add(line)
     findings = []
     for lines in groups.values():
+        # Some messages mean a fault only if they are repeated.
         if lines.number >= lines.signature.least:
             findings.append(lines.finding())
-    with_causes = [replace(finding, follows=_causes(finding, findings)) for finding in findings]
+    with_causes = []
+    for finding in findings:
+        causes = _causes(finding, findings)
+        with_causes.append(replace(finding, follows=causes))
     return sorted(with_causes, key=_reading_order)
 
 
@@ -432,34 +488,44 @@ def _causes(finding: Finding, findings: list[Finding]) -> tuple[str, ...]:
     return tuple(causes)
 
 
-def _damage(run: Path) -> Iterator[Line]:
+def _find_damage(run: Path) -> Iterator[Line]:
     """Give a line for each record of a run that cannot be read, or not all of it."""
     plan = run / "plan.json"
     try:
         if plan.exists():
             read_object(plan, UserError, numbers=False)
     except UserError as error:
-        yield from _own(f"a record is damaged: {error.what}", plan, 1)
+        yield from _doctor_lines(f"a record is damaged: {error.what}", plan, 1)
     events = run / EVENTS
-    damaged = [number for number, _, is_sound in examine(events) if not is_sound]
+    damaged = []
+    for number, _, is_sound in examine(events):
+        if not is_sound:
+            damaged.append(number)
     if damaged:
         first = damaged[0]
         text = f"a record is damaged: {len(damaged):,} lines cannot be read, the first is {first:,}"
-        yield from _own(text, events, first)
+        yield from _doctor_lines(text, events, first)
 
 
-def _own(text: str, path: Path, line: int, at: float | None = None) -> Iterator[Line]:
+def _doctor_lines(text: str, path: Path, line: int, at: float | None = None) -> Iterator[Line]:
     """Give a line that the doctor itself writes about a file, if a signature matches it.
 
-    `line`: the line of the file that it is about. `at`: its time in unix seconds.
+    Args:
+        text: The line.
+        path: The file.
+        line: The line of the file that it is about.
+        at: Its time in unix seconds.
     """
-    attempt = _Attempts.of_events(path).at(line) if path.name == EVENTS else 0
+    attempt = 0
+    if path.name == EVENTS:
+        attempt = _Attempts.of_events(path).at(line)
     for signature, names, _ in search(io.BytesIO(text.encode()), ""):
-        yield Line(signature, names, Evidence(str(path), line, text, attempt, at=at))
+        evidence = Evidence(str(path), line, text, attempt, at=at)
+        yield Line(signature, names, evidence)
 
 
-def _slow_loader(events: Path) -> Iterator[Line]:
-    """Give a line for a run whose steps waited for data."""
+def _find_slow_loader(events: Path) -> Iterator[Line]:
+    """Give a line for a run whose last steps waited for data."""
     steps = []
     for event in read(events):
         if not isinstance(event, Step):
@@ -470,18 +536,23 @@ def _slow_loader(events: Path) -> Iterator[Line]:
     steps = steps[-WAITED_STEPS:]
     if len(steps) < WAITED_STEPS:
         return
+    # Medians, because one long wait, as at the start of an epoch, does no harm.
     waited = median(step.data_s for step in steps)
     whole = median(step.seconds for step in steps)
     if waited >= max(WAITED_SECONDS, WAITED * whole):
         text = f"the last {WAITED_STEPS} steps waited for data: {waited:.2f} s of {whole:.2f} s (medians)"
         last_line = events.read_bytes().count(b"\n")
-        yield from _own(text, events, last_line, steps[-1].t)
+        yield from _doctor_lines(text, events, last_line, steps[-1].t)
 
 
 def rank_without_log(run: Path) -> list[int]:
-    """Return the ranks of the plan that wrote no log in the newest attempt, though others did."""
+    """Return the ranks of the plan that wrote no log in the newest attempt, though others did.
+
+    Empty if the plan cannot be read, or if nobody wrote a log.
+    """
     try:
-        world_size = int(prod(read_object(run / "plan.json", UserError)["mesh"].values()))
+        plan = read_object(run / "plan.json", UserError)
+        world_size = int(prod(plan["mesh"].values()))
     except (UserError, KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return []
     attempts = list(numbered(run / "logs", "attempt-").values())
@@ -494,4 +565,5 @@ def rank_without_log(run: Path) -> list[int]:
         with_log.update(numbered(folder, "rank-"))
     if not with_log:
         return []
-    return [rank for rank in range(min(world_size, MOST_RANKS)) if rank not in with_log]
+    ranks = range(min(world_size, MOST_RANKS))
+    return [rank for rank in ranks if rank not in with_log]

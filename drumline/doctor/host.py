@@ -1,6 +1,7 @@
-"""The checks of one host: `python -m drumline.doctor.host` reads a Question (JSON) from standard input, if it has one, and prints a Host.
+"""The checks of one host: `python -m drumline.doctor.host` reads a Question and prints a Host.
 
-torch is imported only if there is a GPU.
+Both are JSON. Without a question on standard input the defaults of Question hold. torch is
+imported only if there is a GPU, since its import takes seconds.
 """
 
 from __future__ import annotations
@@ -39,11 +40,18 @@ MIB, GIB = 2**20, 2**30
 # have 64 MB, and shells 1024 files.
 SHM_BYTES = GIB
 OPEN_FILES = 4096
-FEW_BYTES = GIB  # free on a disk: less is too little for any checkpoint
-SCARCE_BYTES = 20 * GIB  # enough for a few checkpoints of a small model
-WRITTEN = 64 * MIB  # bytes that are written to measure a disk
-SLOW = 100e6  # bytes/s of a disk below which saves take noticeable time
-FEW_MEMORY_BYTES = 2 * GIB  # of a host
+# Free bytes of a disk: less is too little for any checkpoint.
+FEW_BYTES = GIB
+# Free bytes of a disk: enough for a few checkpoints of a small model.
+SCARCE_BYTES = 20 * GIB
+# Bytes that are written to measure a disk.
+WRITTEN = 64 * MIB
+# Bytes/s of a disk below which saves take noticeable time.
+SLOW = 100e6
+# Memory that any host needs, with or without GPUs.
+FEW_MEMORY_BYTES = 2 * GIB
+# Prefixes of the kinds of file systems that several hosts can mount. FUSE drivers append their name
+# to `fuse.`.
 NETWORK_DISKS = (
     "nfs",
     "lustre",
@@ -60,25 +68,29 @@ NETWORK_DISKS = (
     "wekafs",
     "pvfs",
 )
-SMI = 20.0  # seconds that nvidia-smi may take
+# Seconds that nvidia-smi may take: it hangs if the driver does.
+SMI = 20.0
 NONE = "none"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is meant to run here. Paths are of this host.
-
-    `peers`: addresses of the other hosts. `interface`: the value of `launch.interface`. `only`:
-    names of the LOOKS to take; all if it is empty.
-    """
+    """What is meant to run on a host. All paths are paths of that host."""
 
     run_dir: str = "."
+    # Of tokenised data; None: the default of this machine.
     cache_dir: str | None = None
+    # A folder; None for a model of the hub.
     model: str | None = None
+    # Files of rows.
     data: tuple[str, ...] = ()
+    # At which the ranks meet; None: any free one.
     port: int | None = None
+    # Addresses of the other hosts.
     peers: tuple[str, ...] = ()
+    # The value of `launch.interface`.
     interface: str | None = None
+    # Names of the LOOKS to take; all if it is empty.
     only: tuple[str, ...] = ()
 
     @staticmethod
@@ -86,12 +98,18 @@ class Question:
         """Return the question that was sent as JSON."""
         fields: dict[str, Any] = {}
         for name, value in values.items():
-            fields[name] = tuple(value) if isinstance(value, list) else value
+            # JSON has no tuples.
+            if isinstance(value, list):
+                value = tuple(value)
+            fields[name] = value
         return Question(**fields)
 
 
 def examine(question: Question) -> Host:
-    """Return all checks of this host. A check that raises is itself a finding."""
+    """Return all checks of this host.
+
+    A check that raises becomes a warning, so that one broken subject does not hide the others.
+    """
     machine = detect()
     checks: list[Check] = []
     facts: dict[str, str] = {}
@@ -102,12 +120,17 @@ def examine(question: Question) -> Host:
             checks += look(question, machine, facts)
         except Exception as error:  # noqa: BLE001 - the rest may still say something
             name = look.__name__.replace("_", " ")
-            checks.append(Check(name, f"cannot be looked at: {error}", "warn", "look by hand"))
+            found = f"cannot be looked at: {error}"
+            checks.append(Check(name, found, "warn", "look by hand"))
+    # The all-reduce over all hosts needs a port even if the config sets none. Every host names one,
+    # since the first of them is chosen later.
     with socket.create_server(("", 0)) as server:
         free_port = server.getsockname()[1]
+    name = socket.gethostname()
+    # A host without a GPU takes part with one rank on its processor.
     ranks = max(1, len(machine.devices))
     port = question.port or free_port
-    return Host(socket.gethostname(), tuple(checks), facts, ranks, port)
+    return Host(name, tuple(checks), facts, ranks, port)
 
 
 # A look gives the checks of one subject. It adds to the facts, which must be the same on all hosts.
@@ -115,11 +138,16 @@ Look = Callable[[Question, Machine, dict[str, str]], Iterator[Check]]
 
 
 def versions(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check the versions of Drumline, Python, torch, transformers, CUDA, NCCL and the driver."""
+    """Check the versions of Drumline, Python, torch, transformers, CUDA, NCCL and the driver.
+
+    It fails if the machine has a GPU that torch cannot use. All versions become facts.
+    """
     facts["drumline"] = __version__
+    # Patch releases of Python may differ between hosts.
     facts["Python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
     for name in ("torch", "transformers"):
         facts[name] = metadata.version(name)
+    # Facts are compared by name, so a host without a GPU needs these as well.
     for name in ("CUDA", "NCCL", "driver"):
         facts[name] = NONE
     if likely_gpus() or machine.devices:
@@ -128,8 +156,10 @@ def versions(question: Question, machine: Machine, facts: dict[str, str]) -> Ite
         facts["CUDA"] = torch.version.cuda or NONE
         if machine.devices:
             facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        for version in _smi("driver_version")[:1]:
-            facts["driver"] = version
+        # All GPUs of a host have one driver; a failed query gives no line.
+        driver_versions = _smi("driver_version")
+        if driver_versions:
+            facts["driver"] = driver_versions[0]
     found = ", ".join(f"{name} {value}" for name, value in facts.items())
     is_unused = likely_gpus() > 0 and not machine.devices
     fix = "a GPU is here and torch cannot use it: install a CUDA build of torch, and a driver that is new enough"
@@ -137,7 +167,10 @@ def versions(question: Question, machine: Machine, facts: dict[str, str]) -> Ite
 
 
 def _smi(field: str) -> list[str]:
-    """Return a field of each GPU as its driver reports it; empty if it does not."""
+    """Return a field of each GPU, as nvidia-smi reports it.
+
+    The list is empty if nvidia-smi is missing, fails, or takes longer than SMI.
+    """
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     output = output_of(command, SMI) or ""
     return [line.strip() for line in output.splitlines()]
@@ -151,7 +184,10 @@ def gpus(question: Question, machine: Machine, facts: dict[str, str]) -> Iterato
     yield Check(
         "GPU checks", "experimental, as is NCCL's all-reduce: no test has run them on a GPU yet"
     )
-    names = [f"{device.name} {device.memory_bytes / GIB:.0f} GiB" for device in machine.devices]
+    names = []
+    for device in machine.devices:
+        gib = device.memory_bytes / GIB
+        names.append(f"{device.name} {gib:.0f} GiB")
     facts["GPUs"] = f"{len(names)} × {names[0]}"
     numbers = Counter(names)
     found = ", ".join(f"{number} × {name}" for name, number in numbers.items())
@@ -165,36 +201,51 @@ def gpus(question: Question, machine: Machine, facts: dict[str, str]) -> Iterato
 
 
 def _memory_errors() -> Check:
-    """Check that no GPU has memory errors that could not be corrected."""
+    """Check that no GPU has memory errors since the last reboot that could not be corrected."""
     counts = _smi("ecc.errors.uncorrected.volatile.total")
+    # A GPU without ECC memory reports "[N/A]".
     errors = [int(count) for count in counts if count.isdecimal()]
-    bad = [str(number) for number, count in enumerate(errors) if count]
-    found = f"{sum(errors)} uncorrected" if errors else "not reported by the driver"
+    bad = []
+    for number, count in enumerate(errors):
+        if count:
+            bad.append(str(number))
+    if errors:
+        found = f"{sum(errors)} uncorrected"
+    else:
+        found = "not reported by the driver"
     fix = f"reset GPU {', '.join(bad)} or reboot; see `nvidia-smi -q -d ECC`"
     return Check("ECC errors", found, fail_if(bool(bad)), fix)
 
 
 def _peer_access(number: int) -> Check:
-    """Check how many pairs of the host's GPUs reach each other's memory."""
+    """Check how many ordered pairs of the host's `number` GPUs can read each other's memory."""
     import torch
 
+    # Ordered pairs: access may be possible in one direction alone.
     pairs = list(permutations(range(number), 2))
-    connected = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
-    found = f"{len(connected)} of {len(pairs)} pairs"
+    connected = 0
+    for device, peer in pairs:
+        if torch.cuda.can_device_access_peer(device, peer):
+            connected += 1
+    found = f"{connected} of {len(pairs)} pairs"
+    has_gaps = connected < len(pairs)
     fix = "slower, and NCCL may hang: turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1"
-    return Check("peer access", found, warn_if(len(connected) < len(pairs)), fix)
+    return Check("peer access", found, warn_if(has_gaps), fix)
 
 
 def infiniband(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that all ports of InfiniBand are active."""
+    """Check that all ports of InfiniBand are active, by what the kernel says in /sys."""
     ports = []
     down = []
+    # The paths end with DEVICE/ports/PORT.
     for port in sorted(INFINIBAND.glob("*/ports/*")):
-        name = f"{port.parts[-3]}:{port.name}"
+        device = port.parts[-3]
+        name = f"{device}:{port.name}"
         state = (port / "state").read_text().strip()
         rate = (port / "rate").read_text().strip()
         # A state is a number and a word: "4: ACTIVE".
-        ports.append(f"{name} {state.partition(': ')[2]} {rate}")
+        state_word = state.partition(": ")[2]
+        ports.append(f"{name} {state_word} {rate}")
         if "ACTIVE" not in state:
             down.append(name)
     found = ", ".join(ports) or NONE
@@ -203,20 +254,12 @@ def infiniband(question: Question, machine: Machine, facts: dict[str, str]) -> I
 
 
 def names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that this host's name resolves to an address that its peers can use, and theirs resolve here."""
-    own = socket.gethostname()
-    try:
-        entries = socket.getaddrinfo(own, None)
-    except OSError as error:
-        verdict: Verdict = "fail" if question.peers else "warn"
-        found = f"{own} does not resolve: {error}"
-        yield Check("host name", found, verdict, f"add {own} to /etc/hosts")
-    else:
-        known = sorted({str(entry[4][0]) for entry in entries})
-        is_loopback_alone = all(map(is_loopback, known))
-        is_unreachable = is_loopback_alone and not all(map(is_loopback, question.peers))
-        fix = "other hosts would get a loopback address: give the host its address in /etc/hosts or DNS"
-        yield Check("host name", f"{own} is {', '.join(known)}", fail_if(is_unreachable), fix)
+    """Check that this host's name and those of its peers resolve.
+
+    Its own name must resolve to an address that the peers can use: Gloo hands it to them. A
+    loopback address is enough if all peers have one too, as when one machine plays several hosts.
+    """
+    yield _own_name(question)
     for peer in question.peers:
         resolved = addresses(peer)
         if resolved:
@@ -226,20 +269,43 @@ def names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterat
             yield Check("peer name", f"{peer} does not resolve", "fail", fix)
 
 
+def _own_name(question: Question) -> Check:
+    """Check that this host's name resolves to an address that its peers can use."""
+    own = socket.gethostname()
+    try:
+        entries = socket.getaddrinfo(own, None)
+    except OSError as error:
+        # A run on this host alone meets at 127.0.0.1 and needs no name.
+        verdict: Verdict = "fail" if question.peers else "warn"
+        found = f"{own} does not resolve: {error}"
+        return Check("host name", found, verdict, f"add {own} to /etc/hosts")
+    # An entry ends with the socket's address, whose first part is the host.
+    known = sorted({str(entry[4][0]) for entry in entries})
+    is_loopback_alone = all(map(is_loopback, known))
+    are_peers_local = all(map(is_loopback, question.peers))
+    is_unreachable = is_loopback_alone and not are_peers_local
+    fix = "other hosts would get a loopback address: give the host its address in /etc/hosts or DNS"
+    return Check("host name", f"{own} is {', '.join(known)}", fail_if(is_unreachable), fix)
+
+
 def ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that the port of the launcher is free."""
+    """Check that the launcher's port is free, or without one that there are free ports at all."""
+    # Port 0 lets the kernel choose.
     try:
         socket.create_server(("", question.port or 0)).close()
     except OSError as error:
         fix = f"`ss -ltnp` says who has it; end that, or choose another launch.port than {question.port}"
         yield Check("port", f"{question.port}: {error.strerror}", "fail", fix)
         return
-    found = f"{question.port} is free" if question.port else "any free one: there are"
+    if question.port:
+        found = f"{question.port} is free"
+    else:
+        found = "any free one: there are"
     yield Check("port", found)
 
 
 def secret(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Tell by which secret the ranks of a run recognise each other."""
+    """Report by which secret the ranks of a run recognise each other. The check never fails."""
     if os.environ.get(SECRET):
         found = f"{SECRET} is set: ranks that have it meet, and no others"
     elif seal("") is not None:
@@ -252,10 +318,15 @@ def secret(question: Question, machine: Machine, facts: dict[str, str]) -> Itera
 
 
 def interfaces(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that the network interface that is set is up, and tell which one is used."""
+    """Check that the network interface that is set is up, and report which one is used.
+
+    The config's `launch.interface` counts before NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME. If
+    none is set, the kernel's route to the first peer decides.
+    """
     interface_of = _interface_by_address()
     peer = question.peers[0] if question.peers else "127.0.0.1"
-    used = interface_of.get(source_address(peer) or "", "?")
+    own_address = source_address(peer) or ""
+    used = interface_of.get(own_address, "?")
     set_here = (
         question.interface
         or os.environ.get("NCCL_SOCKET_IFNAME")
@@ -271,23 +342,28 @@ def interfaces(question: Question, machine: Machine, facts: dict[str, str]) -> I
 
 
 def _interface_by_address() -> dict[str, str]:
-    """Return the addresses of the network interfaces that are up, each with its interface's name."""
+    """Return address → name of its interface, for the network interfaces that are up."""
     states = psutil.net_if_stats()
     interface_of = {}
     for name, entries in psutil.net_if_addrs().items():
         if name not in states or not states[name].isup:
             continue
         for entry in entries:
+            # An interface also has a hardware address.
             if entry.family in (socket.AF_INET, socket.AF_INET6):
                 # Of version 6 the interface's name stands behind the address, too: fe80::1%eth0.
-                interface_of[entry.address.partition("%")[0]] = name
+                address, _, _ = entry.address.partition("%")
+                interface_of[address] = name
     return interface_of
 
 
 def _is_up(set_here: str, names: Iterable[str]) -> bool:
-    """Return whether one of the interfaces that are up is meant by a value of NCCL_SOCKET_IFNAME.
+    """Return whether an interface that is up matches a value of NCCL_SOCKET_IFNAME.
 
-    It lists prefixes of names, or with = whole names; with ^ it lists those that are not used.
+    Args:
+        set_here: A list of prefixes of names, or with = of whole names; with ^ it lists the
+            interfaces that are not used, so that any other one matches.
+        names: The interfaces that are up.
     """
     if set_here.startswith("^"):
         return True
@@ -297,29 +373,36 @@ def _is_up(set_here: str, names: Iterable[str]) -> bool:
 
 def shared_memory(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
     """Check that shared memory has room for loader workers and NCCL."""
+    # macOS has none.
     if not SHM.is_dir():
         return
     size = shutil.disk_usage(SHM)
-    found = f"{size.total / GIB:.1f} GiB, {size.free / GIB:.1f} free"
+    total = size.total / GIB
+    free = size.free / GIB
+    found = f"{total:.1f} GiB, {free:.1f} free"
+    is_small = size.free < SHM_BYTES
     fix = "docker run --ipc=host or --shm-size=16g; on Kubernetes an emptyDir with medium Memory at /dev/shm"
-    yield Check("/dev/shm", found, warn_if(size.free < SHM_BYTES), fix)
+    yield Check("/dev/shm", found, warn_if(is_small), fix)
 
 
 def limits(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check the limits of open files and of locked memory."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    """Check the soft limits of open files and of locked memory."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_few = 0 <= files < OPEN_FILES  # -1: unlimited
     fix = "`ulimit -n 65536` before the start"
     yield Check("open files", _limit(files, 1, ""), warn_if(is_few), fix)
-    is_too_little = any(INFINIBAND.glob("*")) and locked != resource.RLIM_INFINITY
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    has_infiniband = any(INFINIBAND.glob("*"))
+    is_too_little = has_infiniband and locked != resource.RLIM_INFINITY
     fix = "`ulimit -l unlimited`: InfiniBand locks what it sends"
     yield Check("locked memory", _limit(locked, MIB, " MiB"), warn_if(is_too_little), fix)
 
 
 def _limit(value: int, unit: int, name: str) -> str:
-    """Return a limit in a unit as text."""
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit:,}{name}"
+    """Return a limit as text, in `unit`, which is followed by its `name`."""
+    if value == resource.RLIM_INFINITY:
+        return "unlimited"
+    return f"{value // unit:,}{name}"
 
 
 def run_folder(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
@@ -333,9 +416,12 @@ def cache(question: Question, machine: Machine, facts: dict[str, str]) -> Iterat
 
 
 def _disk(what: str, path: Path, needs_sharing: bool) -> Check:
-    """Check that a folder can be written to, has room, is fast, and is shared between hosts if it must be.
+    """Check that a folder can be written to, has room, is fast, and is shared if it must be.
 
-    `what`: the name of the check. The folder, or the nearest one above it, is measured.
+    Args:
+        what: The name of the check.
+        path: The folder. If it does not exist, the nearest one above it is measured.
+        needs_sharing: Whether several hosts write to it.
     """
     place = path.absolute()
     while not place.exists():
@@ -347,6 +433,7 @@ def _disk(what: str, path: Path, needs_sharing: bool) -> Check:
     free = free_bytes(place)
     speed = 0.0
     try:
+        # The measurement must not fill the disk. With less space the check fails below anyway.
         if free > WRITTEN * 4:
             speed = write_speed(place)
     except OSError as error:
@@ -355,6 +442,7 @@ def _disk(what: str, path: Path, needs_sharing: bool) -> Check:
     found = f"{where}: {free / GIB:,.0f} GiB free, written at {speed / 1e6:,.0f} MB/s"
     if free < FEW_BYTES:
         return Check(what, found, "fail", "free some space, or choose another folder")
+    # One check has one fix: the most urgent.
     fix = ""
     if free < SCARCE_BYTES:
         fix = "little for checkpoints: free some space, or keep fewer (checkpoint.keep)"
@@ -366,37 +454,49 @@ def _disk(what: str, path: Path, needs_sharing: bool) -> Check:
 
 
 def _file_system(place: Path) -> str:
-    """Return the kind of the file system that a folder is on, or ? if it is not known."""
+    """Return the kind of the file system that holds a folder, or ? if it is not known."""
     above = []
     for mount in psutil.disk_partitions(all=True):
         if place.is_relative_to(mount.mountpoint):
             above.append(mount)
     if not above:
         return "?"
+    # All of them are prefixes of one path, so the longest is the nearest.
     nearest = max(above, key=lambda mount: len(mount.mountpoint))
     return nearest.fstype
 
 
 def write_speed(folder: Path) -> float:
-    """Return the bytes/s at which a file is written until it is on the disk. Raises OSError."""
+    """Return the bytes/s at which a file of WRITTEN bytes is written until it is on the disk.
+
+    Raises OSError if the folder cannot be written to.
+    """
+    # Random bytes, because a file system that compresses would write zeros too fast.
     data = os.urandom(MIB)
     with tempfile.TemporaryFile(dir=folder) as file:
         began = time.perf_counter()
         for _ in range(WRITTEN // MIB):
             file.write(data)
         file.flush()
+        # Without it the page cache is measured.
         os.fsync(file.fileno())
-        return WRITTEN / (time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+    return WRITTEN / seconds
 
 
 def memory(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that the host has memory to load and save what its GPUs hold."""
+    """Check that the host has half as much free memory as its GPUs, to load and save models.
+
+    A control group, as of a container, may allow less than the machine has.
+    """
     seen = psutil.virtual_memory()
     limit = Groups.of_this_process().memory_bytes()
     group = "no limit by a control group"
     if limit < seen.total:
         group = f"control group {limit / GIB:.0f} GiB"
-    found = f"{seen.total / GIB:.0f} GiB, {seen.available / GIB:.0f} available; {group}"
+    total = seen.total / GIB
+    available = seen.available / GIB
+    found = f"{total:.0f} GiB, {available:.0f} available; {group}"
     on_devices = sum(device.memory_bytes for device in machine.devices)
     needed = max(FEW_MEMORY_BYTES, on_devices / 2)
     is_little = min(limit, seen.available) < needed
@@ -405,7 +505,10 @@ def memory(question: Question, machine: Machine, facts: dict[str, str]) -> Itera
 
 
 def digests(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that the model and the data are here, and compute their digests."""
+    """Check that the model and the data are here, and compute their digests.
+
+    The digests are facts: hosts with other files would train on other numbers without an error.
+    """
     if question.model:
         yield _digest("model", [question.model], facts)
     if question.data:
@@ -413,16 +516,19 @@ def digests(question: Question, machine: Machine, facts: dict[str, str]) -> Iter
 
 
 def _digest(what: str, paths: Sequence[str], facts: dict[str, str]) -> Check:
-    """Check that paths are here; the digest of what is in them is added to the facts."""
+    """Check that paths exist, and add the digest of their content to the facts under `what`."""
     missing = [path for path in paths if not Path(path).exists()]
     if missing:
         fix = "copy it to this host under the same path, or use a shared folder"
         return Check(what, f"{missing[0]} is not here", "fail", fix)
-    whole = "".join(digest(Path(path)) or "" for path in paths)
-    facts[what] = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    digests_of_paths = [digest(Path(path)) or "" for path in paths]
+    joined = "".join(digests_of_paths)
+    # Twelve digits are enough to tell hosts apart, and fit into a table.
+    facts[what] = hashlib.sha256(joined.encode()).hexdigest()[:12]
     return Check(what, f"{facts[what]} ({', '.join(paths)})")
 
 
+# In the order in which the table shows them. `Question.only` has their names.
 LOOKS: tuple[Look, ...] = (
     versions,
     gpus,
@@ -442,9 +548,12 @@ LOOKS: tuple[Look, ...] = (
 
 def main() -> None:
     """Read a Question from standard input, unless that is a terminal, and print the Host."""
-    text = "" if sys.stdin.isatty() else sys.stdin.read()
+    text = ""
+    if not sys.stdin.isatty():
+        text = sys.stdin.read()
     question = Question.of(json.loads(text or "{}"))
-    print(json.dumps(examine(question).values()))
+    host = examine(question)
+    print(json.dumps(host.values()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""All hosts of a run: the checks of each, what must be the same on all, and one all-reduce over all their ranks."""
+"""Check all hosts of a run: each by itself, against each other, and in one all-reduce.
+
+The checks of a host run on that host; this module sends it the question and reads its answer.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +21,42 @@ from drumline.hardware.cluster import Link
 from drumline.hardware.detect import Machine
 from drumline.system.output import plural
 
+# The name in tables of the checks that concern no single host.
 ALL = "all"
-CLOCKS = 1.0  # seconds that hosts may differ: logs of several are read side by side
-SLOW = 0.5  # of a link's usual rate: below it a pair is warned of
+# Seconds that clocks of hosts may differ: logs of several are read side by side.
+CLOCKS = 1.0
+# The share of a link's usual rate below which a pair gets a warning.
+SLOW = 0.5
+# Seconds that a host may take to report how its ranks ended.
 ANSWER_SECONDS = 10
 # The doctor.host.LOOKS that are taken before a run of several hosts.
 BEFORE_RUN = ("versions", "names", "ports", "interfaces", "run_folder")
 
 
-def examined(reached: Mapping[str, Reached], question: Question) -> list[Host]:
-    """Return the checks of each host, made there. A host that cannot be reached has one failed check.
+def examine_hosts(reached: Mapping[str, Reached], question: Question) -> list[Host]:
+    """Return the checks of each host, made on that host, in the order of `reached`.
 
-    `reached`: name of a host → how to run modules there.
+    A host that cannot be reached has one failed check and no ranks.
+
+    Args:
+        reached: Name of a host → how to run modules there.
+        question: What to check; each host gets the addresses of the others as its peers.
     """
 
     def examine_host(name: str) -> Host:
         peers = []
         for other_name, other in reached.items():
+            # A host behind a proxy has no address that others could resolve.
             if other_name != name and other.address:
                 peers.append(other.address)
-        own_question = json.dumps(asdict(replace(question, peers=tuple(peers))))
-        code, output, error = reached[name].run("drumline.doctor.host", own_question, LIMIT)
+        own_question = replace(question, peers=tuple(peers))
+        text = json.dumps(asdict(own_question))
+        code, output, error = reached[name].run("drumline.doctor.host", text, LIMIT)
         if code == 0:
-            host = Host.of(json.loads(output.splitlines()[-1]))
+            # The answer is the last line: a login shell may print others before it.
+            answer = output.splitlines()[-1]
+            host = Host.of(json.loads(answer))
+            # It knows itself by its own host name, the user by the name in the config.
             return replace(host, name=name)
         why = _last_line(error) or f"no answer within {LIMIT:.0f} s"
         fix = "the same folders and the same Drumline there, reached without a password"
@@ -52,11 +68,13 @@ def examined(reached: Mapping[str, Reached], question: Question) -> list[Host]:
 
 def _last_line(text: str) -> str:
     """Return the last line that is not blank; empty if there is none."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    for line in reversed(text.splitlines()):
+        if line.strip():
+            return line
+    return ""
 
 
-def compared(
+def compare_hosts(
     reached: Mapping[str, Reached],
     hosts: Sequence[Host],
     machine: Machine,
@@ -64,40 +82,50 @@ def compared(
     interface: str | None,
     bandwidth: bool = False,
 ) -> Host:
-    """Return what differs between hosts, and an all-reduce over their ranks if all could be reached.
+    """Return what differs between hosts, and an all-reduce over their ranks.
 
-    `inter`: the link between hosts, by its name in the catalog. `interface`: of the network.
-    `bandwidth`: also measure between pairs of ranks.
+    The all-reduce is left out if a host could not be reached: the other ranks would only wait.
+
+    Args:
+        reached: Name of a host → how to run modules there.
+        hosts: What `examine_hosts` returned.
+        machine: This one; its devices stand for those of all hosts.
+        inter: The link between hosts, by its name in the catalog.
+        interface: Of the network; None: any.
+        bandwidth: Also measure between pairs of ranks.
     """
-    if any(host.ranks == 0 for host in hosts):
-        return Host(ALL, differences([host for host in hosts if host.ranks]), {})
-    first = hosts[0]
+    answering = [host for host in hosts if host.ranks > 0]
+    if len(answering) < len(hosts):
+        return Host(ALL, differences(answering), {})
     host_of_rank: list[str] = []
     for host in hosts:
         host_of_rank += [host.name] * host.ranks
-    device = "cuda" if all("GPUs" in host.facts for host in hosts) else "cpu"
-    groups = []
+    # NCCL needs a GPU on every rank.
+    has_gpus = all("GPUs" in host.facts for host in hosts)
+    device = "cuda" if has_gpus else "cpu"
+    # All ranks meet at the first host.
+    address = reached[hosts[0].name].address
+    port = hosts[0].port
+    groups: dict[str, Group] = {}
     first_rank = 0
     for host in hosts:
-        groups.append(
-            Group(
-                reached[first.name].address,
-                first.port,
-                first_rank,
-                host.ranks,
-                tuple(host_of_rank),
-                device,
-                bandwidth,
-                interface,
-            )
+        groups[host.name] = Group(
+            address=address,
+            port=port,
+            first=first_rank,
+            count=host.ranks,
+            hosts=tuple(host_of_rank),
+            device=device,
+            bandwidth=bandwidth,
+            interface=interface,
         )
         first_rank += host.ranks
 
-    def run_ranks(place: int) -> list[End]:
-        group = json.dumps(asdict(groups[place]))
-        run_there = reached[hosts[place].name].run
+    def run_ranks(name: str) -> list[End]:
+        group = json.dumps(asdict(groups[name]))
         # The ranks end themselves after LIMIT; what they report takes a little longer.
-        code, output, error = run_there("drumline.doctor.ranks", group, LIMIT + ANSWER_SECONDS)
+        seconds = LIMIT + ANSWER_SECONDS
+        code, output, error = reached[name].run("drumline.doctor.ranks", group, seconds)
         if code != 0:
             return [(code or 1, "", error)]
         ends_there: list[End] = []
@@ -105,23 +133,29 @@ def compared(
             ends_there.append((end_code, end_output, end_error))
         return ends_there
 
+    ends: list[End] = []
+    # One thread for each host: no rank returns before all ranks have met.
     with ThreadPoolExecutor(len(hosts)) as pool:
-        ends: list[End] = []
-        for ends_of_host in pool.map(run_ranks, range(len(hosts))):
+        # In the order of the ranks, whichever host ends first.
+        for ends_of_host in pool.map(run_ranks, groups):
             ends += ends_of_host
-    return Host(ALL, (*differences(hosts), *judged(ends, host_of_rank, machine, inter)), {})
+    checks = (*differences(hosts), *judge_all_reduce(ends, host_of_rank, machine, inter))
+    return Host(ALL, checks, {})
 
 
 def preflight(
     reached: Mapping[str, Reached], question: Question, machine: Machine, inter: str
 ) -> list[str]:
-    """Check versions, names, ports, clocks, disks and one all-reduce before a run of several hosts.
+    """Check the hosts of a run before it starts, and return a line for each warning.
 
-    Returns a line for each warning. Raises EnvironmentFault with the first check that failed, and
-    how to fix it.
+    It checks versions, names, ports, interfaces, the disk of the run folder, clocks and one
+    all-reduce.
+
+    Raises EnvironmentFault with the first check that failed, and how to fix it.
     """
-    hosts = examined(reached, replace(question, only=BEFORE_RUN))
-    hosts.append(compared(reached, hosts, machine, inter, question.interface))
+    hosts = examine_hosts(reached, replace(question, only=BEFORE_RUN))
+    all_hosts = compare_hosts(reached, hosts, machine, inter, question.interface)
+    hosts.append(all_hosts)
     warnings = []
     for host in hosts:
         for check in host.checks:
@@ -136,22 +170,42 @@ def preflight(
 def all_reduce(
     names: Sequence[str], machine: Machine, bandwidth: bool, inter: str, port: int
 ) -> tuple[Check, ...]:
-    """Check an all-reduce over one rank for each of `names`, all on this machine."""
+    """Check an all-reduce over ranks that are all on this machine.
+
+    Args:
+        names: The host's name, once for each rank.
+        machine: This one.
+        bandwidth: Also measure between pairs of ranks.
+        inter: The link between hosts, by its name in the catalog.
+        port: At which the ranks meet.
+    """
     if len(names) < 2:
         return (Check("all-reduce", "one GPU: nothing to reduce"),)
     group = Group("127.0.0.1", port, 0, len(names), tuple(names), machine.device, bandwidth)
-    return judged(run(group), names, machine, inter)
+    return judge_all_reduce(run(group), names, machine, inter)
 
 
-def judged(
+def judge_all_reduce(
     ends: Sequence[End], hosts: Sequence[str], machine: Machine, inter: str
 ) -> tuple[Check, ...]:
-    """Return the checks of an all-reduce by how its ranks ended. `hosts`: the host of each rank."""
+    """Return the checks of an all-reduce by how its ranks ended.
+
+    Args:
+        ends: How each rank ended. Only rank 0 prints a result.
+        hosts: The host of each rank.
+        machine: Its devices stand for those of all hosts.
+        inter: The link between hosts, by its name in the catalog.
+    """
     if any(code != 0 for code, _, _ in ends):
         return (_failed(ends, len(hosts)),)
-    result = json.loads(ends[0][1].splitlines()[-1])  # a reduce.Result
-    found = f"{plural(len(hosts), 'rank')}: {result['latency'] * 1e6:,.0f} µs, {result['bandwidth'] / 1e9:,.2f} GB/s of 16 MiB"
+    _, output, _ = ends[0]
+    result = json.loads(output.splitlines()[-1])  # a reduce.Result
+    ranks = plural(len(hosts), "rank")
+    microseconds = result["latency"] * 1e6
+    gb_per_s = result["bandwidth"] / 1e9
+    found = f"{ranks}: {microseconds:,.0f} µs, {gb_per_s:,.2f} GB/s of 16 MiB"
     checks = [Check("all-reduce", found)]
+    # Ranks of one host share a clock.
     if len(set(hosts)) > 1:
         apart = result["clocks"]
         fix = "have all hosts' clocks set by NTP (chrony)"
@@ -162,7 +216,15 @@ def judged(
 
 
 def _failed(ends: Sequence[End], number: int) -> Check:
-    """Return the check of an all-reduce over `number` ranks that failed, with its likely cause."""
+    """Return the check of an all-reduce that failed, with its likely cause.
+
+    A known signature in the ranks' errors counts most, then ranks that took too long, then the
+    last error.
+
+    Args:
+        ends: How each rank ended; fewer if a host could not start its ranks.
+        number: Of the ranks.
+    """
     late = []
     errors = []
     for rank, (code, _, error) in enumerate(ends):
@@ -183,22 +245,42 @@ def _failed(ends: Sequence[End], number: int) -> Check:
 
 
 def _pair(a: int, b: int, rate: float, hosts: Sequence[str], machine: Machine, inter: str) -> Check:
-    """Check the bytes/s between two ranks against what their link usually reaches."""
+    """Check the bytes/s between ranks `a` and `b` against what their link usually reaches.
+
+    Args:
+        rate: The measured bytes/s.
+        hosts: The host of each rank.
+        machine: Its devices stand for those of all hosts.
+        inter: The link between hosts, by its name in the catalog.
+    """
     is_same_host = hosts[a] == hosts[b]
     usual = expected(machine, is_same_host, inter)
+    # A pair is a group of two ranks.
     usual_rate = usual.reached(2)
-    where = f"rank {a} ↔ {b}" if is_same_host else f"{hosts[a]} ↔ {hosts[b]}"
-    found = f"{rate / 1e9:,.2f} GB/s; {usual.name} usually reaches {usual_rate / 1e9:,.2f}"
+    if is_same_host:
+        name = f"rank {a} ↔ {b}"
+    else:
+        name = f"{hosts[a]} ↔ {hosts[b]}"
+    measured_gb = rate / 1e9
+    usual_gb = usual_rate / 1e9
+    found = f"{measured_gb:,.2f} GB/s; {usual.name} usually reaches {usual_gb:,.2f}"
+    is_slow = rate < SLOW * usual_rate
     fix = "another link is used, or it is shared: see `nvidia-smi topo -m` and NCCL_DEBUG=INFO"
-    return Check(where, found, warn_if(rate < SLOW * usual_rate), fix)
+    return Check(name, found, warn_if(is_slow), fix)
 
 
 def expected(machine: Machine, same_host: bool, inter: str) -> Link:
-    """Return the link between two ranks, by the catalog."""
+    """Return the link between two ranks, by the catalog.
+
+    Ranks without a GPU talk over loopback. A GPU that the catalog does not know is taken for one
+    in a PCIe 4 slot.
+    """
     if not same_host:
         return link(inter) or LINKS["loopback"]
     if not machine.devices:
         return LINKS["loopback"]
     first = machine.devices[0]
     device = by_driver(first.name, first.memory_bytes)
-    return LINKS[device.intra if device else "pcie4"]
+    if device is None:
+        return LINKS["pcie4"]
+    return LINKS[device.intra]

@@ -1,5 +1,8 @@
-"""The ranks of one host in the doctor's all-reduce: `python -m drumline.doctor.ranks` reads a Group (JSON) from standard input and prints
-how each rank ended. Nothing here imports torch."""
+"""The ranks of one host in the doctor's all-reduce.
+
+`python -m drumline.doctor.ranks` reads a Group from standard input and prints how each rank ended.
+Both are JSON. Nothing here imports torch: it is the ranks that do.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,30 @@ from typing import Any
 
 from drumline.system.process import run_module
 
-LIMIT = 120.0  # seconds of all ranks together, including the import of torch
-TIMEOUT = 30.0  # seconds of one collective
-End = tuple[int | None, str, str]  # exit code (None: it took too long), stdout and stderr of a rank
+# Seconds of all ranks together, including the import of torch.
+LIMIT = 120.0
+# Seconds of one collective.
+TIMEOUT = 30.0
+# Exit code (None: it took too long), stdout and stderr of a rank.
+End = tuple[int | None, str, str]
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one host: `count` of them, from the rank `first` on.
+    """The ranks of one host."""
 
-    `hosts`: the host of each rank of the world. `address`, `port`: where the ranks meet.
-    `bandwidth`: also measure between pairs. `interface`: of the network; None: any.
-    """
-
+    # At which the ranks of all hosts meet.
     address: str
     port: int
+    # The first rank of this host, and how many it has.
     first: int
     count: int
+    # The host of each rank of the world.
     hosts: tuple[str, ...]
     device: str
+    # Whether to measure between pairs, too.
     bandwidth: bool
+    # Of the network; None: any.
     interface: str | None = None
 
     @staticmethod

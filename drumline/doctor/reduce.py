@@ -1,4 +1,7 @@
-"""One rank of the doctor's all-reduce: `python -m drumline.doctor.reduce` reads a Task (JSON) from stdin; rank 0 prints a Result."""
+"""One rank of the doctor's all-reduce: `python -m drumline.doctor.reduce` reads a Task from stdin.
+
+Rank 0 prints a Result. Both are JSON.
+"""
 
 from __future__ import annotations
 
@@ -16,59 +19,66 @@ import torch.distributed as dist
 from drumline.dist.start import start, stop
 from drumline.system.process import die_with_parent
 
-SMALL = 1024  # bytes, whose time is the latency
-LARGE = 2**24  # bytes, whose time is that of the bandwidth
+# Bytes of the tensor whose all-reduce measures the latency.
+SMALL = 1024
+# Bytes of the tensor whose all-reduce measures the bandwidth.
+LARGE = 2**24
 FLOAT_BYTES = 4
+# Of each measurement; the best one counts, since other work only slows it down.
 REPEATS = 5
 
 
-Pair = tuple[int, int, float]  # two ranks, and the bytes/s between them
+# Two ranks, and the bytes/s between them.
+Pair = tuple[int, int, float]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank has to do.
+    """What one rank has to do."""
 
-    `variables`: RANK, WORLD_SIZE, MASTER_ADDR and so on. `hosts`: the host of each rank.
-    `bandwidth`: also measure between pairs. `parent`: the process to die with; 0: none.
-    `timeout`: seconds of one collective.
-    """
-
+    # RANK, WORLD_SIZE, MASTER_ADDR and so on.
     variables: dict[str, str]
+    # The host of each rank.
     hosts: tuple[str, ...]
     device: str
+    # Whether to measure between pairs, too.
     bandwidth: bool
+    # The process to die with; 0: none.
     parent: int
+    # Seconds that one collective may take.
     timeout: float
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured.
+    """What was measured."""
 
-    `latency`: seconds of a small all-reduce. `bandwidth`: bytes of a large tensor over the seconds
-    of its all-reduce. `clocks`: seconds between the fastest and the slowest clock. `pairs`: two
-    ranks and the bytes/s that one sends to the other.
-    """
-
+    # Seconds of a small all-reduce.
     latency: float
+    # Bytes of a large tensor over the seconds of its all-reduce.
     bandwidth: float
+    # Seconds between the fastest and the slowest clock.
     clocks: float
     pairs: tuple[Pair, ...] = ()
 
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
-    """Return the pairs of ranks to measure, in rounds. `hosts`: the host of each rank.
+    """Return the pairs of ranks to measure, in rounds.
 
     These are all pairs inside of a host, and the first ranks of each two hosts. A host takes part
     in a round once, so that no two measurements share its links.
+
+    Args:
+        hosts: The host of each rank.
     """
     left = []
     for a, b in combinations(range(len(hosts)), 2):
         is_same_host = hosts[a] == hosts[b]
-        are_first = hosts.index(hosts[a]) == a and hosts.index(hosts[b]) == b
-        if is_same_host or are_first:
+        is_first_a = hosts.index(hosts[a]) == a
+        is_first_b = hosts.index(hosts[b]) == b
+        if is_same_host or (is_first_a and is_first_b):
             left.append((a, b))
+    # Every rank computes the same rounds, since pairs are taken in their order.
     all_rounds = []
     while left:
         busy: set[str] = set()
@@ -86,7 +96,8 @@ def rounds(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
 def main() -> None:
     """Take part in the measurements as the Task on standard input says."""
     values = json.loads(sys.stdin.read())
-    task = Task(**{**values, "hosts": tuple(values["hosts"])})
+    values["hosts"] = tuple(values["hosts"])
+    task = Task(**values)
     if task.parent:
         die_with_parent(task.parent)
     os.environ.update(task.variables)
@@ -101,18 +112,22 @@ def main() -> None:
 
 
 def measure(task: Task, rank: int, world: int) -> Result:
-    """Return what rank 0 reports. Raises ArithmeticError if a sum is not that of all ranks."""
+    """Return what this rank has measured; rank 0 reports it. Collective.
+
+    Raises ArithmeticError if a sum is not that of all ranks.
+    """
+    # Each rank adds another number, so the sum shows if one is missing or counted twice.
     total = torch.full((SMALL // FLOAT_BYTES,), float(rank + 1), device=task.device)
     dist.all_reduce(total)
     right = world * (world + 1) // 2  # 1 + 2 + … + world
     if not torch.equal(total, torch.full_like(total, right)):
-        raise ArithmeticError(
-            f"rank {rank}: the sum over {world} ranks is {total[0].item():g}, not {right}"
-        )
+        found = total[0].item()
+        raise ArithmeticError(f"rank {rank}: the sum over {world} ranks is {found:g}, not {right}")
     latency = _all_reduce_seconds(SMALL, task.device)
     seconds = _all_reduce_seconds(LARGE, task.device)
     clocks = min(_clock_difference(world) for _ in range(REPEATS))
     pairs: list[Pair] = []
+    # All ranks go through all rounds: each of them ends with a collective.
     if task.bandwidth:
         for pairs_of_round in rounds(task.hosts):
             pairs += _measure_round(pairs_of_round, task.device, rank, world)
@@ -122,7 +137,10 @@ def measure(task: Task, rank: int, world: int) -> Result:
 def _measure_round(
     pairs: Sequence[tuple[int, int]], device: str, rank: int, world: int
 ) -> list[Pair]:
-    """Return the bytes/s of the pairs of a round; all ranks get them from the first rank of each pair."""
+    """Return the bytes/s of the pairs of a round. Collective.
+
+    The first rank of each pair measures, and all ranks get its result.
+    """
     measured: list[Pair] = []
     for a, b in pairs:
         if rank in (a, b):
@@ -135,15 +153,17 @@ def _measure_round(
 
 
 def _all_reduce_seconds(bytes_: int, device: str) -> float:
-    """Return the least seconds of some all-reduces of `bytes_` bytes."""
+    """Return the least seconds of some all-reduces of `bytes_` bytes in fp32. Collective."""
     tensor = torch.zeros(bytes_ // FLOAT_BYTES, device=device)
     best = float("inf")
     for _ in range(REPEATS):
+        # Else the wait for the slowest rank would be measured.
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor)
         tensor[:1].cpu()  # waits for the device
-        best = min(best, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        best = min(best, seconds)
     return best
 
 
@@ -171,7 +191,9 @@ def _send_rate(a: int, b: int, rank: int, device: str) -> float:
             else:
                 dist.recv(tensor, source)
         tensor[:1].cpu()
-        best = min(best, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        best = min(best, seconds)
+    # The tensor went both ways.
     return 2 * LARGE / best
 
 

@@ -22,7 +22,8 @@ from drumline.system.yaml_lines import write_yaml
 from drumline.telemetry.events import Eval, Event, Step, read
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# The start of a path of this machine, up to a folder in it. It begins with /, ~, or a scheme, unless a host follows the scheme.
+# The start of a path of this machine, up to a folder in it. It begins with /, ~, or a scheme, unless
+# a host follows the scheme.
 LOCAL = re.compile(
     r"(?<![\w/.~])(?P<scheme>(?:[A-Za-z][\w+.-]*:+)*)(?:(?:/(?!/)|/{3,}|(?<=file:)//)[^\s/'\"]+/|~[^\s/'\"]*/)"
 )
@@ -36,21 +37,36 @@ VERSIONS = ("drumline", "torch", "transformers")
 def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str:
     """Return the README.md of an export: YAML for the hub between two lines, then Markdown.
 
-    `folder`: the export. `to`: its name on the hub. `adapter`: it has only the adapter.
+    The card is public. It has no secret, and of paths of this machine only the names at their ends.
+
+    Args:
+        run_dir: The run.
+        plan: Of the run.
+        folder: The export.
+        to: Its name on the hub, ORG/NAME.
+        adapter: Whether the export has only the adapter.
     """
     config = plan.config
     base, license_keys = base_of(plan)
+    # What the export noted about itself: its step, its dtype, and versions of packages.
     origin = read_object(folder / PROVENANCE, ModelError, f"remove {folder}")
+    head = _head(plan, base, license_keys, adapter)
+    _, _, name_on_hub = to.rpartition("/")
     start = "random weights"
     if base:
         start = f"`{_code(base)}`"
-    name = run_dir.resolve().name
-    plan_text = _without_paths(explain(plan), plan)
-    versions = [f"{package} {origin[package]}" for package in VERSIONS if origin.get(package)]
+    run_name = run_dir.resolve().name
+    events = read(run_dir / "events.jsonl")
+    changed_keys = public(_changed_keys(config))
+    versions = []
+    for package in VERSIONS:
+        # An older export may lack one.
+        if origin.get(package):
+            versions.append(f"{package} {origin[package]}")
     text = render_text(
         "inference/card.md.jinja",
-        head=write_yaml(_head(plan, base, license_keys, adapter)),
-        name=_text(to.split("/")[-1]),
+        head=write_yaml(head),
+        name=_text(name_on_hub),
         algorithm=config.algorithm.kind,
         start=start,
         form=_form(config, adapter),
@@ -59,12 +75,12 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
         sources=_sources(config),
         counts=_counts(plan.data),
         notes=_notes(plan),
-        measured=_measured(read(run_dir / "events.jsonl"), origin.get("step")),
-        file=f"{name}.yaml",
-        config=write_yaml(public(_changed_keys(config))),
+        measured=_measured(events, origin.get("step")),
+        file=f"{run_name}.yaml",
+        config=write_yaml(changed_keys),
         strategy=strategy_name(plan),
         devices=f"{plan.mesh.world_size} × {plan.device}",
-        plan=plan_text,
+        plan=_without_paths(explain(plan), plan),
         versions=", ".join(versions),
         has_license="license" in license_keys,
     )
@@ -74,24 +90,37 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
 def _head(
     plan: Plan, base: str | None, license_keys: dict[str, Any], adapter: bool
 ) -> dict[str, Any]:
-    """Return the keys for the hub. `base`: the model that training started from, if there is one."""
+    """Return the keys for the hub, which it shows and searches by.
+
+    Args:
+        plan: Of the run.
+        base: The model that training started from; None: random weights.
+        license_keys: Of the base's card.
+        adapter: Whether the export has only the adapter.
+    """
     config = plan.config
     tags = ["drumline", config.algorithm.kind]
     if config.adapter.kind == "lora":
         tags.append("lora")
-    head: dict[str, Any] = {
-        **license_keys,
-        "library_name": "peft" if adapter else "transformers",
-    }
+    library = "transformers"
+    relation = "finetune"
+    if adapter:
+        library = "peft"
+        relation = "adapter"
+    head: dict[str, Any] = {**license_keys, "library_name": library}
     if config.algorithm.writes:
         head["pipeline_tag"] = "text-generation"
     head["tags"] = tags
-    hub_datasets = {source.id for source in config.data.train if isinstance(source, HubSource)}
+    hub_datasets = set()
+    for source in config.data.train:
+        if isinstance(source, HubSource):
+            hub_datasets.add(source.id)
     if hub_datasets:
         head["datasets"] = sorted(hub_datasets)
+    # A folder's name would be a link to a stranger's model, or to none.
     if base is not None and HUB_ID.fullmatch(base):
         head["base_model"] = base
-        head["base_model_relation"] = "adapter" if adapter else "finetune"
+        head["base_model_relation"] = relation
     return head
 
 
@@ -134,8 +163,9 @@ def _without_paths(text: str, plan: Plan) -> str:
 
     Paths of the plan may have spaces, so that no pattern finds their ends: these are replaced first.
     """
-    strings = sorted(_strings(plan.model_dump(mode="json")), key=len, reverse=True)
-    for string in strings:
+    values = plan.model_dump(mode="json")
+    # The longest first: one path may be the start of another.
+    for string in sorted(_strings(values), key=len, reverse=True):
         shortened = public(string)
         if shortened != string:
             text = text.replace(string, shortened)
@@ -154,23 +184,37 @@ def _counts(data: DataPlan | None) -> str | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured. `scores`: a table, or None; `samples`: how many it is of; `cost`: of the run, or None."""
+    """What was measured, as text for the card."""
 
+    # A table of held-out metrics; None if there was no evaluation.
     scores: str | None
+    # The number of held-out samples.
     samples: str
+    # Steps, tokens and seconds; None if no step was done.
     cost: str | None
 
 
 def _measured(events: list[Event], exported: Any) -> Measured:
     """Return held-out metrics before training and of the exported step, and the run's cost.
 
-    `exported`: the step of the exported checkpoint.
+    Args:
+        events: Of the run.
+        exported: The step of the exported checkpoint; anything else if the export does not know it.
     """
-    evals = {event.step: event for event in events if isinstance(event, Eval)}
-    steps = {event.step: event for event in events if isinstance(event, Step)}
-    # The first evaluation, and the one of the exported step.
-    shown_steps = dict.fromkeys([*sorted(evals)[:1], exported])
-    shown = [evals[step] for step in shown_steps if step in evals]
+    # A step that a resumed run has done again counts once, by its last event.
+    evals: dict[int, Eval] = {}
+    steps: dict[int, Step] = {}
+    for event in events:
+        if isinstance(event, Eval):
+            evals[event.step] = event
+        elif isinstance(event, Step):
+            steps[event.step] = event
+    shown: list[Eval] = []
+    if evals:
+        first = min(evals)
+        shown.append(evals[first])
+        if exported in evals and exported != first:
+            shown.append(evals[exported])
     scores = None
     samples = ""
     if shown:
@@ -179,10 +223,11 @@ def _measured(events: list[Event], exported: Any) -> Measured:
     cost = None
     if steps:
         last = steps[max(steps)]
+        # Damaged events may have null here.
         seconds = sum(event.seconds or 0 for event in steps.values())
-        tokens = count(sum(event.tokens or 0 for event in steps.values()))
+        tokens = sum(event.tokens or 0 for event in steps.values())
         loss = _number(last.loss)
-        cost = f"{last.step:,} steps, {tokens} tokens, {seconds:.3g} s of steps; last training loss {loss}."
+        cost = f"{last.step:,} steps, {count(tokens)} tokens, {seconds:.3g} s of steps; last training loss {loss}."
     return Measured(scores, samples, cost)
 
 
@@ -193,30 +238,40 @@ def _metric_rows(evals: list[Eval]) -> list[tuple[str, ...]]:
         for name, value in event.metrics.items():
             if isinstance(value, int | float):
                 names[name] = None
-    rows: list[tuple[str, ...]] = [("held-out metric", *(f"step {event.step}" for event in evals))]
+    headers = [f"step {event.step}" for event in evals]
+    rows: list[tuple[str, ...]] = [("held-out metric", *headers)]
     for name in names:
-        rows.append((_text(name), *(_number(event.metrics.get(name)) for event in evals)))
+        # An evaluation may lack a metric of another one.
+        values = [_number(event.metrics.get(name)) for event in evals]
+        rows.append((_text(name), *values))
     return rows
 
 
 def base_of(plan: Plan) -> tuple[str | None, dict[str, Any]]:
     """Return the model that training started from, and the license that its card names.
 
-    The model is an id, or the name of a folder; None: random weights.
+    The model is an id of the hub, or the name of a folder without its place; None: random weights.
     """
     model = plan.config.model
     if model.init == "random" or model.id is None or plan.model_path is None:
         return None, {}
     path = Path(plan.model_path)
-    base = path.name if expanded(model.id).is_dir() else model.id
-    readme = path / "README.md" if path.is_dir() else None
+    base = model.id
+    if expanded(model.id).is_dir():
+        base = path.name
+    readme = None
+    if path.is_dir():
+        readme = path / "README.md"
     return base, license_of(readme, model.id, model.revision)
 
 
 def license_of(readme: Path | None, name: str, revision: str | None) -> dict[str, Any]:
-    """Return the keys of LICENSE in a model's card; {} if it cannot be read or has none.
+    """Return the keys of LICENSE in a model's card; {} if it cannot be read or names no license.
 
-    `readme` None: the card of the hub's model `name`.
+    Args:
+        readme: The card; None: that of the hub's model `name`.
+        name: An id of the hub.
+        revision: Of the hub's model.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.repocard import metadata_load
@@ -229,15 +284,19 @@ def license_of(readme: Path | None, name: str, revision: str | None) -> dict[str
     values = {}
     for key in LICENSE:
         value = metadata.get(key)
+        # A stranger wrote it, and it goes into the head of our card.
         if isinstance(value, str) and value.isprintable() and len(value) < MOST_LICENSE_CHARACTERS:
             values[key] = value
-    return values if "license" in values else {}
+    # A name or a link means nothing without the license that it belongs to.
+    if "license" not in values:
+        return {}
+    return values
 
 
 def _changed_keys(config: Config) -> dict[str, Any]:
-    """Return the keys that are not their defaults, and each section's kind.
+    """Return the keys of a config that are not their defaults, and each section's kind.
 
-    The places of this cluster are left out, since they matter to nobody else.
+    Places of this cluster are left out, since they matter to nobody else.
     """
     values = changed_values(config)
     values.pop("launch", None)
@@ -259,6 +318,7 @@ def public(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     start = LOCAL.match(value)
+    # A second path or an option after a space means that this is a command, not one path.
     if start is None or re.search(r"\n|\s[/~-]", value):
         return _short_paths(value)
     _, _, name = value.rstrip("/").rpartition("/")
@@ -267,7 +327,9 @@ def public(value: Any) -> Any:
 
 def _short_paths(text: str) -> str:
     """Return a text in which paths of this machine without spaces are only names."""
-    return re.sub(LOCAL.pattern + r"(?:[^\s/'\"]+/)*([^\s/'\"]+)", r"\g<scheme>…/\2", text)
+    # More folders, and then the name that stays.
+    whole_path = LOCAL.pattern + r"(?:[^\s/'\"]+/)*([^\s/'\"]+)"
+    return re.sub(whole_path, r"\g<scheme>…/\2", text)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -286,9 +348,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _source(source: Any) -> str:
     """Return the name of a source of rows, and never a folder of this machine."""
+    # Kinds of sources have different fields; the most telling one counts.
     tasks = ", ".join(getattr(source, "tasks", ()))
     name = getattr(source, "id", None) or tasks or getattr(source, "path", None) or source.label
-    return f"`{_code(str(public(str(name))))}`"
+    public_name = str(public(str(name)))
+    return f"`{_code(public_name)}`"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
@@ -300,14 +364,19 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 def _number(value: Any) -> str:
     """Return a number with four digits, and a dash for anything else."""
-    return f"{value:.4g}" if isinstance(value, int | float) else "–"
+    if isinstance(value, int | float):
+        return f"{value:.4g}"
+    return "–"
 
 
 def _text(text: str) -> str:
     """Return a text on one line, without effect as Markdown or HTML."""
-    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(text.split()))
+    line = " ".join(text.split())
+    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", line)
 
 
 def _code(text: str | None) -> str:
     """Return a text that can stand between backticks in a cell of a table."""
-    return " ".join((text or "").split()).replace("`", "'").replace("|", "¦")
+    line = " ".join((text or "").split())
+    # Between backticks nothing can be escaped.
+    return line.replace("`", "'").replace("|", "¦")

@@ -1,4 +1,9 @@
-"""`drumline eval`: a checkpoint's metrics on the held-out set, its answers to held-out prompts, and its score in lm-eval's tasks."""
+"""`drumline eval`: score a checkpoint on held-out rows, on held-out prompts, or in lm-eval's tasks.
+
+`evaluate` computes the metrics that training computes, by the same loop and under the same
+strategy. `answers` generates answers to held-out prompts in this process. `harness` lets lm-eval
+score a model. Each writes a section of RUN/eval.json.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +63,8 @@ from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 from drumline.train.tasks import harness_errors, metrics_of
 from drumline.version import __version__
 
-# Overrides of an evaluation: it is not started again, and only the caller gets the result.
+# Overrides of an evaluation: it is not started again, and only the caller gets the result. No tracker
+# hears of it, and no checkpoint is copied to other hosts or kept in memory.
 ALONE = [
     "launch.max_restarts=0",
     "run.report_to=[]",
@@ -79,15 +85,23 @@ TRUSTED = "model.trust_remote_code=true"
 def evaluate(
     config_path: Path, overrides: list[str], place: Path | None, early: EarlyRanks | None = None
 ) -> int:
-    """Score the weights at `place` (find_weights) under the config's strategy, print a table, and write RUN/eval.json.
+    """Score weights on the held-out set under the config's strategy, and return the exit code.
 
-    `early`: ranks that wait already. Returns the exit code.
+    It prints a table and writes the section `held_out` of RUN/eval.json.
+
+    Args:
+        config_path: A config, or the folder of a run.
+        overrides: As on the command line.
+        place: The weights; see `find_weights`.
+        early: Ranks that were started ahead and wait for a plan.
+
+    Raises UserError under torchrun and the like, whose ranks would each start ranks of their own.
     """
     launcher = launched_by()
     if launcher is not None:
         what = "drumline eval starts its own processes"
         raise UserError(what, where=str(launcher), fix="call it by itself")
-    plan, weights, run_dir = planned(config_path, overrides, place)
+    plan, weights, run_dir = plan_evaluation(config_path, overrides, place)
     began = time.time()
     # Ranks leave the run folder alone; this folder is kept if they fail.
     scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
@@ -95,7 +109,9 @@ def evaluate(
     scratch_plan = plan.model_copy(update={"run_dir": str(scratch)})
     plan_file = scratch / "plan.json"
     scratch_plan.save(plan_file)
-    checkpoint = str(weights.checkpoint) if weights.checkpoint else None
+    checkpoint = None
+    if weights.checkpoint is not None:
+        checkpoint = str(weights.checkpoint)
     events: list[Event] = []
     with ExitStack() as at_end:
         at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -109,6 +125,7 @@ def evaluate(
             early=early,
         )
         if exit_code != 0:
+            # Its logs say why: forget to remove the folder.
             at_end.pop_all()
             return exit_code
     evals = [event for event in events if isinstance(event, Eval)]
@@ -137,12 +154,13 @@ def evaluate(
 
 
 @contextmanager
-def placed(
+def fetch_checkpoint(
     checkpoint: str | None, config_path: Path, overrides: list[str]
 ) -> Iterator[Path | None]:
-    """Yield the folder to evaluate, of a URL a copy; None: what the run folder has.
+    """Yield the folder to evaluate; None: what the run folder has.
 
-    If the run folder has no checkpoint, checkpoint.url is tried.
+    A checkpoint at a URL is copied to this machine for the time of the context. If neither
+    `checkpoint` is given nor the run folder has one, the config's checkpoint.url is tried.
     """
     if checkpoint is None and config_path.suffix in YAML:
         checkpoint = _url_of_run(config_path, overrides)
@@ -154,14 +172,21 @@ def placed(
 
 
 def _url_of_run(config_path: Path, overrides: list[str]) -> str | None:
-    """Return the config's checkpoint.url if it has a checkpoint and the run folder has none; else None."""
-    url = load(config_path, overrides, trusted=False).config.checkpoint.url
-    if url is None or of_run(run_folder(config_path, overrides)) is not None:
+    """Return the config's checkpoint.url if it has a checkpoint and the run folder has none.
+
+    Else return None.
+    """
+    config = load(config_path, overrides, trusted=False).config
+    url = config.checkpoint.url
+    # The run folder is asked first: the URL costs a request.
+    if url is None or best_or_newest(run_folder(config_path, overrides)) is not None:
         return None
-    return url if choose_or_none(url) is not None else None
+    if choose_or_none(url) is None:
+        return None
+    return url
 
 
-def planned(
+def plan_evaluation(
     config_path: Path, overrides: list[str], place: Path | None
 ) -> tuple[Plan, Weights, Path]:
     """Return the plan with its held-out set prepared, the weights to evaluate, and the run folder.
@@ -170,13 +195,15 @@ def planned(
     """
     run_dir = run_folder(config_path, overrides)
     weights = find_weights(config_path, [*overrides, *ALONE], place, run_dir)
+    config = weights.loaded.config
+    config = config.model_copy(update={"eval": config.eval.of_metrics()})
+    request = Request(replace(weights.loaded, config=config))
     with bars(Console(stderr=True)) as on_progress:
-        config = weights.loaded.config
-        config = config.model_copy(update={"eval": config.eval.of_metrics()})
-        plan = make_plan(Request(replace(weights.loaded, config=config)), on_progress=on_progress)
+        plan = make_plan(request, on_progress=on_progress)
     if plan.data is None or not plan.data.eval_caches:
         fix = "set data.eval, or data.holdout: a number of rows"
         raise ConfigError("there is no held-out set", where="data", fix=fix)
+    # A head that is missing would be drawn at random, and its metrics would be noise.
     is_folder_of_model = place is not None and weights.checkpoint is None
     if is_folder_of_model and plan.config.head not in LM:
         _require_head(plan, str(place))
@@ -184,7 +211,7 @@ def planned(
 
 
 def _require_head(plan: Plan, where: str) -> None:
-    """Raise ModelError for a model that has no trained head, or one of other classes than the data's."""
+    """Raise ModelError for a model without a trained head, or with other classes than the data's."""
     model = plan.config.model
     if plan.labels:
         require_classes(load_config(plan.model_path, model), plan.labels, where)
@@ -206,14 +233,13 @@ def run_folder(config_path: Path, overrides: list[str]) -> Path:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights to evaluate.
+    """The weights to evaluate."""
 
-    `checkpoint`: laid over the model of the config. None: the model of `loaded` as it is published.
-    `origin`: where they are from, in words.
-    """
-
+    # The config that they are evaluated under.
     loaded: Loaded
+    # Laid over the model of the config. None: the model of `loaded` as it is published.
     checkpoint: Path | None
+    # For readers: a path, or "MODEL, not trained".
     origin: str
 
 
@@ -222,14 +248,20 @@ def find_weights(
 ) -> Weights:
     """Return the weights at a place, with the config that they are evaluated under.
 
-    `place`: a checkpoint, a run folder or a Hugging Face folder. None: `run_dir`, and before it has a
-    checkpoint the model that training starts from.
+    Args:
+        config_path: A config, or the folder of a run.
+        overrides: As on the command line.
+        place: A checkpoint, a run folder or a Hugging Face folder. None: `run_dir`, and before it
+            has a checkpoint the model that training starts from.
+        run_dir: The run folder of the config.
+
     Raises CheckpointError for a place that is none of them.
     """
     loaded = load(config_path, overrides, trusted=False)
     if place is None or (place / "plan.json").exists():
         return _weights_of_run(loaded, place, run_dir)
     if (place / "config.json").exists():
+        # The folder has a whole model. Nothing of the config's own model may change it.
         own = [
             override("model.id", place.absolute()),
             "model.revision=null",
@@ -247,8 +279,11 @@ def find_weights(
 
 
 def _weights_of_run(loaded: Loaded, place: Path | None, run_dir: Path) -> Weights:
-    """Return the weights of the run at `place`, which must have a checkpoint; None: of `run_dir`, which may have none."""
-    checkpoint = of_run(place or run_dir)
+    """Return the weights of the run at `place`, which must have a checkpoint.
+
+    Without `place` they are those of `run_dir`, which may have none.
+    """
+    checkpoint = best_or_newest(place or run_dir)
     if checkpoint is not None:
         return Weights(loaded, checkpoint, str(checkpoint))
     if place is not None:
@@ -259,10 +294,16 @@ def _weights_of_run(loaded: Loaded, place: Path | None, run_dir: Path) -> Weight
     return Weights(loaded, None, f"{name}, not trained")
 
 
-def of_run(run_dir: Path) -> Path | None:
-    """Return a run's best checkpoint by eval.metric, else its newest whole one; None if there is none."""
+def best_or_newest(run_dir: Path) -> Path | None:
+    """Return a run's best checkpoint by eval.metric, else its newest whole one.
+
+    None if there is none.
+    """
     root = run_dir / "checkpoints"
-    return pointed(root, "best") or newest(root, verify=False, alone=True).path
+    best = pointed(root, "best")
+    if best is not None:
+        return best
+    return newest(root, verify=False, alone=True).path
 
 
 def show(title: str, metrics: dict[str, Any]) -> None:
@@ -285,7 +326,7 @@ def show(title: str, metrics: dict[str, Any]) -> None:
 
 
 def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
-    """Write a section of RUN/eval.json; the others stay. Raises EnvironmentFault."""
+    """Write a section of RUN/eval.json; the other sections stay. Raises EnvironmentFault."""
     path = run_dir / EVAL_RESULTS
     fix = "move it away, or fix the folder"
     with disk_errors("cannot be written", str(path), EnvironmentFault, fix):
@@ -300,32 +341,44 @@ def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as tokens, and its right answer. `meta`: what the verifier of a task needs."""
+    """A prompt as tokens, and its right answer."""
 
     tokens: list[int]
     answer: str
+    # What the verifier of a task needs; empty for a row of data.
     meta: dict[str, Any] = field(default_factory=dict)
 
 
 def answers(config_path: Path, overrides: list[str], place: Path | None, number: int) -> int:
-    """Answer `number` held-out prompts greedily, print metrics, and write RUN/eval.json. Returns the exit code.
+    """Answer `number` held-out prompts greedily, and return the exit code.
 
-    The metrics have how many answers are the row's word for word. If the prompts are tasks of
-    reasoning-gym, they also have what the tasks' verifiers give.
+    It prints metrics and writes the section `generated` of RUN/eval.json. The metrics have how many
+    answers are the row's word for word. If the prompts are tasks of reasoning-gym, they also have
+    what the tasks' verifiers give.
+
+    Args:
+        config_path: A config, or the folder of a run.
+        overrides: As on the command line.
+        place: The weights; see `find_weights`.
+        number: Of prompts, from the first on.
     """
-    plan, weights, run_dir = planned(config_path, overrides, place)
+    plan, weights, run_dir = plan_evaluation(config_path, overrides, place)
     _require_answers(plan)
     began = time.time()
     model = open_plan(plan, weights.checkpoint)
     base_dir = Path(plan.base_dir)
     max_length = plan.config.data.max_length
-    questions = with_room(islice(_questions(plan, model, base_dir), number), max_length)
-    done = completed(model, [question.tokens for question in questions], max_length)
-    texts = [text for text, _ in done]
-    completions = [completion for _, completion in done]
+    first_questions = islice(_questions(plan, model, base_dir), number)
+    questions = drop_full_prompts(first_questions, max_length)
+    prompts = [question.tokens for question in questions]
+    texts = []
+    completions = []
+    for text, completion in complete_prompts(model, prompts, max_length):
+        texts.append(text)
+        completions.append(completion)
     metrics = _answer_metrics(questions, texts, completions)
     if all(question.meta for question in questions):
-        metrics |= _verified(questions, texts, base_dir)
+        metrics |= _verifier_metrics(questions, texts, base_dir)
     show(f"{weights.origin} on {len(questions)} held-out prompts, answered greedily", metrics)
     shown = []
     for text, question in zip(texts[:SHOWN], questions[:SHOWN], strict=True):
@@ -347,7 +400,7 @@ def _require_answers(plan: Plan) -> None:
         what = f"it is for algorithm sft, and this is {algorithm.kind}"
         fix = "leave it out: held-out prompts of ppo and grpo are answered anyway"
         raise UserError(what, where="--generate", fix=fix)
-    if any(cache.info.get("images") for cache in held_out(plan)):
+    if any(cache.info.get("images") for cache in open_held_out(plan)):
         what = "prompts with images are not answered here"
         fix = "leave it out, or hold out rows of text alone"
         raise UserError(what, where="--generate", fix=fix)
@@ -356,7 +409,11 @@ def _require_answers(plan: Plan) -> None:
 def _answer_metrics(
     questions: list[Question], texts: list[str], completions: list[Completion]
 ) -> dict[str, float]:
-    """Return the share of answers that are right word for word, the share that ended, and their mean length in tokens."""
+    """Return the metrics of answers.
+
+    `exact`: the share that is the right one word for word. `ended`: the share that ended by itself.
+    `tokens`: the mean length in tokens.
+    """
     number = len(questions)
     exact = 0
     for text, question in zip(texts, questions, strict=True):
@@ -367,10 +424,13 @@ def _answer_metrics(
     return {"exact": exact / number, "ended": ended / number, "tokens": tokens / number}
 
 
-def _verified(questions: list[Question], texts: list[str], base_dir: Path) -> dict[str, float]:
+def _verifier_metrics(
+    questions: list[Question], texts: list[str], base_dir: Path
+) -> dict[str, float]:
     """Return the mean reward of the tasks' verifiers, and the share of answers that they fail on."""
     items = []
     for text, question in zip(texts, questions, strict=True):
+        # A verifier reads neither the prompt nor the number of tokens.
         items.append(Item("", text, 0, question.meta))
     with Rewards([TaskReward()], base_dir) as rewards:
         scores = rewards.score(items)
@@ -382,7 +442,7 @@ def _verified(questions: list[Question], texts: list[str], base_dir: Path) -> di
     return metrics
 
 
-def with_room(found: Iterable[Question], max_length: int) -> list[Question]:
+def drop_full_prompts(found: Iterable[Question], max_length: int) -> list[Question]:
     """Return the questions that leave room for an answer. Prints how many do not.
 
     Raises DataError if none does.
@@ -403,40 +463,49 @@ def with_room(found: Iterable[Question], max_length: int) -> list[Question]:
     return kept
 
 
-def completed(
+def complete_prompts(
     model: Model, prompts: list[list[int]], max_length: int
 ) -> list[tuple[str, Completion]]:
-    """Return text and tokens of the greedy answer to each prompt, in order, within `max_length` with its prompt.
+    """Return text and tokens of the greedy answer to each prompt, in the prompts' order.
 
-    An answer that is cut there has not ended. Prompts with similar room are answered together, by the
-    largest room of these: no row may pass the model's positions.
+    A prompt and its answer have at most `max_length` tokens; an answer that is cut there has not
+    ended. Prompts with similar room are answered together, by the largest room of these: no row may
+    pass the model's positions.
     """
     rooms = [max_length - len(prompt) for prompt in prompts]
-    spare = max(0, (positions(model.module) or 2 * max_length) - max_length)
+    # Positions of the model beyond `max_length`. A model that names no number has no limit.
+    model_positions = positions(model.module) or 2 * max_length
+    spare = max(0, model_positions - max_length)
     done: dict[int, tuple[str, Completion]] = {}
     for group in _groups_by_room(rooms, spare):
-        most_tokens = rooms[group[-1]]
-        greedy = HFGenerator(top_k=1, max_new_tokens=most_tokens, batch=TOGETHER)
-        answers_of_group = model.complete((prompts[index] for index in group), greedy, 0)
+        largest_room = rooms[group[-1]]
+        greedy = HFGenerator(top_k=1, max_new_tokens=largest_room, batch=TOGETHER)
+        prompts_of_group = [prompts[index] for index in group]
+        answers_of_group = model.complete(prompts_of_group, greedy, 0)
         for index, (text, answer) in zip(group, answers_of_group, strict=True):
             room = rooms[index]
+            # The generator knows only the largest room.
             if len(answer.tokens) > room:
                 answer = Completion(answer.tokens[:room], answer.log_probs[:room], False)
                 text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            done[index] = text, answer
+            done[index] = (text, answer)
     return [done[index] for index in range(len(prompts))]
 
 
 def _groups_by_room(rooms: list[int], spare: int) -> list[list[int]]:
     """Return the numbers of prompts in groups, by their room for an answer, the smallest first.
 
-    The largest room of a group is at most twice its smallest, and at most `spare` tokens more.
+    The largest room of a group is at most twice its smallest, so that little is generated in vain,
+    and at most `spare` tokens more, so that the longest prompt of the group has positions for it.
     """
     groups: list[list[int]] = []
+    smallest = 0
     for index in sorted(range(len(rooms)), key=rooms.__getitem__):
-        smallest = rooms[groups[-1][0]] if groups else 0
-        if rooms[index] > min(2 * smallest, smallest + spare):
+        room = rooms[index]
+        # The first prompt opens a group, since every prompt has room for a token.
+        if room > min(2 * smallest, smallest + spare):
             groups.append([])
+            smallest = room
         groups[-1].append(index)
     return groups
 
@@ -444,30 +513,33 @@ def _groups_by_room(rooms: list[int], spare: int) -> list[list[int]]:
 def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
     """Yield the held-out questions.
 
-    If all of data.eval is tasks, they have what the tasks' verifiers need. Else the last answer of each
-    held-out row is asked for.
+    If all of data.eval is tasks, they have what the tasks' verifiers need. Else the question is the
+    last answer of each held-out row.
     """
     data = plan.config.data
     if data.eval and all(isinstance(source, TasksSource) for source in data.eval):
         encoder = Encoder(model.tokenizer, everything=False, data=data)
         for source in data.eval:
             for row in read_rows(source, base_dir, PROMPT_FORMS):
-                prompt_ids = encoder.prompt(row)[1]
-                yield Question(prompt_ids, str(row.extra["answer"]), row.extra)
+                _, prompt_ids = encoder.prompt(row)
+                answer = str(row.extra["answer"])
+                yield Question(prompt_ids, answer, row.extra)
         return
-    for cache in held_out(plan):
+    for cache in open_held_out(plan):
         for sample in range(len(cache)):
+            # A packed sample has several rows.
             for tokens, learn in cache.segments(sample):
                 start, stop = last_answer(learn)
+                # An answer at the very start has no prompt.
                 if start:
                     answer_ids = tokens[start:stop].tolist()
                     answer = model.tokenizer.decode(answer_ids, skip_special_tokens=True)
                     yield Question(tokens[:start].tolist(), answer)
 
 
-def held_out(plan: Plan) -> list[TokenCache]:
+def open_held_out(plan: Plan) -> list[TokenCache]:
     """Return the tokens of the held-out sets."""
-    assert plan.data is not None, "`planned` requires a held-out set"
+    assert plan.data is not None, "`plan_evaluation` requires a held-out set"
     return [TokenCache.open(folder) for folder in plan.data.eval_caches.values()]
 
 
@@ -479,16 +551,26 @@ def harness(
     limit: int | None,
     include_path: Path | None,
 ) -> int:
-    """Score `place`, else the run of a config or the folder itself (see `model_of`), in lm-eval's tasks.
+    """Score a model in lm-eval's tasks, and return the exit code.
 
-    Prints a table, and writes RUN/eval.json if there is a run. Returns the exit code.
-    `limit`: questions of each task. `include_path`: a folder of further task YAMLs.
-    Raises EnvironmentFault without the package, and for whatever the harness fails on: a task that it
-    does not know, data that cannot be had.
+    It prints a table, and writes the section `lm_eval` of RUN/eval.json if there is a run.
+
+    Args:
+        config_path: A config, the folder of a run, or any folder that `model_of` takes.
+        overrides: As on the command line.
+        place: The weights; None: those of the config's run, or of the folder itself.
+        tasks: By lm-eval's names.
+        limit: Questions of each task; None: all.
+        include_path: A folder of more task YAMLs.
+
+    Raises EnvironmentFault without the package, and for whatever the harness fails on: a task that
+    it does not know, data that cannot be had.
     """
     require_package("lm_eval", "--lm-eval")
     is_config = config_path.suffix in YAML
-    own_folder = run_folder(config_path, overrides) if is_config else config_path
+    own_folder = config_path
+    if is_config:
+        own_folder = run_folder(config_path, overrides)
     source = place or own_folder
     if not source.exists():
         what = "no such run or folder"
@@ -503,6 +585,7 @@ def harness(
         for name, value in values.items():
             metrics[f"{task} {name}"] = value
     show(f"{source} by lm-eval", metrics)
+    # A folder that is no run gets no eval.json.
     target = own_folder if is_config else source
     if target != source or (source / "plan.json").exists():
         result = {"seconds": time.time() - began, "limit": limit, "tasks": results}
@@ -513,11 +596,17 @@ def harness(
 def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
     """Return lm-eval's arguments for a model.
 
-    It loads the folder of an export itself. Of a checkpoint it gets the model in memory: `source`, or
-    the checkpoint of the run `source`.
+    lm-eval loads the folder of an export itself. Of a checkpoint, or of a run that has no export, it
+    gets the model in memory.
+
+    Args:
+        source: A run folder, a checkpoint, or a Hugging Face folder.
+        trust: Run code that comes with the model.
     """
     is_run = (source / "plan.json").exists()
-    folder = exported_folder(source) if is_run else source
+    folder: Path | None = source
+    if is_run:
+        folder = exported_folder(source)
     if folder is not None and (folder / "config.json").exists():
         return {
             "pretrained": str(folder),
@@ -525,6 +614,7 @@ def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
             "trust_remote_code": trust,
         }
     if step_of(source.name) is not None:
+        # RUN/checkpoints/step-N
         run_dir = source.parent.parent
         model = open_plan(plan_of(run_dir, trust), source)
     else:
@@ -537,6 +627,7 @@ def _evaluate(
     model: dict[str, Any], tasks: list[str], limit: int | None, include_path: Path | None
 ) -> dict[str, dict[str, float]]:
     """Return task → metric → value, by lm-eval. `model`: as `model_of` returns it."""
+    # An optional package.
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

@@ -26,52 +26,75 @@ WEIGHTS = (".safetensors", ".safetensors.index.json", "adapter_config.json")
 def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust: bool) -> None:
     """Export RUN unless that is done, and send it to the repository `to`.
 
-    `private`: the repository is created private. `adapter`: send only the adapter. `dry_run`: print what
-    would be sent.
-    Raises UserError without a token, EnvironmentFault for what the hub refuses. No message has the token.
+    Args:
+        run: The run folder.
+        to: ORG/NAME on the hub.
+        private: The repository is created private.
+        adapter: Send only the adapter.
+        dry_run: Print what would be sent, and send nothing.
+        trust: Run code that comes with the model.
+
+    Raises UserError without a token, EnvironmentFault for what the hub refuses. No message has the
+    token.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.utils import validate_repo_id
 
-    with _refused(None, UserError, "--to", "write it as ORG/NAME"):
+    with _hub_errors(None, UserError, "--to", "write it as ORG/NAME"):
         validate_repo_id(to)
     if to.count("/") != 1:
         what = f"{to!r} is no name of a repository"
         raise UserError(what, where="--to", fix="write it as ORG/NAME")
-    with _refused(None):
-        token = None if dry_run else get_token()
-    if not dry_run and not token:
-        raise UserError("there is no token for the hub", where="drumline push", fix=LOGIN)
+    # Before the export, which may take long.
+    token = None
+    if not dry_run:
+        with _hub_errors(None):
+            token = get_token()
+        if not token:
+            raise UserError("there is no token for the hub", where="drumline push", fix=LOGIN)
     with bars(Console(stderr=True)) as on_progress:
         folder = exported(run, adapter, on_progress, trust)
     plan = Plan.load(run / "plan.json", trust)
     text = card(run, plan, folder, to, adapter)
+    card_bytes = text.encode()
     files = {}
     for path in sorted(folder.rglob("*")):
+        # The provenance names paths of this machine; the card has what others need of it.
         if path.is_file() and path.name != PROVENANCE:
             files[str(path.relative_to(folder))] = path
+    # False keeps the client from taking the token that is stored on this machine.
     api = HfApi(token=token or False)
     if dry_run:
         for name, path in files.items():
-            print(f"{size(path.stat().st_size):>12}  {name}")
-        print(f"{size(len(text.encode())):>12}  README.md\n")
+            file_size = size(path.stat().st_size)
+            print(f"{file_size:>12}  {name}")
+        print(f"{size(len(card_bytes)):>12}  README.md\n")
         print(printable(text))
         print(f"nothing was sent to {api.endpoint}/{to}")
         return
-    with _refused(token):
-        contents = {**files, "README.md": text.encode()}
+    with _hub_errors(token):
+        contents = {**files, "README.md": card_bytes}
         url = _send(api, to, private, contents, run.resolve().name)
-    print(f"sent {len(files) + 1} files to {url}")
+    number = len(files) + 1
+    print(f"sent {number} files to {url}")
 
 
 def _send(api: Any, to: str, private: bool, files: dict[str, Any], name: str) -> str:
     """Send files in one commit, and return the address of the repository.
 
-    Weights of an earlier commit that are not among the files are deleted.
-    `files`: name in the repository → path or content. `name`: the run's.
+    Weights of an earlier commit that are not among the files are deleted, so that nobody loads them
+    in place of the new ones.
+
+    Args:
+        api: The hub's client.
+        to: ORG/NAME on the hub.
+        private: Whether the repository must be private.
+        files: Name in the repository → path or content.
+        name: Of the run, for the message of the commit.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
+    # None leaves the visibility to the organisation's default.
     url = api.create_repo(to, private=private or None, exist_ok=True)
     repository = api.model_info(to)
     if private and not repository.private:
@@ -92,13 +115,16 @@ def _send(api: Any, to: str, private: bool, files: dict[str, Any], name: str) ->
 
 
 @contextmanager
-def _refused(
+def _hub_errors(
     token: str | None, kind: type[UserError] = EnvironmentFault, where: str = "", fix: str = ""
 ) -> Iterator[None]:
     """Within the context an error of the hub's client becomes a line without the token.
 
-    The token may lie in a file, which `redact` does not know.
-    `kind`, `where`, `fix`: the error's class and its parts, if not the usual ones.
+    Args:
+        token: It may lie in a file, which `redact` does not know.
+        kind: The class of the error.
+        where: The error's place; the hub's address if it is empty.
+        fix: The error's fix; a usual one if it is empty.
     """
     from huggingface_hub import constants
 

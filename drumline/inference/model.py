@@ -1,6 +1,7 @@
-"""A trained model in memory, from a run, an exported folder, the hub or a package: to chat with and to generate with.
+"""A trained model in memory, to chat with and to generate with.
 
-`drumline.load` returns it in Python. `drumline chat` brings it to a terminal, with answers on standard output and everything else on
+It comes from a run, an exported folder, the hub or a package. `drumline.load` returns it in Python.
+`drumline chat` brings it to a terminal, with answers on standard output and everything else on
 standard error.
 """
 
@@ -46,7 +47,8 @@ from drumline.system.signals import CtrlC
 from drumline.train.run import Run
 
 COMMANDS = "/exit or Ctrl-D leaves, /clear starts a new conversation, Ctrl-C stops an answer"
-# Options of sampling that a model's own generation config may set, and of which greedy decoding would warn.
+# Options of sampling that a model's own generation config may set, and of which greedy decoding
+# would warn.
 NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None}
 # A model may write what a terminal takes for a command; line breaks and tabs are text.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -59,11 +61,20 @@ def load(
 ) -> Model:
     """Return the trained model of a run, a folder or the hub.
 
-    `place`: a Run, a run folder, an exported or any Hugging Face folder, a hub id, or `package:NAME`.
-    `trust_remote_code`: run code that comes with the model. `display`: show progress.
-    Raises ModelError for a model that does not write text, CheckpointError for a run that saved nothing.
+    Args:
+        place: A Run, a run folder, an exported or any Hugging Face folder, a hub id, or
+            `package:NAME`.
+        trust_remote_code: Run code that comes with the model.
+        display: Show progress.
+
+    Raises ModelError for a model that does not write text, CheckpointError for a run that saved
+    nothing.
     """
-    where = place.dir if isinstance(place, Run) else place
+    where: str | Path
+    if isinstance(place, Run):
+        where = place.dir
+    else:
+        where = place
     path = Path(where) / "plan.json"
     if path.is_file():
         plan = Plan.load(path, trust_remote_code)
@@ -74,8 +85,12 @@ def load(
 
 
 def _load_own_module(plan: Plan, run_dir: Path, where: str, trust_remote_code: bool) -> Model:
-    """Return the module of the user's own that a run has trained."""
+    """Return the module of the user's own that a run has trained, from its best checkpoint.
+
+    Raises ModelError if it is built by a file beside the config, and the caller does not trust it.
+    """
     builder = plan.config.model.builder or ""
+    # FILE.py:NAME. A builder without a file is of an installed package, which the user has chosen.
     is_in_file = ":" in builder
     if is_in_file and not trust_remote_code:
         fix = f"read {builder}, then add trust_remote_code=True"
@@ -89,7 +104,7 @@ class Model:
     """A trained model and its tokenizer.
 
     `module`: whole, on one device, in eval mode. `tokenizer`: None for a module of the user's own.
-    `origin`: where it is from, in words.
+    `origin`: its folder or id, for messages.
     """
 
     module: Any
@@ -112,9 +127,14 @@ class Model:
     ) -> str:
         """Return the answer to a message; `turns` keeps both.
 
-        Temperature 0 takes the likeliest token each time. Raises UserError for a system message if the
-        model has no chat template, and for an option out of its range. After an error `turns` is as it
-        was.
+        Args:
+            text: The message.
+            max_new_tokens: The answer is cut after so many tokens.
+            temperature: Of sampling; 0 takes the likeliest token each time.
+            system: The text of a system message, which comes before all turns.
+
+        Raises UserError for a system message if the model has no chat template, and for an option
+        out of its range. After an error `turns` is as it was.
         """
         conversation = Conversation(
             self, max_new_tokens, temperature, system, self.turns, show=False
@@ -134,13 +154,22 @@ class Model:
     ) -> list[str]:
         """Return the completion of each text, in order, without a chat template.
 
-        With a temperature the draws depend on `seed` and the prompt's place in the list. `batch`: prompts
-        that are completed together.
-        Raises DataError for an empty prompt, PlanError for one that leaves too few positions, UserError
-        for an option out of its range.
+        Args:
+            prompts: A text, or several.
+            max_new_tokens: A completion is cut after so many tokens.
+            temperature: Of sampling; 0 takes the likeliest token each time.
+            top_k: Sample from so many of the likeliest tokens; 0: from all.
+            top_p: Sample from the likeliest tokens that have this probability together.
+            seed: With a temperature the draws depend on it and on the prompt's place in the list.
+            batch: Prompts that are completed together.
+
+        Raises DataError for an empty prompt, PlanError for one that leaves too few positions,
+        UserError for an option out of its range.
         """
         self._require_text()
-        texts = [prompts] if isinstance(prompts, str) else prompts
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        # One candidate is the same as no draw, and the config refuses a temperature of 0.
         sampling: dict[str, Any] = {"top_k": 1}
         if temperature != 0:
             sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -152,16 +181,27 @@ class Model:
             message = first["msg"]
             what = f"{option}: {message[0].lower()}{message[1:]}"
             raise UserError(what, where="generate") from None
-        token_lists = (list(self.tokenizer(text)["input_ids"]) for text in texts)
+        token_lists = []
+        for prompt in prompts:
+            token_lists.append(list(self.tokenizer(prompt)["input_ids"]))
         return [text for text, _ in self.complete(token_lists, config, seed)]
 
     def complete(
         self, prompts: Iterable[list[int]], config: HFConfig, seed: int
     ) -> list[tuple[str, Completion]]:
-        """Return the text and tokens of the completion of each prompt, in order."""
-        requests = [Request(tokens, (number,)) for number, tokens in enumerate(prompts)]
+        """Return the text and tokens of the completion of each prompt, in order.
+
+        Args:
+            prompts: The tokens of each.
+            config: Of the generator.
+            seed: Draws depend on it and on the prompt's place among `prompts`.
+        """
+        requests = []
+        for number, tokens in enumerate(prompts):
+            requests.append(Request(tokens, (number,)))
         generator = HFGenerator(config, self.module, self.tokenizer, seed)
         completed = []
+        # The step is of no run: it is always 0, so that the same call draws the same again.
         for completion in generator.generate(requests, 0):
             text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
             completed.append((text, completion))
@@ -175,9 +215,15 @@ class Model:
 
 
 def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Model:
-    """Return the model of a run folder (its export, else its best or newest checkpoint) or of another place.
+    """Return the model of a run folder or of another place.
 
-    `place`: also a folder that transformers or PEFT reads, a hub id, or `package:NAME`.
+    Of a run it is the export, else the best or newest checkpoint.
+
+    Args:
+        place: A run folder, a folder that transformers or PEFT reads, a hub id, or `package:NAME`.
+        on_progress: Is called while files are downloaded.
+        trust: Run code that comes with the model.
+
     Raises ModelError for a model that does not write text, CheckpointError for a run that has saved
     nothing.
     """
@@ -191,8 +237,10 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
         exported = exported_folder(folder)
         if exported is None:
             model, tokenizer, checkpoint = read_run(folder, trust=trust)
-            return Model(_placed(model), tokenizer, f"{checkpoint}, which is not exported")
+            origin = f"{checkpoint}, which is not exported"
+            return Model(_place_on_device(model), tokenizer, origin)
         return _from_folder(str(exported), trust)
+    # `resolve` takes folders of whole models alone.
     if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
         return _from_folder(str(folder), trust)
     source = resolve(ModelConfig(id=place), on_progress, named="")
@@ -203,29 +251,40 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
 def exported_folder(run: Path) -> Path | None:
     """Return RUN/export if there is a model or an adapter in it; else None."""
     folder = run / "export"
-    if (folder / "config.json").exists() or (folder / ADAPTER).exists():
+    has_model = (folder / "config.json").exists()
+    has_adapter = (folder / ADAPTER).exists()
+    if has_model or has_adapter:
         return folder
     return None
 
 
 def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
-    """Return the plan's model with the weights of a checkpoint of any run; None: as training starts from it."""
+    """Return the plan's model with the weights of a checkpoint, which may be of another run.
+
+    Without a checkpoint it has the weights that training starts from.
+    """
     if checkpoint is not None:
         check(checkpoint, verify=True, alone=True)
         model, tokenizer = read_checkpoint(plan, checkpoint)
-        return Model(_placed(model), tokenizer, str(checkpoint))
+        return Model(_place_on_device(model), tokenizer, str(checkpoint))
     config = plan.config.model
-    model = build_model(plan.model_path, config, seed=derive(plan.config.run.seed, "weights"))
-    return Model(_placed(model), load_tokenizer(plan.model_path, config), str(plan.model_path))
+    # The seed of training, so that random weights are those of step 0.
+    seed = derive(plan.config.run.seed, "weights")
+    model = build_model(plan.model_path, config, seed=seed)
+    tokenizer = load_tokenizer(plan.model_path, config)
+    return Model(_place_on_device(model), tokenizer, str(plan.model_path))
 
 
 def _from_folder(source: str, trust_remote_code: bool) -> Model:
-    """Return the model of a folder or hub id that transformers reads, or of an adapter's folder over its base."""
+    """Return the model of a folder or hub id that transformers reads.
+
+    A folder may also have an adapter alone, which is merged into its base. Raises ModelError.
+    """
     model = ModelConfig(id=source, trust_remote_code=trust_remote_code)
     adapter_file = Path(source) / ADAPTER
     is_whole_model = (Path(source) / "config.json").exists()
     if is_whole_model or not adapter_file.exists():
-        module = _placed(_pretrained(source, model))
+        module = _place_on_device(_pretrained(source, model))
         return Model(module, load_tokenizer(source, model), source)
     adapter_config = read_object(adapter_file, ModelError)
     base = adapter_config.get("base_model_name_or_path")
@@ -237,7 +296,7 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     if not isinstance(revision, str):
         revision = None
     base_model = model.model_copy(update={"id": base, "revision": revision})
-    # PEFT saves no tokenizer; a trainer that saves one may have given it tokens.
+    # PEFT saves no tokenizer. A trainer that saves one beside the adapter may have given it tokens.
     if any(Path(source).glob("tokenizer*")):
         tokenizer = load_tokenizer(source, model)
     else:
@@ -248,24 +307,32 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     with judged("cannot be laid over its base", source, ModelError, fix):
         is_ours = (Path(source) / PROVENANCE).exists()
         merged = merge_read(read_over(base_module, Path(source), is_ours))
-        return Model(_placed(merged), tokenizer, f"{source} over {base}")
+        return Model(_place_on_device(merged), tokenizer, f"{source} over {base}")
 
 
 def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:
-    """Give the base of an adapter the rows that it had in training: more than it has if tokens were added."""
+    """Give the base of an adapter as many rows of embeddings as it had in training.
+
+    These are more than its own if tokens were added. The adapter's shapes do not fit otherwise.
+    """
     rows = len(tokenizer)
     provenance = adapter / PROVENANCE
     if provenance.exists():
         rows_in_training = read_object(provenance, ModelError).get("rows")
+        # Training may round the rows up to a multiple. A damaged file must not ask for any number.
         if isinstance(rows_in_training, int) and rows < rows_in_training <= rows + MOST_MULTIPLE:
             rows = rows_in_training
-    stored = base.get_input_embeddings().weight.shape[0]
+    embeddings = base.get_input_embeddings()
+    stored = embeddings.weight.shape[0]
     if rows > stored:
         grow_whole(base, Growth(stored, rows, trained_rows=stored))
 
 
 def _pretrained(source: str, model: ModelConfig) -> Any:
-    """Return the whole model that transformers reads from a folder or hub id, in fp32. Raises ModelError."""
+    """Return the whole model that transformers reads from a folder or hub id, in fp32.
+
+    Raises ModelError for a classifier, and for a model that lacks weights.
+    """
     config = load_config(source, model)
     architectures = getattr(config, "architectures", None) or [""]
     if any(name.endswith("Classification") for name in architectures):
@@ -287,10 +354,15 @@ def _pretrained(source: str, model: ModelConfig) -> Any:
     return module
 
 
-def _placed(model: Any) -> Any:
-    """Move a model to the GPU in bf16, or without a GPU leave it on the CPU in fp32, and return it in eval mode."""
+def _place_on_device(model: Any) -> Any:
+    """Move a model to the GPU if there is one, and return it in eval mode without gradients.
+
+    On a GPU it is in bf16 if the GPU has that, else in fp32. On the CPU it stays in fp32.
+    """
     if torch.cuda.is_available():
-        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        dtype = torch.float32
+        if torch.cuda.is_bf16_supported():
+            dtype = torch.bfloat16
         model = model.to("cuda", dtype)
     return model.eval().requires_grad_(False)
 
@@ -301,6 +373,13 @@ def chat(
     """Read lines from standard input until it ends, and answer each.
 
     Piped input works the same, without a prompt sign.
+
+    Args:
+        place: As of `open_model`.
+        max_new_tokens: An answer is cut after so many tokens.
+        temperature: Of sampling; 0 takes the likeliest token each time.
+        system: The text of a system message; None: no such message.
+        trust: Run code that comes with the model.
     """
     with uncollected(), bars(Console(stderr=True)) as on_progress:
         model = open_model(place, on_progress, trust)
@@ -323,17 +402,16 @@ def chat(
 
 @dataclass
 class Conversation:
-    """A conversation with a model.
-
-    `temperature` 0 takes the likeliest token each time. `turns`: the messages so far. `show`: print
-    answers as they come.
-    """
+    """A conversation with a model."""
 
     model: Model
     max_new_tokens: int
+    # 0 takes the likeliest token each time.
     temperature: float
     system: str | None
+    # The messages so far.
     turns: list[Message] = field(default_factory=list)
+    # Whether to print answers as they come.
     show: bool = True
 
     def __post_init__(self) -> None:
@@ -363,9 +441,12 @@ class Conversation:
                 f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered"
             )
             return ""
-        turns = [*self.turns, question] if self.has_template else [question]
+        turns = [question]
+        if self.has_template:
+            turns = [*self.turns, question]
         ids = self._tokens(turns)
         while len(ids) + self.max_new_tokens > self.positions and len(turns) > 1:
+            # A question and its answer: templates refuse a conversation that begins with an answer.
             del turns[:2]
             _tell("the model's positions are used up: the oldest turn is forgotten")
             ids = self._tokens(turns)
@@ -383,6 +464,7 @@ class Conversation:
         sampling: dict[str, Any] = {"do_sample": False, **NO_SAMPLING}
         if self.temperature > 0:
             sampling = {"do_sample": True, "temperature": self.temperature}
+        # There is one sequence, and so no padding. transformers warns if it is given no id for it.
         padding_id = self.tokenizer.pad_token_id
         if not padding_id:
             padding_id = self.ends[0] if self.ends else 0
@@ -399,7 +481,10 @@ class Conversation:
             )
 
     def _tokens(self, turns: list[Message]) -> list[int]:
-        """Return the tokens of a conversation, with the start of the answer; without a template those of the first text."""
+        """Return the tokens of a conversation, with the start of the answer.
+
+        Without a chat template they are those of the first text.
+        """
         if not self.has_template:
             return list(self.tokenizer(turns[0]["content"])["input_ids"])
         messages = list(turns)
@@ -409,6 +494,7 @@ class Conversation:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
+        # The template has written the special tokens.
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -427,7 +513,10 @@ class Printer(TextStreamer):
 
 
 def _next_line() -> str | None:
-    """Return the next line of the user; None at the end. Ctrl-C only shows how to leave, since there is nothing to stop."""
+    """Return the next line of the user; None at the end.
+
+    Ctrl-C only shows how to leave, since there is nothing to stop.
+    """
     sign = ""
     if sys.stdin.isatty():
         import readline  # noqa: F401 — gives `input` its arrow keys

@@ -28,18 +28,22 @@ def generator(
     run_dir: Path = Path(),
     rows: int | None = None,
 ) -> tuple[Generator, Refresh | None]:
-    """Return a generator, and what hands it the trained weights before each rollout.
+    """Return a generator, and a function that hands it the trained weights before each rollout.
 
-    The latter takes `Engine.whole_weights`; it is None if the generator has the weights already.
+    The function takes `Engine.whole_weights`; it is None if the generator has the weights already.
 
-    `unsharded`: the trainable model, if it is whole on this rank's device (one process, DDP). If it is
-    None, the generator samples from a copy.
-    `build`: makes that copy, in the type that it computes in.
-    `autocast`: the type that the trainable model computes in, if that is not the type of its weights.
-    The thread of continuous batching has no autocast, so it takes a copy then.
-    `model_path`: the folder or hub id that vLLM starts from.
-    `run_dir`: vLLM's server reads new weights in a folder of it.
-    `rows`: rows of an embedding that is larger than the one in the model's files.
+    Args:
+        config: The section `algorithm.generator`.
+        tokenizer: Of the policy.
+        seed: Of the run.
+        unsharded: The trainable model, if it is whole on this rank's device (one process, DDP). If
+            it is None, the generator samples from a copy.
+        build: Makes that copy, in the type that it computes in.
+        autocast: The type that the trainable model computes in, if that is not the type of its
+            weights. The thread of continuous batching has no autocast, so it takes a copy then.
+        model_path: The folder or hub id that vLLM starts from.
+        run_dir: The vLLM server reads new weights in a folder of it.
+        rows: Rows of an embedding that is larger than the one in the model's files.
     """
     if isinstance(config, configs.VLLMGenerator):
         dtype = autocast or torch.float32
@@ -64,6 +68,10 @@ def generator(
 def _vllm_server(
     config: configs.VLLMGenerator, tokenizer: Any, seed: int, dtype: torch.dtype, run_dir: Path
 ) -> tuple[Generator, Refresh | None]:
+    """Return a client of vLLM's server, and a function that hands the server new weights.
+
+    The function is None if the config says that the server's weights stay as they are.
+    """
     server = VLLMServer(config, tokenizer, seed)
     if config.weights == "none":
         return server, None

@@ -49,22 +49,29 @@ class Row(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What was sampled for a request. `ended`: by an end token or a stop text."""
+    """What was sampled for a request."""
 
     tokens: list[int]
+    # By an end token or a stop text.
     ended: bool
 
 
 class RequestNoise(ContinuousBatchingLogitsProcessorList):
     """A Sampler for continuous batching, which knows the request of each row.
 
-    `seeds`: request → its seed. `prompt_lengths`: request → tokens of its prompt.
     `log_probs`: request → log-prob of each token so far.
     """
 
     def __init__(
         self, sampler: Sampler, seeds: dict[str, int], prompt_lengths: dict[str, int]
     ) -> None:
+        """Set up for some requests.
+
+        Args:
+            sampler: Chooses the tokens.
+            seeds: Request → its seed.
+            prompt_lengths: Request → tokens of its prompt.
+        """
         super().__init__(LogitsProcessorList())
         self.do_processing = True
         self.sampler = sampler
@@ -93,11 +100,18 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, logits_processor_args: torch.Tensor
     ) -> torch.Tensor:
-        rows = len(self.rows)  # further rows belong to prompts that are not read to their end yet
+        """Return the scores of a step with the noise of each request.
+
+        Rows after those of `self.rows` belong to prompts that are not read to their end yet.
+        """
+        rows = len(self.rows)
         if not rows:
             return scores
-        seeds = [self.seeds[row.request] for row in self.rows]
-        positions = [row.position for row in self.rows]
+        seeds = []
+        positions = []
+        for row in self.rows:
+            seeds.append(self.seeds[row.request])
+            positions.append(row.position)
         seeds_B = copied_to(scores.device, torch.tensor(seeds))
         positions_B = copied_to(scores.device, torch.tensor(positions))
         noisy_BV, log_probs_B = self.sampler.choose(scores[:rows], seeds_B, positions_B)
@@ -124,6 +138,7 @@ class ContinuousGenerator(HFGenerator):
         require_room(requests, self.config.max_new_tokens, positions(self.model))
         if not requests:
             return []
+        # The manager names requests by text.
         by_name = {f"{index}": request for index, request in enumerate(requests)}
         seeds = {}
         prompt_lengths = {}
@@ -145,8 +160,9 @@ class ContinuousGenerator(HFGenerator):
         completions = []
         for name in by_name:
             tokens, ended = sampled[name]
-            log_probs = torch.stack(noise.log_probs[name])[: len(tokens)].tolist()
-            completions.append(Completion(tokens, log_probs, ended))
+            # A request that is cancelled may have had more tokens sampled.
+            log_probs_T = torch.stack(noise.log_probs[name])[: len(tokens)]
+            completions.append(Completion(tokens, log_probs_T.tolist(), ended))
         return completions
 
     def _collect(self, manager: Any, pending: set[str]) -> dict[str, Sampled]:

@@ -17,11 +17,18 @@ from drumline.errors import PlanError
 
 
 def require_domains(weights: Mapping[str, float], domains: set[str]) -> None:
-    """Raise PlanError if the weights do not name exactly these domains."""
+    """Raise PlanError if the weights do not name exactly these domains.
+
+    Args:
+        weights: Domain → share, as the config has them.
+        domains: Those of the data.
+    """
     if weights.keys() != domains:
         fix = f"the data has {', '.join(sorted(domains))}"
         raise PlanError(
-            "the shares must name each domain once", where="algorithm.curriculum.weights", fix=fix
+            "the shares must name each domain once",
+            where="algorithm.curriculum.weights",
+            fix=fix,
         )
 
 
@@ -38,17 +45,31 @@ class Curriculum:
     def __init__(
         self, config: CurriculumConfig, domains: Sequence[str], seed: int, shuffle: bool
     ) -> None:
-        """`domains`: the domain of each sample."""
+        """Set up the orders of all domains.
+
+        Args:
+            config: The section `algorithm.curriculum`.
+            domains: The domain of each sample.
+            seed: Of the run.
+            shuffle: Whether a domain's prompts come in a random order.
+        """
         self.config = config
         if config.kind == "data":
             domains = [""] * len(domains)
+        # Sorted, so that all ranks go through them in the same order.
         names = sorted(set(domains))
         domains_N = np.asarray(list(domains))
         # The sample ids of each domain, and the order in which they come.
-        self.members = {name: np.flatnonzero(domains_N == name) for name in names}
+        self.members = {}
         self.orders = {}
-        for name, ids in self.members.items():
-            order_seed = derive(seed, "order", name) if name else derive(seed, "order")
+        for name in names:
+            ids = np.flatnonzero(domains_N == name)
+            # Without domains the order is that of any other training.
+            if name:
+                order_seed = derive(seed, "order", name)
+            else:
+                order_seed = derive(seed, "order")
+            self.members[name] = ids
             self.orders[name] = GlobalOrder(len(ids), order_seed, shuffle)
         # Prompts drawn so far, and parts of prompts that are owed.
         self.taken = dict.fromkeys(names, 0)
@@ -63,8 +84,10 @@ class Curriculum:
         ids: list[int] = []
         for name, number in self._round_owed(count).items():
             start = self.taken[name]
+            # Places within the domain, which `members` makes sample ids of.
             positions = self.orders[name].ids(start, start + number)
-            ids += self.members[name][positions].tolist()
+            ids_of_domain = self.members[name][positions]
+            ids += ids_of_domain.tolist()
             self.taken[name] += number
             self.owed[name] -= number
         return ids
@@ -75,8 +98,12 @@ class Curriculum:
         It is what each is owed, rounded down, and one more for those with the largest remainders. What
         earlier rollouts owe may round down to one too many in all; then the smallest remainders lose one.
         """
-        numbers = {name: max(0, int(owed)) for name, owed in self.owed.items()}
+        numbers = {}
+        for name, owed in self.owed.items():
+            # A domain that got more than its share is owed less than nothing.
+            numbers[name] = max(0, int(owed))
 
+        # The name decides between equal remainders, so that all ranks choose the same domain.
         def remainder(name: str) -> tuple[float, str]:
             return self.owed[name] - numbers[name], name
 
@@ -92,7 +119,11 @@ class Curriculum:
         return numbers
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the prompts that each domain is to give."""
+        """Return the share of the prompts that each domain is to give. The shares add up to 1.
+
+        With `kind: success` every domain keeps an even part of `floor`, so that a domain which is
+        solved, or never solved, is still tried.
+        """
         floor = 0.0
         if self.config.kind == "weights":
             weights = dict(self.config.weights)
@@ -102,11 +133,15 @@ class Curriculum:
         else:
             weights = dict.fromkeys(self.members, 1.0)
         total = sum(weights.values())
+        # No domain teaches anything more: all are solved, or none is.
         if total == 0:
             weights = dict.fromkeys(self.members, 1.0)
             total = float(len(weights))
         even_share = floor / len(weights)
-        return {name: even_share + (1 - floor) * weight / total for name, weight in weights.items()}
+        shares = {}
+        for name, weight in weights.items():
+            shares[name] = even_share + (1 - floor) * weight / total
+        return shares
 
     def _variances(self) -> dict[str, float]:
         """Return the Bernoulli variance of each domain's outcome: how much a prompt of it may teach.
@@ -124,12 +159,22 @@ class Curriculum:
         for name, values in rewards.items():
             if not values:
                 continue
-            rate = sum(value >= self.config.solved for value in values) / len(values)
-            memory = self.config.memory if name in self.rates else 0.0
-            self.rates[name] = memory * self.rates.get(name, 0.0) + (1 - memory) * rate
+            solved = sum(value >= self.config.solved for value in values)
+            rate = solved / len(values)
+            # The first rollout of a domain has nothing to be smoothed with.
+            memory = 0.0
+            if name in self.rates:
+                memory = self.config.memory
+            earlier_rate = self.rates.get(name, 0.0)
+            self.rates[name] = memory * earlier_rate + (1 - memory) * rate
 
     def state(self) -> dict[str, Any]:
-        return {"taken": dict(self.taken), "owed": dict(self.owed), "rates": dict(self.rates)}
+        """Return what a checkpoint holds of the curriculum, as copies."""
+        return {
+            "taken": dict(self.taken),
+            "owed": dict(self.owed),
+            "rates": dict(self.rates),
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned. Domains that it does not have start afresh."""

@@ -64,27 +64,23 @@ SPARE_TAIL_TOKENS = 8
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to complete.
+    """A prompt to complete."""
 
-    `tokens`: its ids. `key`: what fixes its random numbers, besides seed and step; usually
-    (prompt id, sample index).
-    """
-
+    # Its ids.
     tokens: list[int]
+    # What fixes its random numbers, besides seed and step; usually (prompt id, sample index).
     key: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled for a request.
+    """What was sampled for a request."""
 
-    `tokens`: ids, including the one that ended it.
-    `log_probs`: of each token, log softmax(logits / temperature) in fp32, before top-k and top-p.
-    `ended`: whether an end token or a stop text ended it; False if it was cut at max_new_tokens.
-    """
-
+    # Ids, including the one that ended it.
     tokens: list[int]
+    # Of each token, log softmax(logits / temperature) in fp32, before top-k and top-p.
     log_probs: list[float]
+    # Whether an end token or a stop text ended it; False if it was cut at max_new_tokens.
     ended: bool
 
 
@@ -96,15 +92,20 @@ def request_seed(seed: int, step: int, key: tuple[int, ...]) -> int:
 def gumbel(seeds_B: torch.Tensor, positions_B: torch.Tensor, vocab: int) -> torch.Tensor:
     """Return standard Gumbel noise fp32[B, vocab] for one token of each of B requests.
 
-    `seeds_B` int64: the requests' words from `request_seed`. `positions_B` int64: which token of each.
-
     Computed in integers and fp64 and rounded at the end. CPU and GPU agree but for about one number in
     10⁸, whose logarithms are rounded differently.
+
+    Args:
+        seeds_B: int64, the requests' words from `request_seed`.
+        positions_B: int64, which token of each request.
+        vocab: Entries of the vocabulary.
     """
+    # A word for each token and, counted from that, one for each entry of the vocabulary.
     starts_B = _mix(seeds_B + (positions_B + 1) * _GOLDEN)
     counts_V = torch.arange(1, vocab + 1, device=seeds_B.device) * _GOLDEN
     words_BV = _mix(starts_B[:, None] + counts_V)
     uniform_BV = _shift(words_BV, 64 - _BITS).double().add_(0.5).mul_(2.0**-_BITS)
+    # −log(−log(u)) of a uniform number is Gumbel. In place, because it has the size of the logits.
     return uniform_BV.log_().neg_().log_().neg_().float()
 
 
@@ -140,7 +141,11 @@ class Sampler:
     def choose(
         self, logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores fp32[B, V] whose argmax is the sample, log-probs fp32[B] of the samples)."""
+        """Return what to sample for the next token of each of B requests.
+
+        It is (scores fp32[B, V] whose argmax is the sample, log-probs fp32[B] of the samples). The
+        log-probs are those before top-k and top-p, as training computes them.
+        """
         alive()  # a token is a sign of life
         scores_BV = logits_BV.float() / self.temperature
         kept_BV = scores_BV
@@ -208,15 +213,23 @@ class AtEndings(StoppingCriteria):
 
     `lengths`: tokens of each row's completion, None while it goes on.
 
-    `is_late`: a token is read one step late. While the host looks at it the GPU computes the next one,
-    which is dropped if the token ended the last row. `generate` calls `goes_on` on the host in place of
-    reading the tensor that this returns, because it would have to wait for that.
+    With `is_late` a token is read one step late. While the host looks at it the GPU computes the next
+    one, which is dropped if the token ended the last row. `generate` calls `goes_on` on the host in
+    place of reading the tensor that this returns, because it would have to wait for that.
     """
 
     def __init__(
         self, endings: Endings, rows: int, prompt_width: int, most: int, is_late: bool
     ) -> None:
-        """`most`: tokens that a completion may have at most."""
+        """Set up for one batch.
+
+        Args:
+            endings: What ends a completion.
+            rows: Of the batch.
+            prompt_width: Tokens of each row before its completion, with padding.
+            most: Tokens that a completion may have at most.
+            is_late: Whether tokens are read one step late.
+        """
         self.endings = endings
         self.prompt_width = prompt_width
         self.most = most
@@ -250,13 +263,16 @@ class AtEndings(StoppingCriteria):
             self._read()
 
     def _read(self) -> None:
-        tokens = self.on_their_way.pop(0).read().tolist()
+        """Read the oldest token of each row that is under way, and note which rows it ends."""
+        tokens_B = self.on_their_way.pop(0).read()
         self.seen += 1
-        for row, token in enumerate(tokens):
+        for row, token in enumerate(tokens_B.tolist()):
             if self.lengths[row] is not None:
                 continue
-            self.tails[row] = [*self.tails[row], token][-self.endings.tail :]
-            if self.endings.after(self.tails[row]):
+            # Only the end of the text can have become a stop text.
+            tail = [*self.tails[row], token][-self.endings.tail :]
+            self.tails[row] = tail
+            if self.endings.after(tail):
                 self.lengths[row] = self.seen
                 self.have_ended[row] = True
 
@@ -319,7 +335,8 @@ class HFGenerator:
             for start in range(0, len(requests), self.config.batch):
                 indices = longest_first[start : start + self.config.batch]
                 batch = [requests[index] for index in indices]
-                completions |= zip(indices, self._batch(batch, step), strict=True)
+                sampled = self._batch(batch, step)
+                completions |= zip(indices, sampled, strict=True)
         return [completions[index] for index in range(len(requests))]
 
     def _batch(self, requests: list[Request], step: int) -> list[Completion]:
@@ -330,9 +347,11 @@ class HFGenerator:
         ids = []
         mask = []
         for request in requests:
-            padding = width - len(request.tokens)
+            length = len(request.tokens)
+            # On the left, so that all rows go on at the same place.
+            padding = width - length
             ids.append([self.pad] * padding + request.tokens)
-            mask.append([0] * padding + [1] * len(request.tokens))
+            mask.append([0] * padding + [1] * length)
         seeds = [request_seed(self.seed, step, request.key) for request in requests]
         ids_BT = copied_to(device, torch.tensor(ids))
         mask_BT = copied_to(device, torch.tensor(mask))
@@ -366,20 +385,26 @@ class HFGenerator:
         tokens = out_BT[:, width:].tolist()
         completions = []
         for row, length in enumerate(ends.lengths):
+            # A row that has ended is filled until the last row ends.
             kept = length or out_BT.shape[1] - width
-            completions.append(
-                Completion(tokens[row][:kept], log_probs[row][:kept], length is not None)
-            )
+            has_ended = length is not None
+            completion = Completion(tokens[row][:kept], log_probs[row][:kept], has_ended)
+            completions.append(completion)
         return completions
 
     def _prefix(
         self, requests: list[Request], ids_BT: torch.Tensor, mask_BT: torch.Tensor
     ) -> dict[str, Any]:
-        """Return what `generate` need not compute again: the KV cache of prompts that come several times.
+        """Return arguments of `generate` with the KV cache of prompts that come several times.
 
         Each distinct prompt is computed once, all but its last token, and its cache is repeated for
-        its requests. Returns nothing if no prompt is repeated, or if a layer keeps anything but keys
-        and values.
+        its requests. Empty if no prompt is repeated, or if a layer keeps anything but keys and
+        values.
+
+        Args:
+            requests: Of one batch.
+            ids_BT: Their tokens, padded on the left.
+            mask_BT: 1 for a token, 0 for padding.
         """
         number_of: dict[tuple[int, ...], int] = {}
         first_rows: list[int] = []  # of each distinct prompt
@@ -406,6 +431,7 @@ class HFGenerator:
             "past_key_values": cache,
             "use_cache": True,
         }
+        # Not all decoders have positions. Padding on the left must not shift those of the tokens.
         if "position_ids" in inspect.signature(decoder.forward).parameters:
             inputs["position_ids"] = (mask_UT.cumsum(1) - 1).clamp(min=0)
         decoder(**inputs)
@@ -429,15 +455,21 @@ def deal(requests: list[Request], ranks: int) -> list[list[int]]:
         parts = list(by_prompt.values())
     else:
         parts = [[index] for index in range(len(requests))]
-    parts.sort(key=lambda part: -len(requests[part[0]].tokens))
+
+    def prompt_length(part: list[int]) -> int:
+        # All requests of a part have the same prompt.
+        return len(requests[part[0]].tokens)
+
+    parts.sort(key=lambda part: -prompt_length(part))
     shares: list[list[int]] = [[] for _ in range(ranks)]
     # A heap of (tokens, requests, rank): its first entry is the rank that is next.
     loads = [(0, 0, rank) for rank in range(ranks)]
     for part in parts:
         tokens, count, rank = loads[0]
         shares[rank] += part
-        tokens += len(part) * len(requests[part[0]].tokens)
-        heapq.heapreplace(loads, (tokens, count + len(part), rank))
+        tokens += len(part) * prompt_length(part)
+        count += len(part)
+        heapq.heapreplace(loads, (tokens, count, rank))
     return shares
 
 
@@ -459,6 +491,14 @@ class Together:
     def __init__(
         self, generator: Generator, requests: list[Request], step: int, aside: bool = False
     ) -> None:
+        """Begin to sample.
+
+        Args:
+            generator: Of this rank.
+            requests: Of all ranks.
+            step: Of the run; it fixes the random numbers.
+            aside: Sample in a thread, and return at once.
+        """
         rank, ranks = place()
         self.shares = deal(requests, ranks)
         self._own: Future[list[Completion]] = Future()
@@ -476,6 +516,7 @@ class Together:
         thread.start()
 
     def _sample(self, generator: Generator, requests: list[Request], step: int) -> None:
+        """Sample this rank's share; an error is raised once the result is read."""
         try:
             self._own.set_result(generator.generate(requests, step))
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
@@ -492,7 +533,8 @@ class Together:
         Raises what sampling raised.
         """
         completions: dict[int, Completion] = {}
-        for indices, sampled in zip(self.shares, from_all(self._own.result()), strict=True):
+        of_ranks = from_all(self._own.result())
+        for indices, sampled in zip(self.shares, of_ranks, strict=True):
             completions |= zip(indices, sampled, strict=True)
         return [completions[index] for index in range(len(completions))]
 

@@ -21,7 +21,9 @@ from drumline.system.process import adopt_orphans, die_with_parent, fork
 
 
 def main() -> None:
-    parent, fd = int(sys.argv[1]), int(sys.argv[2])
+    """Run the rewards as a child, and end as they end, after killing what they leave behind."""
+    parent = int(sys.argv[1])
+    fd = int(sys.argv[2])
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     adopt_orphans()
@@ -34,7 +36,8 @@ def main() -> None:
         sys.exit(0)
     os.close(fd)
     try:
-        pid = status = 0
+        pid = 0
+        status = 0
         # Orphans may end before the child does.
         while pid != child:
             pid, status = os.wait()
@@ -76,6 +79,7 @@ def end_family() -> None:
             except psutil.NoSuchProcess:
                 continue
         try:
+            # A killed child stays among the children until it is waited for.
             while os.waitpid(-1, os.WNOHANG)[0]:
                 continue
         except ChildProcessError:

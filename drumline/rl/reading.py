@@ -1,4 +1,4 @@
-"""Numbers that models give for episodes: log-probabilities, values and scores of completions' tokens."""
+"""Numbers that models give for episodes: log-probabilities, values and scores of their tokens."""
 
 from __future__ import annotations
 
@@ -17,29 +17,37 @@ from drumline.dist.reduce import add_up
 from drumline.engine.engine import Engine
 from drumline.plan.plan import Plan
 
+# Returns numbers for all episodes of a rollout.
 Score = Callable[[Episodes], torch.Tensor]
+# Returns fp32[K, B, T] of a model's outputs and the batch that they are of.
 Read = Callable[[Any, EpisodeBatch], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Runs models over the episodes of a rollout, and cuts episodes into micro-batches of this rank.
-
-    `counts`: whether this rank's values are added up; exactly one of the ranks that share samples is.
-    `pad`: the id of the padding token. `width`: tokens of every row; None: those of the longest row.
-    """
+    """Runs models over the episodes of a rollout, and cuts episodes into micro-batches of this rank."""
 
     plan: Plan
     data_rank: int
+    # Whether this rank's values are added up; exactly one of the ranks that share samples has True.
     counts: bool
     device: str
+    # The id of the padding token.
     pad: int
+    # Tokens of every row; None: those of the longest row.
     width: int | None
 
     def micro_batches(
         self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int
     ) -> tuple[list[EpisodeBatch], int]:
-        """Return this rank's micro-batches of the episodes `picks` (-1: a filler), and its tokens."""
+        """Return this rank's micro-batches of some episodes, and the number of their tokens.
+
+        Args:
+            episodes: All episodes of the rollout.
+            picks: Which of them form the global batch; -1: a filler.
+            accumulation: Micro-batches of a rank.
+            micro_batch: Episodes of a micro-batch.
+        """
         dealt, tokens = self._deal(episodes, picks, accumulation, micro_batch)
         return [self._collate(episodes, rows) for rows in dealt], tokens
 
@@ -53,67 +61,94 @@ class Reading:
         """
         by_prompt: dict[bytes, list[int]] = {}
         for pick in picks:
-            prompt = episodes.prompts[pick].tobytes() if pick >= 0 else b""
+            prompt = b""
+            if pick >= 0:
+                prompt = episodes.prompts[pick].tobytes()
             by_prompt.setdefault(prompt, []).append(pick)
+        # The largest part that both the groups and the micro-batches are whole multiples of. If it
+        # is 1, every episode goes by itself.
         size = math.gcd(micro_batch, *map(len, by_prompt.values()))
-        parts_PG = np.concatenate([np.asarray(p).reshape(-1, size) for p in by_prompt.values()])
+        parts = []
+        for picks_of_prompt in by_prompt.values():
+            parts.append(np.asarray(picks_of_prompt).reshape(-1, size))
+        parts_PG = np.concatenate(parts)
+        # A filler has no tokens. Its index is replaced, since -1 would read the last episode.
         is_filler_PG = parts_PG < 0
         lengths_PG = np.where(is_filler_PG, 0, episodes.lengths[np.maximum(parts_PG, 0)])
         lengths_P = lengths_PG.sum(1)
-        assigned = assign(lengths_P, self.plan.mesh.data_ranks, accumulation, micro_batch // size)
+        parts_of_micro_batch = micro_batch // size
+        data_ranks = self.plan.mesh.data_ranks
+        assigned = assign(lengths_P, data_ranks, accumulation, parts_of_micro_batch)
         own = assigned[self.data_rank]
         micro_batches = parts_PG[own].reshape(accumulation, micro_batch)
         return micro_batches.tolist(), int(lengths_P[own].sum())
 
     def _collate(self, episodes: Episodes, rows: list[int]) -> EpisodeBatch:
-        return collate_episodes(episodes, rows, self.pad, self.width).to(self.device)
+        """Return a micro-batch of the episodes `rows`, on this rank's device."""
+        batch = collate_episodes(episodes, rows, self.pad, self.width)
+        return batch.to(self.device)
 
     def read(
         self, engine: Engine, episodes: Episodes, read: Read, adapter: bool = True
     ) -> torch.Tensor:
         """Return K numbers for each token of each completion: fp32[K, N, M] on the host. Collective.
 
-        `read` gives fp32[K, B, T] of the model's outputs and a batch. The result is 0 where an episode
-        has no token. `adapter`: whether the model's adapter is on.
+        N are the episodes and M the tokens of the longest completion; entries without a token are 0.
+
+        Args:
+            engine: Of the model.
+            episodes: All episodes of the rollout.
+            read: Returns fp32[K, B, T] of the model's outputs and a batch.
+            adapter: Whether the model's adapter is on.
         """
         micro_batch = self.plan.batch.eval_micro_batch
         stages = self.plan.mesh.pp
         # The stages of a pipeline work on several micro-batches at the same time. All ranks bring as many.
         round_size = self.plan.mesh.data_ranks * micro_batch * stages
-        rounds = math.ceil(len(episodes) / round_size)
-        fillers = rounds * round_size - len(episodes)
-        picks = [*range(len(episodes)), *[-1] * fillers]
+        number = len(episodes)
+        rounds = math.ceil(number / round_size)
+        fillers = rounds * round_size - number
+        picks = [*range(number), *[-1] * fillers]
         dealt, _ = self._deal(episodes, picks, rounds * stages, micro_batch)
         batches = (self._collate(episodes, rows) for rows in dealt)
         read_values = engine.infer(batches, read, adapter)
-        values_KNM = torch.zeros(read_values[0].shape[0], *episodes.mask_NM.shape)
+        kinds = read_values[0].shape[0]
+        values_KNM = torch.zeros(kinds, *episodes.mask_NM.shape)
         if self.counts:
             for rows, on_device_KBT in zip(dealt, read_values, strict=True):
-                _copy_completions(values_KNM, episodes, rows, on_device_KBT.float().cpu())
+                values_KBT = on_device_KBT.float().cpu()
+                _copy_completions(values_KNM, episodes, rows, values_KBT)
+        # Each episode has its values on one rank and zeros on all others, so the sum is exact.
         return add_up(copied_to(self.device, values_KNM)).cpu()
 
 
 def _copy_completions(
     values_KNM: torch.Tensor, episodes: Episodes, rows: list[int], values_KBT: torch.Tensor
 ) -> None:
-    """Copy the values of a micro-batch's completions to their episodes in `values_KNM`.
+    """Copy the values of a micro-batch's completions to their episodes.
 
-    `rows`: the episode of each row, -1 for a filler. A token's value stands where the token is
-    predicted, one place before it.
+    Args:
+        values_KNM: Is written to.
+        episodes: All episodes of the rollout.
+        rows: The episode of each row, -1 for a filler.
+        values_KBT: Of the micro-batch. The prompts stand before the completions.
     """
     for row, pick in enumerate(rows):
         if pick < 0:
             continue
+        # A token's value stands at the token before it, whose output predicts it.
         start = len(episodes.prompts[pick]) - 1
         length = len(episodes.completions[pick])
         values_KNM[:, pick, :length] = values_KBT[:, row, start : start + length]
 
 
 def log_probs_of(chunk: int, temperature: float, values: bool = False) -> Read:
-    """Return what reads the log-probs of tokens, [1, B, T].
+    """Return a function that reads the log-probs of tokens, fp32[1, B, T].
 
-    With `values` it also reads the values of a head on the same model, [2, B, T].
-    `chunk`: tokens whose logits exist at once.
+    Args:
+        chunk: Tokens whose logits exist at once, to limit memory.
+        temperature: That the logits are divided by.
+        values: Whether it also reads the values of a head on the same model, fp32[2, B, T].
     """
 
     def read(outputs: Any, batch: EpisodeBatch) -> torch.Tensor:
@@ -145,16 +180,23 @@ def last_scores(
     """Return the score after the last token of each episode, fp32[N]; NaN for one without tokens.
 
     A reward model is trained on whole conversations, so a completion that ended gets the rest of
-    `tail`, the tokens that the chat template writes from the end of an answer on. It is left out if the
-    row would be longer than `width`.
+    `tail`. It is left out if the row would be longer than `width`.
+
+    Args:
+        scores: Returns the score after each token, fp32[1, N, M].
+        tail: The tokens that the chat template writes from the end of an answer on.
+        width: The most tokens of a row; None: no limit.
+        episodes: All episodes of the rollout.
     """
     completions = []
     for prompt, completion in zip(episodes.prompts, episodes.completions, strict=True):
         completions.append(_with_tail(prompt, completion, tail, width))
     episodes = Episodes.start(episodes.prompts, completions, episodes.ended_N.tolist())
     lengths_N = episodes.mask_NM.sum(1)
+    # An empty completion reads any place; its score is replaced below.
     last_N1 = (lengths_N - 1).clamp(min=0)[:, None]
-    scores_N = scores(episodes)[0].gather(1, last_N1).squeeze(1)
+    scores_NM = scores(episodes)[0]
+    scores_N = scores_NM.gather(1, last_N1).squeeze(1)
     return torch.where(lengths_N > 0, scores_N, torch.nan)
 
 
@@ -165,7 +207,11 @@ def _with_tail(
     # The last token of a row is only predicted, so it takes no place.
     row_length = len(prompt) + len(completion) + len(tail) - 1
     has_room = width is None or row_length <= width
-    if not has_room or not len(completion) or not len(tail) or completion[-1] != tail[0]:
+    if not has_room or not len(completion) or not len(tail):
+        return completion
+    # One that was cut goes on in the middle of a sentence, and no tail may follow.
+    has_ended = completion[-1] == tail[0]
+    if not has_ended:
         return completion
     rest = np.asarray(tail[1:], completion.dtype)
     return np.concatenate([completion, rest])
@@ -173,14 +219,13 @@ def _with_tail(
 
 @dataclass(frozen=True)
 class Readers:
-    """What reads numbers of a rollout's episodes from each model; None if nothing needs them.
+    """Functions that read numbers of a rollout's episodes from each model; None if none is needed."""
 
-    `policy` gives log-probs, and values if the policy has a value head: [1 or 2, N, M].
-    `reference` gives log-probs [1, N, M]; `value` those of a separate value model [1, N, M].
-    `rewards`: name of a reward → scores fp32[N].
-    """
-
+    # Log-probs, and values if the policy has a value head: fp32[1 or 2, N, M].
     policy: Score | None
+    # Log-probs fp32[1, N, M].
     reference: Score | None = None
+    # Values of a separate value model, fp32[1, N, M].
     value: Score | None = None
+    # Name of a reward → scores fp32[N].
     rewards: Mapping[str, Score] = field(default_factory=dict)

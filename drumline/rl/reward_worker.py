@@ -68,13 +68,15 @@ def main(fd: int) -> None:
     with suppress(EOFError):  # the parent closed its end
         while True:
             request = channel.receive()
-            answer = _answer(scorers[request["index"]], request)
+            score = scorers[request["index"]]
+            answer = _answer(score, request)
             channel.send({"token": request["token"], **answer})
 
 
 def _load_scorers(task: dict[str, Any]) -> dict[int, Scorer]:
     """Return index → scorer of the rewards in the first message. Raises as `scorer`."""
-    rewards: dict[int, Reward] = TypeAdapter(dict[int, Reward]).validate_python(task["rewards"])
+    adapter = TypeAdapter(dict[int, Reward])
+    rewards: dict[int, Reward] = adapter.validate_python(task["rewards"])
     base_dir = Path(task["base_dir"])
     scorers = {}
     for index, reward in rewards.items():
@@ -108,7 +110,12 @@ def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
 def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None = None) -> Scorer:
     """Return the function that computes a reward of any kind but length and model.
 
-    `columns`: those of the rows, if known; a function that requires others is refused.
+    Args:
+        reward: The section of the config.
+        base_dir: The folder that a function's file is relative to.
+        where: The reward's key in the config, for errors.
+        columns: Those of the rows, if known; a function that requires others is refused.
+
     Raises ConfigError for a function that cannot be found or called.
     """
     if isinstance(reward, FunctionReward):
@@ -122,11 +129,15 @@ def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None
 
 
 def _regex_scorer(reward: RegexReward) -> Scorer:
+    """Return a function that gives 1 to a completion that the pattern matches, else 0."""
     pattern = re.compile(reward.pattern)
-    find = pattern.fullmatch if reward.full else pattern.search
+    find = pattern.search
+    if reward.full:
+        find = pattern.fullmatch
 
     def score(prompt: str, completion: str, meta: dict[str, Any]) -> float:
-        return float(find(completion) is not None)
+        is_match = find(completion) is not None
+        return float(is_match)
 
     return score
 
@@ -134,13 +145,23 @@ def _regex_scorer(reward: RegexReward) -> Scorer:
 def _function_scorer(
     reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None
 ) -> Scorer:
+    """Return a function that calls the user's, with the columns of the row that it accepts.
+
+    Options of the config win over columns of the same name. Raises ConfigError.
+    """
     function = find_function(reward.path, "rewards", base_dir, f"{where}.path", "a reward", FIX)
     options = reveal(reward.options, f"{where}.options")
-    takes = _accepted_columns(function, reward.path, options, f"{where}.path", columns)
+    accepted = _accepted_columns(function, reward.path, options, f"{where}.path", columns)
 
     def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
-        given = {name: value for name, value in meta.items() if takes is None or name in takes}
-        return function(**{**given, **options, "prompt": prompt, "completion": completion})
+        arguments = {}
+        for name, value in meta.items():
+            if accepted is None or name in accepted:
+                arguments[name] = value
+        arguments.update(options)
+        arguments["prompt"] = prompt
+        arguments["completion"] = completion
+        return function(**arguments)
 
     return score
 
@@ -154,7 +175,14 @@ def _accepted_columns(
 ) -> frozenset[str] | None:
     """Return the names of the columns that a reward's function accepts; None: all.
 
-    Raises ConfigError if it cannot be called with prompt, completion, `options` and the rows' `columns`.
+    Args:
+        function: The user's.
+        path: Its path, as the config has it.
+        options: Its options in the config.
+        where: The key of the path, for errors.
+        columns: Those of the rows; None: they are not known.
+
+    Raises ConfigError if it cannot be called with prompt, completion, the options and the columns.
     """
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{path} is async; a reward is a plain function", where=where)
@@ -166,10 +194,14 @@ def _accepted_columns(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     given: dict[str, Any] = {"prompt": "", "completion": "", **options}
     try:
+        # Options that the function does not take are a mistake, whatever the rows have.
         signature.bind_partial(**given)
         if columns is not None:
-            accepted = [name for name in columns if takes_all or name in parameters]
-            signature.bind(**{**dict.fromkeys(accepted), **given})
+            arguments: dict[str, Any] = {}
+            for name in columns:
+                if takes_all or name in parameters:
+                    arguments[name] = None
+            signature.bind(**{**arguments, **given})
     except TypeError as error:
         rows = ""
         if columns is not None:
@@ -183,24 +215,34 @@ def _accepted_columns(
 
 
 def _task_scorer(reward: TaskReward) -> Scorer:
-    reasoning_gym = import_quietly("reasoning_gym")
-    pattern = re.compile(reward.pattern) if reward.pattern else None
+    """Return a function that scores an answer by the verifier of its row's reasoning-gym task.
 
+    With a pattern the answer is the first group of its last match; without a match it scores 0.
+    """
+    reasoning_gym = import_quietly("reasoning_gym")
+    pattern = None
+    if reward.pattern:
+        pattern = re.compile(reward.pattern)
+
+    # The options as JSON, because a dictionary cannot be a key of the cache.
     @lru_cache(maxsize=256)
     def dataset(name: str, options: str) -> Any:
         return reasoning_gym.create_dataset(name, **json.loads(options))
 
     def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
-        name, entry = meta["task"], meta["entry"]
+        name = meta["task"]
+        entry = meta["entry"]
         answer = completion
         if pattern is not None:
             matches = [match.group(1) for match in pattern.finditer(completion)]
+            # A group of an alternative that did not match is None.
             if not matches or matches[-1] is None:
                 return 0.0
             answer = matches[-1]
         if name in TUPLES:
             entry = _with_tuples(entry)
-        verifier = dataset(name, json.dumps(meta.get("options") or {}))
+        options = json.dumps(meta.get("options") or {})
+        verifier = dataset(name, options)
         try:
             return verifier.score_answer(answer.strip(), entry)
         except Exception:  # noqa: BLE001 — a strange answer makes verifiers raise anything
@@ -221,6 +263,10 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _math_scorer(reward: MathReward) -> Scorer:
+    """Return a function that gives 1 to a completion whose formula equals the row's, else 0.
+
+    It raises ValueError for a row whose column holds no formula.
+    """
     from math_verify import parse, verify
 
     # It warns of each call without its own alarm. Time is limited outside of this process.
@@ -243,9 +289,10 @@ def _math_scorer(reward: MathReward) -> Scorer:
         raise ValueError(f"column {reward.column!r} holds no formula: {text[:60]!r}")
 
     def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
-        if meta[reward.column] is None:
+        value = meta[reward.column]
+        if value is None:
             raise ValueError(f"column {reward.column!r} is empty")
-        gold = parse_gold(str(meta[reward.column]))
+        gold = parse_gold(str(value))
         answer = parse(completion, parsing_timeout=None)
         return float(verify(gold, answer, timeout_seconds=None))
 

@@ -60,39 +60,38 @@ WHERE = "algorithm.rewards"
 
 
 class Rewarded(NamedTuple):
-    """What a reward gives for an episode. `value` is NaN if it does not apply, and if it failed."""
+    """What a reward gives for an episode."""
 
+    # NaN if it does not apply, and if it failed.
     value: float
+    # Why it failed; None if it did not.
     failure: str | None = None
 
 
 @dataclass(frozen=True)
 class Item:
-    """One episode to be scored.
-
-    `tokens`: length of the completion. `meta`: the other columns of the prompt's row. A prompt of a
-    reasoning-gym task has `task` (its name), `options` (of the task) and `entry` (question, answer,
-    metadata).
-    """
+    """One episode to be scored."""
 
     prompt: str
     completion: str
+    # Length of the completion.
     tokens: int
+    # The other columns of the prompt's row. A prompt of a reasoning-gym task has `task` (its name),
+    # `options` (of the task) and `entry` (question, answer, metadata).
     meta: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What one episode is worth.
+    """What one episode is worth."""
 
-    `value`: the weighted sum of the parts that are numbers. `parts`: reward name → value without
-    its weight, NaN if it failed or does not apply. `failures`: reward name → short reason.
-    `applies`: whether any reward applies to the episode.
-    """
-
+    # The weighted sum of the parts that are numbers.
     value: float
+    # Reward name → value without its weight, NaN if it failed or does not apply.
     parts: dict[str, float]
+    # Reward name → short reason.
     failures: dict[str, str]
+    # Whether any reward applies to the episode.
     applies: bool = True
 
 
@@ -138,7 +137,13 @@ def check(
     """Check that the rewards can be computed, before anything is started for training.
 
     Functions are imported in a process that is ended again, because an import may hang or crash.
-    `columns`: those of the rows, if known. `require` is called before this.
+    `require` is called before this.
+
+    Args:
+        configs: The rewards of the config.
+        base_dir: The folder of the YAML.
+        columns: Those of the rows, if known.
+
     Raises ConfigError or EnvironmentFault.
     """
     functions: dict[int, Reward] = {}
@@ -148,7 +153,9 @@ def check(
         if isinstance(config, FunctionReward):
             functions[index] = config
     if functions:
-        sorted_columns = None if columns is None else sorted(columns)
+        sorted_columns = None
+        if columns is not None:
+            sorted_columns = sorted(columns)
         Isolated(functions, base_dir, sorted_columns).kill()
 
 
@@ -175,9 +182,12 @@ class Rewards:
     def __init__(
         self, configs: Sequence[Reward], base_dir: Path, workers: int | None = None
     ) -> None:
-        """`base_dir`: folder of the YAML.
+        """Start the processes.
 
-        `workers`: number of processes; None: see `_default_workers`.
+        Args:
+            configs: The rewards of the config.
+            base_dir: The folder of the YAML.
+            workers: Number of processes; None: see `_default_workers`.
         """
         require(configs)
         self.configs = list(configs)
@@ -218,7 +228,11 @@ class Rewards:
     ) -> list[Scored]:
         """Return what each item is worth, in their order.
 
-        `given`: the values of rewards of kind model, by name of the reward, each as long as `items`.
+        Args:
+            items: The episodes.
+            given: The values of rewards of kind model, by name of the reward, each as long as
+                `items`.
+
         Raises EnvironmentFault if no process can be started.
         """
         given_of_items: list[dict[str, float]] = [{} for _ in items]
@@ -364,11 +378,16 @@ class Channel:
 
     def _receive_line(self, seconds: float | None) -> bytes:
         """Return the next line. Raises as `receive`."""
-        deadline = None if seconds is None else time.monotonic() + seconds
+        # For the whole line: a sender that writes a byte now and then must not keep us for ever.
+        deadline = None
+        if seconds is not None:
+            deadline = time.monotonic() + seconds
         while b"\n" not in self._unread:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError
+            left = None
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
             self.end.settimeout(left)
             received = self.end.recv(2**16)
             if not received:
@@ -408,10 +427,16 @@ class Isolated:
         columns: list[str] | None = None,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """`columns`: those of the rows, if functions are to be checked against them.
+        """Start the process, and wait until it has imported everything.
 
-        Raises ConfigError or EnvironmentFault for what the worker refuses, EnvironmentFault if it cannot
-        be started.
+        Args:
+            rewards: Index in the config's list → reward.
+            base_dir: The folder of the YAML.
+            columns: Those of the rows, if functions are to be checked against them.
+            start_seconds: That the start may take.
+
+        Raises ConfigError or EnvironmentFault for what the worker refuses, EnvironmentFault if it
+        cannot be started.
         """
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, LONGEST_ANSWER)
@@ -464,6 +489,13 @@ class Isolated:
         """Return what a reward gives for a completion.
 
         A process that is late or ends is killed: `alive` is False then.
+
+        Args:
+            index: Of the reward in the config's list.
+            prompt: The text of the prompt.
+            completion: The text of the completion.
+            meta: The other columns of the prompt's row.
+            timeout_seconds: That the reward may take.
         """
         # A reward that writes on the socket does not know the token. So no answer can be made up, or
         # taken for that of another request.
@@ -495,8 +527,11 @@ class Isolated:
 
     def kill(self) -> None:
         """End the process and what its rewards have started, and wait for it."""
-        is_about_to_end = self.channel.ended
-        wait_for_exit(self.process, EXIT_SECONDS if is_about_to_end else 0.0)
+        # A process that has closed its end of the socket ends by itself.
+        if self.channel.ended:
+            wait_for_exit(self.process, EXIT_SECONDS)
+        else:
+            wait_for_exit(self.process, 0.0)
         self.process.terminate()
         if wait_for_exit(self.process, END_SECONDS) is None:
             self.process.kill()

@@ -54,18 +54,23 @@ MOST_TEXT = 4000
 class Sample:
     """A completion of a prompt with its reward, which is NaN if a reward failed or none applies."""
 
-    prompt: int  # the prompt's number in the cache
-    episode: tuple[list[int], Completion]  # tokens of the prompt, and the completion
+    # The prompt's number in the cache.
+    prompt: int
+    # Tokens of the prompt, and the completion.
+    episode: tuple[list[int], Completion]
     domain: str
     reward: float
-    applies: bool = True  # whether any reward applies to this sample
+    # Whether any reward applies to this sample.
+    applies: bool = True
 
     @property
     def completion(self) -> Completion:
+        """What was sampled for the prompt."""
         return self.episode[1]
 
     @property
     def is_failed(self) -> bool:
+        """Whether a reward applies and could not be computed."""
         return self.applies and math.isnan(self.reward)
 
 
@@ -83,6 +88,7 @@ class Sampled:
 
     @property
     def rewards(self) -> list[float]:
+        """The reward of each sample; NaN if it failed or none applies."""
         return [sample.reward for sample in self.samples]
 
     @property
@@ -96,7 +102,8 @@ class Sampled:
         applies = len(self.samples) - self.left_out
         if applies == 0:
             return 1.0
-        return sum(sample.is_failed for sample in self.samples) / applies
+        failed = sum(sample.is_failed for sample in self.samples)
+        return failed / applies
 
     def rewards_differ(self, size: int) -> list[bool]:
         """Return for each group of `size` whether its rewards differ; only such a group teaches."""
@@ -105,12 +112,7 @@ class Sampled:
 
 
 class Drawn:
-    """The prompts of a rollout, and their completions, which may still be being sampled.
-
-    `ids`: the prompts' numbers in the cache, each as often as it is completed.
-    `complete`: waits for the completions and returns them; called once, on the first access.
-    `sampler_gap`: the sampler's gap when sampling ahead began; None if nothing is sampled ahead.
-    """
+    """The prompts of a rollout, and their completions, which may still be being sampled."""
 
     def __init__(
         self,
@@ -118,6 +120,14 @@ class Drawn:
         complete: Callable[[], list[Completion]],
         sampler_gap: float | None = None,
     ) -> None:
+        """Take the prompts; the completions come later.
+
+        Args:
+            ids: The prompts' numbers in the cache, each as often as it is completed.
+            complete: Waits for the completions and returns them; called once, on the first access.
+            sampler_gap: The sampler's gap when sampling ahead began; None if nothing is sampled
+                ahead.
+        """
         self.ids = ids
         self._complete = complete
         self.sampler_gap = sampler_gap
@@ -181,8 +191,10 @@ class Rollouts:
     def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
         """Yield the batches of the steps after `step`, up to the last step of the run.
 
-        `position`: prompts drawn so far. `state`: `GlobalBatch.state` of the last batch before,
-        or empty for a new run.
+        Args:
+            step: The last step that was done.
+            position: Prompts drawn so far.
+            state: `GlobalBatch.state` of the last batch before; empty for a new run.
         """
         assert self.plan.steps is not None
         self._load_state(state)
@@ -197,6 +209,7 @@ class Rollouts:
             prompts_drawn = position - first_position
             self._check_rewards(step, sampled, prompts_drawn)
             drawn = None
+            # The next rollout is sampled by the weights of now, while this one is trained on.
             if self.algorithm.lookahead and next_step < self.plan.steps:
                 with self._spend("generate"):
                     prompts = self._wanted // self.algorithm.group_size
@@ -235,6 +248,7 @@ class Rollouts:
     def _report_trained(
         self, began: float, step: int, sampled: Sampled, drawn: int, metrics: dict[str, float]
     ) -> None:
+        """Report a rollout that optimizer steps learned from, from unix second `began` until now."""
         self.seconds["train"] = time.time() - began
         self._report(step, sampled, drawn, metrics)
 
@@ -247,10 +261,15 @@ class Rollouts:
         return self.algorithm.minibatches * self.plan.batch.global_samples
 
     def _draw(self, prompts: int, step: int, position: int) -> Drawn:
-        """Draw the next `prompts` prompts after `position` and have a group of completions sampled for each.
+        """Draw prompts and have a group of completions sampled for each.
 
         With lookahead, sampling begins now with the present weights. Otherwise it happens when the
         completions are first read.
+
+        Args:
+            prompts: How many are drawn.
+            step: After which the rollout is trained on; it fixes the random numbers.
+            position: Prompts drawn before.
         """
         size = self.algorithm.group_size
         drawn_ids = self.curriculum.draw(prompts)
@@ -259,6 +278,7 @@ class Rollouts:
         for offset, prompt in enumerate(drawn_ids):
             for index in range(size):
                 ids.append(prompt)
+                # By the position, not the prompt: a prompt that comes again gets other samples.
                 keys.append((position + offset, index))
         requests = self._requests(self.prompts, ids, keys)
         if not self.algorithm.lookahead:
@@ -276,7 +296,13 @@ class Rollouts:
         """Yield the batches of a rollout's optimizer steps.
 
         They are `epochs` passes over all its episodes, each in a new random order.
-        `ahead`: the next rollout, if it is being sampled already; checkpoints hold it.
+
+        Args:
+            episodes: With all that the objective reads.
+            sampled: The same episodes, with their prompts.
+            step: The last step before the rollout.
+            position: Prompts drawn so far, this rollout included.
+            ahead: The next rollout, if it is being sampled already; checkpoints hold it.
         """
         algorithm = self.algorithm
         batch = self.plan.batch
@@ -289,11 +315,13 @@ class Rollouts:
             generator = np.random.default_rng(derive(seed, "episodes", step, epoch))
             order_N = generator.permutation(len(episodes))
             for number in range(algorithm.minibatches):
+                # A rollout is not stored, so a run resumes between two rollouts alone.
                 is_last_step = is_last_epoch and number == algorithm.minibatches - 1
                 picks = order_N[number * size : (number + 1) * size]
                 micro_batches, tokens = self.reading.micro_batches(
                     episodes, picks.tolist(), batch.accumulation, batch.micro_batch
                 )
+                # Over all ranks: each knows the whole rollout, so nothing is added up.
                 weight = float(episodes.weight_N[picks].double().sum())
                 global_tokens = int(episodes.lengths[picks].sum())
                 yield GlobalBatch(
@@ -323,7 +351,13 @@ class Rollouts:
         """Raise TrainingStopped if the run learns nothing because of its rewards.
 
         That is after too many rollouts in a row in which rewards failed, or applied to no episode,
-        and at the last rollout of a run without any reward. All ranks know the same rewards.
+        and at the last rollout of a run without any reward. All ranks know the same rewards, so all
+        raise.
+
+        Args:
+            step: The last step before the rollout.
+            sampled: The rollout.
+            drawn: Prompts that were drawn for it.
         """
         limit = self.algorithm.reward_failure
         failed_share = sampled.failed_share
@@ -333,19 +367,15 @@ class Rollouts:
             self.failed += 1
         else:
             self.failed = 0
-        is_last = step + self.algorithm.steps_in_turn >= (self.plan.steps or 0)
+        next_step = step + self.algorithm.steps_in_turn
+        is_last = next_step >= (self.plan.steps or 0)
         has_learned_nothing = is_last and not self.has_rewards
         has_failed_too_often = self.failed >= limit.rollouts and limit.action == "stop"
         if not has_learned_nothing and not has_failed_too_often:
             return
-        self._report(step + self.algorithm.steps_in_turn, sampled, drawn, {}, trained=False)
-        reasons: Counter[str] = Counter()
-        for name, found in sampled.failures.items():
-            for why, count in found.items():
-                reasons[f"{name} {why}"] += count
-        if sampled.left_out:
-            reasons["no reward applies"] = sampled.left_out
-        often = "; ".join(f"{why} ({count}×)" for why, count in reasons.most_common(MOST_REASONS))
+        # Its event shows the completions that got no reward.
+        self._report(next_step, sampled, drawn, {}, trained=False)
+        often = _most_common_reasons(sampled)
         if has_learned_nothing:
             what = f"no episode of this run got a reward, so nothing was learned: {often}"
             fix = "correct the rewards, so that one applies to each row"
@@ -360,8 +390,13 @@ class Rollouts:
     def _sample_groups(self, step: int, position: int, drawn: Drawn | None) -> tuple[Sampled, int]:
         """Return the groups of a rollout, and the position after their prompts.
 
-        `drawn`: a rollout that is being sampled already. With dynamic sampling, groups whose rewards
-        are all alike are replaced, until enough differ or the allowed rounds are used up.
+        With dynamic sampling (Yu et al. 2025, DAPO), groups whose rewards are all alike are
+        replaced, until enough differ or the allowed rounds are used up. Such a group teaches nothing.
+
+        Args:
+            step: The last step before the rollout.
+            position: Prompts drawn so far.
+            drawn: A rollout that is being sampled already.
         """
         size = self.algorithm.group_size
         wanted = self._wanted
@@ -384,18 +419,20 @@ class Rollouts:
             self._learn_domains(fresh.samples)
             position += len(ids) // size
             for group, is_different in enumerate(fresh.rewards_differ(size)):
-                samples = fresh.samples[group * size : (group + 1) * size]
+                first = group * size
+                samples = fresh.samples[first : first + size]
                 if is_different or takes_all:
                     kept += samples
                 else:
                     spare += samples
             if len(kept) == wanted:
                 break
+        # After the last round groups that are all alike fill the rest.
         chosen = [*kept, *spare][:wanted]
         return replace(fresh, samples=chosen, sampler_gap=sampler_gap), position
 
     def _learn_domains(self, samples: list[Sample]) -> None:
-        """Tell the curriculum the rewards of each domain."""
+        """Tell the curriculum the rewards of each domain, without those that failed."""
         by_domain: dict[str, list[float]] = {}
         for sample in samples:
             if not math.isnan(sample.reward):
@@ -414,9 +451,10 @@ class Rollouts:
     def _score(self, cache: TokenCache, ids: list[int], completions: list[Completion]) -> Sampled:
         """Return the completions of the prompts `ids` of `cache` with their rewards. Collective."""
         episodes = []
+        metas = []
         for prompt, completion in zip(ids, completions, strict=True):
             episodes.append((_prompt_tokens(cache, prompt), completion))
-        metas = [cache.meta(prompt) for prompt in ids]
+            metas.append(cache.meta(prompt))
         scores = self._compute_rewards(episodes, metas)
         samples = []
         for prompt, episode, meta, score in zip(ids, episodes, metas, scores, strict=True):
@@ -431,7 +469,10 @@ class Rollouts:
         failures = {}
         for name in self.rewards.names:
             parts[name] = _mean([score.parts[name] for score in scores])
-            reasons = [score.failures[name] for score in scores if name in score.failures]
+            reasons = []
+            for score in scores:
+                if name in score.failures:
+                    reasons.append(score.failures[name])
             if reasons:
                 failures[name] = count_reasons(reasons)
         return Sampled(samples, parts, failures)
@@ -441,24 +482,41 @@ class Rollouts:
     ) -> list[Scored]:
         """Return what each episode is worth, the same on all ranks. Collective.
 
-        `metas`: the metadata of each prompt. Each episode is scored by one rank of the world.
+        Each episode is scored by one rank of the world: episode 0 by rank 0, 1 by rank 1, and so on
+        in turn.
+
+        Args:
+            episodes: Tokens of the prompt, and the completion, of each.
+            metas: The metadata of the prompt of each.
         """
         items = []
         for (_, completion), meta in zip(episodes, metas, strict=True):
             text = self.decode(completion.tokens)
+            # Columns of the user's own row win over ours of the same name.
             columns = {**meta, **meta.get(OWN, {})}
             items.append(Item(meta["prompt"], text, len(completion.tokens), columns))
         rank, ranks = place()
         batch = _to_episodes(episodes)
         own_model_rewards = {}
         for name, read in self.readers.rewards.items():
-            own_model_rewards[name] = read(batch).tolist()[rank::ranks]
-        shares = from_all(self.rewards.score(items[rank::ranks], own_model_rewards))
-        return [shares[index % ranks][index // ranks] for index in range(len(items))]
+            # All ranks run the model together, over all episodes.
+            model_scores = read(batch).tolist()
+            own_model_rewards[name] = model_scores[rank::ranks]
+        own_scores = self.rewards.score(items[rank::ranks], own_model_rewards)
+        scores_of_ranks = from_all(own_scores)
+        scores = []
+        for index in range(len(items)):
+            scores_of_rank = scores_of_ranks[index % ranks]
+            scores.append(scores_of_rank[index // ranks])
+        return scores
 
     def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
-        """Return the episodes with all that the objective reads, and metrics of the divergence."""
-        episodes = self._with_model_outputs(_to_episodes([s.episode for s in sampled.samples]))
+        """Return the episodes with all that the objective reads, and metrics of the divergence.
+
+        The divergence is from the reference model; without one it is 0 and there are no metrics.
+        """
+        pairs = [sample.episode for sample in sampled.samples]
+        episodes = self._with_model_outputs(_to_episodes(pairs))
         metrics = {}
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
         if self.readers.reference is not None:
@@ -474,7 +532,9 @@ class Rollouts:
                 "kl_coefficient": self.kl.coefficient,
             }
         rewards_N = torch.tensor(sampled.rewards, dtype=torch.float32)
-        episodes = self.algorithm.credited(episodes, rewards_N, kl_NM * self.kl.coefficient)
+        penalty_NM = kl_NM * self.kl.coefficient
+        episodes = self.algorithm.credited(episodes, rewards_N, penalty_NM)
+        # Only now: this rollout is penalised by the coefficient that its event reports.
         if metrics:
             self.kl.update(metrics["kl"], len(episodes))
         return episodes, metrics
@@ -506,9 +566,11 @@ class Rollouts:
         for name, cache in self.held_out.items():
             ids = list(range(len(cache)))
             keys = [(prompt, 0) for prompt in ids]
-            completions = self.sample(self._requests(cache, ids, keys), step, True)
+            requests = self._requests(cache, ids, keys)
+            completions = self.sample(requests, step, True)
             sampled = self._score(cache, ids, completions)
             samples += sampled.samples
+            # The only evaluation set has no name.
             if name:
                 for key, value in _answer_metrics(sampled.samples).items():
                     by_set[f"{name}/{key}"] = value
@@ -529,7 +591,8 @@ class Rollouts:
         began = time.time()
         beat("rollout")
         yield
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + time.time() - began
+        earlier = self.seconds.get(kind, 0.0)
+        self.seconds[kind] = earlier + time.time() - began
 
     def _report(
         self,
@@ -539,7 +602,15 @@ class Rollouts:
         metrics: dict[str, float],
         trained: bool = True,
     ) -> None:
-        """Emit the events of a rollout. `trained`: whether optimizer steps learned from it."""
+        """Emit the events of a rollout.
+
+        Args:
+            step: The last step that is trained on the rollout.
+            sampled: The rollout.
+            drawn: Prompts that were drawn for it.
+            metrics: Of the divergence.
+            trained: Whether optimizer steps learned from it.
+        """
         samples = sampled.samples
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
         differ = sampled.rewards_differ(self.algorithm.group_size)
@@ -549,7 +620,9 @@ class Rollouts:
             reward_std = statistics.pstdev(known)
             groups_differ = sum(differ) / len(differ)
         counts = Counter(sample.domain for sample in samples)
-        shares = {domain: count / len(samples) for domain, count in sorted(counts.items())}
+        shares = {}
+        for domain, count in sorted(counts.items()):
+            shares[domain] = count / len(samples)
         rollout = Rollout(
             step=step,
             prompts=len(differ),
@@ -596,14 +669,30 @@ def _prompt_tokens(cache: TokenCache, prompt: int) -> list[int]:
 
 def _to_episodes(pairs: list[tuple[list[int], Completion]]) -> Episodes:
     """Return (tokens of the prompt, completion) pairs as `Episodes` with the sampler's log-probs."""
-    prompts = [np.asarray(prompt, np.int64) for prompt, _ in pairs]
-    completions = [np.asarray(completion.tokens, np.int64) for _, completion in pairs]
-    have_ended = [completion.ended for _, completion in pairs]
+    prompts = []
+    completions = []
+    have_ended = []
+    for prompt, completion in pairs:
+        prompts.append(np.asarray(prompt, np.int64))
+        completions.append(np.asarray(completion.tokens, np.int64))
+        have_ended.append(completion.ended)
     episodes = Episodes.start(prompts, completions, have_ended)
     sampler_NM = torch.zeros_like(episodes.log_probs_NM)
     for row, (_, completion) in enumerate(pairs):
         sampler_NM[row, : len(completion.tokens)] = torch.tensor(completion.log_probs)
     return replace(episodes, sampler_log_probs_NM=sampler_NM)
+
+
+def _most_common_reasons(sampled: Sampled) -> str:
+    """Return the most frequent reasons for which samples have no reward, each with its number."""
+    reasons: Counter[str] = Counter()
+    for name, found in sampled.failures.items():
+        for why, count in found.items():
+            reasons[f"{name} {why}"] += count
+    if sampled.left_out:
+        reasons["no reward applies"] = sampled.left_out
+    parts = [f"{why} ({count}×)" for why, count in reasons.most_common(MOST_REASONS)]
+    return "; ".join(parts)
 
 
 def _mean(values: list[float]) -> float:
@@ -622,13 +711,15 @@ def _count_left_out(samples: list[Sample]) -> int:
 def _answer_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the metrics of evaluated completions.
 
-    `reward`: mean over those that have one, also of each domain. `reward_failed`: share of those
-    whose reward failed. `reward_left_out`: share of those to which no reward applies; absent if every
-    completion has a reward that applies. The lengths are those of `_length_metrics`.
+    - `reward`: mean over those that have one, also of each domain (`_domain_rewards`).
+    - `reward_failed`: share of those whose reward failed.
+    - `reward_left_out`: share of those to which no reward applies; absent if there are none.
+    - The lengths of `_length_metrics`.
     """
     rewards = [sample.reward for sample in samples]
+    failed = sum(sample.is_failed for sample in samples)
     metrics = {"reward": _mean(rewards), **_domain_rewards(samples)}
-    metrics["reward_failed"] = sum(sample.is_failed for sample in samples) / len(samples)
+    metrics["reward_failed"] = failed / len(samples)
     left_out = _count_left_out(samples)
     if left_out:
         metrics["reward_left_out"] = left_out / len(samples)
@@ -640,7 +731,10 @@ def _domain_rewards(samples: list[Sample]) -> dict[str, float]:
     by_domain: dict[str, list[float]] = {}
     for sample in samples:
         by_domain.setdefault(sample.domain, []).append(sample.reward)
-    return {f"reward/{domain}": _mean(rewards) for domain, rewards in sorted(by_domain.items())}
+    metrics = {}
+    for domain, rewards in sorted(by_domain.items()):
+        metrics[f"reward/{domain}"] = _mean(rewards)
+    return metrics
 
 
 def _length_metrics(samples: list[Sample]) -> dict[str, float]:

@@ -16,13 +16,18 @@ from drumline.errors import TrainingStopped
 from drumline.rl.build import probing
 from drumline.rl.generate import WHERE, Completion, Generator, Request, generate_together
 
-PROMPTS = 8  # at least; with more ranks one for each of them
+# Prompts of a probe, at least; with more ranks one for each of them.
+PROMPTS = 8
 PROMPT_TOKENS = 8
 NEW_TOKENS = 4
-PROBE = -1  # the first part of a request's key; those of prompts begin at 0
+# The first part of a request's key; those of prompts begin at 0.
+PROBE = -1
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-LARGEST_LOGIT = 32.0  # nats
-SUMMED_ROUNDINGS = 64.0  # √4096: of the terms of a matrix product that is added up in fp32
+# In nats.
+LARGEST_LOGIT = 32.0
+# √4096: of the terms of a matrix product that is added up in fp32.
+SUMMED_ROUNDINGS = 64.0
+# `gap_limit` says what it covers.
 MARGIN = 4.0
 
 
@@ -91,13 +96,20 @@ class SamplerCheck:
     ) -> None:
         """Prepare to compare; nothing is measured yet.
 
-        `read`: gives the policy's log-probs of the completions, fp32[1, N, M]; collective.
-        `prompts`: what `probe_prompts` gave.
-        `precision`: the policy's, as `expected_rounding_gap` takes it.
-        `is_new`: the policy has learned nothing yet.
-        `state`: what the method `state` gave before the checkpoint was saved; None without one.
+        Args:
+            config: The section `algorithm.generator`.
+            read: Returns the policy's log-probs of the completions, fp32[1, N, M]; collective.
+            prompts: What `probe_prompts` returned.
+            precision: The policy's, as `expected_rounding_gap` takes it.
+            is_new: Whether the policy has learned nothing yet.
+            state: What the method `state` returned before the checkpoint was saved; None without
+                one.
         """
-        self.config, self.read, self.prompts, self.precision = config, read, prompts, precision
+        self.config = config
+        self.read = read
+        self.prompts = prompts
+        self.precision = precision
+        # A baseline of another sampler or precision says nothing about this one.
         self.setting = f"{config.kind} {precision}"
         self.gap: float | None = None
         self.baseline: float | None = None
@@ -116,12 +128,17 @@ class SamplerCheck:
 
         Raises TrainingStopped on all ranks where the gap is more than rounding explains.
         """
-        requests = [Request(tokens, (PROBE, number)) for number, tokens in enumerate(self.prompts)]
+        requests = []
+        for number, tokens in enumerate(self.prompts):
+            requests.append(Request(tokens, (PROBE, number)))
         new_tokens = min(NEW_TOKENS, self.config.max_new_tokens)
         completions = generate_together(probing(generator, new_tokens), requests, step=0)
         # One rank's number decides, since a sum over ranks may differ in its last bit.
         gap = from_all(self._mean_difference(completions))[0]
-        limit = MOST_AT_FIRST if self.needs_baseline else gap_limit(self.baseline, self.precision)
+        if self.needs_baseline:
+            limit = MOST_AT_FIRST
+        else:
+            limit = gap_limit(self.baseline, self.precision)
         is_policy = gap <= limit  # False for NaN
         if not is_policy:
             raise TrainingStopped(self._reason(gap, limit), where=WHERE, fix=self._fix())
@@ -131,6 +148,7 @@ class SamplerCheck:
         self.gap = gap
 
     def _mean_difference(self, completions: list[Completion]) -> float:
+        """Return the mean of |log p_sampler − log p_policy| over all sampled tokens. Collective."""
         prompts = [np.asarray(tokens, np.int64) for tokens in self.prompts]
         tokens = [np.asarray(each.tokens, np.int64) for each in completions]
         episodes = Episodes.start(prompts, tokens)
@@ -138,10 +156,12 @@ class SamplerCheck:
         differences = []
         for row, completion in enumerate(completions):
             sampler_M = torch.tensor(completion.log_probs)
-            differences.append((sampler_M - policy_NM[row, : len(sampler_M)]).abs())
+            policy_M = policy_NM[row, : len(sampler_M)]
+            differences.append((sampler_M - policy_M).abs())
         return float(torch.cat(differences).mean())
 
     def _reason(self, gap: float, limit: float) -> str:
+        """Return why the run is stopped."""
         what = (
             "what samples is not the policy: after it was handed the weights,"
             f" its log-probs differ by {gap:.3g} on average"
@@ -154,6 +174,7 @@ class SamplerCheck:
         return f"{explained} (before the first update it was {self.baseline:.3g})"
 
     def _fix(self) -> str:
+        """Return what the user can do, by the kind of the sampler."""
         if not isinstance(self.config, configs.VLLMGenerator):
             return "use strategy=ddp, whose ranks sample from the policy itself"
         if self.config.url is None:
@@ -174,8 +195,12 @@ def probe_prompts(
     prompt and its completion have at most `max_length` tokens.
     """
     ordinary = [token for token in range(len(tokenizer)) if token not in special]
-    length = min(PROMPT_TOKENS, max_length - min(NEW_TOKENS, config.max_new_tokens))
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    new_tokens = min(NEW_TOKENS, config.max_new_tokens)
+    length = min(PROMPT_TOKENS, max_length - new_tokens)
+    begin = []
+    if tokenizer.bos_token_id is not None:
+        begin.append(tokenizer.bos_token_id)
+    # Of no run: every rank and every start draws the same.
     draw = random.Random(0)
     prompts = []
     for _ in range(max(PROMPTS, ranks)):

@@ -95,10 +95,16 @@ class Server:
     ) -> Any:
         """Return the JSON that the server answers; None if the answer is empty.
 
-        It is a POST if there is a `body`, else a GET. `fixes`: HTTP status → how to fix it.
+        Args:
+            path: Below the server's url.
+            body: With it the request is a POST, else a GET.
+            fixes: HTTP status → how to fix it.
+
+        Raises what `fault` returns if there is no answer, an error, or no JSON.
         """
         request = self._prepare(path, body)
         what = f"{request.get_method()} {request.full_url}"
+        # The answer may take as long as the timeout, in which this rank does not hang.
         alive(2 * self.timeout_seconds)
         try:
             with self.opener.open(request, timeout=self.timeout_seconds) as answer:
@@ -239,6 +245,7 @@ class VLLMServer(VLLMClient):
         self.has_checked_log_probs = False
 
     def _generate(self, requests: list[Request], step: int) -> list[Completion]:
+        """Return a completion for each request. The first failure cancels those that wait."""
         if not self.has_checked_log_probs:
             self._require_log_probs(requests[0])
         with ThreadPoolExecutor(self.config.batch) as threads:
@@ -261,6 +268,7 @@ class VLLMServer(VLLMClient):
         }
 
     def _complete(self, body: dict[str, Any]) -> Completion:
+        """Return the server's completion. Raises DrumlineError if its answer has no such thing."""
         answer = self.server.request("/v1/completions", body)
         try:
             completion = _parse_answer(answer)
@@ -367,6 +375,7 @@ class WeightFolder:
 
         Returns why that failed; None if it did not.
         """
+        # Two folders in turn: the server may still read the previous weights.
         folder = self.folder / f"{self.turn % 2}"
         previous_folder = self.folder / f"{(self.turn + 1) % 2}"
         failure: DrumlineError | None = None
@@ -394,6 +403,7 @@ class WeightFolder:
     ) -> EnvironmentFault | None:
         """Write a file of weights. Returns why that failed; None if it did not."""
         try:
+            # An earlier run, or an attempt that failed, may have left files there.
             if number == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
@@ -441,7 +451,16 @@ class VLLMEngine(VLLMClient):
         dtype: str,
         rows: int | None = None,
     ) -> None:
-        """`rows`: rows of an embedding that is larger than the one in the model's files.
+        """Start the engine, or take the one that this process has.
+
+        Args:
+            config: The section `algorithm.generator`.
+            tokenizer: Of the policy.
+            seed: Of the run.
+            model_path: A folder that vLLM loads.
+            dtype: bfloat16, float16 or float32.
+            rows: Rows of an embedding that is larger than the one in the model's files; None: as
+                in the files.
 
         Raises EnvironmentFault if vLLM is missing or cannot start.
         """

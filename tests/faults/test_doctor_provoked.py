@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.doctor.diagnose import Finding, diagnose, ordered, search
+from drumline.doctor.diagnose import Finding, diagnose, order_findings, search
 from drumline.doctor.hosts import all_reduce
 from drumline.hardware.detect import Machine
 from tests.distributed.ranks import free_port
@@ -32,7 +32,7 @@ def names(findings: list[Finding]) -> list[str]:
 
 
 def read(text: str) -> list[Finding]:
-    return ordered(search(io.BytesIO(text.encode()), "x.log"))
+    return order_findings(search(io.BytesIO(text.encode()), "x.log"))
 
 
 def torchrun(kind: str, *options: str, steps: int = 6, **env: str) -> Forked:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from drumline.config.config import LoRAConfig
 from drumline.config.model import ModelConfig
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
-from drumline.inference.evaluate import Question, completed, with_room
+from drumline.inference.evaluate import Question, complete_prompts, drop_full_prompts
 from drumline.inference.model import CONTROLS, Conversation, Model, Printer, open_model
 from drumline.models.templates import turn_end, turn_tail
 from drumline.models.tokenizer import load_tokenizer
@@ -60,8 +60,8 @@ def test_an_answer_has_the_room_behind_its_own_prompt(
     monkeypatch.setattr(loaded.module.config, "max_position_embeddings", positions)
     ids = list(loaded.tokenizer("drum march " * 30)["input_ids"])
     prompts = [ids[:size] for size in (2, 45, 3, 30, 4)]
-    together = completed(loaded, prompts, 48)
-    alone = [completed(loaded, [prompt], 48)[0] for prompt in prompts]
+    together = complete_prompts(loaded, prompts, 48)
+    alone = [complete_prompts(loaded, [prompt], 48)[0] for prompt in prompts]
     assert [(text, made.tokens, made.ended) for text, made in together] == [
         (text, made.tokens, made.ended) for text, made in alone
     ]
@@ -76,13 +76,13 @@ def test_a_prompt_without_room_is_passed_over_with_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     questions = [Question([1] * size, "") for size in (3, 8, 9, 7)]
-    assert [len(question.tokens) for question in with_room(questions, 8)] == [3, 7]
+    assert [len(question.tokens) for question in drop_full_prompts(questions, 8)] == [3, 7]
     assert (
         "note: 2 of 4 held-out prompts leave no room for an answer within data.max_length 8"
         in capsys.readouterr().err
     )
     with pytest.raises(DataError, match="2 of 2 held-out prompts leave no room"):
-        with_room(questions[1:3], 8)
+        drop_full_prompts(questions[1:3], 8)
 
 
 def turn(role: str, text: str) -> str:

@@ -22,7 +22,7 @@ from drumline.data.encode import label_of
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row
 from drumline.errors import DrumlineError, ModelError, PlanError
-from drumline.inference.evaluate import planned as of_evaluation
+from drumline.inference.evaluate import plan_evaluation as of_evaluation
 from drumline.models.build import build_model
 from drumline.models.freeze import freeze
 from drumline.models.scores import grey_image

@@ -21,12 +21,12 @@ from drumline.doctor.diagnose import (
     advice,
     diagnose,
     moment,
-    ordered,
+    order_findings,
     rank_without_log,
     search,
 )
 from drumline.doctor.host import Question, examine
-from drumline.doctor.hosts import expected, judged
+from drumline.doctor.hosts import expected, judge_all_reduce
 from drumline.doctor.reduce import rounds
 from drumline.errors import UserError
 from drumline.hardware.detect import Device, Machine
@@ -52,7 +52,7 @@ def names(findings: list[Finding]) -> list[str]:
 
 
 def found(text: str) -> list[Finding]:
-    return ordered(search(io.BytesIO(text.encode()), "x"))
+    return order_findings(search(io.BytesIO(text.encode()), "x"))
 
 
 def run_folder(folder: Path, **logs: str) -> Path:
@@ -294,7 +294,7 @@ def test_colours_torn_bytes_and_long_lines_are_read(monkeypatch: pytest.MonkeyPa
         + b"x" * 5000
         + b"\nno end: Disk quota exceeded"
     )
-    one, two = ordered(search(io.BytesIO(text), "x"))
+    one, two = order_findings(search(io.BytesIO(text), "x"))
     assert names([one, two]) == ["cuda-oom", "quota"] and two.evidence.line == 2
     assert len(one.evidence.text) <= 301 and "hf_abcdefghijk" not in one.evidence.text
 
@@ -332,7 +332,7 @@ def test_a_log_full_of_matches_is_not_held(monkeypatch: pytest.MonkeyPatch) -> N
     # 3.9 MB, two matches in most pieces.
     log = io.BytesIO((FULL_DISK + "fine\n" * 500).encode() * 1500)
     tracemalloc.start()
-    [one] = ordered(search(log, "x"))
+    [one] = order_findings(search(log, "x"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert one.lines == 1500 and one.evidence.line == 1
@@ -544,20 +544,20 @@ RESULT = {"latency": 1e-4, "bandwidth": 1e9, "clocks": 0.002, "pairs": [[0, 1, 1
 
 def test_what_ranks_report_is_judged() -> None:
     good = [(0, json.dumps(RESULT), ""), (0, "", "")]
-    reduce, near = judged(good, ["a", "a"], CPU, "100Gb")
+    reduce, near = judge_all_reduce(good, ["a", "a"], CPU, "100Gb")
     assert reduce.verdict == near.verdict == "ok" and "loopback" in near.found
-    _, clocks, far = judged(
+    _, clocks, far = judge_all_reduce(
         [(0, json.dumps({**RESULT, "clocks": 9.0}), ""), good[1]], ["a", "b"], CPU, "100Gb"
     )
     assert clocks.verdict == far.verdict == "warn" and far.name == "a ↔ b" and "100Gb" in far.found
-    (failed,) = judged(
+    (failed,) = judge_all_reduce(
         [(1, "", "RuntimeError: Unable to find address for: eth7\n"), (1, "", PEER)],
         ["a", "a"],
         CPU,
         "100Gb",
     )
     assert failed.verdict == "fail" and "GLOO_SOCKET_IFNAME" in failed.fix
-    (hung,) = judged([(None, "", ""), (None, "", "")], ["a", "a"], CPU, "100Gb")
+    (hung,) = judge_all_reduce([(None, "", ""), (None, "", "")], ["a", "a"], CPU, "100Gb")
     assert "rank 0, 1 did not end" in hung.found
     assert (
         expected(

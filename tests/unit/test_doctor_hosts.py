@@ -10,7 +10,7 @@ import pytest
 from drumline.config.launcher import Reached
 from drumline.doctor import host
 from drumline.doctor.host import Question
-from drumline.doctor.hosts import compared, examined, preflight
+from drumline.doctor.hosts import compare_hosts, examine_hosts, preflight
 from drumline.errors import EnvironmentFault
 from drumline.system.process import run_module
 from tests.unit.test_doctor import CPU, RESULT
@@ -85,8 +85,8 @@ def test_preflight_of_two_hosts() -> None:
 def test_two_hosts_that_are_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By real processes: each host's checks, and an all-reduce of a rank on each."""
     hosts: Mapping[str, Reached] = dict.fromkeys(("a", "b"), Reached("127.0.0.1", run_module))
-    found = examined(hosts, Question())
+    found = examine_hosts(hosts, Question())
     assert [each.name for each in found] == ["a", "b"] and all(each.ranks == 1 for each in found)
-    both = compared(hosts, found, CPU, "100Gb", "lo", bandwidth=True)
+    both = compare_hosts(hosts, found, CPU, "100Gb", "lo", bandwidth=True)
     assert [check.name for check in both.checks] == ["hosts", "all-reduce", "clocks", "a ↔ b"], both
     assert [check.verdict for check in both.checks[:3]] == ["ok"] * 3

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drumline.doctor.diagnose import Finding, ordered, search
+from drumline.doctor.diagnose import Finding, order_findings, search
 from drumline.doctor.signatures import ANY, signatures
 from tests.unit.provoked import FULL, PROVOKED
 
@@ -36,7 +36,7 @@ ELSEWHERE |= {"nan-skipped", "rank-failed"}
 
 
 def found(text: str) -> list[Finding]:
-    return ordered(search(io.BytesIO(text.encode()), "x.log"))
+    return order_findings(search(io.BytesIO(text.encode()), "x.log"))
 
 
 def test_a_line_that_repeats_itself_takes_no_time() -> None:

@@ -14,7 +14,7 @@ from drumline.errors import EnvironmentFault
 from drumline.launch.postmortem import RankEnd
 from drumline.system.signals import LauncherSignals
 from drumline_hosts import elastic as hosts_elastic
-from drumline_hosts.agent import _reported
+from drumline_hosts.agent import _end_values
 from drumline_hosts.coordinator import Attempt, Hosts
 from drumline_hosts.elastic import ElasticHosts
 from drumline_hosts.link import Message, call
@@ -91,7 +91,7 @@ def confirms(order: Message) -> Message:
 def ends(rank: int, code: int = 0) -> Callable[[Message], Message]:
     def answer(order: Message) -> Message:
         end = RankEnd(rank, code, None, Path(order["logs"]) / f"rank-{rank}.log", at=time.time())
-        return {"ends": [_reported(end)], "leaves": False, "attempt": order["attempt"]}
+        return {"ends": [_end_values(end)], "leaves": False, "attempt": order["attempt"]}
 
     return answer
 

@@ -11,7 +11,7 @@ from drumline.config.launcher import LauncherSpec
 from drumline.config.load import load_values
 from drumline.config.registry import make
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline_hosts.gathered import gathered
+from drumline_hosts.gathered import gather_hosts
 from drumline_hosts.ray.start import reason
 from tests.distributed.ranks import free_port
 
@@ -34,15 +34,15 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
         load_values({**DATA, "launch": {"kind": "ray", "address": "ray://head:10001"}}, [])
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(EnvironmentFault, match="the package ray is missing — pip install ray"):
-        gathered(launcher())
+        gather_hosts(launcher())
 
 
 def test_a_cluster_that_is_not_there() -> None:
     pytest.importorskip("ray", reason="the package ray is not installed")
     with pytest.raises(EnvironmentFault, match=r"no Ray cluster at 127.0.0.1:.*Connection refused"):
-        gathered(launcher(address=f"127.0.0.1:{free_port()}"))
+        gather_hosts(launcher(address=f"127.0.0.1:{free_port()}"))
     with pytest.raises(EnvironmentFault, match="'head' is no address"):
-        gathered(launcher(address="head"))
+        gather_hosts(launcher(address="head"))
 
 
 def test_reasons() -> None:

@@ -1,7 +1,8 @@
 """Run the ranks of one host of several: `python -m drumline_hosts.agent`.
 
-Standard input brings one line of JSON: this host's name, the launcher's address and port, the secret, and variables. The agent connects,
-says what this host has, and does what the launcher orders: it starts ranks, hands signals on to them, and reports how they ended.
+Standard input brings one line of JSON: this host's name, the launcher's address and port, the
+secret, and variables. The agent connects, says what this host has, and does what the launcher
+orders: it starts ranks, hands signals on to them, and reports how they ended.
 
 When the launcher has gone, or has not heard of this host for a while, the agent kills its ranks,
 because they must not write into the run folder any more. Then it ends; or it looks for another
@@ -58,6 +59,7 @@ class HostRanks(Agent):
     link: Link
 
     def _settle(self) -> None:
+        """Tell the launcher that ranks have failed, unless it told us so, then end the others."""
         if not self.failed_codes_of_other_hosts:
             codes = {code for code in self._exitcodes().values() if code}
             if not codes:
@@ -95,7 +97,10 @@ class Host:
         self.confirmed = time.monotonic()
 
     def serve(self) -> bool:
-        """Do what the launcher orders until it sends this agent away. Return False if the launcher has gone, and the ranks with it."""
+        """Do what the launcher orders until it sends this agent away.
+
+        Return False if the launcher has gone, and the ranks with it.
+        """
         votes = None
         if self.standby is not None:
             self.standby.voter.at = (self.settings["address"], self.settings["port"])
@@ -126,8 +131,13 @@ class Host:
             self.link.send({**self._start(order), "attempt": order["attempt"]})
 
     def _check(self, order: Message) -> dict[str, Any]:
-        """Return whether this host has the launcher's run folder, and the digests of the files that it asks for."""
+        """Return whether this host has the launcher's run folder, and digests of files.
+
+        Args:
+            order: The launcher's, with the run folder, its lease, and the paths of the files.
+        """
         run_dir = Path(order["run_dir"])
+        # A network file system shows the launcher's new lease late.
         patience = SHARED_SECONDS
         if self.standby and self.standby.own:
             patience = 0.0
@@ -142,6 +152,7 @@ class Host:
         """Run the ranks of an attempt to their end, and return how they ended."""
         address = self.settings["address"]
         port = order["port"]
+        # Before the ranks start, so that the error names the port. They would only time out.
         try:
             socket.create_connection((address, port), CONNECT_SECONDS).close()
         except OSError as error:
@@ -170,7 +181,7 @@ class Host:
         finally:
             self.ranks = None
         is_leaving = bool(self.signals.number) and not self.ordered
-        return {"ends": [_reported(end) for end in ends], "leaves": is_leaving}
+        return {"ends": [_end_values(end) for end in ends], "leaves": is_leaving}
 
     def _await_launcher(self) -> None:
         """Wait until the launcher hears of this host now, or has gone (A1): no rank starts before."""
@@ -179,7 +190,10 @@ class Host:
                 return
 
     def _listen(self) -> None:
-        """Take the launcher's messages until it has gone, or has sent this agent away while there are no ranks."""
+        """Take the launcher's messages until it has gone.
+
+        Return if it has sent this agent away while there are no ranks.
+        """
         message = self.link.receive()
         while message is not None:
             self._take(message)
@@ -210,6 +224,7 @@ class Host:
             self.orders.put(message)
 
     def _beat(self) -> None:
+        """Send signs of life, with both clocks: the launcher sends the first one back."""
         while not self.gone.is_set():
             self.link.send({"beat": time.monotonic(), "clock": time.time()})
             self.gone.wait(BEAT_SECONDS)
@@ -246,13 +261,16 @@ class Host:
         self.orders.put(None)
 
 
-def _reported(end: RankEnd) -> Message:
+def _end_values(end: RankEnd) -> Message:
     """Return the end of a rank as JSON, with the end of its log, which the launcher may not have."""
     return {**asdict(end), "log": str(end.log), "lines": log_lines(end, end.error)}
 
 
 def prepare(settings: Message) -> None:
-    """Set the environment that the launcher wants ranks to have, and the interface that leads to the other hosts."""
+    """Set the environment that the launcher wants ranks to have.
+
+    Of it is the network interface that leads to the other hosts, unless the user has set one.
+    """
     os.environ.update(settings["env"])
     interface = interface_to(settings["peers"], settings["interface"])
     if interface is not None:
@@ -261,7 +279,9 @@ def prepare(settings: Message) -> None:
 
 
 def main() -> None:
+    """Serve the launcher of the settings on standard input, and those that follow it."""
     line = sys.stdin.readline()
+    # The launcher was gone before it sent the settings.
     if not line:
         raise SystemExit(UserError.exit_code)
     settings: Message = json.loads(line)

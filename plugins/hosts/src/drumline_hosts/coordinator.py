@@ -49,12 +49,17 @@ CUT_OFF = f"its host has given no sign for {SILENT_SECONDS:g} s: it is down, sus
 class Starter(Protocol):
     """Start agents. Each gets its settings on standard input."""
 
-    def start(self, name: str, settings: Message) -> None: ...
+    def start(self, name: str, settings: Message) -> None:
+        """Start the agent of a host, in place of one that was started before."""
 
     def ended(self, name: str) -> str | None:
-        """Return why an agent has ended: empty if none was started from here, None while it may still run."""
+        """Return why an agent has ended.
 
-    def close(self) -> None: ...
+        It is empty if none was started from here, and None while it may still run.
+        """
+
+    def close(self) -> None:
+        """Wait for the agents to end, which the launcher has sent away, and kill the others."""
 
 
 class Remote:
@@ -70,11 +75,7 @@ class Remote:
 
 
 class Hosts:
-    """All hosts of a run, each with its agent.
-
-    `address` and `port` are where ranks meet; the launcher itself listens one port above. Without a port any free ones are taken.
-    Ranks use `interface` on each host, or the interface that leads to the addresses `peers`.
-    """
+    """All hosts of a run, each with its agent."""
 
     def __init__(
         self,
@@ -85,6 +86,16 @@ class Hosts:
         interface: str | None,
         peers: Sequence[str],
     ) -> None:
+        """Listen for agents.
+
+        Args:
+            names: Of the hosts.
+            starter: Starts the agents.
+            address: At which ranks meet, and the launcher listens.
+            port: At which ranks meet; the launcher itself listens one above. None: any free ones.
+            interface: That ranks use on each host; None: the one that leads to `peers`.
+            peers: Addresses of the hosts.
+        """
         self.remotes = {name: Remote(name) for name in names}
         self.starter = starter
         self.address = address
@@ -116,16 +127,22 @@ class Hosts:
     # ------------------------------------------------------------------------------------------------------ connections
 
     def gather(self, stopped: Callable[[], int] = lambda: 0, patience: float = 0.0) -> None:
-        """Have an agent on each host. An agent that does not come is started again for `patience` seconds.
+        """Have an agent on each host.
 
-        `stopped` returns the number of a signal to end at. Raises EnvironmentFault that names a host without an agent, and
-        Interrupted at a signal.
+        Args:
+            stopped: Returns the number of a signal to end at, or 0.
+            patience: Seconds in which an agent that does not come is started again.
+
+        Raises EnvironmentFault that names a host without an agent, and Interrupted at a signal.
         """
         for name, why in self._call(stopped, patience):
             raise EnvironmentFault(f"host {name}: {why}", where="launch.hosts")
 
     def _call(self, stopped: Callable[[], int], patience: float) -> Iterator[tuple[str, str]]:
-        """Start the agents that are missing, and wait for each. Yield each host whose agent does not come, and why."""
+        """Start the agents that are missing, and wait for each.
+
+        Yield each host whose agent does not come, and why.
+        """
         missing = [remote for remote in self.remotes.values() if remote.link is None]
         for remote in missing:
             self.begin(remote)
@@ -239,7 +256,12 @@ class Hosts:
     # ------------------------------------------------------------------------------------------------------------ asking
 
     def ask(self, order: Message, key: str, only: Sequence[str] | None = None) -> dict[str, Any]:
-        """Send an order to the connected hosts, or to the hosts `only`, and return the answer of each: its value under `key`.
+        """Send an order to hosts, and return the answer of each.
+
+        Args:
+            order: What to do.
+            key: The answer is the value under this key of a host's message.
+            only: The hosts; None: all that are connected.
 
         Raises EnvironmentFault for a host that gives no answer.
         """
@@ -277,7 +299,10 @@ class Hosts:
         return [name for name, remote in self.remotes.items() if remote.link is not None]
 
     def send(self, order: Message, but: Remote | None = None, ranks: bool = False) -> None:
-        """Send an order to all connected hosts except `but`; with `ranks` only to hosts that have ranks."""
+        """Send an order to all connected hosts except `but`.
+
+        With `ranks` only hosts that have ranks get it.
+        """
         for name, remote in self.remotes.items():
             link = remote.link
             if link is None or remote is but:
@@ -286,7 +311,10 @@ class Hosts:
                 link.send(order)
 
     def next_message(self) -> tuple[Remote, Message] | tuple[None, Message]:
-        """Return the next message of an agent, without beats; None if there is none for LOOK_SECONDS."""
+        """Return the next message of an agent, and its host; None if there is none for LOOK_SECONDS.
+
+        Beats are no such messages.
+        """
         try:
             return self.inbox.get(timeout=LOOK_SECONDS)
         except queue.Empty:
@@ -318,7 +346,10 @@ class Hosts:
             return [lost(0, fault.what, logs, "")]
 
     def _attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
-        """Do what `attempt` does, but raise EnvironmentFault in each attempt, and Interrupted at a signal."""
+        """Do what `attempt` does, but raise EnvironmentFault in each attempt.
+
+        At a signal raise Interrupted.
+        """
         patience = 0.0
         if self._begun:
             patience = BACK_SECONDS
@@ -346,7 +377,13 @@ class Hosts:
 def lost(rank: int, why: str, logs: Path, host: str, at: float | None = None) -> RankEnd:
     """Return the end of a rank that nobody could report.
 
-    `at` (unix seconds) is when it was last heard of, so that ranks that waited for it count as its consequences.
+    Args:
+        rank: The rank.
+        why: The message of its error.
+        logs: The folder of the attempt's logs.
+        host: Its host.
+        at: Unix seconds at which it was last heard of, so that ranks that waited for it count as
+            its consequences; None: now.
     """
     at = at or time.time()
     error = {"message": why, "traceback": "", "time": at, "exit_code": 1}
@@ -382,7 +419,8 @@ class Attempt:
         from drumline.launch.agent import open_store
 
         self._drop_old_messages()
-        # Ranks meet at this store. It is closed when the last reference to it is gone, at the end of this function.
+        # Ranks meet at this store. It is closed when the last reference to it is gone, at the end of
+        # this function.
         store = open_store(listen(self.hosts.port, self.hosts.address))
         self._start(rank, store.port)
         while len(self.ends) < len(self.hosts.counts):
@@ -421,7 +459,10 @@ class Attempt:
                 link.send({**order, "nproc": count, "first": self.first[name]})
 
     def _receive(self, remote: Remote, message: Message) -> None:
-        """Take what an agent reports. Raises EnvironmentFault if its host cannot reach the place where ranks meet."""
+        """Take what an agent reports.
+
+        Raises EnvironmentFault if its host cannot reach the address at which ranks meet.
+        """
         if "refused" in message:
             self._failed(remote, [1])
             raise EnvironmentFault(
@@ -449,7 +490,10 @@ class Attempt:
             self.hosts.send({"do": "signal", "number": int(signal.SIGINT)}, ranks=True)
 
     def _failed(self, remote: Remote, codes: list[int]) -> None:
-        """Tell the other hosts that ranks of a host have failed, so that their ranks do not wait for them."""
+        """Tell the other hosts that ranks of a host have failed.
+
+        Their ranks would wait for them in a collective.
+        """
         if codes:
             order = {"do": "elsewhere", "attempt": self.logs.name, "codes": codes}
             self.hosts.send(order, but=remote, ranks=True)
@@ -460,7 +504,10 @@ class Attempt:
         self.until = min(self.until, time.monotonic() + self.hosts.grace + END_SECONDS)
 
     def _look(self) -> None:
-        """Have the ranks save and end if the hosts want that, and give up hosts that are gone or do not report."""
+        """Have the ranks save and end if the hosts want that.
+
+        Then give up hosts that are gone or do not report in time.
+        """
         is_undisturbed = not (self.paused or self.ends or self.signals.number)
         if is_undisturbed and self.hosts.may_pause():
             self.paused = True
@@ -492,7 +539,10 @@ class Attempt:
         self._failed(remote, [-int(signal.SIGKILL)])
 
     def _end(self, remote: Remote, values: Message) -> RankEnd:
-        """Return the end of a rank as its agent reports it, with the time by the launcher's clock."""
+        """Return the end of a rank as its agent reports it.
+
+        Its time is by the launcher's clock, so that ends of several hosts can be ordered.
+        """
         fields = {
             **values,
             "kills": tuple(values["kills"]),

@@ -41,15 +41,17 @@ SAVED_EXIT_CODE = 75  # of a rank that has saved at a signal
 class ElasticHosts(Hosts):
     """The hosts of a run, of which any number from `least` to `most` takes part.
 
-    `own` is the launcher's host, where rank 0 is; empty if the launcher's host has no ranks. `run` is what hosts have to know of the run.
-    `known` is what the agent of this host knows, if the launcher follows another. The launcher's spec sets the functions before the first
-    attempt.
+    The launcher's spec sets the functions before the first attempt.
     """
 
-    size: Callable[[str], int]  # returns the number of ranks of a connected host
-    resize: Callable[[int], bool]  # makes the plan one for so many ranks; False if there is none
-    require: Callable[[str], None]  # raises EnvironmentFault if a host differs from this one
-    joins_at: type[Event] = Save  # events after which a host may join
+    # Returns the number of ranks of a connected host.
+    size: Callable[[str], int]
+    # Makes the plan one for so many ranks; False if there is none.
+    resize: Callable[[int], bool]
+    # Raises EnvironmentFault if a host differs from this one.
+    require: Callable[[str], None]
+    # Events after which a host may join.
+    joins_at: type[Event] = Save
 
     def __init__(
         self,
@@ -60,6 +62,16 @@ class ElasticHosts(Hosts):
         run: Message | None = None,
         known: Message | None = None,
     ) -> None:
+        """Set up the hosts, without agents.
+
+        Args:
+            given: The arguments of `Hosts`.
+            least: Hosts that take part at least.
+            most: Hosts that take part at most.
+            own: The launcher's host, which has rank 0; empty if it has no ranks.
+            run: What hosts have to know of the run.
+            known: What the agent of this host knows, if the launcher follows another.
+        """
         super().__init__(*given)
         self.least = least
         self.most = most
@@ -89,7 +101,12 @@ class ElasticHosts(Hosts):
         self._named = False
 
     def gather(self, stopped: Callable[[], int] = lambda: 0, patience: float = 0.0) -> None:
-        """Have an agent on as many hosts as come. Raises EnvironmentFault if they are too few."""
+        """Have an agent on as many hosts as come. Raises EnvironmentFault if they are too few.
+
+        Args:
+            stopped: Returns the number of a signal to end at, or 0.
+            patience: Seconds in which an agent that does not come is started again.
+        """
         missing = dict(self._call(stopped, patience))
         number = len(self.there())
         if number < self.least:
@@ -104,9 +121,10 @@ class ElasticHosts(Hosts):
         self._begin_recall()
 
     def await_agents(self) -> None:
-        """Wait for the agents of the last members, which connect by themselves to a launcher that follows another.
+        """Wait for the agents of the last members, then start agents on hosts without one.
 
-        Then start agents on hosts without one. This replaces `gather` for such a launcher.
+        This replaces `gather` for a launcher that follows another: the agents connect to it by
+        themselves.
         """
         self._begun = True
         until = time.monotonic() + AGENTS_SECONDS
@@ -120,8 +138,10 @@ class ElasticHosts(Hosts):
         self._begin_recall()
 
     def _settings(self, name: str) -> Message:
+        """Return what an agent gets on its standard input."""
         settings = super()._settings(name)
         settings["elastic"] = True
+        # The variables are those of the run's first launcher, whichever host leads now.
         settings["env"] = self.known.get("env", settings["env"])
         return settings
 
@@ -185,7 +205,10 @@ class ElasticHosts(Hosts):
             rank = [*rank[:2], "--resume", "newest"]
 
     def _without(self, leaving: set[str]) -> bool:
-        """Send the hosts away that got a signal from elsewhere. Return False if too few would be left."""
+        """Send the hosts away that got a signal that is not from this launcher.
+
+        Return False, and send none away, if there are none or too few would be left.
+        """
         remaining = set(self.there()) - leaving
         if not leaving or len(remaining) < self.least:
             return False
@@ -212,11 +235,13 @@ class ElasticHosts(Hosts):
         if set(there) == self.counts.keys():
             return
         before = list(self.counts)
-        # Hosts that took part keep their place, and this launcher's own host is the first, so that rank 0 stays where it is.
+        # Hosts that took part keep their place, and this launcher's own host is the first, so that
+        # rank 0 stays on it.
         kept = [name for name in before if name in there]
         new = [name for name in there if name not in before]
         order = sorted(kept + new, key=lambda name: name != self.own)
         most = min(len(order), self.most)
+        # From most to least: not every number of ranks divides the batch.
         for number in range(most, self.least - 1, -1):
             counts = {name: self.size(name) for name in order[:number]}
             if not self.resize(sum(counts.values())):
@@ -255,10 +280,18 @@ class ElasticHosts(Hosts):
 
     def _same_hosts(self) -> list[str]:
         """Return the connected hosts that have been compared with this one, and are the same."""
-        return [name for name in self.there() if self.compared.get(name) is self.remotes[name].link]
+        same = []
+        for name in self.there():
+            # A host that has come again has another link, and is compared again.
+            if self.compared.get(name) is self.remotes[name].link:
+                same.append(name)
+        return same
 
     def _agree(self, rank: list[str]) -> None:
         """Have the hosts confirm who takes part (L4), so that one of them can follow this launcher.
+
+        Args:
+            rank: The command of the ranks; after its first three words, those of `--resume`.
 
         Raises EnvironmentFault for a host that does not confirm.
         """
@@ -304,6 +337,8 @@ class ElasticHosts(Hosts):
             self._require_half(self.before)
 
     def _require_lease(self) -> None:
+        """Raise DrumlineError if another launcher holds the run folder's lease."""
+        # Before the hosts have confirmed a list, none of them can follow.
         if not self.members:
             return
         run_dir = self.run["run_dir"]

@@ -1,4 +1,7 @@
-"""Compare what hosts must have in common: versions and devices. Torch is imported only if there is a GPU."""
+"""Compare what hosts must have in common: versions and devices.
+
+Torch is imported only if there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ def facts() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
+    """Return the version of each of PACKAGES; `none` for one that is not installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -42,7 +46,12 @@ def machine_of(values: Mapping[str, Any]) -> Machine:
 
 
 def require_same_versions(own: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise EnvironmentFault that names the first host with another version, and what differs. `own` are the facts of this host."""
+    """Raise EnvironmentFault that names the first host with another version, and what differs.
+
+    Args:
+        own: The facts of this host.
+        hosts: The facts of each other host.
+    """
     for host, theirs in hosts.items():
         for package, here in own["versions"].items():
             there = theirs["versions"].get(package)

@@ -1,6 +1,6 @@
-"""Gather the hosts of a launcher's spec once, with an agent on each, and check that all have what a plan needs.
+"""Gather the hosts of a launcher's spec once, with an agent on each.
 
-This module does not import torch.
+`compare` checks that all have what a plan needs. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _gathered: dict[str, Hosts] = {}  # by the spec, as JSON
 
 
-def gathered(spec: HostsOptions) -> Hosts:
+def gather_hosts(spec: HostsOptions) -> Hosts:
     """Return the hosts of a spec with their agents; the first call starts the agents.
 
     Raises EnvironmentFault that names a host that cannot be reached, or whose versions differ.
@@ -45,7 +45,7 @@ def gathered(spec: HostsOptions) -> Hosts:
 
 
 @contextmanager
-def succeeding(spec: HostsOptions, hosts: ElasticHosts) -> Iterator[ElasticHosts]:
+def register_successor(spec: HostsOptions, hosts: ElasticHosts) -> Iterator[ElasticHosts]:
     """Yield the hosts of a launcher that follows another; their agents connect by themselves."""
     _gathered[spec.model_dump_json()] = hosts
     try:
@@ -62,9 +62,16 @@ def leave(spec: HostsOptions) -> None:
 
 
 def compare(plan: Plan, hosts: Hosts, only: str | None = None) -> None:
-    """Check that all hosts, or the host `only`, have the run folder and the same files of model and data as this host.
+    """Check that hosts have the run folder and the same files of model and data as this host.
 
-    Hosts that come and go may have run folders of their own, if checkpoints do not lie on one disk alone.
+    Hosts that come and go may have run folders of their own, if checkpoints do not lie on one disk
+    alone.
+
+    Args:
+        plan: Of the run.
+        hosts: With their agents.
+        only: The host to check; None: all.
+
     Raises EnvironmentFault for a host that differs.
     """
     run_dir = Path(plan.run_dir)
@@ -92,20 +99,27 @@ def compare(plan: Plan, hosts: Hosts, only: str | None = None) -> None:
             raise EnvironmentFault(f"host {name}: {answer['mistake']}", where="launch.hosts")
         if isinstance(hosts, ElasticHosts):
             hosts.shared = hosts.shared and answer["shared"]
+            # With the agent that was asked: if it is lost meanwhile, the host is compared again.
             hosts.compared[name] = agents[name]
         _require_same_files(name, own_digests, answer["digests"])
 
 
 def _paths(plan: Plan) -> list[str]:
     """Return the paths of the models and data of a plan that exist on this host."""
-    paths = [plan.model_path, *(role.model_path for role in plan.roles.values())]
+    paths = [plan.model_path]
+    for role in plan.roles.values():
+        paths.append(role.model_path)
     data = plan.data
     if data and not plan.config.plain:
         # Of streamed data each host makes its own blocks.
         if not data.stream:
             paths.append(data.train_cache)
         paths += data.eval_caches.values()
-    return sorted({path for path in paths if path and Path(path).exists()})
+    found = set()
+    for path in paths:
+        if path and Path(path).exists():
+            found.add(path)
+    return sorted(found)
 
 
 def _require_same_files(

@@ -83,8 +83,15 @@ def call(
 ) -> Link:
     """Connect as the agent.
 
-    `reach` is how many seconds the connection may take. `seconds` is how long each message may take, for a link of one question; None for a
-    link that stays open. Raises OSError if nobody answers, or if the other side does not know the secret.
+    Args:
+        address: Of the launcher, or of another voter.
+        port: At which it listens.
+        secret: Of the run.
+        reach: Seconds that the connection may take.
+        seconds: That each message may take, for a link of one question; None for a link that stays
+            open.
+
+    Raises OSError if nobody answers, or if the other side does not know the secret.
     """
     with socket.create_connection((address, port), reach) as connected:
         connection = _limited(connected, seconds or HANDSHAKE_SECONDS)
@@ -101,7 +108,10 @@ def call(
 
 
 def answer(connected: socket.socket, secret: str, seconds: float | None = None) -> Link | None:
-    """Answer as the launcher, with `seconds` as in `call`. Return None if the other side is not one of its agents."""
+    """Answer as the launcher, with `seconds` as in `call`.
+
+    Return None if the other side is not one of its agents.
+    """
     with connected:
         connection = _limited(connected, seconds or HANDSHAKE_SECONDS)
     try:
@@ -141,5 +151,8 @@ def _socket(connection: Connection) -> Iterator[socket.socket]:
 
 
 def store_secret(secret: str, attempt: str) -> str:
-    """Return the secret that the ranks of an attempt must know to meet. Each agent makes it by itself: it is never sent."""
+    """Return the secret that the ranks of an attempt must know to meet.
+
+    Each agent makes it by itself: it is never sent.
+    """
     return hmac.new(secret.encode(), attempt.encode(), hashlib.sha256).hexdigest()

@@ -21,23 +21,23 @@ class HostsLauncher(HostsOptions):
 
     @contextmanager
     def early(self, config: Config, plan_path: Path) -> Iterator[Hosts]:
-        from drumline_hosts.gathered import gathered, leave
+        from drumline_hosts.gathered import gather_hosts, leave
 
         try:
-            yield gathered(self)
+            yield gather_hosts(self)
         finally:
             leave(self)
 
     def machine(self, config: Config) -> Machine | None:
         """Return the machine that has the least memory on a device."""
         from drumline_hosts.facts import machine_of
-        from drumline_hosts.gathered import gathered
+        from drumline_hosts.gathered import gather_hosts
 
         def room(machine: Machine) -> int:
             sizes = [device.memory_bytes for device in machine.devices]
             return min(sizes, default=machine.memory_bytes)
 
-        hosts = gathered(self)
+        hosts = gather_hosts(self)
         machines = [machine_of(hosts.remotes[name].facts) for name in hosts.there()]
         return min(machines, key=room)
 

@@ -22,7 +22,7 @@ from drumline.report.page import at_end
 from drumline.system.redact import redacted_streams
 from drumline.telemetry.events import EventLog, Takeover
 from drumline_hosts.elastic import ElasticHosts
-from drumline_hosts.gathered import succeeding
+from drumline_hosts.gathered import register_successor
 from drumline_hosts.ssh.spec import SSHLauncher
 
 # File descriptors.
@@ -33,7 +33,10 @@ STDERR = 2
 def take_over(known: dict[str, Any]) -> int:
     """Take the run folder, wait for the agents that are left, and launch. Returns the exit code.
 
-    `known`: what the lost launcher had told the agent. Raises EnvironmentFault if another host has the folder.
+    Args:
+        known: What the lost launcher had told the agent.
+
+    Raises EnvironmentFault if another host has the folder.
     """
     path = Path(known["plan"])
     run_dir = Path(known["run_dir"])
@@ -48,7 +51,7 @@ def take_over(known: dict[str, Any]) -> int:
     with ExitStack() as stack:
         made = launcher.make_hosts(known)
         assert isinstance(made, ElasticHosts)
-        hosts = stack.enter_context(succeeding(launcher, made))
+        hosts = stack.enter_context(register_successor(launcher, made))
         stack.enter_context(Lease(run_dir, hosts.place, token, tuple(known["frozen"])))
         _redirect_output(run_dir / "logs" / f"launcher-{known['name']}.log")
         print(
@@ -81,6 +84,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def main() -> int:
+    """Take a run over as standard input says, and return the exit code."""
     line = sys.stdin.readline()
     if not line:
         # The agent has gone, too.

@@ -1,4 +1,6 @@
-"""Let a run go on after its launcher has gone, if hosts may come and go: look for a launcher that goes on, or start one on this host.
+"""Let a run go on after its launcher has gone, if hosts may come and go.
+
+An agent looks for a launcher that goes on, or starts one on its own host.
 
 If all hosts share the run folder, its lease decides. A launcher starts on each host; the launcher
 that gets the lease of the dead one writes into the folder where it listens. Otherwise hosts vote
@@ -44,9 +46,11 @@ def _is_another(run_dir: Path, order: Message) -> bool:
 
     If a user goes on with a run, the hosts that are there at the start have the run's checkpoints.
     """
+    # A new run has none.
     if order["resume"] is None:
         return True
-    if (order["term"], order["number"]) == FIRST_CONFIRMED:
+    list_number = (order["term"], order["number"])
+    if list_number == FIRST_CONFIRMED:
         return False
     with suppress(OSError):
         run_id = (run_dir / RUN_ID).read_text()
@@ -114,9 +118,10 @@ class StandbyLauncher:
         self.known = {**self.known, "before": {}}
 
     def _watch_lease(self) -> None:
-        """Note since when the lease has stood still, so that a new launcher need not look at it for as long again.
+        """Note since when the lease has stood still.
 
-        This runs in a thread of its own, because the folder may not answer.
+        A new launcher then need not look at it for as long again. This runs in a thread of its own,
+        because the folder may not answer.
         """
         while True:
             with suppress(OSError, EnvironmentFault):
@@ -132,6 +137,7 @@ class StandbyLauncher:
         `stopped` returns the number of a signal to end at.
         """
         patience = FIND_SECONDS
+        # Hosts try one after the other, so that few start a launcher in vain.
         first_trial = TURN_SECONDS * self._place_in_line()
         if self.known["shared"]:
             patience *= 2
@@ -191,7 +197,10 @@ class StandbyLauncher:
         return self._lost > ENDED_LOOKS
 
     def _is_lease_lost(self) -> bool:
-        """Return whether a shared folder has another lease than the launcher's, and it names no launcher."""
+        """Return whether a shared folder has another lease than the launcher's.
+
+        A lease that names a launcher does not count: that launcher goes on with the run.
+        """
         if not self.known["shared"]:
             return False
         run_dir = Path(self.known["run_dir"])
@@ -235,12 +244,16 @@ class StandbyLauncher:
         self._launcher.tell(json.dumps(settings))
 
     def _why(self) -> str:
+        """Return why no launcher was found, for a message; empty with a shared folder."""
         if self.known["shared"]:
             return ""
         return f": fewer than a majority of the {len(self.known['members'])} hosts that took part last are here"
 
     def _note(self, line: str) -> None:
-        """Print a line, and without a shared folder also write it to a log: ssh may have gone with the launcher."""
+        """Print a line, and without a shared folder also write it to a log.
+
+        The line may reach nobody, since ssh may have gone with the launcher.
+        """
         line = redact(line)
         say(line)
         if self.known["shared"]:

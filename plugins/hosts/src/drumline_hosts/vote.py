@@ -81,6 +81,7 @@ class Voter:
             self._free = time.monotonic() + FREE_SECONDS
 
     def _promise(self, term: int) -> None:
+        """Give this vote in a term, and no other one for OFFICE_SECONDS (V3)."""
         self.promised = term
         self._free = time.monotonic() + OFFICE_SECONDS
 
@@ -90,11 +91,15 @@ class Voter:
         return self.at is None and time.monotonic() > self._free
 
     def answer(self, question: Message) -> Message:
-        """Answer another host. It asks for this vote, or in a trial whether it would get it, or only where a launcher is."""
+        """Answer another host.
+
+        It wants this vote, or in a trial to know whether it would get it. A question without a term
+        only wants to know the launcher's address.
+        """
         with self._lock:
             term = question.get("term", 0)
             known = tuple(question.get("known", ()))
-            # V2
+            # V2: one vote a term, and none for a host with an older list.
             granted = self.free and term > self.promised and known >= self.known
             if granted and not question["trial"]:
                 self._promise(term)
@@ -105,16 +110,24 @@ class Voter:
             return {"granted": granted, "term": self.promised, "launcher": launcher}
 
     def launcher(self) -> Place | None:
-        """Return where the launcher of the newest term is that another host has; None if there is none."""
-        answers = self._ask({})
-        launchers = [each["launcher"] for each in answers.values() if each["launcher"]]
+        """Return the address of the launcher of the newest term that another host has.
+
+        None if there is none, or if this host has voted in a later term.
+        """
+        launchers = []
+        for each in self._ask({}).values():
+            if each["launcher"]:
+                launchers.append(each["launcher"])
         term, address, port = max(launchers, default=(-1, "", 0))
         if term < self.promised:
             return None
         return address, port
 
     def win(self) -> int | None:
-        """Ask for the votes of a new term. Return the term if this host has won it; None without a majority."""
+        """Ask for the votes of a new term.
+
+        Return the term if this host has won it; None without a majority.
+        """
         answers = self._ask({})
         # Read after the answers came: this vote may have been given meanwhile.
         terms = [self.promised, self.known[0]]
@@ -131,8 +144,10 @@ class Voter:
             for name, each in self._ask(question).items():
                 if each["granted"]:
                     voters.add(name)
-            # V4
-            if not (_has_majority(voters, self.members) and _has_majority(voters, self.before)):
+            # V4: also of the list before, by which other hosts may still go.
+            has_new = _has_majority(voters, self.members)
+            has_old = _has_majority(voters, self.before)
+            if not (has_new and has_old):
                 return None
         return term
 
@@ -161,6 +176,7 @@ class Voter:
         return found
 
     def _accept(self) -> None:
+        """Answer all callers, until the process ends."""
         each_caller(
             self._listener,
             lambda connected: answer(connected, self.secret, ASK_SECONDS),
@@ -168,6 +184,7 @@ class Voter:
         )
 
     def _hear(self, link: Link) -> None:
+        """Answer the one question of a caller."""
         question = link.receive()
         if question is not None:
             link.send(self.answer(question))
@@ -182,4 +199,5 @@ def _has_majority(voters: set[str], hosts: Mapping[str, Place]) -> bool:
 
 
 def majority(votes: int, of: int) -> bool:
+    """Return whether `votes` are more than half of all `of` hosts. A half alone is no majority."""
     return 2 * votes > of

@@ -1,5 +1,6 @@
-"""Run the agents of several hosts as actors of Ray: a placement group in a cluster, and in each of its bundles an actor with an agent.
+"""Run the agents of several hosts as actors of Ray.
 
+A placement group in a cluster has a bundle for each host, and in each bundle an actor with an agent.
 This module does not import torch.
 """
 
@@ -38,6 +39,7 @@ class Node:
     failed: str | None = None
 
     def where(self) -> dict[str, str]:
+        """Return the host name, the address and Ray's id of the node that this actor runs on."""
         import ray
 
         context = ray.get_runtime_context()
@@ -48,6 +50,7 @@ class Node:
         }
 
     def start(self, settings: Message, workdir: str) -> None:
+        """Start the agent, in place of one that was started before. `ended` says if that failed."""
         self.close(0.0)
         self.agent = None
         self.failed = None
@@ -60,11 +63,13 @@ class Node:
         self.agent.tell(json.dumps(settings))
 
     def ended(self) -> str | None:
+        """Return why the agent has ended; None if it runs or was not started yet."""
         if self.agent is None or self.agent.poll() is None:
             return self.failed
         return self.agent.last() or f"its agent ended with {self.agent.returncode}"
 
     def close(self, seconds: float = LEAVE_SECONDS) -> None:
+        """Kill the agent if it does not end by itself within so many seconds."""
         if self.agent is not None:
             wait_for_exit(self.agent, seconds)
             self.agent.end()
@@ -78,6 +83,7 @@ class Actors:
     """The agents of a run on Ray, by the names of their nodes."""
 
     def __init__(self, spec: RayOptions, group: Any) -> None:
+        """Start an actor in each bundle of the placement group. Raises EnvironmentFault."""
         self.spec = spec
         self.group = group
         actors = [self._actor(index) for index in range(spec.nodes)]
@@ -87,6 +93,7 @@ class Actors:
         self.ips = [each["ip"] for each in found]
 
     def _actor(self, index: int) -> Any:
+        """Return a new actor in a bundle of the placement group."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -101,12 +108,16 @@ class Actors:
         return actor.remote()
 
     def start(self, name: str, settings: Message) -> None:
-        """Start an agent in its actor; if the actor has died, in a new one, on the node to which Ray has moved its bundle."""
+        """Start an agent in its actor.
+
+        If the actor has died it is a new one, on the node to which Ray has moved its bundle.
+        """
         if self._failure(name) is not None:
             self.actors[name] = self._actor(self.names.index(name))
         self.actors[name].start.remote(settings, self.spec.workdir or str(Path.cwd()))
 
     def ended(self, name: str) -> str | None:
+        """Return why an agent or its actor has ended; None if it may still run."""
         import ray
 
         try:
@@ -129,6 +140,7 @@ class Actors:
         return None
 
     def close(self) -> None:
+        """End all agents and their actors, and give the bundles back to the cluster."""
         import ray
 
         closing = [actor.close.remote() for actor in self.actors.values()]
@@ -180,8 +192,11 @@ def reason(error: Exception) -> str:
 
 
 def make_hosts(spec: RayOptions) -> Hosts:
-    """Return the nodes of a spec, without agents. Raises EnvironmentFault if the cluster cannot give them."""
-    actors = Actors(spec, _placed(spec))
+    """Return the nodes of a spec, without agents.
+
+    Raises EnvironmentFault if the cluster cannot give them.
+    """
+    actors = Actors(spec, _make_placement_group(spec))
     if spec.interface:
         address = require_interface(spec.interface)
     else:
@@ -207,7 +222,7 @@ def require_head(address: str) -> None:
         ) from None
 
 
-def _placed(spec: RayOptions) -> Any:
+def _make_placement_group(spec: RayOptions) -> Any:
     """Return the placement group, in the cluster of `spec.address`.
 
     Raises EnvironmentFault if there is no cluster, or no room in it.
@@ -220,10 +235,12 @@ def _placed(spec: RayOptions) -> Any:
     _connect(spec.address)
     group = ray.util.placement_group([spec.bundle] * spec.nodes, strategy=spec.placement)
     if not group.wait(PLACE_SECONDS):
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         descriptions = []
-        for node in nodes:
-            amounts = [f"{name} {node.get(name, 0):g}" for name in spec.bundle]
+        for node in ray.nodes():
+            if not node["Alive"]:
+                continue
+            resources = node["Resources"]
+            amounts = [f"{name} {resources.get(name, 0):g}" for name in spec.bundle]
             descriptions.append(", ".join(amounts))
         ray.shutdown()
         what = f"the cluster has no room for {spec.nodes} × {spec.bundle} ({spec.placement}); its nodes have {'; '.join(descriptions)}"
@@ -234,7 +251,10 @@ def _placed(spec: RayOptions) -> Any:
 
 
 def _connect(address: str | None) -> None:
-    """Connect to a cluster, or start one on this host without an address. Raises EnvironmentFault if there is no cluster."""
+    """Connect to a cluster, or start one on this host without an address.
+
+    Raises EnvironmentFault if there is no cluster.
+    """
     import ray
 
     # A Ray that starts here sends nothing to its makers.
@@ -267,14 +287,21 @@ def _own_ip() -> str:
 
 
 def _answers(references: list[Any], seconds: float) -> list[Any]:
-    """Return the answers of actors, which have so many seconds in all. Raises EnvironmentFault if an actor cannot start."""
+    """Return the answers of actors, which have so many seconds in all.
+
+    Raises EnvironmentFault if an actor cannot start.
+    """
     import ray
 
     until = time.monotonic() + seconds
+    answers = []
     try:
-        return [ray.get(each, timeout=max(1.0, until - time.monotonic())) for each in references]
+        for reference in references:
+            remaining = max(1.0, until - time.monotonic())
+            answers.append(ray.get(reference, timeout=remaining))
     except ray.exceptions.RayError as error:
         fix = "install drumline on all nodes, for the same Python"
         raise EnvironmentFault(
             f"an actor cannot start: {reason(error)}", where="launch.kind", fix=fix
         ) from None
+    return answers

@@ -39,7 +39,7 @@ from drumline.telemetry.events import Save, Step
 from drumline_hosts.coordinator import AGENT, Hosts
 from drumline_hosts.elastic import ElasticHosts
 from drumline_hosts.facts import facts, machine_of, require_same_versions
-from drumline_hosts.gathered import compare, gathered
+from drumline_hosts.gathered import compare, gather_hosts
 from drumline_hosts.link import Message
 from drumline_hosts.ssh.options import SSHOptions
 from drumline_hosts.takeover import RUN_ID
@@ -47,9 +47,10 @@ from drumline_hosts.timing import (
     LEAVE_SECONDS,
 )
 
-# Ssh takes the first value of a setting and the last of a flag. The user's launch.options stand between FIRST and LAST, so they overrule
-# everything but BatchMode. With these options ssh asks no question on a terminal, and ends when its host does not answer any more, as the
-# link to the agent does.
+# Ssh takes the first value of a setting and the last of a flag. The user's launch.options stand
+# between FIRST and LAST, so they overrule everything but BatchMode. With these options ssh asks no
+# question on a terminal, and ends when its host does not answer any more, as the link to the agent
+# does.
 FIRST = ("-o", "BatchMode=yes", "-T", "-x", "-a")
 LAST = ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3")
 PROXIES = {"proxyjump", "proxycommand"}
@@ -57,18 +58,27 @@ SSH_PORT = "22"
 
 
 class SSH:
-    """Start and end the agents of a run by ssh. The agent of this host is a child process, without ssh."""
+    """Start and end the agents of a run by ssh.
+
+    The agent of this host is a child process, without ssh.
+    """
 
     def __init__(self, spec: SSHOptions, here: set[str]) -> None:
+        """`here`: the names of the spec that mean this host."""
         self.spec = spec
         self.here = here
-        # Tells whether a host's agent is connected: only then its output is shown, because before that it is the reason of an error.
+        # Tells whether a host's agent is connected: only then its output is shown, because before
+        # that it is the reason of an error.
         self.shown: Callable[[str], bool] = lambda name: False
         self._agents: dict[str, Helper] = {}
         self._starting = threading.Lock()
         self._closed = False
 
     def start(self, name: str, settings: Message) -> None:
+        """Start the agent of a host, unless all agents have been sent away.
+
+        Raises EnvironmentFault if ssh or Python cannot be run.
+        """
         # Another thread starts agents of hosts that are missing, until all agents are sent away.
         with self._starting:
             if not self._closed:
@@ -97,6 +107,7 @@ class SSH:
             print(f"{name}: {redact(line)}", file=sys.stderr)
 
     def ended(self, name: str) -> str | None:
+        """Return why an agent has ended: empty if none was started from here, None while it runs."""
         agent = self._agents.get(name)
         if agent is None:
             return ""
@@ -105,11 +116,14 @@ class SSH:
         return redact(agent.last()) or f"its agent ended with {agent.returncode}"
 
     def close(self) -> None:
+        """Wait until all agents have ended, and kill those that take too long."""
         with self._starting:
             self._closed = True
+        # The time is for all agents together.
         until = time.monotonic() + LEAVE_SECONDS
         for agent in self._agents.values():
-            wait_for_exit(agent, max(0.0, until - time.monotonic()))
+            remaining = max(0.0, until - time.monotonic())
+            wait_for_exit(agent, remaining)
             agent.end()
 
 
@@ -119,10 +133,15 @@ def local_command(spec: SSHOptions) -> list[str]:
 
 
 def ssh_command(spec: SSHOptions, name: str, module: str = AGENT) -> list[str]:
-    """Return the ssh command that runs a module on a host. Its last argument is a line for the shell of that host."""
+    """Return the ssh command that runs a module on a host.
+
+    Its last argument is a line for the shell of that host.
+    """
     folder = spec.workdir or str(Path.cwd())
     python = spec.python or sys.executable
-    remote = f"cd {shlex.quote(folder)} && exec {shlex.join([python, '-u', '-m', module])}"
+    command = shlex.join([python, "-u", "-m", module])
+    # exec: no shell remains between ssh and the module.
+    remote = f"cd {shlex.quote(folder)} && exec {command}"
     return ["ssh", *FIRST, *spec.options, *LAST, _bare_name(name), remote]
 
 
@@ -134,7 +153,10 @@ def _bare_name(name: str) -> str:
 def make_hosts(spec: SSHOptions, known: Message | None = None) -> Hosts:
     """Return the hosts of a spec, without agents.
 
-    `known` is what the agent of this host knows, if the launcher follows another one.
+    Args:
+        spec: The section `launch` of the config.
+        known: What the agent of this host knows, if the launcher follows another one.
+
     Raises EnvironmentFault for a name without an address.
     """
     if known:
@@ -154,7 +176,8 @@ def make_hosts(spec: SSHOptions, known: Message | None = None) -> Hosts:
     if spec.nodes is None:
         hosts = Hosts(*arguments)
     else:
-        own = next((place for place in spec.places if place in here), "")
+        own_places = [place for place in spec.places if place in here]
+        own = own_places[0] if own_places else ""
         hosts = ElasticHosts(
             *arguments,
             least=spec.nodes.min,
@@ -190,7 +213,10 @@ def reach(spec: SSHOptions) -> dict[str, Reached]:
 def _run(
     spec: SSHOptions, name: str, here: bool, module: str, question: str, seconds: float
 ) -> tuple[int | None, str, str]:
-    """Run a module on a host with a question on its standard input; return exit code, output and errors."""
+    """Run a module on a host with a question on its standard input.
+
+    Returns its exit code, which is None if it took longer than `seconds`, its output and its errors.
+    """
     if here:
         command = [spec.python or sys.executable, "-m", module]
         folder = spec.workdir
@@ -205,13 +231,13 @@ def _run(
 
 def machines(spec: SSHOptions) -> Mapping[str, Machine]:
     """Return the machine of each connected host."""
-    hosts = gathered(spec)
+    hosts = gather_hosts(spec)
     return {name: machine_of(hosts.remotes[name].facts) for name in hosts.there()}
 
 
 def counts(spec: SSHOptions) -> dict[str, int]:
     """Return the number of ranks of each host that takes part, the launcher's own host first."""
-    hosts = gathered(spec)
+    hosts = gather_hosts(spec)
     there = machines(spec)
     if hosts.counts:
         return hosts.counts
@@ -220,10 +246,11 @@ def counts(spec: SSHOptions) -> dict[str, int]:
         if place in there:
             found[place] = spec.count(host, len(there[place].devices))
     own = getattr(hosts, "own", "")
-    ordered = sorted(found.items(), key=lambda each: each[0] != own)
+    # The launcher's own host comes first; the sort keeps the order of all others.
+    ordered = sorted(found, key=lambda place: place != own)
     if spec.nodes:
         ordered = ordered[: spec.nodes.max]
-    hosts.counts = dict(ordered)
+    hosts.counts = {place: found[place] for place in ordered}
     return hosts.counts
 
 
@@ -234,7 +261,15 @@ def make_elastic(
     hosts: ElasticHosts,
     resize: Callable[[int], bool],
 ) -> None:
-    """Set what hosts that come and go need to know of a run. `resize` makes the plan one for so many ranks."""
+    """Set what hosts that come and go need to know of a run.
+
+    Args:
+        spec: The section `launch` of the config.
+        plan: Of the run.
+        plan_path: Its file.
+        hosts: Gets the functions and the facts of the run.
+        resize: Makes the plan one for so many ranks; returns False if there is none.
+    """
     by_place = dict(zip(spec.places, spec.hosts, strict=True))
 
     def require(name: str) -> None:
@@ -267,15 +302,18 @@ def make_elastic(
 class Target(NamedTuple):
     """What ssh means by a name."""
 
-    addresses: list[str]  # empty if ssh reaches it through another host
-    here: bool  # it is this host, and this user
+    # Empty if ssh reaches it through another host.
+    addresses: list[str]
+    # Whether it is this host, and this user.
+    here: bool
     port: str = SSH_PORT
 
 
 def _targets(spec: SSHOptions) -> dict[str, Target]:
     """Return what ssh means by each place.
 
-    Raises EnvironmentFault for a name without an address, and for two names of one machine, whose devices would count twice.
+    Raises EnvironmentFault for a name without an address, and for two names of one machine, whose
+    devices would count twice.
     """
     targets = {place: _target(spec, place) for place in spec.places}
     machines: dict[tuple[str, str], str] = {}
@@ -318,7 +356,10 @@ def _target(spec: SSHOptions, place: str) -> Target:
 
 
 def _ssh_settings(spec: SSHOptions, name: str) -> dict[str, str]:
-    """Return the settings that ssh would use for a name, by its own words. Raises EnvironmentFault if it refuses."""
+    """Return the settings that ssh would use for a name, as `ssh -G` prints them.
+
+    Raises EnvironmentFault if ssh is missing or refuses its options.
+    """
     try:
         code, out, err = run_command(["ssh", "-G", *spec.options, name])
     except OSError as error:
@@ -337,21 +378,34 @@ def _ssh_settings(spec: SSHOptions, name: str) -> dict[str, str]:
 
 
 def _own_address(spec: SSHOptions, peers: list[str], direct: bool) -> str:
-    """Return the address at which this launcher listens: that of `launch.interface`, or the one that the hosts see.
+    """Return the address at which this launcher listens.
 
-    `peers` are addresses of the hosts. `direct` is False if some hosts are reached by a proxy; they are not among `peers`.
+    It is that of `launch.interface`, or the one that the hosts see.
+
+    Args:
+        spec: The section `launch` of the config.
+        peers: Addresses of the hosts.
+        direct: False if some hosts are reached by a proxy; they are not among `peers`.
+
     Raises EnvironmentFault if there is no such address, or if there are several.
     """
     if spec.interface is not None:
         return require_interface(spec.interface)
-    sources = {source_address(each) for each in peers if not is_here(each)} - {None}
+    sources = set()
+    for peer in peers:
+        if is_here(peer):
+            continue
+        source = source_address(peer)
+        if source is not None:
+            sources.add(source)
     if len(sources) > 1:
-        what = f"the hosts are reached from several addresses of this one: {', '.join(sorted(map(str, sources)))}"
+        found = ", ".join(sorted(sources))
+        what = f"the hosts are reached from several addresses of this one: {found}"
         raise EnvironmentFault(
             what, where="launch.hosts", fix="set launch.interface to the one that all of them reach"
         )
     if sources:
-        own = str(sources.pop())
+        own = sources.pop()
     else:
         local = [each for each in peers if is_here(each) and not is_loopback(each)]
         own = next(iter(local), "127.0.0.1")
@@ -365,7 +419,7 @@ def _own_address(spec: SSHOptions, peers: list[str], direct: bool) -> str:
 
 def submission(spec: SSHOptions, plan: Plan, plan_path: Path, resume: str | None) -> str:
     """Return for `--dry-run` what would be run: on each host its agent, and by that its ranks."""
-    hosts = gathered(spec)
+    hosts = gather_hosts(spec)
     rank = [spec.python or sys.executable, "-m", "drumline.train.entry", str(plan_path)]
     if resume:
         rank += ["--resume", resume]
