@@ -84,7 +84,9 @@ def transform(score: Tensor, divergence: str, alpha: float) -> Tensor:
 
 def cross_entropy(logit_P: Tensor, smoothing: float) -> Tensor:
     """Return −(1 − ε) log σ(l) − ε log σ(−l) with ε = `smoothing`."""
-    return -(1 - smoothing) * logsigmoid(logit_P) - smoothing * logsigmoid(-logit_P)
+    kept_P = -(1 - smoothing) * logsigmoid(logit_P)
+    swapped_P = smoothing * logsigmoid(-logit_P)
+    return kept_P - swapped_P
 
 
 def _sigmoid(pairs: Pairs) -> Tensor:
@@ -96,7 +98,8 @@ def _hinge(pairs: Pairs) -> Tensor:
 
 
 def _ipo(pairs: Pairs) -> Tensor:
-    return (pairs.mean_delta_P - 1 / (2 * pairs.beta)) ** 2
+    target = 1 / (2 * pairs.beta)
+    return (pairs.mean_delta_P - target) ** 2
 
 
 def _sigmoid_norm(pairs: Pairs) -> Tensor:
@@ -110,10 +113,14 @@ def _robust(pairs: Pairs) -> Tensor:
 
 
 def _exo_pair(pairs: Pairs) -> Tensor:
+    # log σ(l) and log σ(−l): the policy's distribution over the two answers.
     won_P = logsigmoid(pairs.logit_P)
     lost_P = logsigmoid(-pairs.logit_P)
-    won_term_P = won_P.exp() * (won_P - math.log1p(-pairs.smoothing))
-    lost_term_P = lost_P.exp() * (lost_P - math.log(pairs.smoothing))
+    # The data's distribution over them, (1 − ε, ε). The config requires ε above 0.
+    log_kept = math.log1p(-pairs.smoothing)
+    log_swapped = math.log(pairs.smoothing)
+    won_term_P = won_P.exp() * (won_P - log_kept)
+    lost_term_P = lost_P.exp() * (lost_P - log_swapped)
     return won_term_P + lost_term_P
 
 
@@ -135,19 +142,22 @@ def _sppo_hard(pairs: Pairs) -> Tensor:
 
 def _apo_zero(pairs: Pairs) -> Tensor:
     falls_P = torch.sigmoid(-pairs.beta * pairs.chosen_P)
-    return falls_P + torch.sigmoid(pairs.beta * pairs.rejected_P)
+    rises_P = torch.sigmoid(pairs.beta * pairs.rejected_P)
+    return falls_P + rises_P
 
 
 def _apo_down(pairs: Pairs) -> Tensor:
     difference_P = pairs.chosen_P - pairs.rejected_P
     rises_P = torch.sigmoid(pairs.beta * pairs.chosen_P)
-    return rises_P + torch.sigmoid(-pairs.beta * difference_P)
+    misses_P = torch.sigmoid(-pairs.beta * difference_P)
+    return rises_P + misses_P
 
 
 def _discopop(pairs: Pairs) -> Tensor:
     mixed_P = torch.sigmoid(pairs.logit_P / pairs.tau)
     logistic_P = -logsigmoid(pairs.logit_P)
-    exponential_P = (-pairs.logit_P).clamp(max=LARGEST_EXPONENT).exp()
+    exponent_P = (-pairs.logit_P).clamp(max=LARGEST_EXPONENT)
+    exponential_P = exponent_P.exp()
     return logistic_P * (1 - mixed_P) + exponential_P * mixed_P
 
 
@@ -164,9 +174,12 @@ def _aot_unpaired(pairs: Pairs) -> Tensor:
     The two sides together have the gradient of the sum over ranks.
     """
     assert pairs.matched_P3 is not None, "the first pass sorts"
-    _, rejected_P, chosen_P = pairs.matched_P3.unbind(1)
-    of_chosen_P = cross_entropy(pairs.beta * (pairs.chosen_P - rejected_P), pairs.smoothing)
-    of_rejected_P = cross_entropy(pairs.beta * (chosen_P - pairs.rejected_P), pairs.smoothing)
+    _, rejected_partner_P, chosen_partner_P = pairs.matched_P3.unbind(1)
+    delta_of_chosen_P = pairs.chosen_P - rejected_partner_P
+    delta_of_rejected_P = chosen_partner_P - pairs.rejected_P
+    of_chosen_P = cross_entropy(pairs.beta * delta_of_chosen_P, pairs.smoothing)
+    of_rejected_P = cross_entropy(pairs.beta * delta_of_rejected_P, pairs.smoothing)
+    # The second term adds its gradient alone: over the global batch it has the value of the first.
     return of_chosen_P + of_rejected_P - of_rejected_P.detach()
 
 
@@ -212,4 +225,7 @@ def match(numbers_N4: Tensor) -> Tensor:
 def _same_rank(values_N: Tensor, ranked_N: Tensor) -> Tensor:
     """Return for each of `values_N` the one of `ranked_N` that has the same rank when sorted."""
     sorted_N = ranked_N.sort(stable=True).values
-    return torch.empty_like(ranked_N).scatter_(0, values_N.argsort(stable=True), sorted_N)
+    # The place of the smallest value, of the next one, and so on: each gets the number of its rank.
+    places_N = values_N.argsort(stable=True)
+    partners_N = torch.empty_like(ranked_N)
+    return partners_N.scatter_(0, places_N, sorted_N)

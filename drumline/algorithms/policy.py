@@ -46,7 +46,9 @@ def divergence(
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    return torch.expm1((-log_ratio).clamp(max=LARGEST_EXPONENT)) + log_ratio
+    # expm1 keeps the digits of e^x − 1 for policies that are close to each other.
+    exponent = (-log_ratio).clamp(max=LARGEST_EXPONENT)
+    return torch.expm1(exponent) + log_ratio
 
 
 @dataclass
@@ -105,20 +107,27 @@ class PolicyGradient(Algorithm):
         log_probs_BT, entropy_BT = outputs.log_probs(
             batch.targets_BT, spec.loss_chunk, spec.generator.temperature, entropy=True
         )
-        # Without a step in between, this forward gives the log-probs of the rollout, too.
-        old_BT = log_probs_BT.detach() if spec.on_policy else batch.old_log_probs_BT
+        if spec.on_policy:
+            # Without a step in between, this forward gives the log-probs of the rollout, too.
+            old_BT = log_probs_BT.detach()
+        else:
+            old_BT = batch.old_log_probs_BT
         log_ratio_BT = log_probs_BT - old_BT
-        (loss_BT, clipped_BT), sums = self.surrogate(log_ratio_BT, log_probs_BT, old_BT, batch)
-        loss_sum = (loss_BT * batch.weights_BT).sum()
-        sums |= self._policy_sums(loss_sum, log_ratio_BT, clipped_BT, entropy_BT, batch)
+        token_loss, sums = self.surrogate(log_ratio_BT, log_probs_BT, old_BT, batch)
+        weights_BT = batch.weights_BT
+        loss_sum = (token_loss.loss_BT * weights_BT).sum()
+        sums |= self._policy_sums(loss_sum, log_ratio_BT, token_loss.clipped_BT, entropy_BT, batch)
         if spec.entropy_weight:
-            loss_sum = loss_sum - spec.entropy_weight * (entropy_BT * batch.weights_BT).sum()
+            entropy_sum = (entropy_BT * weights_BT).sum()
+            loss_sum = loss_sum - spec.entropy_weight * entropy_sum
         if self.kl.coefficient:
             kl_BT = divergence(log_probs_BT, batch.reference_log_probs_BT, spec.kl.estimator)
-            kl_BT = torch.where(batch.targets_BT != IGNORE, kl_BT, 0.0)
-            sums["kl"] = sum_where(batch.weights_BT > 0, kl_BT.detach())
+            is_token_BT = batch.targets_BT != IGNORE
+            kl_BT = torch.where(is_token_BT, kl_BT, 0.0)
+            sums["kl"] = sum_where(weights_BT > 0, kl_BT.detach())
             if self.kl_in_loss:
-                loss_sum = loss_sum + self.kl.coefficient * (kl_BT * batch.weights_BT).sum()
+                kl_sum = (kl_BT * weights_BT).sum()
+                loss_sum = loss_sum + self.kl.coefficient * kl_sum
         return LossOut(loss_sum, sums)
 
     def _policy_sums(
@@ -130,16 +139,21 @@ class PolicyGradient(Algorithm):
         batch: EpisodeBatch,
     ) -> Sums:
         """Return the sums that `step_metrics` reads."""
-        counts_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
+        is_token_BT = batch.targets_BT != IGNORE
+        # An episode with an unknown reward has the weight 0.
+        counts_BT = is_token_BT & (batch.weights_BT > 0)
         log_ratio_BT = log_ratio_BT.detach()
         ratio_BT = log_ratio_BT.clamp(max=LARGEST_EXPONENT).exp()
-        approx_kl_BT = divergence(torch.zeros_like(log_ratio_BT), log_ratio_BT, "k3")
+        # KL(π_old ‖ π): tokens were drawn from π_old, and only the difference of the logs counts.
+        zeros_BT = torch.zeros_like(log_ratio_BT)
+        approx_kl_BT = divergence(zeros_BT, log_ratio_BT, "k3")
+        counted_ratio_BT = torch.where(counts_BT, ratio_BT, 0.0)
         return {
             "policy": policy_loss.detach(),
             "weight": log_ratio_BT.new_full((), batch.weight),
             "tokens": counts_BT.sum(),
             "ratio": sum_where(counts_BT, ratio_BT),
-            "max_ratio": torch.where(counts_BT, ratio_BT, 0.0).amax(),
+            "max_ratio": counted_ratio_BT.amax(),
             "clipped": (clipped_BT & counts_BT).sum(),
             "entropy": sum_where(counts_BT, entropy_BT.detach()),
             "approx_kl": sum_where(counts_BT, approx_kl_BT),
@@ -152,8 +166,13 @@ class PolicyGradient(Algorithm):
         old_BT: torch.Tensor,
         batch: EpisodeBatch,
     ) -> tuple[TokenLoss, Sums]:
-        """Return the loss of each token, and sums for metrics of its own."""
-        return clipped(log_ratio_BT, batch.advantages_BT, self.spec.clip, self.spec.clip), {}
+        """Return the loss of each token, and sums for metrics of its own.
+
+        `log_ratio_BT`: log π / π_old. `log_probs_BT`: log π with a gradient. `old_BT`: log π_old.
+        """
+        clip = self.spec.clip
+        token_loss = clipped(log_ratio_BT, batch.advantages_BT, clip, clip)
+        return token_loss, {}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return means over tokens.
@@ -195,11 +214,15 @@ def clipped(
     if delta is not None:
         most = min(math.log(delta), LARGEST_EXPONENT)
     ratio_BT = log_ratio_BT.clamp(max=most).exp()
-    bounded_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
+    clipped_ratio_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    bounded_BT = clipped_ratio_BT * advantages_BT
     free_BT = ratio_BT * advantages_BT
-    cut_BT = (log_ratio_BT > most) & (advantages_BT < 0)
     loss_BT = -torch.minimum(free_BT, bounded_BT)
-    return TokenLoss(loss_BT, (bounded_BT < free_BT) | cut_BT)
+    # A token loses its gradient if the minimum is the clipped product, or if ρ itself was bounded
+    # and the minimum is the free product, which it is for a negative advantage.
+    is_bounded_BT = (log_ratio_BT > most) & (advantages_BT < 0)
+    clipped_BT = (bounded_BT < free_BT) | is_bounded_BT
+    return TokenLoss(loss_BT, clipped_BT)
 
 
 def weighted_likelihood(
@@ -214,7 +237,8 @@ def weighted_likelihood(
     gradient. `clipped_BT` says where ρ was cut.
     """
     ratio_BT = log_ratio_BT.detach().exp()
-    loss_BT = -ratio_BT.clamp(max=highest) * advantages_BT * log_probs_BT
+    bounded_ratio_BT = ratio_BT.clamp(max=highest)
+    loss_BT = -bounded_ratio_BT * advantages_BT * log_probs_BT
     return TokenLoss(loss_BT, ratio_BT > highest)
 
 
@@ -230,9 +254,10 @@ def level_ratio(
     """
     if level == "token":
         return log_ratio_BT
-    counts_BT = targets_BT != IGNORE
-    level_B1 = torch.where(counts_BT, log_ratio_BT, 0.0).sum(1, keepdim=True)
+    is_token_BT = targets_BT != IGNORE
+    token_ratio_BT = torch.where(is_token_BT, log_ratio_BT, 0.0)
+    level_B1 = token_ratio_BT.sum(1, keepdim=True)
     if level == "sequence":
-        tokens_B1 = counts_BT.sum(1, keepdim=True).clamp(min=1)
-        level_B1 = level_B1 / tokens_B1
+        tokens_B1 = is_token_BT.sum(1, keepdim=True)
+        level_B1 = level_B1 / tokens_B1.clamp(min=1)
     return level_B1.expand_as(log_ratio_BT)

@@ -37,7 +37,8 @@ class PPO(PolicyGradient):
         """Return the loss of a model that has the policy and the value."""
         policy = self.policy(outputs, batch)
         value = self.value(outputs, batch)
-        return LossOut(policy.loss_sum + value.loss_sum, policy.sums | value.sums)
+        loss_sum = policy.loss_sum + value.loss_sum
+        return LossOut(loss_sum, policy.sums | value.sums)
 
     def value(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         """Return half the squared error of the value to the returns.
@@ -45,16 +46,19 @@ class PPO(PolicyGradient):
         With `value_clip`, the error of the value clipped to ±value_clip around the rollout's is taken
         instead if it is larger.
         """
-        values_BT, returns_BT = outputs.values(), batch.returns_BT
+        values_BT = outputs.values()
+        returns_BT = batch.returns_BT
         squared_error_BT = (values_BT - returns_BT).square()
         clip = self.spec.value_clip
         if clip is not None:
             old_BT = batch.old_values_BT
-            bounded_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
+            change_BT = (values_BT - old_BT).clamp(-clip, clip)
+            bounded_BT = old_BT + change_BT
             bounded_error_BT = (bounded_BT - returns_BT).square()
             squared_error_BT = torch.maximum(squared_error_BT, bounded_error_BT)
         loss_sum = (squared_error_BT * batch.weights_BT).sum() / 2
         counts_BT = batch.weights_BT > 0
+        # In fp64, since the explained variance is a difference of these sums.
         exact_returns_BT = returns_BT.double()
         errors_BT = exact_returns_BT - values_BT.detach().double()
         sums = {
@@ -73,8 +77,10 @@ class PPO(PolicyGradient):
         below 0 for a worse one. It is 0 if returns do not vary.
         """
         tokens = max(1.0, sums["tokens"])
-        variance = sums["returns_squared"] / tokens - (sums["returns"] / tokens) ** 2
-        unexplained = sums["errors_squared"] / tokens - (sums["errors"] / tokens) ** 2
+        mean_return = sums["returns"] / tokens
+        variance = sums["returns_squared"] / tokens - mean_return**2
+        mean_error = sums["errors"] / tokens
+        unexplained = sums["errors_squared"] / tokens - mean_error**2
         explained = 0.0
         if variance > LEAST_VARIANCE:
             explained = 1 - unexplained / variance
