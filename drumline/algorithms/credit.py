@@ -1,7 +1,7 @@
 """Advantages: how much better an episode, or a token of it, did than expected.
 
-They are pure functions of a whole rollout: N episodes with at most M tokens of a completion each, or P
-prompts with G episodes each. fp32.
+They are pure functions of a whole rollout: N episodes with at most M tokens of a completion each,
+or P prompts with G episodes each. fp32.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ def group_advantages(
 ) -> torch.Tensor:
     """Return the advantage of each episode in its group, fp32 or fp64[P, G].
 
-    grpo: reward less the mean of its group, over the standard deviation (n − 1) of the group or of the
-    rollout (Shao et al. 2024, equation 3). With scale `none` it is Dr. GRPO's (Liu et al. 2025).
+    grpo: reward less the mean of its group, over the standard deviation (n − 1) of the group or of
+    the rollout (Shao et al. 2024, equation 3). With scale `none` it is Dr. GRPO's (Liu et al.
+    2025).
 
-    rloo: reward less the mean of the others of its group (Ahmadian et al. 2024), which is n / (n − 1)
-    times grpo's. With scale `batch` it is divided by the standard deviation of the rollout's advantages,
-    as in TRL.
+    rloo: reward less the mean of the others of its group (Ahmadian et al. 2024), which is n / (n −
+    1) times grpo's. With scale `batch` it is divided by the standard deviation of the rollout's
+    advantages, as in TRL.
 
-    NaN is an unknown reward. It is left out of means and deviations, and its advantage is 0. A group
-    whose rewards are all alike, or of which one is left, has advantages 0.
+    NaN is an unknown reward. It is left out of means and deviations, and its advantage is 0. A
+    group whose rewards are all alike, or of which one is left, has advantages 0.
     """
     known_PG = ~rewards_PG.isnan()
     centred_PG = _centred(rewards_PG, known_PG)
@@ -63,9 +64,9 @@ def group_advantages(
 def _centred(rows: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """Return the known values of each row less their mean; 0 elsewhere.
 
-    Values that are all alike become exactly 0. For that the distances from the lowest are averaged: a
-    mean of large numbers is rounded, and dividing by a deviation of nothing but rounding would turn it
-    into ones.
+    Values that are all alike become exactly 0. For that the distances from the lowest are averaged:
+    a mean of large numbers is rounded, and dividing by a deviation of nothing but rounding would
+    turn it into ones.
 
     `rows`: float[rows, columns], NaN for an unknown value. `known`: bool of the same shape.
     """
@@ -113,13 +114,13 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return generalised advantages of tokens, and the returns that the value is fitted to.
 
-    Schulman et al. 2016, equations 11 and 16: δ_t = r_t + γ V_{t+1} − V_t;  A_t = δ_t + γ λ A_{t+1}. A
-    return is advantage + value.
+    Schulman et al. 2016, equations 11 and 16: δ_t = r_t + γ V_{t+1} − V_t;  A_t = δ_t + γ λ
+    A_{t+1}. A return is advantage + value.
 
     `rewards_NM`: the reward of each token. `values_NM`: V of the state before each token. After the
     last token of a completion V and A are 0, also if it was cut for its length. `mask_NM` bool: the
-    tokens there are, from the left. `gamma`: the discount of a token's rewards. `lam`: λ, which trades
-    bias (0) for variance (1). Both results are fp32[N, M], and 0 outside of `mask_NM`.
+    tokens there are, from the left. `gamma`: the discount of a token's rewards. `lam`: λ, which
+    trades bias (0) for variance (1). Both results are fp32[N, M], and 0 outside of `mask_NM`.
     """
     advantages_NM = torch.zeros_like(values_NM)
     next_advantage_N = torch.zeros_like(values_NM[:, 0])
@@ -195,10 +196,10 @@ def credit_tokens(
 ) -> Episodes:
     """Return the episodes with advantages, returns and weights of tokens.
 
-    A token's reward is −`cost_NM`, and at the last token also the episode's reward. An episode whose
-    reward is NaN is not learned from. `gamma`, `lam`: as in `gae`. `whitened`: whether advantages are
-    brought to mean 0 and variance 1 over the rollout; returns stay as they are, since the value is
-    fitted to them.
+    A token's reward is −`cost_NM`, and at the last token also the episode's reward. An episode
+    whose reward is NaN is not learned from. `gamma`, `lam`: as in `gae`. `whitened`: whether
+    advantages are brought to mean 0 and variance 1 over the rollout; returns stay as they are,
+    since the value is fitted to them.
     """
     mask_NM = episodes.mask_NM
     is_known_N = ~rewards_N.isnan()

@@ -1,8 +1,8 @@
 """The losses of DPO and its variants, as pure functions of P pairs. Tensors are fp64[P].
 
 A score s is log π(answer | prompt) − log π_ref(answer | prompt), summed over the answer's tokens.
-Δ = f(s_w) − f(s_l), where w is the chosen answer, l the rejected one, and f the identity, or that of
-another divergence (`transform`). l = βΔ; ε is the label smoothing.
+Δ = f(s_w) − f(s_l), where w is the chosen answer, l the rejected one, and f the identity, or that
+of another divergence (`transform`). l = βΔ; ε is the label smoothing.
 
     sigmoid       −(1 − ε) log σ(l) − ε log σ(−l)                  Rafailov et al. 2023;
                                                                    ε: conservative DPO, Mitchell 2023
@@ -22,8 +22,8 @@ another divergence (`transform`). l = βΔ; ε is the label smoothing.
                                                                    smallest of the batch
     aot_unpaired  sigmoid of (s_w(i) − s_l(i))                     the same
 
-They are as TRL 1.16 has them. `bco_pair` lacks the paper's shift δ, a running mean. The ranks of `aot`
-are those of the global batch.
+They are as TRL 1.16 has them. `bco_pair` lacks the paper's shift δ, a running mean. The ranks of
+`aot` are those of the global batch.
 """
 
 from __future__ import annotations
@@ -204,12 +204,12 @@ LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
 def match(numbers_N4: Tensor) -> Tensor:
     """Return what the losses that sort need of each pair of a global batch, fp64[N, 3].
 
-    `numbers_N4`: log-probabilities of the chosen and the rejected answers under the policy, then under
-    the reference. Equal numbers keep their order.
+    `numbers_N4`: log-probabilities of the chosen and the rejected answers under the policy, then
+    under the reference. Equal numbers keep their order.
 
-    The columns are: by how much the reference's log π_w / π_l of the same rank lies above the pair's
-    own; the score of the rejected answer of the same rank as the chosen one; the score of the chosen
-    answer of the same rank as the rejected one.
+    The columns are: by how much the reference's log π_w / π_l of the same rank lies above the
+    pair's own; the score of the rejected answer of the same rank as the chosen one; the score of
+    the chosen answer of the same rank as the rejected one.
     """
     chosen_N, rejected_N, reference_chosen_N, reference_rejected_N = numbers_N4.unbind(1)
     policy_ratio_N = chosen_N - rejected_N

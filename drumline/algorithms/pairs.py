@@ -59,8 +59,8 @@ class AnswerPairs(Answers):
     ) -> LossOut:
         """Return the loss summed over the pairs that are real, and what `step_metrics` reads.
 
-        `log_probs_B`, `rewards_B`: of each answer, fp64. Sums are fp64, the loss is fp32 as all losses
-        are.
+        `log_probs_B`, `rewards_B`: of each answer, fp64. Sums are fp64, the loss is fp32 as all
+        losses are.
         """
         chosen_P, rejected_P = sides(log_probs_B)
         won_P, lost_P = sides(rewards_B.detach())

@@ -1,7 +1,8 @@
 """What PPO and GRPO share.
 
-For a step: the divergence from a reference, estimated token by token from samples, and the controller
-of its weight; the clipped surrogate; metrics of how far the policy has moved. [B, T] tensors are fp32.
+For a step: the divergence from a reference, estimated token by token from samples, and the
+controller of its weight; the clipped surrogate; metrics of how far the policy has moved. [B, T]
+tensors are fp32.
 
 Advantages are in `algorithms.credit`.
 """
@@ -28,7 +29,8 @@ LARGEST_ERROR = 0.2
 def sum_where(is_counted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return the sum of the values that are counted.
 
-    Picking them by the mask would make the host wait: the GPU would have to report how many there are.
+    Picking them by the mask would make the host wait: the GPU would have to report how many there
+    are.
     """
     return torch.where(is_counted, values, 0.0).sum()
 
@@ -38,8 +40,8 @@ def divergence(
 ) -> torch.Tensor:
     """Return estimates of KL(π ‖ π_ref) at tokens drawn from π (Schulman 2020, "Approximating KL divergence").
 
-    k1 = log π/π_ref, k2 = k1²/2, k3 = π_ref/π − 1 − log π_ref/π. k1 and k3 are unbiased, k2 and k3 never
-    negative. As a loss, only k2 has the gradient of the KL. In k3 π_ref/π is at most e^80.
+    k1 = log π/π_ref, k2 = k1²/2, k3 = π_ref/π − 1 − log π_ref/π. k1 and k3 are unbiased, k2 and k3
+    never negative. As a loss, only k2 has the gradient of the KL. In k3 π_ref/π is at most e^80.
     """
     log_ratio = log_probs - reference
     if estimator == "k1":
@@ -59,8 +61,8 @@ class KLController:
 
         e = clip(KL / target − 1, ±0.2);  coefficient ← coefficient · (1 + e · min(1, episodes / horizon))
 
-    Departs from the paper in two points: KL and target are per token, not per completion, and the min
-    is added, because of more episodes than `horizon` the factor could become negative.
+    Departs from the paper in two points: KL and target are per token, not per completion, and the
+    min is added, because of more episodes than `horizon` the factor could become negative.
     """
 
     coefficient: float
@@ -90,8 +92,8 @@ class PolicyGradient(Algorithm):
     It owns the controller of the divergence's weight, which rollouts steer.
     """
 
-    # Whether the divergence is a part of the loss. Otherwise it is a cost in the rewards, and only a
-    # metric here.
+    # Whether the divergence is a part of the loss. Otherwise it is a cost in the rewards, and only
+    # a metric here.
     kl_in_loss: ClassVar[bool]
 
     def __init__(self, spec: PPOConfig | GRPOConfig) -> None:
@@ -177,8 +179,9 @@ class PolicyGradient(Algorithm):
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return means over tokens.
 
-        They are the probability ratio to the rollout's policy, its largest value, the share clipped, the
-        entropy (nats), the KL from the rollout's policy, and that from the reference if there is one.
+        They are the probability ratio to the rollout's policy, its largest value, the share
+        clipped, the entropy (nats), the KL from the rollout's policy, and that from the reference
+        if there is one.
         """
         tokens = max(1.0, sums["tokens"])
         metrics = {
@@ -207,8 +210,8 @@ def clipped(
     Schulman et al. 2017, equation 7.
 
     `delta`: ρ itself is at most this, so that a bad token's loss is bounded too (INTELLECT-2, Prime
-    Intellect 2025, two-sided clip). Without it ρ is at most e^80: fp32 ends at e^88, and inf · 0 is no
-    gradient.
+    Intellect 2025, two-sided clip). Without it ρ is at most e^80: fp32 ends at e^88, and inf · 0 is
+    no gradient.
     """
     most = LARGEST_EXPONENT
     if delta is not None:
@@ -233,8 +236,8 @@ def weighted_likelihood(
 ) -> TokenLoss:
     """Return CISPO's loss of each token, −min(ρ, highest) A log π, with no gradient through ρ.
 
-    MiniMax-M1, 2025; without a lower clip, as the authors use it and TRL has it. Every token keeps a
-    gradient. `clipped_BT` says where ρ was cut.
+    MiniMax-M1, 2025; without a lower clip, as the authors use it and TRL has it. Every token keeps
+    a gradient. `clipped_BT` says where ρ was cut.
     """
     ratio_BT = log_ratio_BT.detach().exp()
     bounded_ratio_BT = ratio_BT.clamp(max=highest)
@@ -250,7 +253,8 @@ def level_ratio(
     """Return log ρ at every place of a row, [B, T].
 
     `token`: each token's own. `sequence`: their mean over the completion (GSPO, Zheng et al. 2025,
-    equation 7). `product`: their sum, the ratio of the whole completion (RLOO, Ahmadian et al. 2024).
+    equation 7). `product`: their sum, the ratio of the whole completion (RLOO, Ahmadian et al.
+    2024).
     """
     if level == "token":
         return log_ratio_BT

@@ -1,10 +1,12 @@
 """Attention by documents: the lengths of a batch's documents replace a mask over all pairs of tokens.
 
-transformers lets us register an attention function and a mask function under a name of our own. The model decides what a layer
-attends to (all, a sliding window). Our mask function returns `Documents` instead of a mask. Each block hands them to the attention
-function, also when it is computed again. While no batch is set (generation, trials) both functions are the model's own.
+transformers lets us register an attention function and a mask function under a name of our own. The
+model decides what a layer attends to (all, a sliding window). Our mask function returns `Documents`
+instead of a mask. Each block hands them to the attention function, also when it is computed again.
+While no batch is set (generation, trials) both functions are the model's own.
 
-B rows, T tokens of a row, H heads, of size D; N documents of a batch, padding at the end of a row among them.
+B rows, T tokens of a row, H heads, of size D; N documents of a batch, padding at the end of a row
+among them.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ _batch: ContextVar[Any] = ContextVar("batch")
 class Pattern:
     """Which tokens of rows attend to each other, as numbers in host memory.
 
-    `lengths`: of each row's documents, without padding. `width`: tokens of a row. A token attends to
-    its own document: with `causal` up to itself, with `window` only to the nearest so many tokens.
-    With `branches` each document continues the first of its row, and attends to it too.
+    `lengths`: of each row's documents, without padding. `width`: tokens of a row. A token attends
+    to its own document: with `causal` up to itself, with `window` only to the nearest so many
+    tokens. With `branches` each document continues the first of its row, and attends to it too.
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -164,8 +166,8 @@ def attending(
 ) -> Iterator[dict[str, Any]]:
     """Yield the arguments of a model for a batch, or for this rank's part of it; its forward runs in this context.
 
-    A mask of ones, or no positions, keep transformers from searching documents in the positions, for
-    which the host would wait.
+    A mask of ones, or no positions, keep transformers from searching documents in the positions,
+    for which the host would wait.
     """
     inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
     rows = getattr(batch, "documents", None)
@@ -188,7 +190,8 @@ def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
     """Replacement for a mask function of transformers: return `Documents` of the current batch.
 
     Returns None if `is_causal` tells everything. Without a batch, and for patterns that are neither
-    all tokens nor causal ones nor a window of these, returns the mask of the implementation `before`.
+    all tokens nor causal ones nor a window of these, returns the mask of the implementation
+    `before`.
     `head_dim`: size of a head. `options`: what transformers calls a mask function with.
     """
     batch = _batch.get(None)
@@ -260,8 +263,8 @@ def attention(
     """Replacement for an attention function of transformers. It can be traced as a part of one graph.
 
     `whole`: the function that it replaces; None: the eager one of the module's own class. `query`,
-    `key` and `value` are [B, H, T, D], the result is [B, T, H, D] and None for the scores. Tokens of
-    padding get zeros, or numbers that mean nothing.
+    `key` and `value` are [B, H, T, D], the result is [B, T, H, D] and None for the scores. Tokens
+    of padding get zeros, or numbers that mean nothing.
     """
     if not isinstance(attention_mask, Documents):
         function: Any = _eager(module) if whole is None else whole
@@ -335,8 +338,8 @@ def one_by_one(
     `additive`: `whole` takes a mask of numbers and nothing else. Rows and documents are split and
     joined again: the gradient of a slice would be as large as the tensor that it is cut from.
 
-    A row of only padding, which fills up the last batch, counts as a document: each parameter gets its
-    gradient in each micro-batch, or DDP would not reduce it.
+    A row of only padding, which fills up the last batch, counts as a document: each parameter gets
+    its gradient in each micro-batch, or DDP would not reduce it.
     """
     rows = []
     by_row = zip(documents.lengths, query.split(1), key.split(1), value.split(1), strict=True)
@@ -382,8 +385,8 @@ def _of_one(
 ) -> Iterator[Tensor]:
     """Yield a document's attention, [1, n, H, D] in one or more parts.
 
-    With a window these are stretches of as many queries as the window is long, each with the keys that
-    they see. Keys ahead of the document's own are those of the document that it continues.
+    With a window these are stretches of as many queries as the window is long, each with the keys
+    that they see. Keys ahead of the document's own are those of the document that it continues.
     """
     length, keys, window = query.shape[2], key.shape[2], documents.window
     before = keys - length
@@ -409,8 +412,8 @@ def band(
 ) -> Tensor:
     """Return which keys a query sees, [1, 1, queries, keys]: those up to it, of these the last `window`.
 
-    Query i stands at key i + `offset`. The result is bool, or with `additive` numbers of the type of
-    `like`.
+    Query i stands at key i + `offset`. The result is bool, or with `additive` numbers of the type
+    of `like`.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(offset)
     if window is not None:
@@ -420,7 +423,8 @@ def band(
     return like.new_zeros(1, 1, queries, keys).masked_fill(~seen, torch.finfo(like.dtype).min)
 
 
-# The operator of compiled blocks. Low-level names: the kernel of a `custom_op` runs below autograd, and the backward here needs it.
+# The operator of compiled blocks. Low-level names: the kernel of a `custom_op` runs below autograd,
+# and the backward here needs it.
 torch.library.define(
     "drumline::attend",
     "(Tensor query, Tensor key, Tensor value, Tensor lengths_BN, bool causal, SymInt? window,"
@@ -502,7 +506,8 @@ torch.library.impl("drumline::attend_backward", ("cpu", "cuda"), attend_backward
 torch.library.register_autograd("drumline::attend", _go_back, setup_context=_keep_inputs)
 
 
-# Kernels for variable lengths. The scale of scores, or their soft cap; None: the default, or no cap.
+# Kernels for variable lengths. The scale of scores, or their soft cap; None: the default, or no
+# cap.
 Numbers = float | None
 
 
@@ -693,8 +698,8 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
 def _trial_difference(kernel: Kernel, documents: Documents, inputs: list[Tensor]) -> float:
     """Return how far a kernel's results and gradients are from those of documents one by one.
 
-    It is the largest difference relative to the largest value of the same tensor. `inputs`: query, key
-    and value.
+    It is the largest difference relative to the largest value of the same tensor. `inputs`: query,
+    key and value.
     """
     theirs = _trial_results(KERNELS[kernel](*inputs, documents, None, None), inputs)
     ours = _trial_results(one_by_one(_plain_attention, documents, False, *inputs), inputs)

@@ -1,7 +1,8 @@
 """The repeated blocks of a model, and how tensor parallelism cuts each of its weights.
 
-Blocks are the units of checkpointing, compilation, sharding and adapters. The planner counts the weights here by shape, by
-whether they are trainable, and by their style of tensor parallelism. A Hugging Face model's class and config name those styles.
+Blocks are the units of checkpointing, compilation, sharding and adapters. The planner counts the
+weights here by shape, by whether they are trainable, and by their style of tensor parallelism. A
+Hugging Face model's class and config name those styles.
 """
 
 from __future__ import annotations
@@ -332,7 +333,8 @@ def _patches_per_token(config: Any) -> int:
 def _styles_by_layer(model: Any) -> dict[int, str]:
     """Return the id of each layer that tensor parallelism cuts → its style (see engine.tensor_parallel).
 
-    Embedding and head are cut by the vocabulary, and experts by their number, also where no plan names them.
+    Embedding and head are cut by the vocabulary, and experts by their number, also where no plan
+    names them.
     """
     experts = {id(model.get_submodule(name)): "experts" for name in expert_modules(model)}
     if reads_images(model):
@@ -354,7 +356,8 @@ def _styles_by_layer(model: Any) -> dict[int, str]:
     return styles
 
 
-# Plans for classes that carry none, by type of model. GPT-2's queries, keys and values lie in one layer: all heads are on each rank.
+# Plans for classes that carry none, by type of model. GPT-2's queries, keys and values lie in one
+# layer: all heads are on each rank.
 _BERT = {"*.attention.self.query": "colwise", "*.attention.self.key": "colwise", "*.attention.self.value": "colwise",
          "*.intermediate.dense": "colwise", "*.output.dense": "rowwise"}  # fmt: skip
 OWN_PLANS: dict[str, dict[str, str]] = {
@@ -415,7 +418,8 @@ def _planned_styles(model: Any) -> dict[str, str | None]:
     return styles
 
 
-# Styles that leave a layer's output whole. A module of only such layers gives each rank all that it computes.
+# Styles that leave a layer's output whole. A module of only such layers gives each rank all that it
+# computes.
 WHOLE_OUTPUTS = {
     "colwise_gather_output",
     "colwise_rep",

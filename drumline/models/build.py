@@ -48,10 +48,10 @@ def lay_out(
 ) -> tuple[Any, Source]:
     """Return a model without weights, in fp32 or `dtype`, and the source of its weights.
 
-    The weights are those of `path`, or drawn from `seed` if `init` is random. The model ends in `head`;
-    a head of classes has as many logits as there are `labels`. If the files have no head of classes,
-    scores or values, or one of another shape, it is drawn. With `draws` False that is an error, since a
-    frozen model needs a trained head.
+    The weights are those of `path`, or drawn from `seed` if `init` is random. The model ends in
+    `head`; a head of classes has as many logits as there are `labels`. If the files have no head of
+    classes, scores or values, or one of another shape, it is drawn. With `draws` False that is an
+    error, since a frozen model needs a trained head.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose
     weights cannot be read in parts is built whole on `device`; the reason is logged. Attention is
@@ -59,9 +59,10 @@ def lay_out(
     eager for a class without sdpa (`models.attention` replaces it).
 
     `draw_device`: the device that the run trains on, whose generator draws; None: `device`.
-    `checkpoint_keys`: names of tensors that a checkpoint will fill; if these are all, no file is read.
-    Raises ModelError, also if the folder lacks weights of some part of the model (transformers would
-    draw them).
+    `checkpoint_keys`: names of tensors that a checkpoint will fill; if these are all, no file is
+    read.
+    Raises ModelError, also if the folder lacks weights of some part of the model (transformers
+    would draw them).
     """
     quiet()
     config, growth = load_grown(path, model)
@@ -136,8 +137,8 @@ def build_model(
 def _unpacked(config: Any, model: ModelConfig) -> Any:
     """Return a config with which transformers unpacks weights of fp8 or mxfp4 as it reads them.
 
-    It does so on a GPU too, since they are trained in another type. If none are read, the config has
-    nothing about packed weights.
+    It does so on a GPU too, since they are trained in another type. If none are read, the config
+    has nothing about packed weights.
     """
     packed = getattr(config, "quantization_config", None)
     if packed is not None and model.init == "random":
@@ -184,7 +185,8 @@ def _pretrained(
 ) -> Any:
     """Return a whole model that transformers reads from a folder or hub id.
 
-    Raises ModelError if the files lack weights of a language model, and with `draws` False of a head.
+    Raises ModelError if the files lack weights of a language model, and with `draws` False of a
+    head.
     """
     stored = config
     if growth is not None and growth.added:

@@ -58,7 +58,8 @@ def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
 def lowered(values: Any, precision: str) -> Any:
     """Return the same values with floating-point tensors in the type of a low `precision`.
 
-    This is for weights that are kept in that type, with no autocast. Other precisions change nothing.
+    This is for weights that are kept in that type, with no autocast. Other precisions change
+    nothing.
     """
     dtype = LOW_PRECISION.get(precision)
 

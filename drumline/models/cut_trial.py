@@ -1,8 +1,8 @@
 """A trial of one tensor-parallel rank's part of a model, on the meta device and without other ranks.
 
 Layers that a plan cuts give and take as many features as one rank has. The trial shows whether the
-model's own code runs on these, and which weights it uses on them. Each rank holds such a weight whole,
-and its gradient is the sum over the ranks.
+model's own code runs on these, and which weights it uses on them. Each rank holds such a weight
+whole, and its gradient is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class CutTrial:
     """The result of a trial.
 
-    `failure`: why the model's code does not work on a rank's part; empty if it does, or if that is not
-    known.
+    `failure`: why the model's code does not work on a rank's part; empty if it does, or if that is
+    not known.
     `on_parts`: names of the modules whose own weights are whole and act on tensors that are cut.
     """
 
@@ -92,8 +92,8 @@ def try_cut(model: Any) -> CutTrial:
 def weights_on_parts(model: Any) -> list[str]:
     """Return the names of the modules whose own weights are whole on each rank and act on parts.
 
-    The gradient of such a weight on a rank is a summand. Raises PlanError if the model's code does not
-    run on a part.
+    The gradient of such a weight on a rank is a summand. Raises PlanError if the model's code does
+    not run on a part.
     """
     trial = try_cut(model)
     if trial.failure:

@@ -44,7 +44,8 @@ def _bar(phase: str, on_progress: OnProgress) -> Any:
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal most
             shown = super().update(n)
-            # One bar counts what is downloaded and one what is written: the larger number is reported.
+            # One bar counts what is downloaded and one what is written: the larger number is
+            # reported.
             if self.unit == "B" and self.n > most:
                 most = self.n
                 on_progress(phase, int(most) // MIB, int(self.total or 0) // MIB or None)

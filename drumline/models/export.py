@@ -88,8 +88,9 @@ def export(
 ) -> ExportResult:
     """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`.
 
-    `which`: the newest checkpoint, the best by eval.metric (the newest if none was measured), or that of
-    a step. `dtype`: a key of DTYPES, or auto, which takes `checkpoint.export_dtype` of the run.
+    `which`: the newest checkpoint, the best by eval.metric (the newest if none was measured), or
+    that of a step. `dtype`: a key of DTYPES, or auto, which takes `checkpoint.export_dtype` of the
+    run.
     `adapter`: write only the adapters of a LoRA run, as PEFT's files; else they are merged.
     An older export in `to` is replaced. Raises CheckpointError, ModelError, EnvironmentFault, and
     DrumlineError if the folder does not read back as the same model; then `to` is as it was.
@@ -172,8 +173,8 @@ def _take_value_head(model: Any) -> dict[str, torch.Tensor]:
 def _dtype(wanted: str, plan: Plan, adapter: bool) -> str:
     """Return the type to write, a key of DTYPES.
 
-    Weights that were drawn are exported as they were trained. Files of another type, or of none, count
-    as fp32.
+    Weights that were drawn are exported as they were trained. Files of another type, or of none,
+    count as fp32.
     """
     if wanted == "auto":
         wanted = plan.config.checkpoint.export_dtype
@@ -265,8 +266,8 @@ def _is_export_of(folder: Path, adapter: bool, checkpoint: Path | None) -> bool:
 def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:
     """Return a run's model, tokenizer and best checkpoint: what `export` would write, in memory.
 
-    The model is in eval mode and fp32, its adapters merged. Raises CheckpointError if the run has no
-    whole checkpoint.
+    The model is in eval mode and fp32, its adapters merged. Raises CheckpointError if the run has
+    no whole checkpoint.
     """
     checkpoint = _choose(run_dir / "checkpoints", "best")
     model, tokenizer = read_checkpoint(plan_of(run_dir, trust), checkpoint)
@@ -294,7 +295,8 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     if plan.base is not None and weights_digest(path) not in (None, plan.base):
         what = "its frozen weights are not those that the run was trained on top of"
         raise ModelError(what, where=f"model {path}", fix="bring the old ones back")
-    # A checkpoint has only the trainable weights: frozen ones are read from the model's files, or drawn again.
+    # A checkpoint has only the trainable weights: frozen ones are read from the model's files, or
+    # drawn again.
     kept = _model_tensors(checkpoint)
     weights_seed = derive(seed, "weights")
     built = build_model(
@@ -327,8 +329,9 @@ def _model_tensors(checkpoint: Path) -> frozenset[str]:
 def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
     """Merge the adapters of a model in eval mode, fp32. Raises DrumlineError where that makes another model.
 
-    `adapters.merge` proves each layer by itself, in fp64. The logits of the whole show what no layer
-    shows, such as a weight that two layers share. They may differ by what rounding does to them:
+    `adapters.merge` proves each layer by itself, in fp64. The logits of the whole show what no
+    layer shows, such as a weight that two layers share. They may differ by what rounding does to
+    them:
     the sum of two products is rounded otherwise than the product of a sum. The limit for that is
     measured in fp32, since an fp64 copy of an 8B model would take 64 GB.
     """
@@ -356,8 +359,8 @@ def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> N
         return
     tokenizer = load_tokenizer(path, model)
     if plan.config.head not in LM:
-        # transformers' own classifiers find the last token of padded rows by the padding id: it is the
-        # one before the first that pads, so the padding id may end no text.
+        # transformers' own classifiers find the last token of padded rows by the padding id: it is
+        # the one before the first that pads, so the padding id may end no text.
         padding_id = tokenizer.pad_token_id
         if padding_id is None or padding_id in end_ids(tokenizer):
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding(tokenizer))
@@ -423,8 +426,8 @@ def _known_as(model: ModelConfig, base: str) -> str:
 def plan_of(run_dir: Path, trust: bool) -> Plan:
     """Return the plan of a run folder.
 
-    `trust`: whether the model's own code may run. The folder does not decide that, since it may be a
-    stranger's.
+    `trust`: whether the model's own code may run. The folder does not decide that, since it may be
+    a stranger's.
     """
     path = run_dir / "plan.json"
     if not path.exists():

@@ -1,7 +1,7 @@
 """A model's files: finding them, checking them before transformers reads them, and writing new ones beside their place.
 
-They are in a folder, on the hub, or in a PyPI package, whose GGUF file is converted once to safetensors. The checks find what would make
-transformers hang or build forever.
+They are in a folder, on the hub, or in a PyPI package, whose GGUF file is converted once to
+safetensors. The checks find what would make transformers hang or build forever.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ PREFIX = "package:"
 HUB_TIMEOUT_SECONDS = 5.0
 # Part of a cached folder's name: raise it when a conversion gives other files than before.
 CONVERSION = 2
-# JSON that transformers reads whole. The tokenizer's Rust library checks its own files (tokenizer.json, vocab.json).
+# JSON that transformers reads whole. The tokenizer's Rust library checks its own files
+# (tokenizer.json, vocab.json).
 READ = (
     "*config.json",
     "special_tokens_map.json",
@@ -57,11 +58,11 @@ SIZES = re.compile(
 def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id ") -> str | None:
     """Return the local folder or hub id to load from; None for a model that its config describes alone.
 
-    A hub id stays an id if the hub answers; otherwise it becomes the folder of its cached snapshot, so
-    that nothing calls the hub again. `named`: what an error has ahead of the id, if no key of a config
-    has it.
-    Raises ModelError for a folder without a model, a package that is not installed, an id that the hub
-    does not know, and one that is not cached while offline; within about 5 seconds.
+    A hub id stays an id if the hub answers; otherwise it becomes the folder of its cached snapshot,
+    so that nothing calls the hub again. `named`: what an error has ahead of the id, if no key of a
+    config has it.
+    Raises ModelError for a folder without a model, a package that is not installed, an id that the
+    hub does not know, and one that is not cached while offline; within about 5 seconds.
     """
     if model.id is None:
         return None
@@ -149,7 +150,8 @@ def _on_hub(name: str, revision: str | None, where: str) -> str:
     except HfHubHTTPError as error:
         return _cached(name, revision, f"the hub refuses: {first_line(error)}", where)
     except Exception as error:
-        # A failed connection raises the HTTP library's own classes; which library that is changes with huggingface_hub's version.
+        # A failed connection raises the HTTP library's own classes; which library that is changes
+        # with huggingface_hub's version.
         is_connection = isinstance(error, OSError) or type(error).__module__.startswith("httpx")
         if not is_connection:
             raise
@@ -180,8 +182,8 @@ def _from_package(name: str, on_progress: OnProgress, named: str = "model.id ") 
 
     The folder is written once, whole or not at all. It has fp32 safetensors, dequantised by
     transformers, a config and a tokenizer.
-    Raises ModelError (gguf is not installed, or cannot read the file) and EnvironmentFault (the cache
-    cannot be written, or its disk is full).
+    Raises ModelError (gguf is not installed, or cannot read the file) and EnvironmentFault (the
+    cache cannot be written, or its disk is full).
     """
     where = f"{named}{PREFIX}{name}"
     try:
@@ -249,12 +251,14 @@ def _read(source: Path) -> tuple[Any, Any]:
     except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
         what = f"transformers cannot read this GGUF file: {error}"
         raise ModelError(what, where=str(source), fix="name a model that it can read") from error
-    # transformers 5.17 takes the token that begins a turn for the end of text, too; the model's config has both right.
+    # transformers 5.17 takes the token that begins a turn for the end of text, too; the model's
+    # config has both right.
     for token in ("bos", "eos", "pad"):
         token_id = getattr(loaded.config, f"{token}_token_id")
         if token_id is not None:
             setattr(tokenizer, f"{token}_token", tokenizer.convert_ids_to_tokens(token_id))
-    # transformers takes a model from GGUF for quantised and refuses to save it: the same weights, not copied, in a plain model.
+    # transformers takes a model from GGUF for quantised and refuses to save it: the same weights,
+    # not copied, in a plain model.
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
     with torch.device("meta"):
@@ -269,9 +273,9 @@ def _read(source: Path) -> tuple[Any, Any]:
 def _read_once() -> Iterator[None]:
     """Within the context gguf parses a file once and names an architecture's tensors once.
 
-    transformers repeats both (the file three times, the names for each module), and gguf spends most of
-    its time on memmaps of single strings, which plain views avoid. SmolLM2-135M (Q4_1) on 2 cores took
-    22.9 s before and 4.9 s with this, with the same files.
+    transformers repeats both (the file three times, the names for each module), and gguf spends
+    most of its time on memmaps of single strings, which plain views avoid. SmolLM2-135M (Q4_1) on 2
+    cores took 22.9 s before and 4.9 s with this, with the same files.
     """
     from unittest import mock
 

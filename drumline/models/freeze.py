@@ -71,10 +71,10 @@ def keep_low(
 ) -> None:
     """Keep the frozen weights of these modules in `dtype`, the type of their products: half the memory of fp32.
 
-    `trainable`: also the weights that are not frozen. `vectors`: also norms and biases, one entry in
-    thousands. Otherwise these stay fp32, since a CPU's kernels of norms require fp32 weights for fp32
-    inputs. Packed weights stay packed. The parameters may be on the meta device, and each stays the
-    same object, so ties hold.
+    `trainable`: also the weights that are not frozen. `vectors`: also norms and biases, one entry
+    in thousands. Otherwise these stay fp32, since a CPU's kernels of norms require fp32 weights for
+    fp32 inputs. Packed weights stay packed. The parameters may be on the meta device, and each
+    stays the same object, so ties hold.
     """
     for part in parts:
         for parameter in part.parameters():

@@ -1,7 +1,7 @@
 """Fused kernels by Liger (`model.kernels: liger`, Hsu et al. 2024).
 
-They compute RMS norms, rotary embeddings, gated feed-forward parts, and the cross-entropy of a head. Experimental: none of it has run on
-a GPU here.
+They compute RMS norms, rotary embeddings, gated feed-forward parts, and the cross-entropy of a
+head. Experimental: none of it has run on a GPU here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from drumline.plan.rules import NO_LIGER
 
-# Arguments of Liger's functions. The loss is not among them: `linear_cross_entropy` below calls its kernel.
+# Arguments of Liger's functions. The loss is not among them: `linear_cross_entropy` below calls its
+# kernel.
 PARTS = {
     "rope": True,
     "rms_norm": True,
@@ -54,7 +55,8 @@ def apply_liger(model: nn.Module) -> None:
         function = fused if q.is_cuda else before
         return function(q, *args, **kwargs)
 
-    # Liger replaces the function for all models of the process, but trials of small copies run on the CPU.
+    # Liger replaces the function for all models of the process, but trials of small copies run on
+    # the CPU.
     setattr(module, ROTARY, rotary_by_device)
 
 

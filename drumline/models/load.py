@@ -50,10 +50,11 @@ from drumline.models.shapes import check_length, full_config
 from drumline.models.vocabulary import Growth, growth_of, set_rows
 from drumline.plan.facts import ModelFacts
 
-# Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
+# Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite.
+# `models.head.can_split` tries the model itself.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-# Config keys of GPT-2, Llama, BERT, OPT and StarCoder 2 for dropout over a block's outputs to the residual stream, and of Mixtral
-# for noise on it before the router.
+# Config keys of GPT-2, Llama, BERT, OPT and StarCoder 2 for dropout over a block's outputs to the
+# residual stream, and of Mixtral for noise on it before the router.
 STREAM_DROPOUTS = (
     "resid_pdrop",
     "residual_dropout",
@@ -68,8 +69,8 @@ SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
 # Kinds of layers whose attention sees a window.
 WINDOWED_LAYERS = {"sliding_attention", "chunked_attention"}
-# FLOPs of a token for each parameter in a matrix product: 2 in forward, and 2 each for the gradients of inputs and of weights, which
-# a frozen parameter does not have.
+# FLOPs of a token for each parameter in a matrix product: 2 in forward, and 2 each for the
+# gradients of inputs and of weights, which a frozen parameter does not have.
 TRAINABLE_FLOPS = 6
 FROZEN_FLOPS = 4
 
@@ -212,20 +213,20 @@ def facts(
 ) -> ModelFacts:
     """Return the sizes of the model that a config describes. It is built on the meta device, without weights.
 
-    `length`: tokens of a training row. `adapter`: injected first. `head` image: `length` is the side of
-    a square image, and a training row counts as one token. `frozen_names`: see `models.freeze`;
-    parameters without requires_grad are frozen.
+    `length`: tokens of a training row. `adapter`: injected first. `head` image: `length` is the
+    side of a square image, and a training row counts as one token. `frozen_names`: see
+    `models.freeze`; parameters without requires_grad are frozen.
 
-    FLOPs of a token, forward and backward, are 6 for each parameter in a matrix product (Kaplan et al.
-    2020; the embedding is a look-up, a tied one counts once as the head), and 12·layers·width·length of
-    attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads × head size). PaLM counts all
-    pairs of positions of a row, causal or not, one document or several. A frozen parameter has no
-    gradient, so it counts 4. A token uses only the experts that its router chooses. A vision tower
-    works for image tokens alone: its products are counted separately, without its attention, which
-    depends on the sizes of images.
+    FLOPs of a token, forward and backward, are 6 for each parameter in a matrix product (Kaplan et
+    al. 2020; the embedding is a look-up, a tied one counts once as the head), and
+    12·layers·width·length of attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads ×
+    head size). PaLM counts all pairs of positions of a row, causal or not, one document or several.
+    A frozen parameter has no gradient, so it counts 4. A token uses only the experts that its
+    router chooses. A vision tower works for image tokens alone: its products are counted
+    separately, without its attention, which depends on the sizes of images.
 
-    Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are not
-    in the model.
+    Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are
+    not in the model.
     """
     model = on_meta(config, head)
     with _judged(config):
@@ -259,7 +260,8 @@ def on_meta(
             build = partial(make, config, trust_remote_code=is_remote, **options)
             model: Any = from_hub(path, source or ModelConfig(), build)
         for tensor in model.state_dict(keep_vars=True).values():
-            # Its class makes such a tensor by a function that ignores the device, such as torch.normal.
+            # Its class makes such a tensor by a function that ignores the device, such as
+            # torch.normal.
             if not tensor.is_meta:
                 _move_to_meta(tensor)
         return with_head(model, head)
@@ -437,9 +439,9 @@ def _cuts(model: Any) -> dict[str, Any]:
 def _facts_of_images(model: Any, side: int) -> ModelFacts:
     """Return the sizes of an image classifier on the meta device.
 
-    A training row is one token, so `flops_per_token` is of one image. torch's FlopCounterMode counts the
-    forward pass of one image of `side` × `side` (matrix products and convolutions, with attention).
-    Backward costs twice that, once for the inputs and once for the trainable weights.
+    A training row is one token, so `flops_per_token` is of one image. torch's FlopCounterMode
+    counts the forward pass of one image of `side` × `side` (matrix products and convolutions, with
+    attention). Backward costs twice that, once for the inputs and once for the trainable weights.
     Raises ModelError if the model does not take images of that size.
     """
     counter = FlopCounterMode(display=False)

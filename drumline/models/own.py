@@ -161,8 +161,8 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
 def export_weights(plan: Plan, which: str) -> Path:
     """Write the module's state dict to RUN/export/model.safetensors, and return the folder.
 
-    `which`: the best or the last checkpoint. Floats are written in `checkpoint.export_dtype`, unless
-    that is auto.
+    `which`: the best or the last checkpoint. Floats are written in `checkpoint.export_dtype`,
+    unless that is auto.
     """
     folder = Path(plan.run_dir) / "export"
     module, _ = read_module(plan, folder.parent, which)

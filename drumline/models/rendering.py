@@ -1,9 +1,9 @@
 """Limits of time and memory for chat templates, which are programs of strangers. Jinja's sandbox prevents other harm.
 
-A rendering may take `MOST_STEPS` steps (blocks, calls, filters) and `MOST_SECONDS` of its thread's time. Its output and every
-value may have `MOST_SIZE`. Steps are counted, since no alarm reaches a thread. Single operations that counting cannot stop
-(9**9**9, `center(10**9)`) are refused before they run. Only public parts of Jinja are used: its sandbox class is changed, for every
-sandbox.
+A rendering may take `MOST_STEPS` steps (blocks, calls, filters) and `MOST_SECONDS` of its thread's
+time. Its output and every value may have `MOST_SIZE`. Steps are counted, since no alarm reaches a
+thread. Single operations that counting cannot stop (9**9**9, `center(10**9)`) are refused before
+they run. Only public parts of Jinja are used: its sandbox class is changed, for every sandbox.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MOST_MADE = 2**30
 MOST_SOURCE = 2**20
 # Characters of padding and indents; repetitions; bits of whole numbers.
 MOST_WIDTH = 10**5
-# Filters and methods of texts whose result may be much larger: by a number, a format, or by joining.
+# Filters and methods of texts whose result may be much larger: by a number, a format, or by
+# joining.
 _GROWING = {
     "batch",
     "center",

@@ -1,8 +1,9 @@
 """Heads that no language model has: a number for each token, and classes.
 
-A number for each token is the score of a reward or value model, or the value head of a policy. A score model is transformers' sequence
-classifier with one label: a trunk and the linear layer `score`. If the files (a causal LM's) lack the weight of `score`, the model's
-initialisation draws it.
+A number for each token is the score of a reward or value model, or the value head of a policy. A
+score model is transformers' sequence classifier with one label: a trunk and the linear layer
+`score`. If the files (a causal LM's) lack the weight of `score`, the model's initialisation draws
+it.
 
 B samples, C classes, T tokens, D the width of the trunk.
 """
@@ -34,8 +35,8 @@ FIRST_PLAIN_ID = 16
 class ValueHead(nn.Linear):
     """The value of each token, a linear function of the hidden states that the policy's head reads.
 
-    It starts at zero: the first values are 0, and they send no gradient into the trunk. A random head
-    would change the policy by noise.
+    It starts at zero: the first values are 0, and they send no gradient into the trunk. A random
+    head would change the policy by noise.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -104,7 +105,8 @@ def extra_heads(model: Any) -> frozenset[str]:
     names = list(model.state_dict())
     if model.get_output_embeddings() is not None:
         return frozenset(name for name in names if name.startswith(f"{VALUE}."))
-    # A classifier: everything outside of the trunk, and a pooler, which masked language models lack.
+    # A classifier: everything outside of the trunk, and a pooler, which masked language models
+    # lack.
     trunk = f"{model.base_model_prefix}."
     return frozenset(name for name in names if not name.startswith(trunk) or ".pooler." in name)
 
@@ -125,8 +127,8 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
     """Return the logits of a batch of texts or images, float[B, C].
 
     `sequence`: sequences are cut over ranks, and all of these get the same logits. A text without
-    attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by its
-    place and not by the padding id, so a text may end in that id.
+    attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by
+    its place and not by the padding id, so a text may end in that id.
     """
     parts = None
     has_mask = getattr(batch, "attention_mask_BT", None) is not None
@@ -177,8 +179,8 @@ def grey_image(config: Any, device: Any, side: int | None = None) -> torch.Tenso
 def is_bidirectional(model: Any) -> bool:
     """Return whether a text classifier attends to later tokens, so that its batches need an attention mask.
 
-    `model` may be on the meta device. It is tried on a small copy. A bidirectional model must obey the
-    mask, and the head of any other must read the last token. Raises ModelError if it does not.
+    `model` may be on the meta device. It is tried on a small copy. A bidirectional model must obey
+    the mask, and the head of any other must read the last token. Raises ModelError if it does not.
     """
     sees_later_tokens, works = try_small(model, "cpu", _try_classifier)
     if works:

@@ -20,11 +20,12 @@ from drumline.dist.copies import copied_to
 class SequencePart:
     """This rank's part of every sequence: part `index` of `parts`.
 
-    A part is one contiguous stretch. With `folded` it is two, one from either end (of four stretches
-    0 and 3, or 1 and 2): if each rank keeps its queries, causal attention is then the same work for
-    all. Forward and backward must run within the context `around`. `positions_BT`: the position ids of
-    the whole sequences that were cut last, on which attention masks depend; None before the first cut.
-    Until then the model runs whole sequences (`active` False), as in the trials at build time.
+    A part is one contiguous stretch. With `folded` it is two, one from either end (of four
+    stretches 0 and 3, or 1 and 2): if each rank keeps its queries, causal attention is then the
+    same work for all. Forward and backward must run within the context `around`. `positions_BT`:
+    the position ids of the whole sequences that were cut last, on which attention masks depend;
+    None before the first cut. Until then the model runs whole sequences (`active` False), as in the
+    trials at build time.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class SequencePart:
     def places(self, places_M: npt.NDArray[np.int64], like_BT: torch.Tensor) -> torch.Tensor:
         """Return the places in this part's B × t of those among `places_M` that lie in this part, int64.
 
-        `places_M`: places in the B × T of the whole. `like_BT`: a tensor of that B × T. The host counts
-        the places, so it does not wait for the device of `like_BT`.
+        `places_M`: places in the B × T of the whole. `like_BT`: a tensor of that B × T. The host
+        counts the places, so it does not wait for the device of `like_BT`.
         """
         rows, width = like_BT.shape
         is_chosen = np.zeros(rows * width, bool)

@@ -1,7 +1,7 @@
 """Shapes of well-known public models, for plans without the hub.
 
-Each row is from the model's config.json on the hub. Tests compare the numbers of parameters with the published ones. Any other model is
-planned from its folder, from the hub, or by `model.shape`.
+Each row is from the model's config.json on the hub. Tests compare the numbers of parameters with
+the published ones. Any other model is planned from its folder, from the hub, or by `model.shape`.
 """
 
 from __future__ import annotations
@@ -239,7 +239,8 @@ KNOWN: dict[str, Known] = {
     "qwen3-vl-32b": _qwen3_vl("Qwen/Qwen3-VL-32B-Instruct", 5120, 25600, 64, 64, 8, small=False),
     "llama-4-scout": _llama4("Llama-4-Scout-17B-16E", 16, 1, 10485760),
     "llama-4-maverick": _llama4("Llama-4-Maverick-17B-128E", 128, 2, 1048576),
-    # transformers' own defaults are its sizes; positions as its config has them. Without the layer that predicts two tokens.
+    # transformers' own defaults are its sizes; positions as its config has them. Without the layer
+    # that predicts two tokens.
     "deepseek-v3": Known(
         "deepseek-ai/DeepSeek-V3-Base",
         {"model_type": "deepseek_v3", "max_position_embeddings": 163840},

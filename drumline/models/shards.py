@@ -1,11 +1,12 @@
 """Weights for models without memory, part by part: a rank reads from the files only its own part.
 
-A model is built on the meta device, the transforms shard it, and then `Values.fill` gives each parameter memory and values. So a
-rank never has more in memory than its own part, and one slice of one tensor while it reads.
+A model is built on the meta device, the transforms shard it, and then `Values.fill` gives each
+parameter memory and values. So a rank never has more in memory than its own part, and one slice of
+one tensor while it reads.
 
-Random weights are drawn piece by piece by the model's own initialisation, so they are the same however the model is sharded. A
-piece is a block (a member of a list of modules), or a module outside of the blocks with its own weights. Its random numbers depend
-only on the seed and its name.
+Random weights are drawn piece by piece by the model's own initialisation, so they are the same
+however the model is sharded. A piece is a block (a member of a list of modules), or a module
+outside of the blocks with its own weights. Its random numbers depend only on the seed and its name.
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
 class FromFiles:
     """The source of weights in safetensors files.
 
-    `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of all
-    others. `grown`: names of tensors with a row for each token, which get the rows of `growth`.
+    `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of
+    all others. `grown`: names of tensors with a row for each token, which get the rows of `growth`.
     """
 
     places: dict[str, Stored] = field(repr=False)
@@ -278,9 +279,9 @@ def from_files(
 ) -> FromFiles:
     """Return the source of a model's weights in the safetensors files of a folder or hub id.
 
-    `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of tensors
-    that are left out if they are missing or have another shape. With `growth` embedding and head of
-    the model have its rows, and those of the files fewer.
+    `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of
+    tensors that are left out if they are missing or have another shape. With `growth` embedding and
+    head of the model have its rows, and those of the files fewer.
 
     Raises NeedsFullModel if the files' names and shapes do not match those of the model one to one.
     Raises ModelError if the files have different values for weights that the config ties.
@@ -466,9 +467,9 @@ class Drawn:
     def __init__(self, model: Any, seed: int, device: str = "cpu") -> None:
         """`model`: laid out on the meta device, before any transform. `device`: whose generator draws.
 
-        The numbers of a GPU's generator are not those of a CPU's, so all strategies of a run draw on
-        a GPU that it trains on, even weights that are then kept on the host. Everything else draws on
-        the CPU.
+        The numbers of a GPU's generator are not those of a CPU's, so all strategies of a run draw
+        on a GPU that it trains on, even weights that are then kept on the host. Everything else
+        draws on the CPU.
         """
         # A copy: transforms put other modules into the model, and stages of a pipeline lose some.
         self.model = copy.deepcopy(model)

@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 class Tokens:
     """Token ids for trials, int64[B, T].
 
-    `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a vision-language
-    model. `documents`: lengths of the documents in each row, which fill it. With `branches` each
-    document continues the first of its row.
+    `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a
+    vision-language model. `documents`: lengths of the documents in each row, which fill it. With
+    `branches` each document continues the first of its row.
     """
 
     input_ids_BT: torch.Tensor
@@ -86,8 +86,8 @@ def try_small(
     """Return the result of `trial`, called with a small copy of `model` and eight token ids, int64[1, 8].
 
     The copy is on `device`, without gradients and in full fp32. `layers`: its layers at least.
-    Raises ModelError for a model that does not run, such as one whose config has numbers that do not
-    fit each other.
+    Raises ModelError for a model that does not run, such as one whose config has numbers that do
+    not fit each other.
     """
     small = small_copy(model, device, layers)
     ids_BT = torch.arange(8, device=device)[None] % small.config.get_text_config().vocab_size
@@ -109,10 +109,11 @@ def try_small(
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two outputs of a small copy are equal up to rounding, relative to the largest value.
 
-    One logit may be near zero by cancellation, so an entry is not compared to its own size. The copy
-    has a few layers and always the same random weights, so the answer is a property of its class and
-    device, not of a run's weights. A sum of n products is off by about √n units of roundoff
-    (`rounding.product_bits`). 100 eps are 200 units, enough for sums of 40,000 products in any order.
+    One logit may be near zero by cancellation, so an entry is not compared to its own size. The
+    copy has a few layers and always the same random weights, so the answer is a property of its
+    class and device, not of a run's weights. A sum of n products is off by about √n units of
+    roundoff (`rounding.product_bits`). 100 eps are 200 units, enough for sums of 40,000 products in
+    any order.
     """
     if a.shape != b.shape:
         return False

@@ -1,8 +1,9 @@
 """Any nn.Module laid out without memory, by a recording of its constructor.
 
-The tape records what the constructor does to each tensor, and plays it again for the tensors that a rank holds. So a rank makes only its
-own part, by whatever rules the module has (`reset_parameters`, `nn.init`, `apply`, copies of other weights). Every world size and
-strategy starts from the same weights: the i-th random call draws from a seed of its own.
+The tape records what the constructor does to each tensor, and plays it again for the tensors that a
+rank holds. So a rank makes only its own part, by whatever rules the module has (`reset_parameters`,
+`nn.init`, `apply`, copies of other weights). Every world size and strategy starts from the same
+weights: the i-th random call draws from a seed of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_l
 
 logger = logging.getLogger(__name__)
 Build = Callable[[], nn.Module]
-# Functions that do nothing on the meta device, so a call of one is recorded as a whole; by their code.
+# Functions that do nothing on the meta device, so a call of one is recorded as a whole; by their
+# code.
 RECORDED_WHOLE = {
     function.__code__: function
     for function in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.dirac_, nn.init.sparse_)
@@ -42,12 +44,13 @@ OVERWRITES = {
 def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Source]:
     """Return the module that `build` makes, on the meta device, and the source of its first weights.
 
-    If its constructor reads values (`.item()`), or makes weights that are not on the device of torch's
-    context, it is built whole in host memory on each rank instead, from the same seed, and moved to
-    `device`; the reason is logged.
+    If its constructor reads values (`.item()`), or makes weights that are not on the device of
+    torch's context, it is built whole in host memory on each rank instead, from the same seed, and
+    moved to `device`; the reason is logged.
     """
     tape = _Tape()
-    # If this list was made while transformers had replaced torch.linspace, it would lack it from then on.
+    # If this list was made while transformers had replaced torch.linspace, it would lack it from
+    # then on.
     device_constructors.cache_clear()
     try:
         with constructing(seed), torch.device("meta"), tape:
@@ -74,7 +77,8 @@ def _module(built: object) -> nn.Module:
 def _view_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor without memory, which tells its storage and its place there.
 
-    The tensor itself will not do, since transforms swap it. A tensor with memory is returned as it is.
+    The tensor itself will not do, since transforms swap it. A tensor with memory is returned as it
+    is.
     """
     return tensor.detach() if tensor.is_meta else tensor
 
@@ -223,7 +227,8 @@ class ReplayedValues:
     Raises NeedsFullModel if the tape does not have all of them.
     """
 
-    # `put` gets the module's own names: one that is an adapter's in another model means nothing here.
+    # `put` gets the module's own names: one that is an adapter's in another model means nothing
+    # here.
     by_name = True
 
     def __init__(self, tape: _Tape, model: nn.Module, seed: int) -> None:

@@ -1,7 +1,8 @@
 """Chat templates, and the tokens that end an answer.
 
-A template has a name (`chat/NAME.jinja`, written for Drumline) or is a Jinja file. A file may name the special tokens that it is written
-with, in a comment `{#- special tokens: <|im_start|> <|im_end|> #}` at its start.
+A template has a name (`chat/NAME.jinja`, written for Drumline) or is a Jinja file. A file may name
+the special tokens that it is written with, in a comment `{#- special tokens: <|im_start|>
+<|im_end|> #}` at its start.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def turn_tail(tokenizer: Any) -> list[int]:
 def turn_end(tokenizer: Any) -> int | None:
     """Return the id of the special token that the chat template writes behind an answer.
 
-    None if there is no template or no such token. It may differ from the end-of-sequence token: base
-    models often have the template of a chat model.
+    None if there is no template or no such token. It may differ from the end-of-sequence token:
+    base models often have the template of a chat model.
     """
     tail = turn_tail(tokenizer)
     return tail[0] if tail else None

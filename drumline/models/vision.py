@@ -1,8 +1,9 @@
 """From image files to pixels, and the vision-language models that are supported.
 
-Such a model turns an image into patches, and each merge × merge of them into one token of the language model, which replaces a
-placeholder token. Images go through transformers' image processor with its PIL backend: it needs no torchvision (which the processor of
-images, text and video together requires), and the same image gives the same numbers on every machine.
+Such a model turns an image into patches, and each merge × merge of them into one token of the
+language model, which replaces a placeholder token. Images go through transformers' image processor
+with its PIL backend: it needs no torchvision (which the processor of images, text and video
+together requires), and the same image gives the same numbers on every machine.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-# Mean and deviation of ImageNet's training images, by channel of RGB in [0, 1]: most published models were trained with these (He et
-# al. 2015 and after).
+# Mean and deviation of ImageNet's training images, by channel of RGB in [0, 1]: most published
+# models were trained with these (He et al. 2015 and after).
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 # Pixels of the side of an image if neither processor nor model sets it.
@@ -45,8 +46,8 @@ Grid = tuple[int, int, int]
 class Vision:
     """The part of a vision-language model that data needs. It can be pickled to processes that tokenise.
 
-    `path`: of its image processor. `token_id`: the placeholder's. `merge`: an image token stands for
-    merge² patches.
+    `path`: of its image processor. `token_id`: the placeholder's. `merge`: an image token stands
+    for merge² patches.
     """
 
     path: str
@@ -84,8 +85,8 @@ class Vision:
     def grid(self, path: str, origin: str) -> Grid:
         """Return the grid of patches of an image.
 
-        The image is decoded, so that a damaged one is found before training. Raises DataError that names
-        `origin` (a row) and the path.
+        The image is decoded, so that a damaged one is found before training. Raises DataError that
+        names `origin` (a row) and the path.
         """
         from drumline.vendor.transformers import smart_resize
 
@@ -122,8 +123,8 @@ def vision_of(config: Config, path: str | None, hf_config: Any) -> Vision | None
     """Return the Vision of a run's model; None for a model of only text or only images.
 
     `path`, `hf_config`: its folder or hub id, and transformers' config.
-    Raises ModelError for a vision-language model of a type that is not KNOWN, and for a folder without
-    an image processor.
+    Raises ModelError for a vision-language model of a type that is not KNOWN, and for a folder
+    without an image processor.
     """
     if config.head not in LM or not is_vision_language(hf_config):
         return None
@@ -170,8 +171,8 @@ def read_image(path: str, origin: str) -> Any:
 def in_colour(image: Any) -> Any:
     """Return a picture of Pillow upright and in RGB.
 
-    Of 16 bits the upper eight are taken, and white is behind transparent parts. Raises ValueError for
-    numbers of 32 bits, for which nobody knows how large white is.
+    Of 16 bits the upper eight are taken, and white is behind transparent parts. Raises ValueError
+    for numbers of 32 bits, for which nobody knows how large white is.
     """
     from PIL import Image, ImageOps
 
@@ -193,9 +194,10 @@ def in_colour(image: Any) -> Any:
 def load_processor(path: str | None, model: ModelConfig, config: Any, side: int | None) -> Any:
     """Return transformers' image processor of the model.
 
-    Without one in its files, it is one that scales to a square and normalises by ImageNet's colours.
-    `config`: the model's. `side`: pixels of the square; None: the processor's, else the model's, else
-    224.
+    Without one in its files, it is one that scales to a square and normalises by ImageNet's
+    colours.
+    `config`: the model's. `side`: pixels of the square; None: the processor's, else the model's,
+    else 224.
     """
     if path is not None and find_file(path, PROCESSOR_FILES[0], model) is not None:
         processor = _processor(path, model)

@@ -18,10 +18,10 @@ class Classify(Algorithm):
     With label smoothing s the target is 1 − s on the class and s spread evenly over all classes
     (Szegedy et al. 2016).
 
-    Held-out metrics are top-1 accuracy, top-5 too if there are at least 10 classes, and macro F1. The
-    latter is the plain mean of 2·tp / (labelled + predicted) over the classes that occur among labels or
-    predictions, as scikit-learn has it. It is computed from sums over samples, so it is that of the whole
-    set on any number of ranks.
+    Held-out metrics are top-1 accuracy, top-5 too if there are at least 10 classes, and macro F1.
+    The latter is the plain mean of 2·tp / (labelled + predicted) over the classes that occur among
+    labels or predictions, as scikit-learn has it. It is computed from sums over samples, so it is
+    that of the whole set on any number of ranks.
     """
 
     def __init__(self, spec: ClassifyConfig) -> None:

@@ -1,8 +1,8 @@
 """Direct preference optimisation (Rafailov et al. 2023) and its variants.
 
-The loss is a weighted sum of `pair_losses.LOSSES`, where the formulas are. The SFT term is each pair's
-own mean over the chosen answer's tokens. TRL's `sft` loss is one mean over all tokens of a batch, which
-depends on how the batch is cut.
+The loss is a weighted sum of `pair_losses.LOSSES`, where the formulas are. The SFT term is each
+pair's own mean over the chosen answer's tokens. TRL's `sft` loss is one mean over all tokens of a
+batch, which depends on how the batch is cut.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class DPO(AnswerPairs):
     def _pairs(self, score_B: torch.Tensor, tokens_B: torch.Tensor, batch: Any) -> Pairs:
         """Return what the losses read.
 
-        `score_B`: log π − log π_ref of each answer. `tokens_B`: the number of tokens of each answer.
+        `score_B`: log π − log π_ref of each answer. `tokens_B`: the number of tokens of each
+        answer.
         """
         transformed_B = transform(score_B, self.spec.f_divergence, self.spec.f_alpha)
         chosen_P, rejected_P = sides(score_B)

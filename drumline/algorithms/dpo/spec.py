@@ -19,7 +19,8 @@ Loss = Literal[
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 # Losses that sort the pairs of the global batch, in a first pass.
 SORTED = ("aot", "aot_unpaired")
-# Losses of a difference of scores, which another divergence than the reverse KL may transform first.
+# Losses of a difference of scores, which another divergence than the reverse KL may transform
+# first.
 OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 
 

@@ -1,7 +1,7 @@
 """Group-relative policy optimisation (Shao et al. 2024) and its variants.
 
-They are Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), GSPO (Zheng et al. 2025), CISPO (MiniMax-M1,
-2025), the two-sided clip of INTELLECT-2 (2025) and RLOO (Ahmadian et al. 2024).
+They are Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), GSPO (Zheng et al. 2025), CISPO
+(MiniMax-M1, 2025), the two-sided clip of INTELLECT-2 (2025) and RLOO (Ahmadian et al. 2024).
 """
 
 from __future__ import annotations

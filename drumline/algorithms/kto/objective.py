@@ -6,13 +6,13 @@ w is `desirable_weight` or `undesirable_weight`.
     kto                w (1 − σ(β(s − z))) for a good answer, w (1 − σ(β(z − s))) for a bad one
     apo_zero_unpaired  the same with z = 0; D'Oosterlinck et al. 2024, eq. 7, for single answers
 
-z = max(0, mean of log π(y' | x) − log π_ref(y' | x)) estimates the KL of policy and reference. It is a
-number without a gradient, over all samples of the global batch. y' is the answer to another prompt: that
-of the nearest sample before x in the global batch whose prompt is not x; before the first sample comes
-the last. z is 0 if all samples of a global batch have the same prompt.
+z = max(0, mean of log π(y' | x) − log π_ref(y' | x)) estimates the KL of policy and reference. It
+is a number without a gradient, over all samples of the global batch. y' is the answer to another
+prompt: that of the nearest sample before x in the global batch whose prompt is not x; before the
+first sample comes the last. z is 0 if all samples of a global batch have the same prompt.
 
-TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is cut, and takes
-the neighbour whatever its prompt.
+TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is cut, and
+takes the neighbour whatever its prompt.
 """
 
 from __future__ import annotations

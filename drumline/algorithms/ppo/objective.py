@@ -18,9 +18,9 @@ LEAST_VARIANCE = 1e-12
 class PPO(PolicyGradient):
     """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over the tokens of completions.
 
-    The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it is in the
-    batch's advantages and returns; here it is only a metric. If the value is a separate model, policy
-    and value are two objectives.
+    The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it is in
+    the batch's advantages and returns; here it is only a metric. If the value is a separate model,
+    policy and value are two objectives.
     """
 
     spec: PPOConfig
@@ -43,8 +43,8 @@ class PPO(PolicyGradient):
     def value(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         """Return half the squared error of the value to the returns.
 
-        With `value_clip`, the error of the value clipped to ±value_clip around the rollout's is taken
-        instead if it is larger.
+        With `value_clip`, the error of the value clipped to ±value_clip around the rollout's is
+        taken instead if it is larger.
         """
         values_BT = outputs.values()
         returns_BT = batch.returns_BT
@@ -73,8 +73,8 @@ class PPO(PolicyGradient):
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the policy's metrics, the value's loss and its explained variance.
 
-        The latter is 1 − Var(return − value) / Var(return): 1 for a perfect value, 0 for a constant,
-        below 0 for a worse one. It is 0 if returns do not vary.
+        The latter is 1 − Var(return − value) / Var(return): 1 for a perfect value, 0 for a
+        constant, below 0 for a worse one. It is 0 if returns do not vary.
         """
         tokens = max(1.0, sums["tokens"])
         mean_return = sums["returns"] / tokens

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 WEIGHT = "weight"
 # Names of the sums that are added to the user's.
 OURS = ("loss", WEIGHT, "squared_norms")
-# Of a sum with this prefix the largest over micro-batches is reported, instead of the sum over the weight.
+# Of a sum with this prefix the largest over micro-batches is reported, instead of the sum over the
+# weight.
 MAX_PREFIX = "max_"
 WHERE = "algorithm.path"
 # Names that events of steps and evaluations have for their own numbers.
@@ -29,8 +30,9 @@ FIELDS = {
 class PythonObjective(Algorithm):
     """The objective `function(model, batch)` of a user.
 
-    It returns the loss summed over the micro-batch, and may add other sums by name. They are reported
-    over the weight. Of a name `max_…` the largest of all micro-batches is reported as it is.
+    It returns the loss summed over the micro-batch, and may add other sums by name. They are
+    reported over the weight. Of a name `max_…` the largest of all micro-batches is reported as it
+    is.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:

@@ -6,9 +6,9 @@ p is the mean log-probability of an answer's tokens; w the chosen answer, l the 
                                                                                   β is the paper's λ
     SimPO  −log σ(β(p_w − p_l) − γ), with label smoothing ε as DPO has it         equation 6
 
-The likelihood of the chosen answer is each pair's own mean over the answer's tokens. TRL has one mean
-over all tokens of a batch, which depends on how the batch is cut. For ORPO it is, as in the authors'
-code, also over the tokens of the prompt.
+The likelihood of the chosen answer is each pair's own mean over the answer's tokens. TRL has one
+mean over all tokens of a batch, which depends on how the batch is cut. For ORPO it is, as in the
+authors' code, also over the tokens of the prompt.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ SIDES = ("chosen", "rejected")
 class RewardModel(Algorithm):
     """The reward of an answer is the score head's value at its last token. Losses are summed over pairs.
 
-    A margin in the data overrides the config's. `center` weighs (r(chosen) + r(rejected))² (Eisenstein
-    et al. 2023).
+    A margin in the data overrides the config's. `center` weighs (r(chosen) + r(rejected))²
+    (Eisenstein et al. 2023).
     """
 
     def __init__(self, spec: RewardModelConfig) -> None:
@@ -48,7 +48,8 @@ class RewardModel(Algorithm):
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the loss, the metrics of a step, and the expected calibration error.
 
-        The latter is the mean over pairs of |accuracy − confidence| of their bin (Naeini et al. 2015).
+        The latter is the mean over pairs of |accuracy − confidence| of their bin (Naeini et al.
+        2015).
         """
         pairs = max(1.0, sums["pairs"])
         # A bin of n pairs weighs n / pairs, and n |accuracy − confidence| is its |excess|.
@@ -86,7 +87,8 @@ class RewardModel(Algorithm):
         ranking_loss_P = -functional.logsigmoid(difference_P - margin_P)
         squared_sum_P = (chosen_P + rejected_P) ** 2
         loss_P = ranking_loss_P + self.spec.center * squared_sum_P
-        # Squares are summed in fp64, as their mean's difference from the squared mean is a variance.
+        # Squares are summed in fp64, as their mean's difference from the squared mean is a
+        # variance.
         sums = pair_sums(
             batch.real_P,
             accuracy=(difference_P > 0).float(),
@@ -105,8 +107,8 @@ def _bin_excess(
 ) -> torch.Tensor:
     """Return Σ (is right − confidence) over the real pairs of each bin of confidence, fp64[BINS].
 
-    The confidence that the model has in the side it prefers is σ(|Δ|). It is in [0.5, 1], which is cut
-    into equal bins.
+    The confidence that the model has in the side it prefers is σ(|Δ|). It is in [0.5, 1], which is
+    cut into equal bins.
     """
     difference_P = (chosen_P - rejected_P).detach().double()
     confidence_P = torch.sigmoid(difference_P.abs())

@@ -16,9 +16,9 @@ class NextToken(Algorithm):
 
     Divided by their count it is the mean negative log-likelihood.
 
-    `answers`: whether `exact_match` is measured. `exact` counts the sequences (documents inside packs)
-    whose every learned token is the model's first choice, so greedy decoding from the prompt would give
-    exactly this answer. Pretraining has no answers and leaves it out.
+    `answers`: whether `exact_match` is measured. `exact` counts the sequences (documents inside
+    packs) whose every learned token is the model's first choice, so greedy decoding from the prompt
+    would give exactly this answer. Pretraining has no answers and leaves it out.
     """
 
     def __init__(self, chunk: int, answers: bool) -> None:
@@ -62,7 +62,8 @@ def _sequence_sums(
 ) -> dict[str, torch.Tensor]:
     """Return the number of sequences with learned tokens, and of those among them that are all correct.
 
-    A sequence starts wherever positions start again at 0. `learned_N`, `correct_N` bool: of each token.
+    A sequence starts wherever positions start again at 0. `learned_N`, `correct_N` bool: of each
+    token.
     """
     starts_sequence_N = (position_ids_BT == 0).reshape(-1)
     # The number of each token's sequence, from 0 on.
