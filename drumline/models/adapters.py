@@ -345,7 +345,7 @@ def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _begins_from_weight(layer: Any, is_packed: bool) -> bool:
-    """Return whether values of one of PEFT's layers begin as functions of its base layer's weight."""
+    """Return whether values of one of PEFT's layers begin as functions of its base's weight."""
     if getattr(layer, "tied_adapter", None) is not None:
         return False
     has_token_rows = hasattr(layer, "token_indices")
@@ -744,10 +744,12 @@ def _names_trained_whole(model: Any) -> set[str]:
 
 
 def _name_whole_modules(model: Any, options: Any, whole: set[str]) -> None:
-    """Set in PEFT's config the modules whose parameters are trained whole, and whether some are tied."""
+    """Set in PEFT's config the modules that are trained whole, and whether some are tied.
+
+    `whole`: names of the parameters that are trained whole.
+    """
     if extra_heads(model):
-        # PEFT's name for a model that ends in a head of its own: it reads such heads from the
-        # files.
+        # PEFT's name for models with heads that no language model has.
         options.task_type = "SEQ_CLS"
     options.modules_to_save = sorted({name.rpartition(".")[0] for name in whole})
     named = list(model.named_parameters(remove_duplicate=False))
@@ -861,9 +863,9 @@ def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _named_below(model: nn.Module, endings: Iterable[str]) -> set[str]:
-    """Return the names of the parameters below modules with these endings; of tied ones the first name.
+    """Return the names of the parameters below modules with these endings.
 
-    Raises ModelError for an ending without a parameter.
+    Of tied parameters it is the first name. Raises ModelError for an ending without a parameter.
     """
     first_name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     found: set[str] = set()
