@@ -280,9 +280,9 @@ def attention(
 ) -> tuple[Tensor, Any]:
     """Replacement for an attention function of transformers.
 
-    It can be traced as a part of one graph. `whole`: the function that it replaces; None: the eager one of the module's own class. `query`,
-    `key` and `value` are [B, H, T, D], the result is [B, T, H, D] and None for the scores. Tokens
-    of padding get zeros, or numbers that mean nothing.
+    It can be traced as a part of one graph. `whole`: the function that it replaces; None: the eager
+    one of the module's own class. `query`, `key` and `value` are [B, H, T, D], the result is [B, T,
+    H, D] and None for the scores. Tokens of padding get zeros, or numbers that mean nothing.
     """
     if not isinstance(attention_mask, Documents):
         function: Any = whole
@@ -331,8 +331,8 @@ def _by_function(
 ) -> Tensor:
     """Compute each document by a function of transformers, [B, T, H, D].
 
-    `is_additive`: by the eager function of the module's own class, which takes a mask of numbers. sdpa
-    has no soft caps, and lacks what a class without sdpa does besides.
+    `is_additive`: by the eager function of the module's own class, which takes a mask of numbers.
+    sdpa has no soft caps, and lacks what a class without sdpa does besides.
     """
     from drumline.vendor.transformers import sdpa_attention_forward
 
@@ -491,8 +491,8 @@ def attend(
 ) -> Tensor:
     """Compute each document by torch's scaled_dot_product_attention.
 
-    `query`, `key`, `value`: [B, H, T, D]; the result is [B, T, H, D]. `lengths_BN`: see `Documents`; a
-    tensor, so that other lengths are not compiled anew.
+    `query`, `key`, `value`: [B, H, T, D]; the result is [B, T, H, D]. `lengths_BN`: see
+    `Documents`; a tensor, so that other lengths are not compiled anew.
     """
     from drumline.vendor.transformers import sdpa_attention_forward
 
@@ -798,8 +798,8 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, _: None, is_causal: bool) 
 def _trial_results(out_BTHD: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     """Return a trial's results without padding, and their gradients, all in fp32.
 
-    The gradients are those of the sum of the results' squares. Padding is left out, since its numbers
-    mean nothing.
+    The gradients are those of the sum of the results' squares. Padding is left out, since its
+    numbers mean nothing.
     """
     real_tokens = sum(_TRIAL_LENGTHS[0])
     first_row = out_BTHD[0, :real_tokens]

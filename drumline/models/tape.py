@@ -42,7 +42,7 @@ OVERWRITES = {
 
 
 def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Source]:
-    """Return the module that `build` makes, on the meta device, and the source of its first weights.
+    """Return the module that `build` makes, on the meta device, and the source of its weights.
 
     If its constructor reads values (`.item()`), or makes weights that are not on the device of
     torch's context, it is built whole in host memory on each rank instead, from the same seed, and
@@ -56,7 +56,7 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
         with constructing(seed), torch.device("meta"), tape:
             model = _module(build())
         return model, ReplayedValues(tape, model, seed)
-    except Exception as error:  # noqa: BLE001 - whatever fails without memory either works with it, or is raised again
+    except Exception as error:  # noqa: BLE001 - it either works with memory, or is raised again
         reason, _, _ = str(error).strip().partition("\n")
     with constructing(seed):
         model = _module(build())
@@ -80,7 +80,9 @@ def _view_of(tensor: torch.Tensor) -> torch.Tensor:
     The tensor itself will not do, since transforms swap it. A tensor with memory is returned as it
     is.
     """
-    return tensor.detach() if tensor.is_meta else tensor
+    if not tensor.is_meta:
+        return tensor
+    return tensor.detach()
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
@@ -90,7 +92,10 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an operator that wrote to tensors. Tensors without memory are views (see `_view_of`)."""
+    """A call of an operator that wrote to tensors.
+
+    Tensors without memory are views (see `_view_of`).
+    """
 
     operator: Any
     args: Any
@@ -107,7 +112,8 @@ class _Call:
 class _Tape(TorchDispatchMode):
     """Records the operators that write to tensors on the meta device.
 
-    All storages are kept, so that a key stays one storage's.
+    torch calls `__torch_dispatch__` for each operator within the context. All storages are kept, so
+    that a key stays one storage's: the key of one that was freed may be given to another.
     """
 
     def __init__(self) -> None:
@@ -136,6 +142,7 @@ class _Tape(TorchDispatchMode):
         if event != "call" or frame.f_code not in RECORDED_WHOLE:
             return
         function = RECORDED_WHOLE[frame.f_code]
+        # At the start of a call its local variables are its arguments.
         arguments = tree_map_only(torch.Tensor, _view_of, dict(frame.f_locals))
         tensor = arguments["tensor"]
         self._note_values((), arguments, new=frozenset(), overwritten=tensor)
@@ -150,8 +157,11 @@ class _Tape(TorchDispatchMode):
             return out
         args, kwargs, outs = tree_map_only(torch.Tensor, _view_of, (args, kwargs or {}, [out]))
         out_tensors = _tensors(outs)
+        # Results that share no storage with an argument.
         new = _keys(outs) - _keys((args, kwargs))
-        overwritten = _tensors(args)[0] if operator.overloadpacket in OVERWRITES else None
+        overwritten = None
+        if operator.overloadpacket in OVERWRITES:
+            overwritten, *_ = _tensors(args)
         self._note_values(args, kwargs, new, overwritten)
         writes = _changed_keys(operator, args, kwargs) | new
         draws = torch.Tag.nondeterministic_seeded in operator.tags
@@ -165,10 +175,13 @@ class _Tape(TorchDispatchMode):
         overwrites, whatever its values were; None: none.
         """
         if overwritten is not None and overwritten.is_meta:
-            is_whole_storage = overwritten.nbytes == overwritten.untyped_storage().nbytes()
+            storage = overwritten.untyped_storage()
+            is_whole_storage = overwritten.nbytes == storage.nbytes()
             if is_whole_storage:
                 self.known.add(_storage_key(overwritten))
-        self.lost |= _keys((args, kwargs)) - self.known
+        # A storage that is used before the tape has seen it written has values from elsewhere.
+        unknown = _keys((args, kwargs)) - self.known
+        self.lost |= unknown
         self.known |= new
 
     def _record(
@@ -189,9 +202,11 @@ class _Tape(TorchDispatchMode):
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             # The generator will be in another state when the call is played.
             self.lost |= writes
-        number = self.random_calls if draws else None
+        number = None
+        if draws:
+            number = self.random_calls
+            self.random_calls += 1
         self.calls.append(_Call(operator, args, kwargs, outs, reads, writes, number))
-        self.random_calls += draws
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the host as it is now: the constructor may write to it again.
@@ -202,6 +217,7 @@ class _Tape(TorchDispatchMode):
             return tensor
         if tensor.nbytes <= LARGE:
             return tensor.clone()
+        # An inference tensor counts no versions.
         if not tensor.is_inference():
             self.watched.append((tensor, tensor._version))
         return tensor
@@ -224,7 +240,9 @@ def _changed_keys(operator: Any, args: Any, kwargs: Any) -> frozenset[int]:
 class ReplayedValues:
     """The first values of a module's tensors, by its own rules; a `shards.Source`.
 
-    Raises NeedsFullModel if the tape does not have all of them.
+    `tape`: the recording of the module's constructor. `model`: the module, on the meta device,
+    before any transform. `seed`: of the random calls. Raises NeedsFullModel if the tape does not
+    have all values.
     """
 
     # `put` gets the module's own names: one that is an adapter's in another model means nothing
@@ -248,8 +266,13 @@ class ReplayedValues:
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
                 raise NeedsFullModel(f"{name} is not made on the device of torch's context")
-        if any(tensor._version != version for tensor, version in tape.watched):
-            raise NeedsFullModel("it writes to a large tensor of the host that it has copied from")
+        for tensor, version in tape.watched:
+            # torch counts a tensor's version up whenever something writes to it.
+            if tensor._version != version:
+                raise NeedsFullModel(
+                    "it writes to a large tensor of the host that it has copied from"
+                )
+        # Now, rather than when a rank fills its part: then it is too late to build the whole model.
         for view in self.laid_out.values():
             self._calls_for(view)
         _require_registered(model)
@@ -267,16 +290,16 @@ class ReplayedValues:
         Raises NeedsFullModel if they are not recorded.
         """
         numbers = set[int]()
-        # This list grows as the loop finds storages that the calls read.
-        keys = [_storage_key(view)]
-        seen = set(keys)
-        for key in keys:
+        waiting = [_storage_key(view)]
+        seen = set(waiting)
+        while waiting:
+            key = waiting.pop()
             if key in self.lost or key not in self.writers:
                 raise NeedsFullModel("it has values that are not there without memory")
             for number in self.writers[key]:
                 numbers.add(number)
                 reads = self.calls[number].reads
-                keys += reads - seen
+                waiting += reads - seen
                 seen |= reads
         return sorted(numbers)
 
@@ -287,6 +310,7 @@ class ReplayedValues:
             call = self.calls[number]
             arguments = (call.args, call.kwargs)
             arguments = tree_map_only(torch.Tensor, storages.tensor_of, arguments)
+            # The recorded arguments name the meta device.
             args, kwargs = tree_map_only(torch.device, lambda _: torch.device(device), arguments)
             with self._random_numbers_of(call, device):
                 out = call.operator(*args, **kwargs)
@@ -311,7 +335,10 @@ class _Storages:
         self.by_key: dict[int, torch.UntypedStorage] = {}
 
     def tensor_of(self, view: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with memory for a view of the recording; a tensor of the host as it is."""
+        """Return the tensor with memory for a view of the recording.
+
+        A tensor of the host is returned as it is.
+        """
         if not view.is_meta:
             return view
         key = _storage_key(view)
@@ -321,14 +348,21 @@ class _Storages:
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)
             self.by_key[key] = memory.untyped_storage()
         tensor = torch.empty(0, dtype=view.dtype, device=self.device)
-        return tensor.set_(self.by_key[key], int(view.storage_offset()), view.size(), view.stride())
+        offset = int(view.storage_offset())
+        return tensor.set_(self.by_key[key], offset, view.size(), view.stride())
 
     def keep(self, view: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Take the memory of a tensor that a call returned for a view of the recording, if it is new."""
-        key = _storage_key(view) if view.is_meta else None
-        if key is None or key in self.by_key:
+        """Take the memory of a tensor that a call returned, if it is new.
+
+        `view`: the tensor that the same call returned when it was recorded.
+        """
+        if not view.is_meta:
+            return
+        key = _storage_key(view)
+        if key in self.by_key:
             return
         if tensor.stride() != view.stride():
+            # Later calls read the memory by the strides that were recorded.
             with_strides = torch.empty_strided(
                 view.size(), view.stride(), dtype=view.dtype, device=self.device
             )
@@ -350,7 +384,9 @@ def _require_registered(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in KEPT and _has_loose_tensor(value):
-                name = f"{path}.{key}" if path else key
+                name = key
+                if path:
+                    name = f"{path}.{key}"
                 raise NeedsFullModel(
                     f"{name} is neither a parameter nor a buffer (register_buffer makes it one)"
                 )
@@ -358,9 +394,8 @@ def _require_registered(model: nn.Module) -> None:
 
 def _has_loose_tensor(value: Any) -> bool:
     """Return whether there is a tensor without memory that is no parameter in a value."""
-    return any(
-        tensor.is_meta and not isinstance(tensor, nn.Parameter) for tensor in _tensors(value)
-    )
+    without_memory = [tensor for tensor in _tensors(value) if tensor.is_meta]
+    return any(not isinstance(tensor, nn.Parameter) for tensor in without_memory)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
