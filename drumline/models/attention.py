@@ -178,7 +178,10 @@ def attending(
     A mask of ones, or no positions, keep transformers from searching documents in the positions,
     for which the host would wait.
     """
-    inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
+    if sequence is None:
+        inputs = batch.inputs()
+    else:
+        inputs = sequence.inputs(batch)
     rows = getattr(batch, "documents", None)
     if rows is not None and by_documents(model):
         token = _batch.set(batch)

@@ -1,4 +1,4 @@
-"""The model, by Hugging Face's classes: laid out without weights if possible, otherwise built whole."""
+"""The model, by Hugging Face's classes: laid out without weights, or if need be built whole."""
 
 from __future__ import annotations
 
@@ -67,12 +67,17 @@ def lay_out(
     quiet()
     config, growth = load_grown(path, model)
     config = _unpacked(with_classes(config, head, labels), model)
-    is_ours = model.attention in ("auto", "documents", "varlen")
+    # None: transformers' default. Names of attention of ours mean nothing to transformers.
+    implementation = None
+    if model.attention not in ("auto", "documents", "varlen"):
+        implementation = model.attention
     options = {
         "dtype": dtype or torch.float32,
-        "attn_implementation": None if is_ours else model.attention,
+        "attn_implementation": implementation,
     }
-    pretrained = path if model.init == "pretrained" else None
+    pretrained = None
+    if model.init == "pretrained":
+        pretrained = path
     try:
         built = _without_weights(path, model, config, options, head)
         if _has_all(checkpoint_keys, built):
@@ -81,6 +86,7 @@ def lay_out(
             return built, Drawn(built, seed, draw_device or device)
         heads = extra_heads(built)
         files = from_files(pretrained, model, built, heads, growth)
+        # Heads that the files lack, such as the score of a reward model made of a causal LM.
         lacking = heads - files.places.keys()
         if not draws:
             _require_heads(lacking, pretrained)
@@ -216,7 +222,10 @@ def _pretrained(
             what += f" and {len(missing) - 1} more"
         fix = "name a whole model"
         if model.config:
-            fix = "model.config asks for a larger model than this: take it back, or set model.init: random"
+            fix = (
+                "model.config asks for a larger model than this:"
+                " take it back, or set model.init: random"
+            )
         raise ModelError(what, where=path, fix=fix)
     _match_layout(built, on_meta(config, head, path, model, **options), path)
     return built
@@ -228,15 +237,19 @@ def _match_layout(built: Any, laid_out: Any, where: str) -> None:
     Once transformers has read weights, all of them are trainable. `laid_out`: the same model on the
     meta device. Raises ModelError if transformers did not tie what the config ties.
     """
-    frozen = {
-        name for name, parameter in laid_out.named_parameters() if not parameter.requires_grad
-    }
+    frozen = set()
+    for name, parameter in laid_out.named_parameters():
+        if not parameter.requires_grad:
+            frozen.add(name)
     read = dict(built.named_parameters(remove_duplicate=False))
     for name in frozen & read.keys():
         read[name].requires_grad_(False)
     for first, *rest in aliases(laid_out):
         for other in rest:
-            if first in read and other in read and read[first] is not read[other]:
+            # `read` has parameters alone, but names of tied tensors may be buffers' too.
+            if first not in read or other not in read:
+                continue
+            if read[first] is not read[other]:
                 raise tied_weights_differ(first, other, where)
 
 

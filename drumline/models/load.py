@@ -120,7 +120,10 @@ def _config_of_files(path: str, model: ModelConfig) -> Any:
 
 
 def _config_of_values(model: ModelConfig) -> Any:
-    """Return the Hugging Face config of `model.shape` and `model.config`, for a model without files."""
+    """Return the Hugging Face config of a model without files.
+
+    It has the values of `model.shape`, and over these those of `model.config`.
+    """
     from transformers import AutoConfig
 
     values: dict[str, Any] = {}
@@ -199,7 +202,9 @@ def _require_known(config: Any, values: dict[str, Any]) -> None:
             continue
         known = [name for name in config.to_dict() if not name.startswith("_")]
         guess = nearest(key, known)
-        fix = f"did you mean {guess}?" if guess else "see the model's config.json for its keys"
+        fix = "see the model's config.json for its keys"
+        if guess:
+            fix = f"did you mean {guess}?"
         what = f"the config of {config.model_type} has no key {key!r}"
         raise ModelError(what, where=f"model.config.{key}", fix=fix)
 
@@ -211,11 +216,12 @@ def facts(
     head: Head = "lm",
     frozen_names: Sequence[str] = (),
 ) -> ModelFacts:
-    """Return the sizes of the model that a config describes. It is built on the meta device, without weights.
+    """Return the sizes of the model that a config describes.
 
-    `length`: tokens of a training row. `adapter`: injected first. `head` image: `length` is the
-    side of a square image, and a training row counts as one token. `frozen_names`: see
-    `models.freeze`; parameters without requires_grad are frozen.
+    The model is built on the meta device, without weights. `length`: tokens of a training row.
+    `adapter`: injected first. `head` image: `length` is the side of a square image, and a training
+    row counts as one token. `frozen_names`: see `models.freeze`; parameters without requires_grad
+    are frozen.
 
     FLOPs of a token, forward and backward, are 6 for each parameter in a matrix product (Kaplan et
     al. 2020; the embedding is a look-up, a tied one counts once as the head), and
@@ -290,7 +296,10 @@ class _Experts(NamedTuple):
 
 
 def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
-    """Return the sizes of a model of text, or of text and images, on the meta device (see `facts`)."""
+    """Return the sizes of a model of text, or of text and images, on the meta device.
+
+    See `facts`.
+    """
     config = model.config
     text_config = config.get_text_config()
     _require_shape(model, text_config)
@@ -301,10 +310,18 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     head_dim = max(int(size or hidden // heads) for size in of_layers(text_config, "head_dim"))
     width = heads * head_dim
     is_bidirectional_classifier = head == "text" and is_bidirectional(model)
+    position_of_first: int | None = 0
+    if is_bidirectional_classifier:
+        position_of_first = first_position(model)
     has_tower = head in LM and is_vision_language(config)
+    flops_per_image_token = 0.0
+    if has_tower:
+        flops_per_image_token = tower_flops(model)
     experts = _experts_of(text_config)
-    has_experts = bool(expert_modules(model))
     products = _product_flops(model, experts, has_tower)
+    if not expert_modules(model):
+        # No module holds all experts of a layer: for strategies it is no mixture.
+        experts = _Experts(0, 0)
     head_parameters = _head_parameters(model)
     embedding = whole_layer(model.get_input_embeddings()).weight
     outside_blocks = counts["parameters"] - sum(counts["block_parameters"])
@@ -325,16 +342,16 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         head_parameters=count_entries(head_parameters),
         attention_flops=float(12 * width * length),
         bidirectional=is_bidirectional_classifier,
-        first_position=first_position(model) if is_bidirectional_classifier else 0,
+        first_position=position_of_first,
         vision_language=has_tower,
         trains_router=head in LM and trains_router(model),
-        flops_per_image_token=tower_flops(model) if has_tower else 0.0,
+        flops_per_image_token=flops_per_image_token,
         changes_logits=_changes_logits(model, text_config),
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
         caps_scores=has_soft_caps(text_config),
         drops_scores=has_score_dropout(text_config),
-        experts=experts.number if has_experts else 0,
-        experts_per_token=experts.per_token if has_experts else 0,
+        experts=experts.number,
+        experts_per_token=experts.per_token,
         windows=_has_windows(text_config),
         drops_stream=any(getattr(text_config, key, None) for key in STREAM_DROPOUTS),
     )
@@ -373,7 +390,9 @@ def _product_flops(model: Any, experts: _Experts, has_tower: bool) -> float:
         is_looked_up = ".lora_embedding_A." in name
         if id(parameter) in not_multiplied or is_looked_up:
             continue
-        flops_per_entry = TRAINABLE_FLOPS if parameter.requires_grad else FROZEN_FLOPS
+        flops_per_entry = FROZEN_FLOPS
+        if parameter.requires_grad:
+            flops_per_entry = TRAINABLE_FLOPS
         flops = flops_per_entry * parameter.numel()
         if ".experts." in name:
             summands.append(flops * experts.per_token / experts.number)
@@ -393,7 +412,10 @@ def _head_parameters(model: Any) -> list[torch.nn.Parameter]:
 
 
 def _kv_heads(text_config: Any, heads: int) -> int:
-    """Return the heads of keys and values; if layers differ, the greatest number that divides them all."""
+    """Return the heads of keys and values.
+
+    If layers differ, it is the greatest number that divides those of each.
+    """
     numbers = [int(number or heads) for number in of_layers(text_config, "num_key_value_heads")]
     return math.gcd(*numbers)
 
@@ -419,15 +441,15 @@ def _has_windows(text_config: Any) -> bool:
 def _cuts(model: Any) -> dict[str, Any]:
     """Return the fields of ModelFacts for how a model of text can be cut, and why not."""
     plan = tensor_plan(model)
-    # Empty if the projections of attention are gathered.
-    cut_in_heads = [
-        name
-        for name, style in plan.items()
-        if style == "colwise" and ("attn" in name or "attention" in name)
-    ]
+    # False if the projections of attention are gathered.
+    cuts_heads = False
+    for name, style in plan.items():
+        is_in_attention = "attn" in name or "attention" in name
+        if style == "colwise" and is_in_attention:
+            cuts_heads = True
     return {
         "tp_styles": frozenset(plan.values()),
-        "tp_cuts_heads": bool(cut_in_heads),
+        "tp_cuts_heads": cuts_heads,
         "tp_failure": try_cut(model).failure,
         "needs_mask": needs_mask(model),
         "whole_stream": whole_stream(model),
@@ -459,7 +481,11 @@ def _facts_of_images(model: Any, side: int) -> ModelFacts:
     # Forward, the gradients of inputs, and the gradients of the trainable part of the weights.
     passes = 3.0 - counts["frozen"] / counts["parameters"]
     sizes = getattr(model.config, "hidden_sizes", None)
-    hidden = sizes[-1] if sizes else getattr(model.config, "hidden_size", 0)
+    if sizes:
+        # One for each stage of a convolutional model.
+        hidden = sizes[-1]
+    else:
+        hidden = getattr(model.config, "hidden_size", 0)
     depths = getattr(model.config, "depths", ())
     return ModelFacts(
         **counts,
@@ -475,7 +501,10 @@ def _facts_of_images(model: Any, side: int) -> ModelFacts:
 def check_fits(
     config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer"
 ) -> None:
-    """Raise ModelError if the tokenizer has more ids than the embedding has rows, or `max_length` exceeds the model's positions."""
+    """Raise ModelError if the tokenizer has more ids than the embedding has rows.
+
+    Also if `max_length` exceeds the model's positions. `where`: the key that names the tokenizer.
+    """
     text_config = config.get_text_config()
     rows = getattr(text_config, "vocab_size", None)
     positions = getattr(text_config, "max_position_embeddings", None)

@@ -44,10 +44,10 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Vision:
-    """The part of a vision-language model that data needs. It can be pickled to processes that tokenise.
+    """The part of a vision-language model that data needs.
 
-    `path`: of its image processor. `token_id`: the placeholder's. `merge`: an image token stands
-    for merge² patches.
+    It can be pickled to processes that tokenise. `path`: of its image processor. `token_id`: the
+    placeholder's. `merge`: an image token stands for merge² patches.
     """
 
     path: str
@@ -69,6 +69,7 @@ class Vision:
         return processor
 
     def __getstate__(self) -> dict[str, Any]:
+        # Each process makes a processor of its own.
         return {key: value for key, value in self.__dict__.items() if key != "processor"}
 
     @property
@@ -144,15 +145,21 @@ def vision_of(config: Config, path: str | None, hf_config: Any) -> Vision | None
     )
     processor = vision.processor
     if (processor.patch_size, processor.merge_size) != (sizes.patch_size, vision.merge):
-        what = f"its image processor cuts patches of {processor.patch_size} and merges {processor.merge_size}, "
-        what += f"the model takes {sizes.patch_size} and {vision.merge}"
+        what = (
+            f"its image processor cuts patches of {processor.patch_size}"
+            f" and merges {processor.merge_size},"
+            f" the model takes {sizes.patch_size} and {vision.merge}"
+        )
         fix = "use the preprocessor_config.json that belongs to the model"
         raise ModelError(what, where=source, fix=fix)
     return vision
 
 
 def read_image(path: str, origin: str) -> Any:
-    """Return an image from a file, as `in_colour` makes it. Raises DataError that names `origin` and the path."""
+    """Return an image from a file, as `in_colour` makes it.
+
+    Raises DataError that names `origin` (a row) and the path.
+    """
     from PIL import Image
 
     try:
@@ -231,15 +238,21 @@ def _set_side(processor: Any, side: int) -> None:
 
 
 def side_of(processor: Any, channels: int) -> int:
-    """Return the pixels of the side of the square that a processor makes. Raises ModelError if it makes none.
+    """Return the pixels of the side of the square that a processor makes.
 
-    It is found by trying.
+    It is found by trying an image that is no square. Raises ModelError if the result is none
+    either.
+    `channels`: of the model's input, 3 or 1.
     """
     from PIL import Image
 
-    _, _, height, width = pixels(processor, [Image.new("RGB", (64, 48))], channels).shape
+    tried = Image.new("RGB", (64, 48))
+    _, _, height, width = pixels(processor, [tried], channels).shape
     if height != width:
-        what = f"its image processor makes {width} × {height} pixels of 64 × 48, and images of a batch are squares here"
+        what = (
+            f"its image processor makes {width} × {height} pixels of 64 × 48,"
+            " and images of a batch are squares here"
+        )
         fix = "set algorithm.image_size, or size to a height and width in preprocessor_config.json"
         raise ModelError(what, where="model", fix=fix)
     return int(width)
@@ -247,7 +260,9 @@ def side_of(processor: Any, channels: int) -> int:
 
 def pixels(processor: Any, images: list[Any], channels: int) -> Any:
     """Return the pixels of images of Pillow, numpy float32[B, C, H, W]."""
-    mode = "RGB" if channels == 3 else "L"
+    mode = "L"
+    if channels == 3:
+        mode = "RGB"
     converted = [image.convert(mode) for image in images]
     return processor(converted, return_tensors="np")["pixel_values"]
 
