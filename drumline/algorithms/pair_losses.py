@@ -49,17 +49,21 @@ class Pairs:
     `matched_P3`: what `match` returns for these pairs; None if no loss sorts.
     """
 
+    # s_w and s_l, the scores of the chosen and the rejected answers.
     chosen_P: Tensor
     rejected_P: Tensor
     delta_P: Tensor
     mean_delta_P: Tensor
     beta: float
+    # ε.
     smoothing: float = 0.0
+    # The temperature of discopop.
     tau: float = 0.05
     matched_P3: Tensor | None = None
 
     @property
     def logit_P(self) -> Tensor:  # noqa: N802 - as the tensors are called
+        """l = βΔ."""
         return self.beta * self.delta_P
 
 
@@ -162,6 +166,7 @@ def _discopop(pairs: Pairs) -> Tensor:
 
 
 def _aot(pairs: Pairs) -> Tensor:
+    """Compare each pair's log π_w / π_l with the reference's of the same rank."""
     assert pairs.matched_P3 is not None, "the first pass sorts"
     shift_P = pairs.matched_P3[:, 0]
     delta_P = pairs.chosen_P - pairs.rejected_P - shift_P

@@ -34,6 +34,7 @@ class APOZero(JudgedAnswers):
     spec: KTOConfig
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
+        """Return the loss of a batch of answers, and the sums that `step_metrics` reads."""
         assert batch.reference_B is not None, "the stream adds the reference's log-probabilities"
         spec = self.spec
         log_probs_B = self.score(outputs, batch)

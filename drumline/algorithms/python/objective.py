@@ -46,7 +46,8 @@ class PythonObjective(Algorithm):
 
         Raises ConfigError for what is no sum.
         """
-        loss_sum, sums = self._checked(self.function(outputs, batch.content))
+        returned = self.function(outputs, batch.content)
+        loss_sum, sums = self._checked(returned)
         if batch.weight == 0:
             # Only fillers: the ranks compute side by side, and nothing is learned.
             loss_sum = loss_sum * 0
@@ -57,6 +58,8 @@ class PythonObjective(Algorithm):
         return LossOut(loss_sum.float(), detached)
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the user's sums over the weight, and the largest of each name `max_…`."""
+        # A global batch of nothing has the weight 0.
         weight = sums[WEIGHT] or 1.0
         metrics = {}
         for name, value in sums.items():
@@ -69,7 +72,9 @@ class PythonObjective(Algorithm):
         return metrics
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {"loss": sums["loss"] / (sums[WEIGHT] or 1.0), **self.step_metrics(sums)}
+        """Return the loss over the weight, and the metrics of a step."""
+        weight = sums[WEIGHT] or 1.0
+        return {"loss": sums["loss"] / weight, **self.step_metrics(sums)}
 
     def _checked(self, returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss and the sums, sorted by name.
@@ -82,7 +87,10 @@ class PythonObjective(Algorithm):
             loss_sum, sums = returned
         mistake = _mistake_in(loss_sum, sums)
         if mistake:
-            fix = "return the loss summed over the batch, a scalar tensor, or (that, {name: scalar tensor})"
+            fix = (
+                "return the loss summed over the batch, a scalar tensor,"
+                " or (that, {name: scalar tensor})"
+            )
             raise ConfigError(f"{self.name} gave {mistake}", where=WHERE, fix=fix)
         names = sorted(sums)
         self._check_names(names)
@@ -105,7 +113,9 @@ class PythonObjective(Algorithm):
                 )
         before = self.given[is_training]
         if names != before:
-            what = f"{self.name} gave the sums {', '.join(names) or 'none'}, and before {', '.join(before) or 'none'}"
+            now_text = ", ".join(names) or "none"
+            before_text = ", ".join(before) or "none"
+            what = f"{self.name} gave the sums {now_text}, and before {before_text}"
             raise ConfigError(
                 what,
                 where=WHERE,
