@@ -71,7 +71,10 @@ class Outputs:
     targets: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def class_logits(self) -> torch.Tensor:
-        """Return a classifier's logits, float[B, C], whole on every rank that shares the samples."""
+        """Return a classifier's logits, float[B, C].
+
+        They are whole on every rank that shares the samples.
+        """
         assert self.logits_BC is not None, "the model ends in classes"
         return self.logits_BC
 
@@ -173,7 +176,7 @@ class Outputs:
         return self._whole(values_BT1.squeeze(-1))
 
     def _head(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the first three arguments of a loss over a head: hidden states [N, D], weight, bias."""
+        """Return the arguments that losses over a head begin with: hidden [N, D], weight, bias."""
         assert self.hidden_BTD is not None
         assert self.weight_VD is not None
         hidden_ND = self.hidden_BTD.flatten(0, 1)
@@ -280,6 +283,7 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
     """
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+        """Return whether documents are kept apart, if that matters."""
         changed_BT = ids_BT.clone()
         changed_BT[:, -1] = ids_BT[:, 0]
         before_last = small(input_ids=ids_BT, use_cache=False).logits[:, :-1]
@@ -446,9 +450,9 @@ def _with_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Out
 def _known_targets(
     batch: Any, sequence: SequencePart | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a batch's targets, and the places of its learned targets in this rank's part, int64[M].
+    """Return a batch's targets, and the places of its learned targets in this rank's part.
 
-    None if the host has not counted them.
+    The places are int64[M]. None if the host has not counted them.
     """
     learned_M = getattr(batch, "learned_M", None)
     if learned_M is None:
@@ -477,9 +481,10 @@ def _return_hidden(head: nn.Linear, hidden_BTD: torch.Tensor) -> torch.Tensor:
 
 
 class ForwardWithObjective(nn.Module):
-    """Model and objective in one forward: a data-parallel wrapper then covers all uses of every weight.
+    """Model and objective in one forward.
 
-    `splits`: whether the loss takes hidden states. `router`: the router loss, if it is trained.
+    A data-parallel wrapper then covers all uses of every weight. `splits`: whether the loss takes
+    hidden states. `router`: the router loss, if it is trained.
     `sequence`: set by context parallelism, the part of each sequence that this rank computes.
     """
 

@@ -1,4 +1,4 @@
-"""Summed cross-entropy and log-probabilities of tokens, from logits or from hidden states and a head.
+"""Summed cross-entropy and log-probabilities of tokens, from logits or a head's hidden states.
 
 With hidden states and a head, only the logits of some tokens are in memory at once. These are pure
 tensor functions. N tokens, M of them with a target, V entries of the vocabulary, D width; n tokens
@@ -57,7 +57,7 @@ def linear_cross_entropy(
     part: VocabularyPart | None = None,
     learned_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `cross_entropy(hidden @ weightᵀ + bias, targets)` from the logits of few tokens at a time.
+    """Return `cross_entropy(hidden @ weightᵀ + bias, targets)`, the logits of few tokens at a time.
 
     The forward computes the gradients of hidden, weight and bias chunk by chunk, while it has the
     logits: the loss is a sum, so backward only scales them, and nothing is computed twice. The idea
@@ -141,6 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         learned_M: Tensor,
         *options: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss sum, and with choices bool[N]: whether the first choice is the target."""
         chunk, part, is_grad_enabled, with_choices = options
         device = hidden_ND.device
         dtype = _product_dtype(hidden_ND)
@@ -202,6 +203,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Any, ...]:
+        """Return the gradients that the forward has computed, times that of the loss."""
         grads: list[Tensor | None] = []
         for saved_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             grad = saved_grad
@@ -242,7 +244,7 @@ def _first_choice(logits_NV: Tensor, part: VocabularyPart | None) -> tuple[Tenso
 
 
 def _product_dtype(hidden_ND: Tensor) -> torch.dtype:
-    """Return the type in which a linear layer would multiply hidden states: autocast's if it is on."""
+    """Return the type in which a linear layer multiplies hidden states: autocast's if it is on."""
     device_type = hidden_ND.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -267,7 +269,10 @@ class _Piece(NamedTuple):
 def _pieces(
     learned_M: Tensor, targets_N: Tensor, chunk: int, part: VocabularyPart | None, width: int
 ) -> list[_Piece]:
-    """Return the rows `learned_M`, at most `chunk` at a time. `width`: rows of this part of the head."""
+    """Return the rows `learned_M`, at most `chunk` at a time.
+
+    `width`: rows of this part of the head.
+    """
     if len(learned_M) == 0:
         return []
     targets_M = targets_N[learned_M]
@@ -503,6 +508,7 @@ class _LinearLogProbs(torch.autograd.Function):
         targets_N: Tensor,
         *options: Any,
     ) -> Answers:
+        """Return the answers, and keep each token's log-sum-exp for backward."""
         learned_M, chunk, temperature, entropy, part = options
         dtype = _product_dtype(hidden_ND)
         # Backward runs without the autocast of the forward, whose type it needs.
@@ -547,6 +553,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_chosen_N: Tensor | None, grad_entropy_N: Tensor | None
     ) -> tuple[Any, ...]:
+        """Return the gradients of hidden states, weight and bias from the logits computed again."""
         hidden_ND, weight_VD, bias_V, targets_N, learned_M, total_N, entropy_N = ctx.saved_tensors
         head = (hidden_ND, weight_VD, bias_V)
         dtype = ctx.dtype

@@ -76,7 +76,10 @@ class PackedLinear(nn.Module):
         return self.unpacked(torch.float32)
 
     def take(self, weight: torch.Tensor) -> torch.Tensor:
-        """Pack a whole weight, float[R, C]: keep its scales and return what `packed` holds over all ranks."""
+        """Pack a whole weight, float[R, C]: keep its scales and return its codes.
+
+        The codes are what `packed` holds over all ranks, in its type.
+        """
         if self.bits == "4bit":
             codes, self.scales = _pack_4bit(weight.float())
         else:
@@ -125,7 +128,7 @@ class PackedLinear(nn.Module):
 
     @torch.compiler.disable
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return inputs @ weightᵀ + bias in autocast's type, or without autocast in that of the inputs."""
+        """Return inputs @ weightᵀ + bias in autocast's type, else in that of the inputs."""
         device_type = inputs.device.type
         dtype = inputs.dtype
         if torch.is_autocast_enabled(device_type):
@@ -144,6 +147,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
+        """Return inputs @ weightᵀ in the type of the inputs."""
         ctx.layer = layer
         weight = layer.unpacked(inputs.dtype)
         if layer.has_inputs_first:
@@ -153,6 +157,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of the inputs; the weight is frozen."""
         weight = ctx.layer.unpacked(grad.dtype)
         if ctx.layer.has_inputs_first:
             return grad @ weight.T, None
@@ -285,9 +290,10 @@ def _pair_table(device: torch.device) -> torch.Tensor:
 
 @lru_cache
 def _dynamic_map(device: torch.device) -> torch.Tensor:
-    """Return bitsandbytes' dynamic map of a byte with a sign (Dettmers et al. 2022), fp32[256], sorted.
+    """Return bitsandbytes' dynamic map of a byte with a sign, fp32[256], sorted.
 
-    It has seven powers of ten, each cut into twice as many parts as the one below it, and 0 and 1.
+    The map is that of Dettmers et al. 2022. It has seven powers of ten, each cut into twice as many
+    parts as the one below it, and 0 and 1.
     """
     values = [0.0, 1.0]
     for power in range(7):

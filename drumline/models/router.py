@@ -75,7 +75,8 @@ def router_loss(
     real_tokens_D.index_add_(0, document_N, real_N1[:, 0])
     # f and p are sums over tokens and layers so far: each is divided by their number once, which is
     # at least 1 for the places without a document.
-    rows_D = real_tokens_D.clamp(min=1) * len(logits)
+    layers = len(logits)
+    rows_D = real_tokens_D.clamp(min=1) * layers
     product_D = (f_DE * p_DE).sum(1)
     balance_D = weight_D * product_D / rows_D.square()
     balance = balance_D.sum() * experts
@@ -107,11 +108,12 @@ def trains_router(model: Any) -> bool:
 
 
 def router_of(model: Any) -> RouterLoss | None:
-    """Return the router loss that a model's config sets, called with (each layer's router logits, batch).
+    """Return the router loss that a model's config sets.
 
-    None if the config turns it off. It is tried on a small copy: one row must give transformers'
-    `aux_loss` with transformers' coefficient. Raises ModelError if it does not: the run would train
-    another loss than the model's, or none.
+    It is called with the router logits of each layer, and the batch. None if the config turns it
+    off. It is tried on a small copy: one row must give transformers' `aux_loss` with transformers'
+    coefficient. Raises ModelError if it does not: the run would train another loss than the
+    model's, or none.
     """
     if not trains_router(model):
         return None
@@ -159,10 +161,11 @@ def _is_loss_of_transformers(
     without_router = small(**inputs, output_router_logits=False)
     length = ids_BT.shape[1]
     # The weights of one document's tokens add up to 1.
+    weights_BT = torch.full((1, length), 1 / length)
     document = SimpleNamespace(
         position_ids_BT=torch.arange(length)[None],
         lengths_B=torch.tensor([length]),
-        token_weights=lambda: torch.full((1, length), 1 / length),
+        token_weights=lambda: weights_BT,
     )
     ours, _ = loss(theirs.router_logits, document)
     # Two sums of losses in fp32 and their difference, each rounded once, of losses that are means

@@ -221,7 +221,7 @@ def is_bidirectional(model: Any) -> bool:
 
 
 def _try_classifier(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
-    """Return whether a small classifier attends to later tokens, and whether it can be trained here.
+    """Return whether a small classifier attends to later tokens, and whether it can be trained.
 
     `ids_BT`: one row of tokens. If another last token changes the hidden state of the first, the
     model attends to later tokens.

@@ -135,12 +135,14 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part_sum: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Return the sum over the ranks of a group."""
         total = part_sum.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of this rank's summand, without a collective."""
         return grad, None
 
 

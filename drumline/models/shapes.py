@@ -95,8 +95,8 @@ def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
 def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
     """Return a Qwen3-VL.
 
-    `sizes`: of the language model, in the order of SIZES. `small`: it has the smaller tower, and a head
-    tied to the embedding.
+    `sizes`: of the language model, in the order of SIZES. `small`: it has the smaller tower, and a
+    head tied to the embedding.
     """
     text = _sized(
         sizes,
@@ -293,7 +293,10 @@ def find(name: str) -> Known | None:
 
 
 def hub_id(name: str) -> str:
-    """Return the hub id of a short name, for a tuned model the tuned one's; any other name unchanged."""
+    """Return the hub id of a short name; any other name unchanged.
+
+    The short name of a tuned model gives the tuned model's id.
+    """
     known = find(name)
     if known is None or "/" in name:
         return name
@@ -343,7 +346,10 @@ def with_config(known: Known, model: ModelConfig) -> ModelConfig:
 
 def unknown(name: str, reason: str) -> ModelError:
     """Return the error for a model whose shape is not known."""
-    fix = "write it out: model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128256}"
+    fix = (
+        "write it out: model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8,"
+        " intermediate: 14336, vocabulary: 128256}"
+    )
     guesses = near(name)
     if guesses:
         fix = f"did you mean {' or '.join(guesses)}? Or {fix}"
@@ -352,7 +358,10 @@ def unknown(name: str, reason: str) -> ModelError:
 
 
 def check_length(positions: int | None, max_length: int) -> None:
-    """Raise ModelError if `max_length` exceeds the model's positions; None: the model has no limit."""
+    """Raise ModelError if `max_length` exceeds the model's positions.
+
+    `positions` None: the model has no limit.
+    """
     # XLNet has no limit either, and writes -1.
     if positions is not None and 0 < positions < max_length:
         what = f"sequences of {max_length} tokens are longer than the model's {positions} positions"

@@ -77,6 +77,7 @@ class Loaded:
     """
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Do nothing: there is nothing left to fill."""
         assert not tensors, f"nothing to fill {next(iter(tensors))} with"
 
 
@@ -201,7 +202,7 @@ class Values:
 
 
 def _block_of_path(named_layer: tuple[str, Any]) -> str:
-    """Return the path of the block that a layer is in, or of a layer outside of blocks its own path."""
+    """Return the path of the block that a layer is in; its own path if it is in none."""
     path, _ = named_layer
     block = NUMBERED.match(path)
     if block is None:
@@ -240,6 +241,7 @@ class FromFiles:
     grown: frozenset[str] = frozenset()
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Fill tensors from the files, each file opened once; the others from `rest`."""
         names_by_file: dict[Path, list[str]] = {}
         not_in_files = {}
         for name, tensor in tensors.items():
@@ -492,8 +494,9 @@ class Drawn:
     """
 
     def __init__(self, model: Any, seed: int, device: str = "cpu") -> None:
-        """`model`: laid out on the meta device, before any transform. `device`: whose generator draws.
+        """Copy the model, and make sure that it can be drawn piece by piece.
 
+        `model`: laid out on the meta device, before any transform. `device`: whose generator draws.
         The numbers of a GPU's generator are not those of a CPU's, so all strategies of a run draw
         on a GPU that it trains on, even weights that are then kept on the host. Everything else
         draws on the CPU.
@@ -510,6 +513,7 @@ class Drawn:
         self._require_pieces()
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Fill tensors with drawn values, with one piece of the model in memory at a time."""
         to_fill: dict[str, list[torch.Tensor]] = {}
         for name, tensor in tensors.items():
             to_fill.setdefault(self.first_names[name], []).append(tensor)

@@ -128,6 +128,7 @@ class _Tape(TorchDispatchMode):
         self.lost = set[int]()
 
     def __enter__(self) -> Any:
+        """Begin to record operators, and calls of the functions of RECORDED_WHOLE."""
         self.profile_before = sys.getprofile()
         # By their code: a module may have imported these functions under any name.
         sys.setprofile(self._record_function)
@@ -151,6 +152,7 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operator and record it if it writes to a tensor. torch calls this."""
         out = operator(*args, **(kwargs or {}))
         # It reads no values; `_view_of` calls it.
         if operator is torch.ops.aten.detach.default:
@@ -278,6 +280,7 @@ class ReplayedValues:
         _require_registered(model)
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Fill tensors with the values that the constructor would have given them."""
         # As `shards.Drawn` does: a rank that trains on a GPU draws there.
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         for name, tensor in tensors.items():
