@@ -37,7 +37,7 @@ def group_advantages(
     group whose rewards are all alike, or of which one is left, has advantages 0.
     """
     known_PG = ~rewards_PG.isnan()
-    centred_PG = _centred(rewards_PG, known_PG)
+    centred_PG = _centre_rows(rewards_PG, known_PG)
     if estimator == "rloo":
         known_P1 = known_PG.sum(1, keepdim=True)
         # The mean of the others differs from the group's mean by this factor. A group of one has no
@@ -56,12 +56,12 @@ def group_advantages(
     else:
         spread_PG = centred_PG
     known_1N = known_PG.reshape(1, -1)
-    spread_1N = _centred(spread_PG.reshape(1, -1), known_1N)
+    spread_1N = _centre_rows(spread_PG.reshape(1, -1), known_1N)
     deviation_11 = _deviation(spread_1N, known_1N)
     return centred_PG / (deviation_11 + STD_EPSILON)
 
 
-def _centred(rows: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+def _centre_rows(rows: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """Return the known values of each row less their mean; 0 elsewhere.
 
     Values that are all alike become exactly 0. For that the distances from the lowest are averaged:
@@ -147,7 +147,7 @@ def whiten(values_NM: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
     """
     values_1N = values_NM.reshape(1, -1)
     mask_1N = mask_NM.reshape(1, -1)
-    centred_1N = _centred(values_1N, mask_1N)
+    centred_1N = _centre_rows(values_1N, mask_1N)
     degrees = (mask_NM.sum() - 1).clamp(min=1)
     variance = centred_1N.square().sum() / degrees
     whitened_1N = centred_1N * torch.rsqrt(variance + VARIANCE_EPSILON)

@@ -80,7 +80,7 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     linear_layers = _linear_layers(model, with_tower=is_named)
     ends = _ends_of_vocabulary(model)
     trained_whole = set(trained)
-    candidates = _without_trained_weights(model, linear_layers, trained_whole)
+    candidates = _drop_trained_layers(model, linear_layers, trained_whole)
     if not candidates:
         what = f"{type(model).__name__} has no linear layers in its blocks"
         raise ModelError(what, where=WHERE, fix="use adapter=none for this model")
@@ -88,12 +88,12 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         return list(candidates)
     if adapter.targets == "attention":
         return _layers_of_attention(model, candidates)
-    candidates |= _without_trained_weights(model, ends, trained_whole)
+    candidates |= _drop_trained_layers(model, ends, trained_whole)
     all_layers = linear_layers | ends
     return _layers_by_endings(model, adapter.targets, candidates, all_layers)
 
 
-def _without_trained_weights(
+def _drop_trained_layers(
     model: Any, layers: dict[str, Any], trained: Collection[str]
 ) -> dict[str, Any]:
     """Return those of some layers whose weight is not in `trained`, the names of parameters."""
@@ -188,7 +188,7 @@ def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]],
     Raises ModelError for a layer, module or token that the model does not have, and for what an
     embedding or a head cannot get.
     """
-    trained = _named_below(model, adapter.modules_to_save)
+    trained = _parameters_below(model, adapter.modules_to_save)
     names = {NAME: target_names(model, adapter, trained)}
     for adapter_name, options in adapter.more.items():
         names[adapter_name] = target_names(model, options, trained)
@@ -208,7 +208,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     names, trained = find_targets(model, adapter)
     is_on_meta = next(model.parameters()).is_meta
     _inject_layers(model, adapter, names, trained, is_on_meta)
-    for path, layer in _tuned(model):
+    for path, layer in _peft_layers(model):
         if hasattr(layer, "token_indices"):
             # PEFT would put these back; the base layer has them.
             layer.trainable_tokens_original.clear()
@@ -258,17 +258,17 @@ def _inject_layers(
         layer_classes = {type(model.get_submodule(name)).__name__ for name in chosen}
         peft_configs[adapter_name] = LoraConfig(
             r=options.r,
-            lora_alpha=_number(options.alpha),
+            lora_alpha=_to_int_if_whole(options.alpha),
             use_rslora=options.rslora,
             use_dora=is_first and adapter.dora,
             lora_dropout=options.dropout,
-            target_modules=_short(model, chosen),
+            target_modules=_shorten_names(model, chosen),
             trainable_token_indices=token_rows if is_first else None,
             fan_in_fan_out=layer_classes <= {"Conv1D"},
             task_type="CAUSAL_LM",
         )
     # PEFT draws first values, which `inject` replaces: `drawing` keeps the run's random state.
-    with drawing(None), warnings.catch_warnings(), _targets_as_named():
+    with drawing(None), warnings.catch_warnings(), _keep_named_targets():
         # Blocks with layers of both kinds: PEFT resolves it by layer.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # Of the adapter before.
@@ -294,7 +294,7 @@ def _fill_from_weights(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _targets_as_named() -> Iterator[None]:
+def _keep_named_targets() -> Iterator[None]:
     """Within, PEFT adapts the modules that a config names and nothing else.
 
     For most mixtures PEFT takes `gate_proj`, `up_proj` and `down_proj` for the experts, which had
@@ -332,7 +332,7 @@ def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
     The weight is the layer's own, or that of its base layer. It is one of PEFT's layers, or a
     packed layer by itself. Where two share a weight, it comes once.
     """
-    tuned = {layer for _, layer in _tuned(model)}
+    tuned = {layer for _, layer in _peft_layers(model)}
     if not tuned:
         return
     for path, layer in model.named_modules():
@@ -360,7 +360,7 @@ def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     DoRA does so with weights, and rows of tokens and the factors of an embedding lie in
     dictionaries.
     """
-    for _, layer in _tuned(model):
+    for _, layer in _peft_layers(model):
         if hasattr(layer, "token_indices"):
             for parameter in layer.parameters():
                 yield layer, parameter
@@ -499,7 +499,7 @@ def switched(model: nn.Module, on: bool) -> Iterator[None]:
         yield
         return
     was_disabled = []
-    for _, layer in _tuned(model):
+    for _, layer in _peft_layers(model):
         was_disabled.append((layer, layer._disable_adapters))
         layer._disable_adapters = True
     try:
@@ -525,7 +525,7 @@ def merge(model: Any) -> None:
     """
     _untie_adapted_ends(model)
     # A list, since the loop puts base layers in the places of adapted ones.
-    for name, layer in list(_tuned(model)):
+    for name, layer in list(_peft_layers(model)):
         if not _is_mergeable(layer):
             continue
         base: Any = layer.get_base_layer()
@@ -687,13 +687,13 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
                 state[name] = tensor
         _name_whole_modules(model, options, whole)
     if _began_in_base_layer(model):
-        state = _over_files(model, state)
+        state = _join_first_factors(model, state)
         options.r = 2 * options.r
         # The scale stays: it is alpha / r, or with rsLoRA alpha / √r.
         growth: float = 2
         if options.use_rslora:
             growth = math.sqrt(2)
-        options.lora_alpha = _number(options.lora_alpha * growth)
+        options.lora_alpha = _to_int_if_whole(options.lora_alpha * growth)
     states = {NAME: state}
     for adapter_name in model.peft_config.keys() - {NAME}:
         states[adapter_name] = _factors_of(model, adapter_name)
@@ -761,7 +761,7 @@ def _name_whole_modules(model: Any, options: Any, whole: set[str]) -> None:
 
 def _began_in_base_layer(model: Any) -> bool:
     """Return whether the first factors of a layer were subtracted from its base layer (PiSSA)."""
-    for _, layer in _tuned(model):
+    for _, layer in _peft_layers(model):
         first = getattr(layer, "first", {})
         if A[1:] in first or B[1:] in first:
             return True
@@ -791,7 +791,7 @@ def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
     """
     from peft import PeftModel
 
-    targets: contextlib.AbstractContextManager[None] = _targets_as_named()
+    targets: contextlib.AbstractContextManager[None] = _keep_named_targets()
     if _adapts_experts(folder):
         # Another tool trained the experts, which PEFT's conversion finds.
         targets = contextlib.nullcontext()
@@ -824,31 +824,31 @@ def _adapts_experts(folder: Path) -> bool:
     return False
 
 
-def _over_files(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _join_first_factors(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return PEFT's state with each factor of PiSSA joined to the one that it began as.
 
     The rows of A are followed by those of A₀, and the columns of B by those of −B₀: the product is
     BA − B₀A₀.
     """
-    for path, layer in _tuned(model):
+    for path, layer in _peft_layers(model):
         first = getattr(layer, "first", {})
         first_a = first.get(A[1:])
         if first_a is not None:
-            name = path + _without_adapter_name(A)
+            name = path + _drop_adapter_name(A)
             state[name] = torch.cat([state[name], first_a], 0)
         first_b = first.get(B[1:])
         if first_b is not None:
-            name = path + _without_adapter_name(B)
+            name = path + _drop_adapter_name(B)
             state[name] = torch.cat([state[name], -first_b], 1)
     return state
 
 
-def _without_adapter_name(ending: str) -> str:
+def _drop_adapter_name(ending: str) -> str:
     """Return the end of a factor's name as PEFT's files have it, without the adapter."""
     return ending.replace(f".{NAME}.", ".")
 
 
-def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _peft_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, layer) of PEFT's layers.
 
     There are none if nothing has imported PEFT, which may not be installed.
@@ -862,7 +862,7 @@ def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _named_below(model: nn.Module, endings: Iterable[str]) -> set[str]:
+def _parameters_below(model: nn.Module, endings: Iterable[str]) -> set[str]:
     """Return the names of the parameters below modules with these endings.
 
     Of tied parameters it is the first name. Raises ModelError for an ending without a parameter.
@@ -1004,7 +1004,7 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
     with factors gets no rows of its own.
     Raises ModelError for such an embedding beside a head that does not learn.
     """
-    trained = _named_below(model, adapter.modules_to_save)
+    trained = _parameters_below(model, adapter.modules_to_save)
     trained_weights = {id(model.get_parameter(name)) for name in trained}
     targets: list[str] = []
     for options in (adapter, *adapter.more.values()):
@@ -1033,14 +1033,14 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
     return len(learning) == len(layers)
 
 
-def _number(alpha: float) -> Any:
+def _to_int_if_whole(alpha: float) -> Any:
     """Return a whole number as an int, which other readers of the file require."""
     if float(alpha).is_integer():
         return int(alpha)
     return alpha
 
 
-def _short(model: nn.Module, names: list[str]) -> list[str]:
+def _shorten_names(model: nn.Module, names: list[str]) -> list[str]:
     """Return the last parts of the names if they mean the same layers; else the full names.
 
     Users write last parts, and other readers expect them.

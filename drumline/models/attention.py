@@ -134,7 +134,7 @@ def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> No
     if on_host:
         kernel = "documents"
     name = name_of(kernel, implementation)
-    # transformers registers no eager function: each class has its own (see `_eager`).
+    # transformers registers no eager function: each class has its own (see `_eager_function`).
     function = None
     if implementation != "eager":
         function = AttentionInterface()[implementation]
@@ -290,7 +290,7 @@ def attention(
     if not isinstance(attention_mask, Documents):
         function: Any = whole
         if whole is None:
-            function = _eager(module)
+            function = _eager_function(module)
         result: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, **options)
         return result
     documents = attention_mask
@@ -310,7 +310,7 @@ def attention(
         return documents.kernel(query, key, value, documents, scale, cap), None
     is_additive = whole is None or cap is not None
     if not torch.compiler.is_compiling():
-        return _by_function(module, is_additive, documents, query, key, value, options), None
+        return _attend_by_function(module, is_additive, documents, query, key, value, options), None
     if is_additive or has_own or documents.kernel is not None:
         return _out_of_graph(module, is_additive, documents, query, key, value, options), None
     pattern = (documents.lengths_BN, documents.causal, documents.window, documents.branches)
@@ -318,12 +318,12 @@ def attention(
     return out, None
 
 
-def _eager(module: Any) -> Any:
+def _eager_function(module: Any) -> Any:
     """Return the eager attention function beside a module's class; None if there is none."""
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
-def _by_function(
+def _attend_by_function(
     module: Any,
     is_additive: bool,
     documents: Pattern,
@@ -341,13 +341,13 @@ def _by_function(
 
     function = sdpa_attention_forward
     if is_additive:
-        function = _eager(module)
+        function = _eager_function(module)
     of_module = partial(function, module)
     return one_by_one(of_module, documents, is_additive, query, key, value, **options)
 
 
 # A class's own eager function may have dropout, or weights of its own: nobody can register it.
-_out_of_graph = torch.compiler.disable(_by_function)
+_out_of_graph = torch.compiler.disable(_attend_by_function)
 
 
 def one_by_one(
@@ -376,18 +376,18 @@ def one_by_one(
         keys = _split_documents(row_key, lengths, padding)
         values = _split_documents(row_value, lengths, padding)
         if documents.branches:
-            keys = _behind_first(keys)
-            values = _behind_first(values)
+            keys = _join_to_first(keys)
+            values = _join_to_first(values)
         outs: list[Tensor] = []
         for document in zip(queries, keys, values, strict=True):
-            outs += _of_one(whole, documents, additive, options, *document)
+            outs += _attend_within_document(whole, documents, additive, options, *document)
         if padding:
             outs.append(query.new_zeros(1, padding, query.shape[1], value.shape[-1]))
-        rows.append(_joined(outs, 1))
-    return _joined(rows, 0)
+        rows.append(_join_parts(outs, 1))
+    return _join_parts(rows, 0)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def _join_parts(parts: list[Tensor], dim: int) -> Tensor:
     """Return the parts joined in a dimension; a single one as it is, without a copy."""
     if len(parts) == 1:
         return parts[0]
@@ -400,14 +400,14 @@ def _split_documents(row: Tensor, lengths: tuple[int, ...], padding: int) -> tup
     return parts[: len(lengths)]
 
 
-def _behind_first(documents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _join_to_first(documents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the first document, and the others joined to it: [1, H, n, D] each."""
     first, *rest = documents
     joined = [torch.cat([first, document], 2) for document in rest]
     return (first, *joined)
 
 
-def _of_one(
+def _attend_within_document(
     whole: Callable[..., Any],
     documents: Pattern,
     additive: bool,
@@ -550,7 +550,7 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(query, key, value, lengths_BN)
 
 
-def _go_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _attend_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Return the gradients of all arguments of `attend`, of which only three have one."""
     query, key, value, lengths_BN = ctx.saved_tensors
     backward = torch.ops.drumline.attend_backward
@@ -560,7 +560,7 @@ def _go_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 torch.library.impl("drumline::attend", ("cpu", "cuda"), attend)
 torch.library.impl("drumline::attend_backward", ("cpu", "cuda"), attend_backward)
-torch.library.register_autograd("drumline::attend", _go_back, setup_context=_keep_inputs)
+torch.library.register_autograd("drumline::attend", _attend_gradients, setup_context=_keep_inputs)
 
 
 # Kernels for variable lengths. The scale of scores, or their soft cap; None: the default, or no
@@ -573,12 +573,12 @@ def _ends_to_end(*tensors_BHTD: Tensor) -> list[Tensor]:
     return [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors_BHTD]
 
 
-def _in_rows(out_NHD: Tensor, like_BHTD: Tensor) -> Tensor:
+def _split_into_rows(out_NHD: Tensor, like_BHTD: Tensor) -> Tensor:
     """Return rows that are end to end as [B, T, H, D]. `like_BHTD`: a tensor of that B and T."""
     return out_NHD.reshape(like_BHTD.shape[0], like_BHTD.shape[2], *out_NHD.shape[1:])
 
 
-def _reach(documents: Documents) -> tuple[int, int]:
+def _window_size(documents: Documents) -> tuple[int, int]:
     """Return how many tokens to the left and to the right a token sees; -1: all."""
     left = -1
     if documents.window is not None:
@@ -597,7 +597,7 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     assert cap is None, "it has no soft caps"
-    options: dict[str, Any] = {"scale": scale, "window_size": _reach(documents)}
+    options: dict[str, Any] = {"scale": scale, "window_size": _window_size(documents)}
     if key.shape[1] != query.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             options["enable_gqa"] = True
@@ -610,7 +610,7 @@ def varlen(
     longest = documents.longest
     q, k, v = _ends_to_end(query, key, value)
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
-    return _in_rows(out, query)
+    return _split_into_rows(out, query)
 
 
 # Name → module of FlashAttention, once it is imported.
@@ -636,7 +636,7 @@ def flash(
     options = {
         "softmax_scale": scale,
         "causal": documents.causal,
-        "window_size": _reach(documents),
+        "window_size": _window_size(documents),
         "softcap": cap or 0.0,
     }
     q, k, v = _ends_to_end(query, key, value)
@@ -644,7 +644,7 @@ def flash(
     # Some versions also return the log-sum-exp.
     if isinstance(out, tuple):
         out = out[0]
-    return _in_rows(out, query)
+    return _split_into_rows(out, query)
 
 
 def flex(
@@ -660,7 +660,7 @@ def flex(
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in _ends_to_end(query, key, value))
     score_mod = None
     if cap is not None:
-        score_mod = partial(_capped, cap)
+        score_mod = partial(_apply_soft_cap, cap)
     function: Any = flex_attention
     # While a graph is compiled, this is a part of it.
     if query.is_cuda and not torch.compiler.is_compiling():
@@ -674,10 +674,10 @@ def flex(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return _in_rows(out[0].transpose(0, 1), query)
+    return _split_into_rows(out[0].transpose(0, 1), query)
 
 
-def _capped(cap: float, score: Tensor, *_place: Tensor) -> Tensor:
+def _apply_soft_cap(cap: float, score: Tensor, *_place: Tensor) -> Tensor:
     """Return a score soft-capped to ±cap, as Gemma 2 has it."""
     return cap * torch.tanh(score / cap)
 

@@ -66,7 +66,7 @@ def lay_out(
     """
     quiet()
     config, growth = load_grown(path, model)
-    config = _unpacked(with_classes(config, head, labels), model)
+    config = _request_unpacking(with_classes(config, head, labels), model)
     # None: transformers' default. Names of attention of ours mean nothing to transformers.
     implementation = None
     if model.attention not in ("auto", "documents", "varlen"):
@@ -79,7 +79,7 @@ def lay_out(
     if model.init == "pretrained":
         pretrained = path
     try:
-        built = _without_weights(path, model, config, options, head)
+        built = _build_on_meta(path, model, config, options, head)
         if _has_all(checkpoint_keys, built):
             return built, Loaded()
         if pretrained is None:
@@ -98,9 +98,9 @@ def lay_out(
         logger.warning("the whole model is built on each rank: %s", reason)
     with drawing(seed):
         if pretrained is None:
-            built = _drawn_whole(path, model, config, options, head)
+            built = _draw_whole_model(path, model, config, options, head)
         else:
-            built = _pretrained(pretrained, model, config, options, head, draws, growth)
+            built = _read_whole_model(pretrained, model, config, options, head, draws, growth)
     built = with_head(built, head)
     built.config.use_cache = False
     return built.to(device), Loaded()
@@ -111,7 +111,7 @@ def _has_all(checkpoint_keys: frozenset[str], built: Any) -> bool:
     return all(checkpoint_keys.intersection(names) for names in aliases(built))
 
 
-def _drawn_whole(
+def _draw_whole_model(
     path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head
 ) -> Any:
     """Return a whole model that its own initialisation draws from torch's random numbers."""
@@ -140,7 +140,7 @@ def build_model(
     return built
 
 
-def _unpacked(config: Any, model: ModelConfig) -> Any:
+def _request_unpacking(config: Any, model: ModelConfig) -> Any:
     """Return a config with which transformers unpacks weights of fp8 or mxfp4 as it reads them.
 
     It does so on a GPU too, since they are trained in another type. If none are read, the config
@@ -154,7 +154,7 @@ def _unpacked(config: Any, model: ModelConfig) -> Any:
     return config
 
 
-def _without_weights(
+def _build_on_meta(
     path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head
 ) -> Any:
     """Return the model on the meta device, apart from the buffers that no file holds.
@@ -180,7 +180,7 @@ def _without_weights(
     return built
 
 
-def _pretrained(
+def _read_whole_model(
     path: str,
     model: ModelConfig,
     config: Any,

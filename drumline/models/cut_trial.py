@@ -98,11 +98,11 @@ def weights_on_parts(model: Any) -> list[str]:
     trial = try_cut(model)
     if trial.failure:
         raise PlanError(trial.failure, where="strategy.tp", fix="use strategy=fsdp2")
-    kinds = {_without_number(name) for name in trial.on_parts}
-    return [name for name, _ in model.named_modules() if _without_number(name) in kinds]
+    kinds = {_mask_numbers(name) for name in trial.on_parts}
+    return [name for name, _ in model.named_modules() if _mask_numbers(name) in kinds]
 
 
-def _without_number(name: str) -> str:
+def _mask_numbers(name: str) -> str:
     """Return a module's name with a star for the number of its layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
@@ -172,7 +172,7 @@ def _cut_layers(trial: Any, plan: dict[str, str], ranks: int, graph: _Graph) -> 
             continue
         layer = trial.get_submodule(name)
         if style == "experts":
-            layer.forward = _experts(graph)
+            layer.forward = _experts_forward(graph)
         elif style == "colwise":
             layer.forward = _column_parallel_forward(layer.forward, ranks, graph)
         elif style == "rowwise":
@@ -244,7 +244,7 @@ def _pass_tokens_on(hidden: Tensor, *_choices: Any) -> Tensor:
     return hidden * 1
 
 
-def _experts(graph: _Graph) -> Callable[..., Tensor]:
+def _experts_forward(graph: _Graph) -> Callable[..., Tensor]:
     """Return the forward of experts, which take tokens, their choices, and weights of these.
 
     See `engine.experts`. It multiplies the tokens by the weights in place of the experts' products, so

@@ -102,15 +102,15 @@ def export(
     plan = plan_of(run_dir, trust)
     base = None
     if adapter:
-        base = _base_of(plan)
-    checkpoint = _choose(run_dir / "checkpoints", which)
+        base = _base_model_name(plan)
+    checkpoint = _choose_checkpoint(run_dir / "checkpoints", which)
     _require_free(to)
     progress("export", 0, 4)
-    source = _with_own_attention(plan.config.model)
-    model = _filled(plan, source, checkpoint, merged=not adapter)
+    source = _use_default_attention(plan.config.model)
+    model = _build_trained_model(plan, source, checkpoint, merged=not adapter)
     value = _take_value_head(model)
-    dtype = _dtype(dtype, plan, adapter)
-    trainable, rounding = _round(model, dtype, plan, checkpoint)
+    dtype = _choose_dtype(dtype, plan, adapter)
+    trainable, rounding = _round_weights(model, dtype, plan, checkpoint)
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
     fix = "choose a folder on a disk with space, or one that is yours"
@@ -118,7 +118,7 @@ def export(
         _require_space(to.parent, trainable)
         _save_reader(plan, source, model, temporary)
         if base is not None:
-            adapters.save_adapter(model, temporary, _known_as(source, base), source.revision)
+            adapters.save_adapter(model, temporary, _portable_name(source, base), source.revision)
         else:
             model.save_pretrained(temporary)
         if value:
@@ -153,7 +153,7 @@ def export(
     return ExportResult(to, step, time.time() - began, difference, dtype, rounding)
 
 
-def _with_own_attention(model: ModelConfig) -> ModelConfig:
+def _use_default_attention(model: ModelConfig) -> ModelConfig:
     """Return the model's options with attention as a reader of the folder gets it.
 
     The run's attention may need another device, and rounds differently.
@@ -175,7 +175,7 @@ def _take_value_head(model: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _dtype(wanted: str, plan: Plan, adapter: bool) -> str:
+def _choose_dtype(wanted: str, plan: Plan, adapter: bool) -> str:
     """Return the type to write, a key of DTYPES.
 
     Weights that were drawn are exported as they were trained. Files of another type, or of none,
@@ -197,7 +197,7 @@ def _dtype(wanted: str, plan: Plan, adapter: bool) -> str:
     return "fp32"
 
 
-def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
+def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
     """Round the trainable parameters to `dtype`, and return them with what that changed.
 
     The change is `ExportResult.rounding`. How far a type of 8 or 11 bits moves the logits is the
@@ -290,19 +290,19 @@ def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:
     The model is in eval mode and fp32, its adapters merged. Raises CheckpointError if the run has
     no whole checkpoint.
     """
-    checkpoint = _choose(run_dir / "checkpoints", "best")
+    checkpoint = _choose_checkpoint(run_dir / "checkpoints", "best")
     model, tokenizer = read_checkpoint(plan_of(run_dir, trust), checkpoint)
     return model, tokenizer, checkpoint
 
 
 def read_checkpoint(plan: Plan, checkpoint: Path) -> tuple[Any, Any]:
     """Return model and tokenizer of one checkpoint, as `read_run` does."""
-    source = _with_own_attention(plan.config.model)
-    model = _filled(plan, source, checkpoint, merged=True)
+    source = _use_default_attention(plan.config.model)
+    model = _build_trained_model(plan, source, checkpoint, merged=True)
     return model, load_tokenizer(plan.model_path, source)
 
 
-def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> Any:
+def _build_trained_model(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> Any:
     """Return the model with a checkpoint's weights in eval mode, adapters injected or merged.
 
     The generation config is the original model's.
@@ -337,7 +337,7 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
         if merged:
             _merge(built, plan, checkpoint)
     if merged:
-        # An export writes all weights, and `_round` rounds those that are trainable.
+        # An export writes all weights, and `_round_weights` rounds those that are trainable.
         built.requires_grad_(True)
     return built.eval()
 
@@ -432,7 +432,7 @@ def _padding(tokenizer: Any) -> int:
     return pad_token_id(tokenizer)
 
 
-def _base_of(plan: Plan) -> str:
+def _base_model_name(plan: Plan) -> str:
     """Return the folder or id of the adapter's base model. Raises ModelError if there is none."""
     if plan.config.adapter.kind != "lora":
         fix = "export the whole model: leave --adapter out"
@@ -447,7 +447,7 @@ def _base_of(plan: Plan) -> str:
     return plan.model_path
 
 
-def _known_as(model: ModelConfig, base: str) -> str:
+def _portable_name(model: ModelConfig, base: str) -> str:
     """Return the name by which a reader on any machine finds the base model of an adapter.
 
     It is a hub id rather than the folder of its copy here.
@@ -483,7 +483,7 @@ def plan_of(run_dir: Path, trust: bool) -> Plan:
     return plan.model_copy(update={"config": config})
 
 
-def _choose(root: Path, which: Which) -> Path:
+def _choose_checkpoint(root: Path, which: Which) -> Path:
     """Return the checkpoint to read. Raises CheckpointError; only `last` skips damaged ones."""
     path = None
     if isinstance(which, int):

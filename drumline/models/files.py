@@ -82,7 +82,7 @@ def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id 
             fix="take model.revision out",
         )
     if is_package:
-        return str(_from_package(model.id.removeprefix(PREFIX), on_progress, named))
+        return str(_convert_package(model.id.removeprefix(PREFIX), on_progress, named))
     if folder.is_dir():
         if not (folder / "config.json").exists():
             fix = "name a folder that save_pretrained or `drumline export` wrote"
@@ -95,7 +95,7 @@ def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id 
     if folder.is_absolute() or looks_like_path:
         fix = "fix the path; a hub id looks like owner/name"
         raise ModelError("no such folder", where=where, fix=fix)
-    return _on_hub(model.id, model.revision, where)
+    return _resolve_hub_id(model.id, model.revision, where)
 
 
 def weights_digest(path: str | None) -> str | None:
@@ -120,11 +120,11 @@ def tokenizer_folder(name: str) -> str:
     if name.startswith(mirror.PREFIX):
         return mirror.fetched(name, None, "model", ModelError, f"model.tokenizer {name}")
     if name.startswith(PREFIX):
-        return str(_from_package(name.removeprefix(PREFIX), lambda *_: None))
+        return str(_convert_package(name.removeprefix(PREFIX), lambda *_: None))
     return name
 
 
-def _on_hub(name: str, revision: str | None, where: str) -> str:
+def _resolve_hub_id(name: str, revision: str | None, where: str) -> str:
     """Return a hub id, or its cached folder if the hub does not answer.
 
     It makes one request without retries, for the header of the one file that every model has.
@@ -154,7 +154,7 @@ def _on_hub(name: str, revision: str | None, where: str) -> str:
         what = "no model for transformers: it has no config.json"
         raise ModelError(what, where=where, fix="name another") from None
     except HfHubHTTPError as error:
-        return _cached(name, revision, f"the hub refuses: {first_line(error)}", where)
+        return _find_in_cache(name, revision, f"the hub refuses: {first_line(error)}", where)
     except Exception as error:
         # A failed connection raises the HTTP library's own classes; which library that is changes
         # with huggingface_hub's version.
@@ -164,10 +164,10 @@ def _on_hub(name: str, revision: str | None, where: str) -> str:
         reason = str(error)
         if "offline mode" not in reason:
             reason = f"the hub cannot be reached ({error})"
-        return _cached(name, revision, reason, where)
+        return _find_in_cache(name, revision, reason, where)
 
 
-def _cached(name: str, revision: str | None, reason: str, where: str) -> str:
+def _find_in_cache(name: str, revision: str | None, reason: str, where: str) -> str:
     """Return the folder of a model's snapshot in the hub's cache on this machine.
 
     Raises ModelError if there is none. `reason`: why the hub itself was no help.
@@ -186,7 +186,7 @@ def _cached(name: str, revision: str | None, reason: str, where: str) -> str:
     raise ModelError(what, where=where, fix=fix)
 
 
-def _from_package(name: str, on_progress: OnProgress, named: str = "model.id ") -> Path:
+def _convert_package(name: str, on_progress: OnProgress, named: str = "model.id ") -> Path:
     """Return the one GGUF file that an installed distribution ships, as a Hugging Face folder.
 
     The folder is written once, whole or not at all. It has fp32 safetensors, dequantised by
@@ -210,7 +210,7 @@ def _from_package(name: str, on_progress: OnProgress, named: str = "model.id ") 
     # Any number of processes may do this at once; the first one's folder stays.
     phase = f"converting {file.name} once"
     on_progress(phase, 0, 3)
-    model, tokenizer = _read(file)
+    model, tokenizer = _read_gguf(file)
     on_progress(phase, 1, 3)
     fix = "free space, or set XDG_CACHE_HOME to another disk"
     with beside(target, "the converted model cannot be written", target.parent, fix) as temporary:
@@ -238,7 +238,7 @@ def _gguf_file(distribution: metadata.Distribution, name: str, where: str) -> Pa
     return files[0]
 
 
-def _read(source: Path) -> tuple[Any, Any]:
+def _read_gguf(source: Path) -> tuple[Any, Any]:
     """Return model (fp32) and tokenizer of a GGUF file. Raises ModelError if it cannot be read."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -375,7 +375,7 @@ def outputs(
         if parts is None and score is not None:
             # The head's input is the hidden states of a model whose logits are more than its head
             # over its trunk.
-            contexts.enter_context(_recorded_inputs(model.get_output_embeddings(), inputs_of_head))
+            contexts.enter_context(_record_inputs(model.get_output_embeddings(), inputs_of_head))
         inputs: dict[str, Any]
         inputs = contexts.enter_context(attending(model, shared or batch, sequence))
         if trains_router(model):
@@ -404,10 +404,10 @@ def outputs(
     _, head = parts
     if head is score:
         return replace(known, hidden_BTD=hidden_BTD)
-    return _with_head(known, head, hidden_BTD)
+    return _add_head(known, head, hidden_BTD)
 
 
-def _recorded_inputs(
+def _record_inputs(
     head: nn.Module, recorded: list[torch.Tensor]
 ) -> contextlib.AbstractContextManager[Any]:
     """Record the inputs of a head within the context.
@@ -419,7 +419,7 @@ def _recorded_inputs(
     )
 
 
-def _with_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Outputs:
+def _add_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Outputs:
     """Return `known` with hidden states and the head's weight and bias.
 
     Under tensor parallelism these are this rank's rows of them.

@@ -143,11 +143,11 @@ def _config_of_values(model: ModelConfig) -> Any:
         fix = "use one such as llama, qwen3 or gpt2"
         raise ModelError(what, where=where, fix=fix) from None
     _require_known(config, values)
-    with _refused_values():
+    with _report_value_errors():
         return AutoConfig.for_model(model_type, **values)
 
 
-def _refused_values() -> AbstractContextManager[None]:
+def _report_value_errors() -> AbstractContextManager[None]:
     """Within the context an error is one of the values under `model.config`."""
     what = "transformers does not take this"
     return judged(what, "model.config", ModelError, "fix the values under model.config")
@@ -168,7 +168,7 @@ def _set_values(config: Any, values: dict[str, Any]) -> Any:
         raise ModelError(what, where="model.config.model_type", fix=fix)
     _require_known(config, values)
     head_dim_follows = _is_head_dim_derived(config)
-    with _refused_values():
+    with _report_value_errors():
         for key, value in values.items():
             setattr(config, key, value)
         if head_dim_follows and "head_dim" not in values:
@@ -235,7 +235,7 @@ def facts(
     not in the model.
     """
     model = on_meta(config, head)
-    with _judged(config):
+    with _report_config_errors(config):
         freeze(model, frozen_names)
         if isinstance(adapter, LoRAConfig):
             adapters.inject(model, adapter, seed=0)
@@ -260,7 +260,7 @@ def on_meta(
     """
     # A class of the model's own code: loading this config required the agreement to run that.
     is_remote = type(config).__module__.startswith("transformers_modules")
-    with _judged(config):
+    with _report_config_errors(config):
         with torch.device("meta"):
             make = auto_class(config, head).from_config
             build = partial(make, config, trust_remote_code=is_remote, **options)
@@ -281,7 +281,7 @@ def _move_to_meta(tensor: torch.Tensor) -> None:
     torch.utils.swap_tensors(tensor, on_meta_device)
 
 
-def _judged(config: Any) -> AbstractContextManager[None]:
+def _report_config_errors(config: Any) -> AbstractContextManager[None]:
     """Within the context an error is one of the config."""
     what = "its config describes no model that can be built"
     where = getattr(config, "name_or_path", None) or "model.config"
@@ -328,7 +328,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     only_in_head = [parameter for parameter in head_parameters if parameter is not embedding]
     return ModelFacts(
         **counts,
-        **_cuts(model),
+        **_cut_facts(model),
         name=str(text_config.model_type),
         flops_per_token=float(products + 12 * layers * width * length),
         vocab_size=int(text_config.vocab_size),
@@ -438,7 +438,7 @@ def _has_windows(text_config: Any) -> bool:
     return getattr(text_config, "sliding_window", None) is not None
 
 
-def _cuts(model: Any) -> dict[str, Any]:
+def _cut_facts(model: Any) -> dict[str, Any]:
     """Return the fields of ModelFacts for how a model of text can be cut, and why not."""
     plan = tensor_plan(model)
     # False if the projections of attention are gathered.

@@ -111,7 +111,7 @@ def _as_options(
 ) -> tuple[Any, ...]:
     """Return the arguments of `_LinearCrossEntropy` that follow the head's."""
     if learned_M is None:
-        learned_M = _learned(targets_N)
+        learned_M = _rows_with_target(targets_N)
     rows_at_once = _rows_at_once(chunk, targets_N)
     # Inside a Function neither grad mode nor needs_input_grad shows a no_grad around it.
     return targets_N, learned_M, rows_at_once, part, torch.is_grad_enabled()
@@ -167,7 +167,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 hidden = hidden_ND[piece.rows].to(dtype)
                 logits = functional.linear(hidden, weight, bias).to(precise)
                 if correct_N is None:
-                    top = _largest(logits, part)
+                    top = _largest_logit(logits, part)
                 else:
                     top, first = _first_choice(logits, part)
                     correct_N[piece.rows] = first == piece.targets
@@ -216,7 +216,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*grads, *[None] * 6)
 
 
-def _largest(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
+def _largest_logit(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
     """Return the largest logit of each row of the whole head. Collective with `part`."""
     top_N = logits_NV.amax(-1)
     if part is not None:
@@ -225,7 +225,7 @@ def _largest(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
 
 
 def _first_choice(logits_NV: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
-    """Return `_largest` and its index in the whole vocabulary, of equal ones the lowest.
+    """Return `_largest_logit` and its index in the whole vocabulary, of equal ones the lowest.
 
     Collective with `part`.
     """
@@ -441,7 +441,7 @@ def log_probs(
     a target of −100. `learned_M`: as in `linear_cross_entropy`.
     """
     if learned_M is None:
-        learned_M = _learned(targets_N)
+        learned_M = _rows_with_target(targets_N)
     logits_MV = logits_NV[learned_M]
     precise = torch.promote_types(logits_MV.dtype, torch.float32)
     scaled_MV = logits_MV.to(precise) / temperature
@@ -485,7 +485,7 @@ def linear_log_probs(
     `learned_M`: as in `linear_cross_entropy`.
     """
     if learned_M is None:
-        learned_M = _learned(targets_N)
+        learned_M = _rows_with_target(targets_N)
     if part is None and chunk == 0:
         logits_NV = functional.linear(hidden_ND, weight_VD, bias_V)
         return log_probs(logits_NV, targets_N, temperature, entropy, learned_M)
@@ -527,8 +527,8 @@ class _LinearLogProbs(torch.autograd.Function):
             weight, bias = _cast(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
                 rows = piece.rows
-                logits = _logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
-                top = _largest(logits, part)
+                logits = _scaled_logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
+                top = _largest_logit(logits, part)
                 chosen, total, *rest = _sums(
                     logits, top, piece.column, piece.is_mine, part, entropy
                 )
@@ -564,10 +564,10 @@ class _LinearLogProbs(torch.autograd.Function):
             for piece in _pieces(learned_M, targets_N, ctx.chunk, ctx.part, len(weight)):
                 rows = piece.rows
                 hidden = hidden_ND[rows].to(dtype)
-                logits = _logits(hidden, weight, bias, ctx.temperature)
+                logits = _scaled_logits(hidden, weight, bias, ctx.temperature)
                 log_p = logits.sub_(total_N[rows][:, None])
-                grad_chosen = _rows_of(grad_chosen_N, rows, log_p.dtype)
-                grad_entropy = _rows_of(grad_entropy_N, rows, log_p.dtype)
+                grad_chosen = _select_rows(grad_chosen_N, rows, log_p.dtype)
+                grad_entropy = _select_rows(grad_entropy_N, rows, log_p.dtype)
                 grad = _grad_logits(
                     log_p, grad_chosen, grad_entropy, entropy_N[rows], piece.column, piece.is_mine
                 )
@@ -575,7 +575,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad = grad.div_(ctx.temperature)
                 scale = None
                 if dtype == torch.float16:
-                    scale = _scale(grad)
+                    scale = _fp16_scale(grad)
                 grads.add(rows, grad, hidden, weight, scale)
         results: list[Tensor | None] = []
         for total, tensor in zip(grads.total(ctx.part), head, strict=True):
@@ -586,7 +586,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return (*results, *[None] * 6)
 
 
-def _rows_of(tensor_N: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _select_rows(tensor_N: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return the entries of a tensor at `rows` in `dtype`; None of None."""
     if tensor_N is None:
         return None
@@ -603,7 +603,7 @@ def _cast(
     return weight, bias_V.to(dtype)
 
 
-def _learned(targets_N: Tensor) -> Tensor:
+def _rows_with_target(targets_N: Tensor) -> Tensor:
     """Return the numbers of the rows with a target, int64[M].
 
     On a GPU the host waits for how many there are. Callers that know the rows pass `learned_M`
@@ -613,7 +613,9 @@ def _learned(targets_N: Tensor) -> Tensor:
     return (targets_N != IGNORE).nonzero().squeeze(1)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _scaled_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
+) -> Tensor:
     """Return the logits of a head divided by the temperature, [n, V], in fp32 or a wider type."""
     logits = functional.linear(hidden, weight, bias)
     precise = torch.promote_types(logits.dtype, torch.float32)
@@ -650,7 +652,7 @@ def _grad_logits(
     return grad.scatter_add_(1, column, chosen)
 
 
-def _scale(grad: Tensor) -> Tensor:
+def _fp16_scale(grad: Tensor) -> Tensor:
     """Return the power of two that brings the largest entry of a gradient near FP16_SCALE.
 
     It is a tensor, so that the host does not wait for the device.

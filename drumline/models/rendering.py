@@ -138,7 +138,7 @@ def _size_with(value: Any, known: dict[int, int]) -> int:
     return known[id(value)]
 
 
-def _watched(items: Any) -> Iterator[Any]:
+def _limit_items(items: Any) -> Iterator[Any]:
     """Yield the items of an iterable. Raises TooMuch once they are too large together."""
     size = 0
     for item in items:
@@ -282,9 +282,9 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         is_iterator = hasattr(value, "__next__")
         if name in ("join", "sum"):
             if is_iterator or not isinstance(value, str):
-                value = list(_watched(value))
+                value = list(_limit_items(value))
         elif is_iterator:
-            value = _watched(value)
+            value = _limit_items(value)
         if name in _GROWING:
             _require_affordable(name, value, (*after, *named.values()))
         return function(*before, value, *after, **named)
@@ -328,7 +328,7 @@ def _limited_call(
         text = getattr(method, "__self__", None)
         if name == "join" and arguments:
             # The text of the method separates the parts.
-            parts = list(_watched(arguments[0]))
+            parts = list(_limit_items(arguments[0]))
             arguments = (parts, *arguments[1:])
             _require_affordable(name, parts, (text,))
         else:

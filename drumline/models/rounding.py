@@ -87,7 +87,7 @@ def rounding_limit(
             moved.append((weight.data, bits(weight)))
     largest = 0.0
     for seed in range(DRAWS):
-        with _moved(moved, seed):
+        with _move_weights(moved, seed):
             distance = largest_difference(outputs(), expected)
         # A model whose outputs are not finite equals no other: an infinite limit would allow all.
         if math.isfinite(distance):
@@ -96,7 +96,7 @@ def rounding_limit(
 
 
 @contextmanager
-def _moved(weights: list[tuple[torch.Tensor, int]], seed: int) -> Iterator[None]:
+def _move_weights(weights: list[tuple[torch.Tensor, int]], seed: int) -> Iterator[None]:
     """Within the context the low bits of weights are random.
 
     They are changed by an exclusive or, which undoes itself.

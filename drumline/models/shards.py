@@ -304,7 +304,7 @@ def from_files(
     Raises NeedsFullModel if the files' names and shapes do not match those of the model one to one.
     Raises ModelError if the files have different values for weights that the config ties.
     """
-    stored = _renamed(model, _stored(path, source))
+    stored = _rename_tensors(model, _list_stored_tensors(path, source))
     places: dict[str, Stored] = {}
     grown = set[str]()
     tensors_by_token = set[int]()
@@ -350,7 +350,7 @@ def aliases(model: Any) -> list[list[str]]:
     return list(by_tensor.values())
 
 
-def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
+def _rename_tensors(model: Any, stored: list[Stored]) -> dict[str, Stored]:
     """Return the model's name of each stored tensor → the tensor.
 
     transformers has tables of old names, which files may still have. Raises NeedsFullModel if
@@ -379,7 +379,7 @@ def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
     return by_name
 
 
-def _stored(path: str, source: ModelConfig) -> list[Stored]:
+def _list_stored_tensors(path: str, source: ModelConfig) -> list[Stored]:
     """Return the tensors of a model's safetensors files.
 
     Raises NeedsFullModel if there are none, or they cannot be read.

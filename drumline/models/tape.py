@@ -54,17 +54,17 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
     device_constructors.cache_clear()
     try:
         with constructing(seed), torch.device("meta"), tape:
-            model = _module(build())
+            model = _require_module(build())
         return model, ReplayedValues(tape, model, seed)
     except Exception as error:  # noqa: BLE001 - it either works with memory, or is raised again
         reason, _, _ = str(error).strip().partition("\n")
     with constructing(seed):
-        model = _module(build())
+        model = _require_module(build())
     logger.warning("the whole model is built on each rank: %s", reason)
     return model.to(device), Loaded()
 
 
-def _module(built: object) -> nn.Module:
+def _require_module(built: object) -> nn.Module:
     """Return a module, or a list of stages as one module. Raises ModelError for anything else."""
     if isinstance(built, list) and built and all(isinstance(stage, nn.Module) for stage in built):
         return nn.Sequential(*built)

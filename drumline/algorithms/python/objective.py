@@ -47,11 +47,11 @@ class PythonObjective(Algorithm):
         Raises ConfigError for what is no sum.
         """
         returned = self.function(outputs, batch.content)
-        loss_sum, sums = self._checked(returned)
+        loss_sum, sums = self._check_returned(returned)
         if batch.weight == 0:
             # Only fillers: the ranks compute side by side, and nothing is learned.
             loss_sum = loss_sum * 0
-            sums = {name: _nothing(name, value) for name, value in sums.items()}
+            sums = {name: _neutral_value(name, value) for name, value in sums.items()}
         detached = {name: value.detach().float() for name, value in sums.items()}
         # `full` writes on the device; a tensor from the host would be copied.
         detached[WEIGHT] = torch.full((), batch.weight, device=loss_sum.device)
@@ -76,7 +76,7 @@ class PythonObjective(Algorithm):
         weight = sums[WEIGHT] or 1.0
         return {"loss": sums["loss"] / weight, **self.step_metrics(sums)}
 
-    def _checked(self, returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _check_returned(self, returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss and the sums, sorted by name.
 
         Raises ConfigError for what is no such thing.
@@ -123,7 +123,7 @@ class PythonObjective(Algorithm):
             )
 
 
-def _nothing(name: str, value: torch.Tensor) -> torch.Tensor:
+def _neutral_value(name: str, value: torch.Tensor) -> torch.Tensor:
     """Return what leaves the sum `name` as it is when it is added."""
     if name.startswith(MAX_PREFIX):
         return torch.full((), -torch.inf, device=value.device)
