@@ -1,7 +1,8 @@
 """What an algorithm is: an objective over a model's outputs, which knows neither model nor strategy.
 
-Everything that an objective returns is a *sum* over its micro-batch. Only the engine divides, by one
-denominator counted over the whole global batch. So the numbers do not depend on how the batch was cut.
+Everything that an objective returns is a *sum* over its micro-batch. Only the engine divides, by
+one denominator counted over the whole global batch. So the numbers do not depend on how the batch
+was cut.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class LossOut:
 class Algorithm(Protocol):
     """One objective.
 
-    The `weight` of a batch (tokens, pairs, episodes) is what the loss is divided by. Held-out data is
-    treated as training data is, unless a subclass overrides it.
+    The `weight` of a batch (tokens, pairs, episodes) is what the loss is divided by. Held-out data
+    is treated as training data is, unless a subclass overrides it.
 
-    `first_pass`: a method of an objective that sorts, pairs or averages over the global batch before it
-    learns. It is called as first_pass(outputs, batch) on `first_batch(batch)`, without gradients, for all
-    micro-batches before the first loss. It returns float[P, K]: K numbers of each of the P samples. The
-    objective finds those of all samples of the global batch, the same on every rank and on any number of
-    ranks, in `batch.first`, and its own by `batch.places_P`.
+    `first_pass`: a method of an objective that sorts, pairs or averages over the global batch
+    before it learns. It is called as first_pass(outputs, batch) on `first_batch(batch)`, without
+    gradients, for all micro-batches before the first loss. It returns float[P, K]: K numbers of
+    each of the P samples. The objective finds those of all samples of the global batch, the same on
+    every rank and on any number of ranks, in `batch.first`, and its own by `batch.places_P`.
     """
 
     first_pass: ClassVar[Callable[[Any, Any, Any], torch.Tensor] | None] = None

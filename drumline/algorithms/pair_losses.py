@@ -1,8 +1,8 @@
 """The losses of DPO and its variants, as pure functions of P pairs. Tensors are fp64[P].
 
 A score s is log π(answer | prompt) − log π_ref(answer | prompt), summed over the answer's tokens.
-Δ = f(s_w) − f(s_l), where w is the chosen answer, l the rejected one, and f the identity, or that of
-another divergence (`transform`). l = βΔ; ε is the label smoothing.
+Δ = f(s_w) − f(s_l), where w is the chosen answer, l the rejected one, and f the identity, or that
+of another divergence (`transform`). l = βΔ; ε is the label smoothing.
 
     sigmoid       −(1 − ε) log σ(l) − ε log σ(−l)                  Rafailov et al. 2023;
                                                                    ε: conservative DPO, Mitchell 2023
@@ -22,8 +22,8 @@ another divergence (`transform`). l = βΔ; ε is the label smoothing.
                                                                    smallest of the batch
     aot_unpaired  sigmoid of (s_w(i) − s_l(i))                     the same
 
-They are as TRL 1.16 has them. `bco_pair` lacks the paper's shift δ, a running mean. The ranks of `aot`
-are those of the global batch.
+They are as TRL 1.16 has them. `bco_pair` lacks the paper's shift δ, a running mean. The ranks of
+`aot` are those of the global batch.
 """
 
 from __future__ import annotations
@@ -49,17 +49,21 @@ class Pairs:
     `matched_P3`: what `match` returns for these pairs; None if no loss sorts.
     """
 
+    # s_w and s_l, the scores of the chosen and the rejected answers.
     chosen_P: Tensor
     rejected_P: Tensor
     delta_P: Tensor
     mean_delta_P: Tensor
     beta: float
+    # ε.
     smoothing: float = 0.0
+    # The temperature of discopop.
     tau: float = 0.05
     matched_P3: Tensor | None = None
 
     @property
     def logit_P(self) -> Tensor:  # noqa: N802 - as the tensors are called
+        """l = βΔ."""
         return self.beta * self.delta_P
 
 
@@ -84,7 +88,9 @@ def transform(score: Tensor, divergence: str, alpha: float) -> Tensor:
 
 def cross_entropy(logit_P: Tensor, smoothing: float) -> Tensor:
     """Return −(1 − ε) log σ(l) − ε log σ(−l) with ε = `smoothing`."""
-    return -(1 - smoothing) * logsigmoid(logit_P) - smoothing * logsigmoid(-logit_P)
+    kept_P = -(1 - smoothing) * logsigmoid(logit_P)
+    swapped_P = smoothing * logsigmoid(-logit_P)
+    return kept_P - swapped_P
 
 
 def _sigmoid(pairs: Pairs) -> Tensor:
@@ -96,7 +102,8 @@ def _hinge(pairs: Pairs) -> Tensor:
 
 
 def _ipo(pairs: Pairs) -> Tensor:
-    return (pairs.mean_delta_P - 1 / (2 * pairs.beta)) ** 2
+    target = 1 / (2 * pairs.beta)
+    return (pairs.mean_delta_P - target) ** 2
 
 
 def _sigmoid_norm(pairs: Pairs) -> Tensor:
@@ -110,10 +117,14 @@ def _robust(pairs: Pairs) -> Tensor:
 
 
 def _exo_pair(pairs: Pairs) -> Tensor:
+    # log σ(l) and log σ(−l): the policy's distribution over the two answers.
     won_P = logsigmoid(pairs.logit_P)
     lost_P = logsigmoid(-pairs.logit_P)
-    won_term_P = won_P.exp() * (won_P - math.log1p(-pairs.smoothing))
-    lost_term_P = lost_P.exp() * (lost_P - math.log(pairs.smoothing))
+    # The data's distribution over them, (1 − ε, ε). The config requires ε above 0.
+    log_kept = math.log1p(-pairs.smoothing)
+    log_swapped = math.log(pairs.smoothing)
+    won_term_P = won_P.exp() * (won_P - log_kept)
+    lost_term_P = lost_P.exp() * (lost_P - log_swapped)
     return won_term_P + lost_term_P
 
 
@@ -135,23 +146,27 @@ def _sppo_hard(pairs: Pairs) -> Tensor:
 
 def _apo_zero(pairs: Pairs) -> Tensor:
     falls_P = torch.sigmoid(-pairs.beta * pairs.chosen_P)
-    return falls_P + torch.sigmoid(pairs.beta * pairs.rejected_P)
+    rises_P = torch.sigmoid(pairs.beta * pairs.rejected_P)
+    return falls_P + rises_P
 
 
 def _apo_down(pairs: Pairs) -> Tensor:
     difference_P = pairs.chosen_P - pairs.rejected_P
     rises_P = torch.sigmoid(pairs.beta * pairs.chosen_P)
-    return rises_P + torch.sigmoid(-pairs.beta * difference_P)
+    misses_P = torch.sigmoid(-pairs.beta * difference_P)
+    return rises_P + misses_P
 
 
 def _discopop(pairs: Pairs) -> Tensor:
     mixed_P = torch.sigmoid(pairs.logit_P / pairs.tau)
     logistic_P = -logsigmoid(pairs.logit_P)
-    exponential_P = (-pairs.logit_P).clamp(max=LARGEST_EXPONENT).exp()
+    exponent_P = (-pairs.logit_P).clamp(max=LARGEST_EXPONENT)
+    exponential_P = exponent_P.exp()
     return logistic_P * (1 - mixed_P) + exponential_P * mixed_P
 
 
 def _aot(pairs: Pairs) -> Tensor:
+    """Compare each pair's log π_w / π_l with the reference's of the same rank."""
     assert pairs.matched_P3 is not None, "the first pass sorts"
     shift_P = pairs.matched_P3[:, 0]
     delta_P = pairs.chosen_P - pairs.rejected_P - shift_P
@@ -164,9 +179,12 @@ def _aot_unpaired(pairs: Pairs) -> Tensor:
     The two sides together have the gradient of the sum over ranks.
     """
     assert pairs.matched_P3 is not None, "the first pass sorts"
-    _, rejected_P, chosen_P = pairs.matched_P3.unbind(1)
-    of_chosen_P = cross_entropy(pairs.beta * (pairs.chosen_P - rejected_P), pairs.smoothing)
-    of_rejected_P = cross_entropy(pairs.beta * (chosen_P - pairs.rejected_P), pairs.smoothing)
+    _, rejected_partner_P, chosen_partner_P = pairs.matched_P3.unbind(1)
+    delta_of_chosen_P = pairs.chosen_P - rejected_partner_P
+    delta_of_rejected_P = chosen_partner_P - pairs.rejected_P
+    of_chosen_P = cross_entropy(pairs.beta * delta_of_chosen_P, pairs.smoothing)
+    of_rejected_P = cross_entropy(pairs.beta * delta_of_rejected_P, pairs.smoothing)
+    # The second term adds its gradient alone: over the global batch it has the value of the first.
     return of_chosen_P + of_rejected_P - of_rejected_P.detach()
 
 
@@ -191,12 +209,12 @@ LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
 def match(numbers_N4: Tensor) -> Tensor:
     """Return what the losses that sort need of each pair of a global batch, fp64[N, 3].
 
-    `numbers_N4`: log-probabilities of the chosen and the rejected answers under the policy, then under
-    the reference. Equal numbers keep their order.
+    `numbers_N4`: log-probabilities of the chosen and the rejected answers under the policy, then
+    under the reference. Equal numbers keep their order.
 
-    The columns are: by how much the reference's log π_w / π_l of the same rank lies above the pair's
-    own; the score of the rejected answer of the same rank as the chosen one; the score of the chosen
-    answer of the same rank as the rejected one.
+    The columns are: by how much the reference's log π_w / π_l of the same rank lies above the
+    pair's own; the score of the rejected answer of the same rank as the chosen one; the score of
+    the chosen answer of the same rank as the rejected one.
     """
     chosen_N, rejected_N, reference_chosen_N, reference_rejected_N = numbers_N4.unbind(1)
     policy_ratio_N = chosen_N - rejected_N
@@ -212,4 +230,7 @@ def match(numbers_N4: Tensor) -> Tensor:
 def _same_rank(values_N: Tensor, ranked_N: Tensor) -> Tensor:
     """Return for each of `values_N` the one of `ranked_N` that has the same rank when sorted."""
     sorted_N = ranked_N.sort(stable=True).values
-    return torch.empty_like(ranked_N).scatter_(0, values_N.argsort(stable=True), sorted_N)
+    # The place of the smallest value, of the next one, and so on: each gets the number of its rank.
+    places_N = values_N.argsort(stable=True)
+    partners_N = torch.empty_like(ranked_N)
+    return partners_N.scatter_(0, places_N, sorted_N)

@@ -40,7 +40,9 @@ class JudgedAnswers(Answers):
     """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {"loss": sums["loss"] / answers_of(sums), **self.step_metrics(sums)}
+        """Return the mean loss of an answer, and the metrics of a step."""
+        loss = sums["loss"] / answers_of(sums)
+        return {"loss": loss, **self.step_metrics(sums)}
 
 
 def answers_of(sums: dict[str, float]) -> float:
@@ -55,7 +57,11 @@ class AnswerPairs(Answers):
     def out(
         self, loss_P: torch.Tensor, log_probs_B: torch.Tensor, rewards_B: torch.Tensor, batch: Any
     ) -> LossOut:
-        """Return the loss summed over the pairs that are real, and what `step_metrics` reads."""
+        """Return the loss summed over the pairs that are real, and what `step_metrics` reads.
+
+        `log_probs_B`, `rewards_B`: of each answer, fp64. Sums are fp64, the loss is fp32 as all
+        losses are.
+        """
         chosen_P, rejected_P = sides(log_probs_B)
         won_P, lost_P = sides(rewards_B.detach())
         sums = pair_sums(
@@ -71,7 +77,9 @@ class AnswerPairs(Answers):
         return LossOut(loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **self.step_metrics(sums)}
+        """Return the mean loss of a pair, and the metrics of a step."""
+        pairs = max(1.0, sums["pairs"])
+        return {"loss": sums["loss"] / pairs, **self.step_metrics(sums)}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return means over pairs.
@@ -83,11 +91,16 @@ class AnswerPairs(Answers):
 
 def answer_tokens(batch: Any) -> torch.Tensor:
     """Return the number of tokens of each row's answer, int64[B], at least 1."""
-    return (batch.targets_BT != IGNORE).sum(1).clamp(min=1)
+    is_answer_BT = batch.targets_BT != IGNORE
+    # Fillers have no answer, and are divided by this number too.
+    return is_answer_BT.sum(1).clamp(min=1)
 
 
 def sides(values_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values of the chosen rows [P] and of the rejected ones [P]."""
+    """Return the values of the chosen rows [P] and of the rejected ones [P].
+
+    A batch of pairs has all chosen rows first.
+    """
     chosen_P, rejected_P = values_B.chunk(2)
     return chosen_P, rejected_P
 
@@ -99,11 +112,12 @@ def pair_sums(real_P: torch.Tensor, **values_P: torch.Tensor) -> dict[str, torch
     """
     sums = {"pairs": real_P.sum().double()}
     for name, value_P in values_P.items():
-        sums[name] = (value_P.detach().double() * real_P).sum()
+        real_value_P = value_P.detach().double() * real_P
+        sums[name] = real_value_P.sum()
     return sums
 
 
 def means(sums: dict[str, float], *names: str) -> dict[str, float]:
-    """Return the means of some sums over the pairs."""
+    """Return name → mean over the real pairs, for some of the sums."""
     pairs = max(1.0, sums["pairs"])
     return {name: sums[name] / pairs for name in names}

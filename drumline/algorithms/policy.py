@@ -1,7 +1,8 @@
 """What PPO and GRPO share.
 
-For a step: the divergence from a reference, estimated token by token from samples, and the controller
-of its weight; the clipped surrogate; metrics of how far the policy has moved. [B, T] tensors are fp32.
+For a step: the divergence from a reference, estimated token by token from samples, and the
+controller of its weight; the clipped surrogate; metrics of how far the policy has moved. [B, T]
+tensors are fp32.
 
 Advantages are in `algorithms.credit`.
 """
@@ -28,7 +29,8 @@ LARGEST_ERROR = 0.2
 def sum_where(is_counted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return the sum of the values that are counted.
 
-    Picking them by the mask would make the host wait: the GPU would have to report how many there are.
+    Picking them by the mask would make the host wait: the GPU would have to report how many there
+    are.
     """
     return torch.where(is_counted, values, 0.0).sum()
 
@@ -38,15 +40,17 @@ def divergence(
 ) -> torch.Tensor:
     """Return estimates of KL(π ‖ π_ref) at tokens drawn from π (Schulman 2020, "Approximating KL divergence").
 
-    k1 = log π/π_ref, k2 = k1²/2, k3 = π_ref/π − 1 − log π_ref/π. k1 and k3 are unbiased, k2 and k3 never
-    negative. As a loss, only k2 has the gradient of the KL. In k3 π_ref/π is at most e^80.
+    k1 = log π/π_ref, k2 = k1²/2, k3 = π_ref/π − 1 − log π_ref/π. k1 and k3 are unbiased, k2 and k3
+    never negative. As a loss, only k2 has the gradient of the KL. In k3 π_ref/π is at most e^80.
     """
     log_ratio = log_probs - reference
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    return torch.expm1((-log_ratio).clamp(max=LARGEST_EXPONENT)) + log_ratio
+    # expm1 keeps the digits of e^x − 1 for policies that are close to each other.
+    exponent = (-log_ratio).clamp(max=LARGEST_EXPONENT)
+    return torch.expm1(exponent) + log_ratio
 
 
 @dataclass
@@ -57,8 +61,8 @@ class KLController:
 
         e = clip(KL / target − 1, ±0.2);  coefficient ← coefficient · (1 + e · min(1, episodes / horizon))
 
-    Departs from the paper in two points: KL and target are per token, not per completion, and the min
-    is added, because of more episodes than `horizon` the factor could become negative.
+    Departs from the paper in two points: KL and target are per token, not per completion, and the
+    min is added, because of more episodes than `horizon` the factor could become negative.
     """
 
     coefficient: float
@@ -88,8 +92,8 @@ class PolicyGradient(Algorithm):
     It owns the controller of the divergence's weight, which rollouts steer.
     """
 
-    # Whether the divergence is a part of the loss. Otherwise it is a cost in the rewards, and only a
-    # metric here.
+    # Whether the divergence is a part of the loss. Otherwise it is a cost in the rewards, and only
+    # a metric here.
     kl_in_loss: ClassVar[bool]
 
     def __init__(self, spec: PPOConfig | GRPOConfig) -> None:
@@ -105,20 +109,27 @@ class PolicyGradient(Algorithm):
         log_probs_BT, entropy_BT = outputs.log_probs(
             batch.targets_BT, spec.loss_chunk, spec.generator.temperature, entropy=True
         )
-        # Without a step in between, this forward gives the log-probs of the rollout, too.
-        old_BT = log_probs_BT.detach() if spec.on_policy else batch.old_log_probs_BT
+        if spec.on_policy:
+            # Without a step in between, this forward gives the log-probs of the rollout, too.
+            old_BT = log_probs_BT.detach()
+        else:
+            old_BT = batch.old_log_probs_BT
         log_ratio_BT = log_probs_BT - old_BT
-        (loss_BT, clipped_BT), sums = self.surrogate(log_ratio_BT, log_probs_BT, old_BT, batch)
-        loss_sum = (loss_BT * batch.weights_BT).sum()
-        sums |= self._policy_sums(loss_sum, log_ratio_BT, clipped_BT, entropy_BT, batch)
+        token_loss, sums = self.surrogate(log_ratio_BT, log_probs_BT, old_BT, batch)
+        weights_BT = batch.weights_BT
+        loss_sum = (token_loss.loss_BT * weights_BT).sum()
+        sums |= self._policy_sums(loss_sum, log_ratio_BT, token_loss.clipped_BT, entropy_BT, batch)
         if spec.entropy_weight:
-            loss_sum = loss_sum - spec.entropy_weight * (entropy_BT * batch.weights_BT).sum()
+            entropy_sum = (entropy_BT * weights_BT).sum()
+            loss_sum = loss_sum - spec.entropy_weight * entropy_sum
         if self.kl.coefficient:
             kl_BT = divergence(log_probs_BT, batch.reference_log_probs_BT, spec.kl.estimator)
-            kl_BT = torch.where(batch.targets_BT != IGNORE, kl_BT, 0.0)
-            sums["kl"] = sum_where(batch.weights_BT > 0, kl_BT.detach())
+            is_token_BT = batch.targets_BT != IGNORE
+            kl_BT = torch.where(is_token_BT, kl_BT, 0.0)
+            sums["kl"] = sum_where(weights_BT > 0, kl_BT.detach())
             if self.kl_in_loss:
-                loss_sum = loss_sum + self.kl.coefficient * (kl_BT * batch.weights_BT).sum()
+                kl_sum = (kl_BT * weights_BT).sum()
+                loss_sum = loss_sum + self.kl.coefficient * kl_sum
         return LossOut(loss_sum, sums)
 
     def _policy_sums(
@@ -130,16 +141,21 @@ class PolicyGradient(Algorithm):
         batch: EpisodeBatch,
     ) -> Sums:
         """Return the sums that `step_metrics` reads."""
-        counts_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
+        is_token_BT = batch.targets_BT != IGNORE
+        # An episode with an unknown reward has the weight 0.
+        counts_BT = is_token_BT & (batch.weights_BT > 0)
         log_ratio_BT = log_ratio_BT.detach()
         ratio_BT = log_ratio_BT.clamp(max=LARGEST_EXPONENT).exp()
-        approx_kl_BT = divergence(torch.zeros_like(log_ratio_BT), log_ratio_BT, "k3")
+        # KL(π_old ‖ π): tokens were drawn from π_old, and only the difference of the logs counts.
+        zeros_BT = torch.zeros_like(log_ratio_BT)
+        approx_kl_BT = divergence(zeros_BT, log_ratio_BT, "k3")
+        counted_ratio_BT = torch.where(counts_BT, ratio_BT, 0.0)
         return {
             "policy": policy_loss.detach(),
             "weight": log_ratio_BT.new_full((), batch.weight),
             "tokens": counts_BT.sum(),
             "ratio": sum_where(counts_BT, ratio_BT),
-            "max_ratio": torch.where(counts_BT, ratio_BT, 0.0).amax(),
+            "max_ratio": counted_ratio_BT.amax(),
             "clipped": (clipped_BT & counts_BT).sum(),
             "entropy": sum_where(counts_BT, entropy_BT.detach()),
             "approx_kl": sum_where(counts_BT, approx_kl_BT),
@@ -152,14 +168,20 @@ class PolicyGradient(Algorithm):
         old_BT: torch.Tensor,
         batch: EpisodeBatch,
     ) -> tuple[TokenLoss, Sums]:
-        """Return the loss of each token, and sums for metrics of its own."""
-        return clipped(log_ratio_BT, batch.advantages_BT, self.spec.clip, self.spec.clip), {}
+        """Return the loss of each token, and sums for metrics of its own.
+
+        `log_ratio_BT`: log π / π_old. `log_probs_BT`: log π with a gradient. `old_BT`: log π_old.
+        """
+        clip = self.spec.clip
+        token_loss = clipped(log_ratio_BT, batch.advantages_BT, clip, clip)
+        return token_loss, {}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return means over tokens.
 
-        They are the probability ratio to the rollout's policy, its largest value, the share clipped, the
-        entropy (nats), the KL from the rollout's policy, and that from the reference if there is one.
+        They are the probability ratio to the rollout's policy, its largest value, the share
+        clipped, the entropy (nats), the KL from the rollout's policy, and that from the reference
+        if there is one.
         """
         tokens = max(1.0, sums["tokens"])
         metrics = {
@@ -188,18 +210,22 @@ def clipped(
     Schulman et al. 2017, equation 7.
 
     `delta`: ρ itself is at most this, so that a bad token's loss is bounded too (INTELLECT-2, Prime
-    Intellect 2025, two-sided clip). Without it ρ is at most e^80: fp32 ends at e^88, and inf · 0 is no
-    gradient.
+    Intellect 2025, two-sided clip). Without it ρ is at most e^80: fp32 ends at e^88, and inf · 0 is
+    no gradient.
     """
     most = LARGEST_EXPONENT
     if delta is not None:
         most = min(math.log(delta), LARGEST_EXPONENT)
     ratio_BT = log_ratio_BT.clamp(max=most).exp()
-    bounded_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
+    clipped_ratio_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    bounded_BT = clipped_ratio_BT * advantages_BT
     free_BT = ratio_BT * advantages_BT
-    cut_BT = (log_ratio_BT > most) & (advantages_BT < 0)
     loss_BT = -torch.minimum(free_BT, bounded_BT)
-    return TokenLoss(loss_BT, (bounded_BT < free_BT) | cut_BT)
+    # A token loses its gradient if the minimum is the clipped product, or if ρ itself was bounded
+    # and the minimum is the free product, which it is for a negative advantage.
+    is_bounded_BT = (log_ratio_BT > most) & (advantages_BT < 0)
+    clipped_BT = (bounded_BT < free_BT) | is_bounded_BT
+    return TokenLoss(loss_BT, clipped_BT)
 
 
 def weighted_likelihood(
@@ -210,11 +236,12 @@ def weighted_likelihood(
 ) -> TokenLoss:
     """Return CISPO's loss of each token, −min(ρ, highest) A log π, with no gradient through ρ.
 
-    MiniMax-M1, 2025; without a lower clip, as the authors use it and TRL has it. Every token keeps a
-    gradient. `clipped_BT` says where ρ was cut.
+    MiniMax-M1, 2025; without a lower clip, as the authors use it and TRL has it. Every token keeps
+    a gradient. `clipped_BT` says where ρ was cut.
     """
     ratio_BT = log_ratio_BT.detach().exp()
-    loss_BT = -ratio_BT.clamp(max=highest) * advantages_BT * log_probs_BT
+    bounded_ratio_BT = ratio_BT.clamp(max=highest)
+    loss_BT = -bounded_ratio_BT * advantages_BT * log_probs_BT
     return TokenLoss(loss_BT, ratio_BT > highest)
 
 
@@ -226,13 +253,15 @@ def level_ratio(
     """Return log ρ at every place of a row, [B, T].
 
     `token`: each token's own. `sequence`: their mean over the completion (GSPO, Zheng et al. 2025,
-    equation 7). `product`: their sum, the ratio of the whole completion (RLOO, Ahmadian et al. 2024).
+    equation 7). `product`: their sum, the ratio of the whole completion (RLOO, Ahmadian et al.
+    2024).
     """
     if level == "token":
         return log_ratio_BT
-    counts_BT = targets_BT != IGNORE
-    level_B1 = torch.where(counts_BT, log_ratio_BT, 0.0).sum(1, keepdim=True)
+    is_token_BT = targets_BT != IGNORE
+    token_ratio_BT = torch.where(is_token_BT, log_ratio_BT, 0.0)
+    level_B1 = token_ratio_BT.sum(1, keepdim=True)
     if level == "sequence":
-        tokens_B1 = counts_BT.sum(1, keepdim=True).clamp(min=1)
-        level_B1 = level_B1 / tokens_B1
+        tokens_B1 = is_token_BT.sum(1, keepdim=True)
+        level_B1 = level_B1 / tokens_B1.clamp(min=1)
     return level_B1.expand_as(log_ratio_BT)

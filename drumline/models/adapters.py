@@ -1,9 +1,13 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, injected into a model in place: its class and its blocks stay the same.
+"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, injected into a model in place.
 
-An adapted layer `q_proj` becomes PEFT's layer of that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`:
-y = base(x) + alpha / r · B(A(dropout(x))). B starts at zero, so a fresh adapter changes nothing. DoRA's lengths of rows, PiSSA's
-factors (whose product is subtracted from the base layer) and rows of tokens change nothing at first either. These begin as
-functions of a whole weight (`begin`), whichever part of it a rank has.
+The model's class and its blocks stay the same. An adapted layer `q_proj` becomes PEFT's layer of
+that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`:
+
+    y = base(x) + alpha / r · B(A(dropout(x)))
+
+B starts at zero, so a fresh adapter changes nothing. DoRA's lengths of rows, PiSSA's factors (whose
+product is subtracted from the base layer) and rows of tokens change nothing at first either. These
+begin as functions of a whole weight (`begin`), whichever part of it a rank has.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from drumline.plan.facts import has_ending
 
 logger = logging.getLogger(__name__)
 
+# PEFT's name for a model's only adapter; further ones have names of their own.
 NAME = "default"
 # The ends of the names of the two factors.
 A = f".lora_A.{NAME}.weight"
@@ -48,6 +53,7 @@ FACTOR = re.compile(
     r"\.(lora_A|lora_B|lora_magnitude_vector)\.([^.]+)\.weight$"
     r"|\.(lora_embedding_A|lora_embedding_B)\.([^.]+)$"
 )
+# The end of the name of a parameter of any adapter: a factor, or trained rows of tokens.
 TRAINED = re.compile(FACTOR.pattern + r"|\.trainable_tokens_delta\.[^.]+$")
 WHERE = "adapter.targets"
 FILE = "adapter_model.safetensors"
@@ -71,16 +77,10 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     Raises ModelError if a target names no layer.
     """
     is_named = isinstance(adapter.targets, list)
-    candidates = _linear_layers(model, with_tower=is_named)
-    all_layers = candidates | _ends_of_vocabulary(model)
-    # Of tied weights `trained` has the first name.
-    first_name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    linear_layers = _linear_layers(model, with_tower=is_named)
+    ends = _ends_of_vocabulary(model)
     trained_whole = set(trained)
-    candidates = {
-        name: layer
-        for name, layer in candidates.items()
-        if first_name_of.get(id(layer.weight)) not in trained_whole
-    }
+    candidates = _drop_trained_layers(model, linear_layers, trained_whole)
     if not candidates:
         what = f"{type(model).__name__} has no linear layers in its blocks"
         raise ModelError(what, where=WHERE, fix="use adapter=none for this model")
@@ -88,10 +88,22 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         return list(candidates)
     if adapter.targets == "attention":
         return _layers_of_attention(model, candidates)
-    for name, layer in _ends_of_vocabulary(model).items():
-        if first_name_of.get(id(layer.weight)) not in trained_whole:
-            candidates[name] = layer
+    candidates |= _drop_trained_layers(model, ends, trained_whole)
+    all_layers = linear_layers | ends
     return _layers_by_endings(model, adapter.targets, candidates, all_layers)
+
+
+def _drop_trained_layers(
+    model: Any, layers: dict[str, Any], trained: Collection[str]
+) -> dict[str, Any]:
+    """Return those of some layers whose weight is not in `trained`, the names of parameters."""
+    # Of tied weights `trained` has the first name.
+    first_name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    kept = {}
+    for name, layer in layers.items():
+        if first_name_of.get(id(layer.weight)) not in trained:
+            kept[name] = layer
+    return kept
 
 
 def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
@@ -102,12 +114,13 @@ def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
     """
     from drumline.vendor.transformers import Conv1D
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     inside = set()
     for block in blocks(model) or [model]:
         inside |= {id(module) for module in block.modules()}
-    inside.discard(id(head))
-    if not with_tower and getattr(model.config, "vision_config", None) is not None:
+    if hasattr(model, "get_output_embeddings"):
+        inside.discard(id(model.get_output_embeddings()))
+    has_tower = getattr(model.config, "vision_config", None) is not None
+    if has_tower and not with_tower:
         inside &= {id(module) for module in model.get_decoder().modules()}
     found = {}
     for name, module in model.named_modules():
@@ -117,7 +130,12 @@ def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
 
 
 def _last_names(names: Iterable[str]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in names})
+    """Return the last parts of some names of layers, sorted and each once."""
+    last_names = set()
+    for name in names:
+        _, _, last_name = name.rpartition(".")
+        last_names.add(last_name)
+    return sorted(last_names)
 
 
 def _layers_of_attention(model: Any, candidates: Collection[str]) -> list[str]:
@@ -126,7 +144,8 @@ def _layers_of_attention(model: Any, candidates: Collection[str]) -> list[str]:
     for name, module in model.named_modules():
         if "attention" in type(module).__name__.lower():
             outer_names.append(f"{name}.")
-    chosen = [name for name in candidates if name.startswith(tuple(outer_names))]
+    prefixes = tuple(outer_names)
+    chosen = [name for name in candidates if name.startswith(prefixes)]
     if not chosen:
         what = f"{type(model).__name__} has no linear layers in an attention"
         offer = f"there are {', '.join(_last_names(candidates))}"
@@ -142,8 +161,11 @@ def _layers_by_endings(
     `all_layers`: candidates, and layers that are trained whole. Raises ModelError for an ending of
     no candidate's.
     """
+    chosen = set()
     for ending in endings:
-        if any(has_ending(name, ending) for name in candidates):
+        with_ending = {name for name in candidates if has_ending(name, ending)}
+        chosen |= with_ending
+        if with_ending:
             continue
         if any(has_ending(name, ending) for name in all_layers):
             what = f"the weight of {ending} is trained whole, and gets no adapter"
@@ -152,9 +174,10 @@ def _layers_by_endings(
         last_names = _last_names(candidates)
         guess = nearest(ending, last_names)
         what = f"no layer of {type(model).__name__} that can get an adapter is named {ending!r}"
-        fix = f"did you mean {guess}?" if guess else f"there are {', '.join(last_names)}"
+        fix = f"there are {', '.join(last_names)}"
+        if guess:
+            fix = f"did you mean {guess}?"
         raise ModelError(what, where=WHERE, fix=fix)
-    chosen = {name for name in candidates if any(has_ending(name, ending) for ending in endings)}
     return [name for name, _ in model.named_modules() if name in chosen]
 
 
@@ -165,39 +188,45 @@ def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]],
     Raises ModelError for a layer, module or token that the model does not have, and for what an
     embedding or a head cannot get.
     """
-    trained = _named_below(model, adapter.modules_to_save)
-    wanted = {NAME: adapter, **adapter.more}
-    names = {each: target_names(model, options, trained) for each, options in wanted.items()}
+    trained = _parameters_below(model, adapter.modules_to_save)
+    names = {NAME: target_names(model, adapter, trained)}
+    for adapter_name, options in adapter.more.items():
+        names[adapter_name] = target_names(model, options, trained)
     _require_rows(model, adapter.trainable_tokens)
     _require_ends(model, adapter, names)
     return names, trained
 
 
 def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
-    """Inject adapters into the layers of `find_targets`, and freeze everything else but what is trained whole.
+    """Inject adapters into the layers of `find_targets`, and freeze all else.
 
     `modules_to_save` and heads that no language model has (scores, values, classes) stay fully
-    trainable. The values depend on `seed` and the weights alone, not on the number of ranks. A model on
-    the meta device gets adapters there, to be filled with `first_values` and `begin`.
+    trainable. The values depend on `seed` and the weights alone, not on the number of ranks. A
+    model on the meta device gets adapters there, to be filled with `first_values` and `begin`.
     """
     require_package("peft", "adapter")
     names, trained = find_targets(model, adapter)
     is_on_meta = next(model.parameters()).is_meta
     _inject_layers(model, adapter, names, trained, is_on_meta)
-    for path, layer in _tuned(model):
+    for path, layer in _peft_layers(model):
         if hasattr(layer, "token_indices"):
             # PEFT would put these back; the base layer has them.
             layer.trainable_tokens_original.clear()
-        else:
-            layer.set_adapter(list(names))
-            layer.starts_at = adapter.init if NAME in layer.lora_A else "zero"
-            layer.draws_by = derive(seed, "adapter", path)
-    heads = extra_heads(model)
+            continue
+        # All adapters are on, and train together.
+        layer.set_adapter(list(names))
+        # `adapter.init` is for the first adapter alone; further ones begin at zero.
+        layer.starts_at = "zero"
+        if NAME in layer.lora_A:
+            layer.starts_at = adapter.init
+        layer.draws_by = derive(seed, "adapter", path)
+    whole_names = extra_heads(model) | trained
     for name, parameter in model.named_parameters():
         is_of_adapter = is_adapter(name)
-        parameter.requires_grad_(is_of_adapter or name in heads or name in trained)
+        parameter.requires_grad_(is_of_adapter or name in whole_names)
         if is_of_adapter and not is_on_meta:
-            parameter.data.copy_(first_values(name, parameter.shape, seed))
+            value = first_values(name, parameter.shape, seed)
+            parameter.data.copy_(value)
     if not is_on_meta:
         _fill_from_weights(model)
 
@@ -209,28 +238,37 @@ def _inject_layers(
     trained: Collection[str],
     is_on_meta: bool,
 ) -> None:
-    """Put PEFT's layers into a model. `names`, `trained`: as `find_targets` returns them."""
+    """Put PEFT's layers into a model.
+
+    `names`, `trained`: as `find_targets` returns them. `is_on_meta`: the model has no memory, and
+    its adapters get none.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
-    adapted = {name for chosen in names.values() for name in chosen}
+    adapted: set[str] = set()
+    for chosen in names.values():
+        adapted.update(chosen)
     token_rows = _token_rows(model, adapter.trainable_tokens, trained, adapted)
     peft_configs = {}
     for adapter_name, chosen in names.items():
         is_first = adapter_name == NAME
-        options = adapter if is_first else adapter.more[adapter_name]
+        options: LoRAFactors = adapter
+        if not is_first:
+            options = adapter.more[adapter_name]
         layer_classes = {type(model.get_submodule(name)).__name__ for name in chosen}
         peft_configs[adapter_name] = LoraConfig(
             r=options.r,
-            lora_alpha=_number(options.alpha),
+            lora_alpha=_to_int_if_whole(options.alpha),
             use_rslora=options.rslora,
             use_dora=is_first and adapter.dora,
             lora_dropout=options.dropout,
-            target_modules=_short(model, chosen),
+            target_modules=_shorten_names(model, chosen),
             trainable_token_indices=token_rows if is_first else None,
             fan_in_fan_out=layer_classes <= {"Conv1D"},
             task_type="CAUSAL_LM",
         )
-    with drawing(None), warnings.catch_warnings(), _targets_as_named():
+    # PEFT draws first values, which `inject` replaces: `drawing` keeps the run's random state.
+    with drawing(None), warnings.catch_warnings(), _keep_named_targets():
         # Blocks with layers of both kinds: PEFT resolves it by layer.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # Of the adapter before.
@@ -243,16 +281,20 @@ def _inject_layers(
 
 
 def _fill_from_weights(model: Any) -> None:
-    """Fill the adapters of a whole model that begin as functions of its weights, and keep their first factors."""
+    """Fill the adapters of a whole model that begin as functions of its weights.
+
+    Each layer keeps its first factors, which `save_adapter` needs.
+    """
     for path, layer in starting(model):
-        values = begin(layer, layer.get_base_layer().weight.detach().float())
+        base_weight = layer.get_base_layer().weight
+        values = begin(layer, base_weight.detach().float())
         for name, value in values.items():
             model.get_parameter(f"{path}.{name}").data.copy_(value)
         layer.first = {name: value for name, value in values.items() if "lora_" in name}
 
 
 @contextlib.contextmanager
-def _targets_as_named() -> Iterator[None]:
+def _keep_named_targets() -> Iterator[None]:
     """Within, PEFT adapts the modules that a config names and nothing else.
 
     For most mixtures PEFT takes `gate_proj`, `up_proj` and `down_proj` for the experts, which had
@@ -268,23 +310,29 @@ def _targets_as_named() -> Iterator[None]:
 
 
 def _targets_taken_for_experts(options: Any, model: Any) -> list[str]:
-    """Return the targets that PEFT, reading these files, would take for a mixture's experts."""
+    """Return the targets that PEFT, reading these files, would take for a mixture's experts.
+
+    `options`: PEFT's config, as it is about to be saved.
+    """
     from drumline.vendor.peft import weight_conversion
 
+    # The conversion changes the config in place.
     read = copy.deepcopy(options)
     try:
         weight_conversion.convert_peft_config_for_transformers(read, model=model, conversions=None)
     except ValueError:  # gate_proj without up_proj: PEFT refuses to read it
         return sorted(options.target_modules)
-    return sorted(set(options.target_modules) - set(read.target_modules))
+    taken = set(options.target_modules) - set(read.target_modules)
+    return sorted(taken)
 
 
 def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, layer) of each layer whose values begin as functions of a weight in it or beneath it.
+    """Yield (name, layer) of each layer with values that begin as functions of a whole weight.
 
-    It is one of PEFT's layers, or a packed layer by itself. Where two share a weight, it comes once.
+    The weight is the layer's own, or that of its base layer. It is one of PEFT's layers, or a
+    packed layer by itself. Where two share a weight, it comes once.
     """
-    tuned = {layer for _, layer in _tuned(model)}
+    tuned = {layer for _, layer in _peft_layers(model)}
     if not tuned:
         return
     for path, layer in model.named_modules():
@@ -297,7 +345,7 @@ def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _begins_from_weight(layer: Any, is_packed: bool) -> bool:
-    """Return whether values of one of PEFT's layers begin as functions of its base layer's weight."""
+    """Return whether values of one of PEFT's layers begin as functions of its base's weight."""
     if getattr(layer, "tied_adapter", None) is not None:
         return False
     has_token_rows = hasattr(layer, "token_indices")
@@ -309,9 +357,10 @@ def _begins_from_weight(layer: Any, is_packed: bool) -> bool:
 def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yield (layer, parameter) of layers that compute with a parameter of another layer.
 
-    DoRA does so with weights, and rows of tokens and the factors of an embedding lie in dictionaries.
+    DoRA does so with weights, and rows of tokens and the factors of an embedding lie in
+    dictionaries.
     """
-    for _, layer in _tuned(model):
+    for _, layer in _peft_layers(model):
         if hasattr(layer, "token_indices"):
             for parameter in layer.parameters():
                 yield layer, parameter
@@ -319,18 +368,20 @@ def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
             for parameter in getattr(layer, factors, {}).values():
                 yield layer, parameter
         for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
-            for part in (layer.get_base_layer(), layer.lora_A):
-                for parameter in part.parameters():
-                    yield magnitude, parameter
+            for parameter in layer.get_base_layer().parameters():
+                yield magnitude, parameter
+            for parameter in layer.lora_A.parameters():
+                yield magnitude, parameter
 
 
 def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the first values of a layer of `starting`, by their names within it, fp32; of a packed layer its codes.
+    """Return the first values of a layer of `starting`, by their names within it.
 
-    `weight`: the base layer's, whole, as its file has it. If it changes, the values have it too
-    (base_layer.weight).
-    PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r largest singular values S; s is the scale.
-    DoRA (Liu et al. 2024): the length of each row of base and factors together, as the base is kept.
+    They are fp32; of a packed layer they are its codes. `weight`: the base layer's, whole, as its
+    file has it. If it changes, the values have it too (base_layer.weight).
+    PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r largest singular values S; s is the
+    scale. DoRA (Liu et al. 2024): the length of each row of base and factors together, as the base
+    is kept.
     """
     if hasattr(layer, "token_indices"):
         values = {}
@@ -343,19 +394,32 @@ def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _first_factors(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `begin` of one of PEFT's layers with factors."""
+    """Return `begin` of one of PEFT's layers with factors.
+
+    The order matters: PiSSA takes its product out of the weight, then the rest is packed, and DoRA
+    measures base and factors as they are kept.
+    """
     values: dict[str, torch.Tensor] = {}
     base = whole_layer(layer)
     is_packed = isinstance(base, PackedLinear)
+    # What the factors add to the base at first; a scalar 0 unless they are PiSSA's.
     product = torch.zeros((), device=weight.device)
     if layer.starts_at != "zero":
-        matrix = weight.T if layer.fan_in_fan_out else weight
-        rank, scale = layer.r[NAME], layer.scaling[NAME]
-        seed = layer.draws_by if layer.starts_at == "pissa_fast" else None
+        # [out, in]: GPT-2's Conv1D has inputs first.
+        matrix = weight
+        if layer.fan_in_fan_out:
+            matrix = weight.T
+        rank = layer.r[NAME]
+        scale = layer.scaling[NAME]
+        seed = None
+        if layer.starts_at == "pissa_fast":
+            seed = layer.draws_by
         first, second = _principal(matrix, rank, scale, seed)
         product = scale * second @ first
-        rest = matrix - product
-        weight = rest.T if layer.fan_in_fan_out else rest
+        weight = matrix - product
+        if layer.fan_in_fan_out:
+            weight = weight.T
+        # Names within the layer have no dot ahead.
         values[A[1:]] = first
         values[B[1:]] = second
         if not is_packed:
@@ -369,24 +433,29 @@ def _first_factors(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         else:
             kept = weight.to(base.weight.dtype).float()
         has_inputs_first = layer.fan_in_fan_out or isinstance(base, nn.Embedding)
-        rows_are_outputs = kept.T if has_inputs_first else kept
-        values[f"lora_magnitude_vector.{NAME}.weight"] = (rows_are_outputs + product).norm(dim=1)
+        if has_inputs_first:
+            kept = kept.T
+        together = kept + product
+        values[f"lora_magnitude_vector.{NAME}.weight"] = together.norm(dim=1)
     return values
 
 
 def _principal(
     matrix: torch.Tensor, rank: int, scale: float, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A [r, in] and B [out, r] whose product times `scale` is a matrix's part of its r largest singular values.
+    """Return the factors of a matrix's part of its r largest singular values.
 
-    `seed`: these are found by subspace iteration from random numbers; None: exactly.
+    These are A [r, in] and B [out, r], whose product BA times `scale` is that part. `matrix`:
+    [out, in]. `seed`: singular values are found by subspace iteration from random numbers; None:
+    exactly.
     """
     rows, columns = matrix.shape
     if seed is None:
         left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
     else:
+        most = min(rank, rows, columns)
         with drawing(seed, matrix.device.type):
-            left, sizes, right_T = torch.svd_lowrank(matrix, min(rank, rows, columns), niter=ROUNDS)
+            left, sizes, right_T = torch.svd_lowrank(matrix, most, niter=ROUNDS)
         right = right_T.T
     root = (sizes[:rank] / scale).sqrt()
     # A matrix may have fewer singular values than the factors have rows: the others stay zero.
@@ -421,22 +490,23 @@ def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def switched(model: nn.Module, on: bool) -> Iterator[None]:
-    """Within the context adapters are on; with `on` False they add nothing, and the model is the base model.
+    """Within the context adapters are on; with `on` False the model is the base model.
 
-    PEFT's own switch would also change which parameters are trainable, which FSDP2, DDP and DeepSpeed
-    do not notice.
+    PEFT's own switch would also change which parameters are trainable, which FSDP2, DDP and
+    DeepSpeed do not notice.
     """
     if on or not hasattr(model, "peft_config"):
         yield
         return
-    before = [(layer, layer._disable_adapters) for _, layer in _tuned(model)]
-    for layer, _ in before:
+    was_disabled = []
+    for _, layer in _peft_layers(model):
+        was_disabled.append((layer, layer._disable_adapters))
         layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer, disabled in before:
-            layer._disable_adapters = disabled
+        for layer, before in was_disabled:
+            layer._disable_adapters = before
 
 
 @torch.no_grad()
@@ -454,7 +524,8 @@ def merge(model: Any) -> None:
     is not the trained one.
     """
     _untie_adapted_ends(model)
-    for name, layer in list(_tuned(model)):
+    # A list, since the loop puts base layers in the places of adapted ones.
+    for name, layer in list(_peft_layers(model)):
         if not _is_mergeable(layer):
             continue
         base: Any = layer.get_base_layer()
@@ -463,12 +534,16 @@ def merge(model: Any) -> None:
         else:
             dtype = base.weight.dtype
             layer.eval().double()
+            # Before the merge, which changes the base's weight in place.
             products = _products(layer, base)
             _merge_layer(name, layer)
             base.to(dtype)
             _require_same_products(name, base, products)
-        outer, _, own = name.removesuffix(".token_adapter").rpartition(".")
-        setattr(model.get_submodule(outer), own, base)
+        # Trained rows lie in a wrapper inside the layer, whose place the base takes.
+        replaced_name = name.removesuffix(".token_adapter")
+        outer_name, _, own_name = replaced_name.rpartition(".")
+        outer = model.get_submodule(outer_name)
+        setattr(outer, own_name, base)
     del model.peft_config
 
 
@@ -488,10 +563,13 @@ def _is_mergeable(layer: Any) -> bool:
 
     if hasattr(layer, "token_indices"):
         return True
-    return is_tuned(layer) and isinstance(layer.get_base_layer(), nn.Linear | nn.Embedding | Conv1D)
+    if not is_tuned(layer):
+        return False
+    return isinstance(layer.get_base_layer(), nn.Linear | nn.Embedding | Conv1D)
 
 
 def _merge_layer(name: str, layer: Any) -> None:
+    """Add a layer's adapter to its base layer. Raises ModelError if the adapter is not finite."""
     try:
         layer.merge(safe_merge=True)
     except ValueError as error:
@@ -501,7 +579,8 @@ def _merge_layer(name: str, layer: Any) -> None:
 def _signs(width: int) -> torch.Tensor:
     """Return random rows of 1 and -1, float64[PROBES, width], always the same ones."""
     generator = torch.Generator().manual_seed(0)
-    return 2.0 * torch.randint(0, 2, (PROBES, width), generator=generator).double() - 1.0
+    bits = torch.randint(0, 2, (PROBES, width), generator=generator)
+    return 2.0 * bits.double() - 1.0
 
 
 def _products(layer: Any, base: Any) -> torch.Tensor:
@@ -510,40 +589,56 @@ def _products(layer: Any, base: Any) -> torch.Tensor:
     `layer`: `base` with its adapter, or `base` alone: a linear layer [PROBES, in] → [PROBES, out],
     or an embedding, whose rows are added up with their signs: [PROBES, width].
     """
+    if isinstance(base, nn.Linear):
+        return layer(_signs(base.in_features))
     if not isinstance(base, nn.Embedding):
-        width = base.in_features if isinstance(base, nn.Linear) else base.weight.shape[0]
-        return layer(_signs(width))
-    signs = _signs(base.num_embeddings)
+        # GPT-2's Conv1D has inputs first.
+        inputs = base.weight.shape[0]
+        return layer(_signs(inputs))
+    rows = base.num_embeddings
+    signs = _signs(rows)
     products = torch.zeros(PROBES, base.embedding_dim, dtype=torch.float64)
-    for first in range(0, base.num_embeddings, ROWS_AT_ONCE):
-        tokens = torch.arange(first, min(first + ROWS_AT_ONCE, base.num_embeddings))
+    for first in range(0, rows, ROWS_AT_ONCE):
+        stop = min(first + ROWS_AT_ONCE, rows)
+        tokens = torch.arange(first, stop)
         products += signs[:, tokens] @ layer(tokens)
     return products
 
 
 def _require_same_products(name: str, base: Any, products: torch.Tensor) -> None:
-    """Raise DrumlineError unless a merged layer gives the products of the adapted layer, up to the
-    rounding of its own weight.
+    """Raise DrumlineError unless a merged layer gives the products of the adapted layer.
 
-    `products`: `_products` of the adapted layer. A row of random signs misses a weight that is
-    another one with a probability of a half at most (Freivalds, 1977). With the unit of roundoff u
-    of its type an entry w of the merged weight is off by u|w| at most, so a product with ±1 is off
-    by the sum of u|w| over its inputs; half as much again is for the arithmetic in fp64, and the
-    smallest normal number for the entries below it.
+    They may differ by the rounding of the merged weight. `products`: `_products` of the adapted
+    layer. A row of random signs misses a weight that is another one with a probability of a half at
+    most (Freivalds, 1977). With the unit of roundoff u of its type an entry w of the merged weight
+    is off by u|w| at most, so a product with ±1 is off by the sum of u|w| over its inputs; half as
+    much again is for the arithmetic in fp64, and the smallest normal number for the entries below
+    it.
     """
     dtype = base.weight.dtype
     limits = torch.finfo(dtype)
     base.double()
     merged = _products(base, base)
     weight = base.weight
-    inputs = 1 if isinstance(base, nn.Linear) else 0  # GPT-2's Conv1D and embeddings: [in, out]
+    # The dimension of inputs: GPT-2's Conv1D and embeddings are [in, out].
+    inputs_dim = 0
+    if isinstance(base, nn.Linear):
+        inputs_dim = 1
     # Gemma's embedding multiplies what it looks up.
     scale = float(getattr(base, "embed_scale", 1.0))
-    allowed = 1.5 * limits.eps / 2 * weight.abs().sum(inputs) + limits.tiny * weight.shape[inputs]
-    worst = float(((merged - products).abs() / (allowed * scale)).max())
+    sizes = weight.abs().sum(inputs_dim)
+    smallest = limits.tiny * weight.shape[inputs_dim]
+    # `eps` is the distance of 1 to the next number, twice the unit of roundoff.
+    allowed = 1.5 * limits.eps / 2 * sizes + smallest
+    differences = (merged - products).abs()
+    worst = float((differences / (allowed * scale)).max())
     base.to(dtype)
+    # Not `worst > 1`, which NaN would pass.
     if not worst <= 1:
-        what = f"the merged weight of {name} is not the trained one: its products are {worst:.3g} times as far off as rounding allows"
+        what = (
+            f"the merged weight of {name} is not the trained one:"
+            f" its products are {worst:.3g} times as far off as rounding allows"
+        )
         raise DrumlineError(what, where=WHERE, fix=UNMERGED)
 
 
@@ -572,10 +667,10 @@ def require_trained(model: nn.Module) -> None:
 def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
     """Write PEFT's own files (adapter_config.json, adapter_model.safetensors, fp32) to `folder`.
 
-    Further adapters are written to folders in it by their names; `read_over` reads them all. Factors
-    that began in the base layer are written as ones of twice the rank, over the weights that the base
-    has in its files: W − sB₀A₀ + sBA. `base`: the folder or hub id of the frozen model, `revision` its
-    revision on the hub.
+    Further adapters are written to folders in it by their names; `read_over` reads them all.
+    Factors that began in the base layer are written as ones of twice the rank, over the weights
+    that the base has in its files: W − sB₀A₀ + sBA. `base`: the folder or hub id of the frozen
+    model, `revision` its revision on the hub.
     """
     from peft import get_peft_model_state_dict
 
@@ -592,21 +687,25 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
                 state[name] = tensor
         _name_whole_modules(model, options, whole)
     if _began_in_base_layer(model):
-        state = _over_files(model, state)
+        state = _join_first_factors(model, state)
         options.r = 2 * options.r
         # The scale stays: it is alpha / r, or with rsLoRA alpha / √r.
-        options.lora_alpha = _number(
-            options.lora_alpha * (math.sqrt(2) if options.use_rslora else 2)
-        )
+        growth: float = 2
+        if options.use_rslora:
+            growth = math.sqrt(2)
+        options.lora_alpha = _to_int_if_whole(options.lora_alpha * growth)
     states = {NAME: state}
     for adapter_name in model.peft_config.keys() - {NAME}:
         states[adapter_name] = _factors_of(model, adapter_name)
+    # A tensor that PEFT's names leave out would be lost without a word.
     adapter_parameters = [name for name, _ in model.named_parameters() if is_adapter(name)]
     trained = len(whole) + len(adapter_parameters)
     saved = sum(len(tensors) for tensors in states.values())
     assert saved == trained, f"{saved} of {trained} trained tensors would be saved"
     for adapter_name, tensors in states.items():
-        target = folder if adapter_name == NAME else folder / adapter_name
+        target = folder
+        if adapter_name != NAME:
+            target = folder / adapter_name
         target.mkdir(exist_ok=True)
         peft_config = model.peft_config[adapter_name]
         peft_config.base_model_name_or_path = base
@@ -624,8 +723,9 @@ def _warn_of_misread_targets(model: Any, options: Any) -> None:
     misread = _targets_taken_for_experts(options, model)
     if misread:
         logger.warning(
-            "PEFT itself would take the targets %s for the experts of %s and leave out the layers that were trained: "
-            "load this adapter with Drumline, or export the merged model",
+            "PEFT itself would take the targets %s for the experts of %s"
+            " and leave out the layers that were trained:"
+            " load this adapter with Drumline, or export the merged model",
             ", ".join(misread),
             model.config.model_type,
         )
@@ -644,8 +744,12 @@ def _names_trained_whole(model: Any) -> set[str]:
 
 
 def _name_whole_modules(model: Any, options: Any, whole: set[str]) -> None:
-    """Set in PEFT's config the modules whose parameters are trained whole, and whether some are tied."""
+    """Set in PEFT's config the modules that are trained whole, and whether some are tied.
+
+    `whole`: names of the parameters that are trained whole.
+    """
     if extra_heads(model):
+        # PEFT's name for models with heads that no language model has.
         options.task_type = "SEQ_CLS"
     options.modules_to_save = sorted({name.rpartition(".")[0] for name in whole})
     named = list(model.named_parameters(remove_duplicate=False))
@@ -657,7 +761,7 @@ def _name_whole_modules(model: Any, options: Any, whole: set[str]) -> None:
 
 def _began_in_base_layer(model: Any) -> bool:
     """Return whether the first factors of a layer were subtracted from its base layer (PiSSA)."""
-    for _, layer in _tuned(model):
+    for _, layer in _peft_layers(model):
         first = getattr(layer, "first", {})
         if A[1:] in first or B[1:] in first:
             return True
@@ -687,7 +791,10 @@ def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
     """
     from peft import PeftModel
 
-    targets = contextlib.nullcontext() if _adapts_experts(folder) else _targets_as_named()
+    targets: contextlib.AbstractContextManager[None] = _keep_named_targets()
+    if _adapts_experts(folder):
+        # Another tool trained the experts, which PEFT's conversion finds.
+        targets = contextlib.nullcontext()
     with warnings.catch_warnings(), targets:
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
         warnings.filterwarnings("ignore", message=TIED)
@@ -695,6 +802,7 @@ def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         extra_folders: list[Path] = []
         if all_of_them:
+            # Sorted: the order in which a file system lists folders is not defined.
             extra_folders = sorted(path.parent for path in folder.glob(f"*/{FILE}"))
         for extra_folder in extra_folders:
             model.load_adapter(str(extra_folder), adapter_name=extra_folder.name)
@@ -710,27 +818,41 @@ def _adapts_experts(folder: Path) -> bool:
     if not path.is_file():
         return False
     with safe_open(path, framework="pt") as file:
-        return any("experts" in name.split(".") for name in file.keys())  # noqa: SIM118 — not a dictionary
+        for name in file.keys():  # noqa: SIM118 - not a dictionary
+            if "experts" in name.split("."):
+                return True
+    return False
 
 
-def _over_files(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _join_first_factors(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return PEFT's state with each factor of PiSSA joined to the one that it began as.
 
     The rows of A are followed by those of A₀, and the columns of B by those of −B₀: the product is
     BA − B₀A₀.
     """
-    for path, layer in _tuned(model):
+    for path, layer in _peft_layers(model):
         first = getattr(layer, "first", {})
-        for ending, sign, dim in ((A, 1, 0), (B, -1, 1)):
-            first_factor = first.get(ending[1:])
-            if first_factor is not None:
-                name = f"{path}{ending.replace(f'.{NAME}.', '.')}"
-                state[name] = torch.cat([state[name], sign * first_factor], dim)
+        first_a = first.get(A[1:])
+        if first_a is not None:
+            name = path + _drop_adapter_name(A)
+            state[name] = torch.cat([state[name], first_a], 0)
+        first_b = first.get(B[1:])
+        if first_b is not None:
+            name = path + _drop_adapter_name(B)
+            state[name] = torch.cat([state[name], -first_b], 1)
     return state
 
 
-def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, layer) of PEFT's layers. If nothing has imported PEFT, which may not be installed, there are none."""
+def _drop_adapter_name(ending: str) -> str:
+    """Return the end of a factor's name as PEFT's files have it, without the adapter."""
+    return ending.replace(f".{NAME}.", ".")
+
+
+def _peft_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, layer) of PEFT's layers.
+
+    There are none if nothing has imported PEFT, which may not be installed.
+    """
     if sys.modules.get("peft") is None:
         return
     from drumline.vendor.peft import BaseTunerLayer
@@ -740,25 +862,25 @@ def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _named_below(model: nn.Module, endings: Iterable[str]) -> set[str]:
-    """Return the names of the parameters below modules with these endings; of tied ones the first name.
+def _parameters_below(model: nn.Module, endings: Iterable[str]) -> set[str]:
+    """Return the names of the parameters below modules with these endings.
 
-    Raises ModelError for an ending without a parameter.
+    Of tied parameters it is the first name. Raises ModelError for an ending without a parameter.
     """
     first_name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     found: set[str] = set()
+    module_names = [name for name, _ in model.named_modules()]
     for ending in endings:
-        chosen = [f"{name}." for name, _ in model.named_modules() if has_ending(name, ending)]
+        prefixes = tuple(f"{name}." for name in module_names if has_ending(name, ending))
         below = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name.startswith(tuple(chosen)):
+            if name.startswith(prefixes):
                 below.add(first_name_of[id(parameter)])
         if not below:
-            guess = nearest(ending, _last_names(name for name, _ in model.named_modules()))
+            guess = nearest(ending, _last_names(module_names))
+            fix = "name modules as model.named_modules() has them"
             if guess:
                 fix = f"did you mean {guess}?"
-            else:
-                fix = "name modules as model.named_modules() has them"
             what = f"{type(model).__name__} has no module {ending!r} with weights"
             raise ModelError(what, where="adapter.modules_to_save", fix=fix)
         found |= below
@@ -793,9 +915,14 @@ def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) 
     ends = _ends_of_vocabulary(model)
     is_tied = bool(ends) and is_head_tied(model)
     for adapter_name, chosen in names.items():
-        key = "adapter.targets" if adapter_name == NAME else f"adapter.more.{adapter_name}.targets"
+        key = f"adapter.more.{adapter_name}.targets"
+        if adapter_name == NAME:
+            key = "adapter.targets"
         for name in chosen:
-            if name not in ends or not (is_tied or isinstance(ends[name], nn.Embedding)):
+            if name not in ends:
+                continue
+            is_looked_up = is_tied or isinstance(ends[name], nn.Embedding)
+            if not is_looked_up:
                 continue
             if adapter.init != "zero" and adapter_name == NAME:
                 what = f"PiSSA would change the weight of {name}, which the embedding looks up"
@@ -809,10 +936,12 @@ def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) 
 
 def _untie_adapted_ends(model: Any) -> None:
     """Give a head that is tied to the embedding its own weight if one of the two has an adapter."""
-    ends = vocabulary(model)
-    if not is_head_tied(model) or not any(hasattr(layer, "lora_A") for layer in ends):
+    embedding, output_head = vocabulary(model)
+    if not is_head_tied(model):
         return
-    head = whole_layer(ends[1])
+    if not (hasattr(embedding, "lora_A") or hasattr(output_head, "lora_A")):
+        return
+    head = whole_layer(output_head)
     own_weight = head.weight.detach().clone()
     head.weight = nn.Parameter(own_weight, requires_grad=head.weight.requires_grad)
     for config in (model.config, model.config.get_text_config()):
@@ -822,6 +951,7 @@ def _untie_adapted_ends(model: Any) -> None:
 def without_factors(layer: Any) -> Any:
     """Return a copy of one of PEFT's layers over the same base layer, with no adapter on it."""
     copied = copy.copy(layer)
+    # A dictionary of its own: a shallow copy would take the factors from the layer itself.
     copied._modules = dict(layer._modules)
     factors = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
     for name in factors:
@@ -846,7 +976,8 @@ def _token_rows(
     """
     if not tokens:
         return None
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
     is_tied = is_head_tied(model)
     if is_tied and f"{names[id(embedding)]}.weight" in trained:
@@ -873,7 +1004,7 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
     with factors gets no rows of its own.
     Raises ModelError for such an embedding beside a head that does not learn.
     """
-    trained = _named_below(model, adapter.modules_to_save)
+    trained = _parameters_below(model, adapter.modules_to_save)
     trained_weights = {id(model.get_parameter(name)) for name in trained}
     targets: list[str] = []
     for options in (adapter, *adapter.more.values()):
@@ -882,28 +1013,34 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = vocabulary(model)
     layers = [layer for layer in (embedding, head) if layer is not None]
-    adapted = [
-        layer for layer in layers if any(has_ending(names[id(layer)], end) for end in targets)
-    ]
-    learning = [
-        layer for layer in layers if layer in adapted or id(layer.weight) in trained_weights
-    ]
+    adapted = []
+    learning = []
+    for layer in layers:
+        name = names[id(layer)]
+        is_adapted = any(has_ending(name, target) for target in targets)
+        if is_adapted:
+            adapted.append(layer)
+        if is_adapted or id(layer.weight) in trained_weights:
+            learning.append(layer)
     if is_head_tied(model):
         return bool(learning)
     if learning == [embedding] and adapted == [embedding] and head is not None:
-        own, other = names[id(embedding)], names[id(head)]
+        own = names[id(embedding)]
+        other = names[id(head)]
         what = f"{own} has an adapter and {other} has none, which cannot learn the new tokens"
         fix = f"name {other} in adapter.targets, too, or take {own} out"
         raise ModelError(what, where=WHERE, fix=fix)
     return len(learning) == len(layers)
 
 
-def _number(alpha: float) -> Any:
+def _to_int_if_whole(alpha: float) -> Any:
     """Return a whole number as an int, which other readers of the file require."""
-    return int(alpha) if float(alpha).is_integer() else alpha
+    if float(alpha).is_integer():
+        return int(alpha)
+    return alpha
 
 
-def _short(model: nn.Module, names: list[str]) -> list[str]:
+def _shorten_names(model: nn.Module, names: list[str]) -> list[str]:
     """Return the last parts of the names if they mean the same layers; else the full names.
 
     Users write last parts, and other readers expect them.
@@ -913,4 +1050,6 @@ def _short(model: nn.Module, names: list[str]) -> list[str]:
     for name, _ in model.named_modules():
         if any(has_ending(name, ending) for ending in last_names):
             meant.add(name)
-    return last_names if meant == set(names) else names
+    if meant == set(names):
+        return last_names
+    return names

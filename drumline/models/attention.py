@@ -1,10 +1,12 @@
-"""Attention by documents: the lengths of a batch's documents replace a mask over all pairs of tokens.
+"""Attention by documents: lengths of documents replace a mask over all pairs of tokens.
 
-transformers lets us register an attention function and a mask function under a name of our own. The model decides what a layer
-attends to (all, a sliding window). Our mask function returns `Documents` instead of a mask. Each block hands them to the attention
-function, also when it is computed again. While no batch is set (generation, trials) both functions are the model's own.
+transformers lets us register an attention function and a mask function under a name of our own. The
+model decides what a layer attends to (all, a sliding window). Our mask function returns `Documents`
+instead of a mask. Each block hands them to the attention function, also when it is computed again.
+While no batch is set (generation, trials) both functions are the model's own.
 
-B rows, T tokens of a row, H heads, of size D; N documents of a batch, padding at the end of a row among them.
+B rows, T tokens of a row, H heads, of size D; N documents of a batch, padding at the end of a row
+among them.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ _batch: ContextVar[Any] = ContextVar("batch")
 class Pattern:
     """Which tokens of rows attend to each other, as numbers in host memory.
 
-    `lengths`: of each row's documents, without padding. `width`: tokens of a row. A token attends to
-    its own document: with `causal` up to itself, with `window` only to the nearest so many tokens.
-    With `branches` each document continues the first of its row, and attends to it too.
+    `lengths`: of each row's documents, without padding. `width`: tokens of a row. A token attends
+    to its own document: with `causal` up to itself, with `window` only to the nearest so many
+    tokens. With `branches` each document continues the first of its row, and attends to it too.
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -67,11 +69,13 @@ class Documents(Pattern):
 
     def __init__(self, batch: Any, causal: bool, window: int | None) -> None:
         width = batch.input_ids_BT.shape[1]
-        super().__init__(batch.documents, width, causal, window, getattr(batch, "branches", False))
+        branches = getattr(batch, "branches", False)
+        super().__init__(batch.documents, width, causal, window, branches)
         self.bounds_N: Tensor = batch.bounds_N
         self.longest = 0
         for row in self.lengths:
-            self.longest = max(self.longest, *row, width - sum(row))
+            padding = width - sum(row)
+            self.longest = max(self.longest, *row, padding)
         self.kernel: Callable[..., Tensor] | None = None
 
     @cached_property
@@ -85,11 +89,13 @@ class Documents(Pattern):
 
         There are two columns at least: a size of 1 would be compiled by itself.
         """
-        columns = max([2, *(len(row) for row in self.lengths)])
+        columns = 2
+        for row in self.lengths:
+            columns = max(columns, len(row))
         filled = []
         for row in self.lengths:
-            missing = columns - len(row)
-            filled.append([*row, *[-1] * missing])
+            fillers = [-1] * (columns - len(row))
+            filled.append([*row, *fillers])
         return torch.tensor(filled)
 
     def prepare(self, kernel: Kernel, dtype: torch.dtype, head_dim: int) -> None:
@@ -97,6 +103,7 @@ class Documents(Pattern):
 
         `kernel`: the one of the policy. `dtype`, `head_dim`: of queries.
         """
+        # No kernel for variable lengths lets a document attend to another one, as branches do.
         is_usable = kernel != "documents" and not self.branches
         if is_usable and _works(kernel, self.bounds_N.device, dtype, head_dim):
             self.kernel = KERNELS[kernel]
@@ -127,7 +134,10 @@ def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> No
     if on_host:
         kernel = "documents"
     name = name_of(kernel, implementation)
-    function = None if implementation == "eager" else AttentionInterface()[implementation]
+    # transformers registers no eager function: each class has its own (see `_eager_function`).
+    function = None
+    if implementation != "eager":
+        function = AttentionInterface()[implementation]
     AttentionInterface.register(name, partial(attention, function))
     AttentionMaskInterface.register(name, partial(mask, kernel, head_dim, implementation))
     model.set_attn_implementation(name)
@@ -162,12 +172,16 @@ def batch_in_hand() -> bool:
 def attending(
     model: Any, batch: Any, sequence: SequencePart | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of a model for a batch, or for this rank's part of it; its forward runs in this context.
+    """Yield the arguments of a model for a batch; the model's forward runs in this context.
 
-    A mask of ones, or no positions, keep transformers from searching documents in the positions, for
-    which the host would wait.
+    With `sequence` they are those for this rank's part of the batch.
+    A mask of ones, or no positions, keep transformers from searching documents in the positions,
+    for which the host would wait.
     """
-    inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
+    if sequence is None:
+        inputs = batch.inputs()
+    else:
+        inputs = sequence.inputs(batch)
     rows = getattr(batch, "documents", None)
     if rows is not None and by_documents(model):
         token = _batch.set(batch)
@@ -177,10 +191,12 @@ def attending(
             _batch.reset(token)
         return
     if rows is not None and sequence is None and all(len(row) <= 1 for row in rows):
-        # Positions 0, 1, 2, … in each row, which the model makes itself.
+        # Positions 0, 1, 2, … in each row, which the model makes itself. Those of a vision-language
+        # model have a third dimension, and are no such count.
         positions = inputs.get("position_ids")
         if positions is not None and positions.ndim <= 2:
-            inputs = {name: tensor for name, tensor in inputs.items() if name != "position_ids"}
+            inputs = dict(inputs)
+            del inputs["position_ids"]
     yield inputs
 
 
@@ -188,18 +204,21 @@ def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
     """Replacement for a mask function of transformers: return `Documents` of the current batch.
 
     Returns None if `is_causal` tells everything. Without a batch, and for patterns that are neither
-    all tokens nor causal ones nor a window of these, returns the mask of the implementation `before`.
+    all tokens nor causal ones nor a window of these, returns the mask of the implementation
+    `before`.
     `head_dim`: size of a head. `options`: what transformers calls a mask function with.
     """
     batch = _batch.get(None)
     if batch is None:
         return _mask_without_batch(before, options)
     window = options.get("local_size")
+    # transformers tells by these arguments which pattern it wants: it allows the skip of a mask
+    # only if `is_causal` or its absence would say the same.
     is_causal = options.get("allow_is_causal_skip", True)
     sees_everything = options.get("allow_is_bidirectional_skip", False) and window is None
     if not (is_causal or sees_everything):
         return _mask_of_other_pattern(before, batch, options)
-    documents = Documents(batch, not sees_everything, window)
+    documents = Documents(batch, causal=not sees_everything, window=window)
     if sees_everything:
         has_one_per_row = all(row == (documents.width,) for row in documents.lengths)
     else:
@@ -208,7 +227,10 @@ def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
     is_within_window = window is None or window >= documents.width
     if has_one_per_row and before == "sdpa" and is_within_window:
         return None
-    dtype = _autocast_type(batch.bounds_N.device.type) or options.get("dtype", torch.float32)
+    # The type that queries will have.
+    dtype = _autocast_type(batch.bounds_N.device.type)
+    if dtype is None:
+        dtype = options.get("dtype", torch.float32)
     documents.prepare(kernel, dtype, head_dim)
     return documents
 
@@ -217,6 +239,7 @@ def _mask_without_batch(before: str, options: dict[str, Any]) -> Any:
     """Return the mask of the implementation `before` while no batch is set."""
     from transformers import AttentionMaskInterface
 
+    # None: nobody has told, and transformers looks at the mask itself.
     is_padded = has_padding()
     if is_padded is True:
         options["allow_is_causal_skip"] = False
@@ -226,18 +249,19 @@ def _mask_without_batch(before: str, options: dict[str, Any]) -> Any:
 
 
 def _mask_of_other_pattern(before: str, batch: Any, options: dict[str, Any]) -> Any:
-    """Return the mask of the implementation `before` over a batch, which keeps its documents apart."""
+    """Return the mask of the implementation `before` that keeps a batch's documents apart."""
     from transformers import AttentionMaskInterface
 
     from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
 
     if getattr(batch, "attention_mask_BT", None) is None:
+        # The mask of ones that `attending` gives says nothing.
         options["attention_mask"] = None
-        documents_BT = find_packed_sequence_indices(batch.position_ids_BT)
+        positions_BT = batch.position_ids_BT
+        documents_BT = find_packed_sequence_indices(positions_BT)
         if documents_BT is not None:
-            options["mask_function"] = packed_mask(
-                options["mask_function"], batch.position_ids_BT, documents_BT
-            )
+            mask_function = options["mask_function"]
+            options["mask_function"] = packed_mask(mask_function, positions_BT, documents_BT)
     return AttentionMaskInterface()[before](**options)
 
 
@@ -257,14 +281,16 @@ def attention(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Replacement for an attention function of transformers. It can be traced as a part of one graph.
+    """Replacement for an attention function of transformers.
 
-    `whole`: the function that it replaces; None: the eager one of the module's own class. `query`,
-    `key` and `value` are [B, H, T, D], the result is [B, T, H, D] and None for the scores. Tokens of
-    padding get zeros, or numbers that mean nothing.
+    It can be traced as a part of one graph. `whole`: the function that it replaces; None: the eager
+    one of the module's own class. `query`, `key` and `value` are [B, H, T, D], the result is [B, T,
+    H, D] and None for the scores. Tokens of padding get zeros, or numbers that mean nothing.
     """
     if not isinstance(attention_mask, Documents):
-        function: Any = _eager(module) if whole is None else whole
+        function: Any = whole
+        if whole is None:
+            function = _eager_function(module)
         result: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, **options)
         return result
     documents = attention_mask
@@ -284,20 +310,20 @@ def attention(
         return documents.kernel(query, key, value, documents, scale, cap), None
     is_additive = whole is None or cap is not None
     if not torch.compiler.is_compiling():
-        return _by_function(module, is_additive, documents, query, key, value, options), None
+        return _attend_by_function(module, is_additive, documents, query, key, value, options), None
     if is_additive or has_own or documents.kernel is not None:
         return _out_of_graph(module, is_additive, documents, query, key, value, options), None
-    arguments = documents.lengths_BN, documents.causal, documents.window, documents.branches
-    out: Tensor = torch.ops.drumline.attend(query, key, value, *arguments, scale)
+    pattern = (documents.lengths_BN, documents.causal, documents.window, documents.branches)
+    out: Tensor = torch.ops.drumline.attend(query, key, value, *pattern, scale)
     return out, None
 
 
-def _eager(module: Any) -> Any:
+def _eager_function(module: Any) -> Any:
     """Return the eager attention function beside a module's class; None if there is none."""
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
-def _by_function(
+def _attend_by_function(
     module: Any,
     is_additive: bool,
     documents: Pattern,
@@ -306,19 +332,22 @@ def _by_function(
     value: Tensor,
     options: dict[str, Any],
 ) -> Tensor:
-    """Compute each document by a function of transformers.
+    """Compute each document by a function of transformers, [B, T, H, D].
 
+    `is_additive`: by the eager function of the module's own class, which takes a mask of numbers.
     sdpa has no soft caps, and lacks what a class without sdpa does besides.
     """
     from drumline.vendor.transformers import sdpa_attention_forward
 
-    function = _eager(module) if is_additive else sdpa_attention_forward
+    function = sdpa_attention_forward
+    if is_additive:
+        function = _eager_function(module)
     of_module = partial(function, module)
     return one_by_one(of_module, documents, is_additive, query, key, value, **options)
 
 
 # A class's own eager function may have dropout, or weights of its own: nobody can register it.
-_out_of_graph = torch.compiler.disable(_by_function)
+_out_of_graph = torch.compiler.disable(_attend_by_function)
 
 
 def one_by_one(
@@ -335,8 +364,8 @@ def one_by_one(
     `additive`: `whole` takes a mask of numbers and nothing else. Rows and documents are split and
     joined again: the gradient of a slice would be as large as the tensor that it is cut from.
 
-    A row of only padding, which fills up the last batch, counts as a document: each parameter gets its
-    gradient in each micro-batch, or DDP would not reduce it.
+    A row of only padding, which fills up the last batch, counts as a document: each parameter gets
+    its gradient in each micro-batch, or DDP would not reduce it.
     """
     rows = []
     by_row = zip(documents.lengths, query.split(1), key.split(1), value.split(1), strict=True)
@@ -347,15 +376,22 @@ def one_by_one(
         keys = _split_documents(row_key, lengths, padding)
         values = _split_documents(row_value, lengths, padding)
         if documents.branches:
-            keys = _behind_first(keys)
-            values = _behind_first(values)
+            keys = _join_to_first(keys)
+            values = _join_to_first(values)
         outs: list[Tensor] = []
         for document in zip(queries, keys, values, strict=True):
-            outs += _of_one(whole, documents, additive, options, *document)
+            outs += _attend_within_document(whole, documents, additive, options, *document)
         if padding:
             outs.append(query.new_zeros(1, padding, query.shape[1], value.shape[-1]))
-        rows.append(torch.cat(outs, 1) if len(outs) > 1 else outs[0])
-    return torch.cat(rows) if len(rows) > 1 else rows[0]
+        rows.append(_join_parts(outs, 1))
+    return _join_parts(rows, 0)
+
+
+def _join_parts(parts: list[Tensor], dim: int) -> Tensor:
+    """Return the parts joined in a dimension; a single one as it is, without a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim)
 
 
 def _split_documents(row: Tensor, lengths: tuple[int, ...], padding: int) -> tuple[Tensor, ...]:
@@ -364,14 +400,14 @@ def _split_documents(row: Tensor, lengths: tuple[int, ...], padding: int) -> tup
     return parts[: len(lengths)]
 
 
-def _behind_first(documents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _join_to_first(documents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the first document, and the others joined to it: [1, H, n, D] each."""
     first, *rest = documents
     joined = [torch.cat([first, document], 2) for document in rest]
     return (first, *joined)
 
 
-def _of_one(
+def _attend_within_document(
     whole: Callable[..., Any],
     documents: Pattern,
     additive: bool,
@@ -382,45 +418,58 @@ def _of_one(
 ) -> Iterator[Tensor]:
     """Yield a document's attention, [1, n, H, D] in one or more parts.
 
-    With a window these are stretches of as many queries as the window is long, each with the keys that
-    they see. Keys ahead of the document's own are those of the document that it continues.
+    With a window these are stretches of as many queries as the window is long, each with the keys
+    that they see. Keys ahead of the document's own are those of the document that it continues.
     """
-    length, keys, window = query.shape[2], key.shape[2], documents.window
+    length = query.shape[2]
+    keys = key.shape[2]
+    window = documents.window
+    # Keys of the document that this one continues.
     before = keys - length
     if window is None or window >= keys:
         allowed = None
         if documents.causal and (additive or before):
             allowed = band(length, keys, before, None, query, additive)
+        # `is_causal` aligns the first query with the first key: with keys ahead only a mask tells.
         is_causal = documents.causal and not before
-        yield whole(query, key, value, allowed, **options | {"is_causal": is_causal})[0]
+        out, *_ = whole(query, key, value, allowed, **options | {"is_causal": is_causal})
+        yield out
         return
     for start in range(before, keys, window):
         stop = min(start + window, keys)
+        # The first key that the first query of the stretch sees.
         first = max(0, start - window + 1)
         allowed = band(stop - start, stop - first, start - first, window, query, additive)
         queries = query[:, :, start - before : stop - before]
         seen_keys = key[:, :, first:stop]
         seen_values = value[:, :, first:stop]
-        yield whole(queries, seen_keys, seen_values, allowed, **options | {"is_causal": False})[0]
+        masked = options | {"is_causal": False}
+        out, *_ = whole(queries, seen_keys, seen_values, allowed, **masked)
+        yield out
 
 
 def band(
     queries: int, keys: int, offset: int, window: int | None, like: Tensor, additive: bool
 ) -> Tensor:
-    """Return which keys a query sees, [1, 1, queries, keys]: those up to it, of these the last `window`.
+    """Return which keys each query sees: those up to it, of these the last `window`.
 
-    Query i stands at key i + `offset`. The result is bool, or with `additive` numbers of the type of
-    `like`.
+    The result is [1, 1, queries, keys]. With `additive` a key that is seen has 0, and any other the
+    least number of the type.
+    Query i stands at key i + `offset`. The result is bool, or with `additive` numbers of the type
+    of `like`.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(offset)
     if window is not None:
         seen = seen.triu(offset - window + 1)
     if not additive:
         return seen[None, None]
-    return like.new_zeros(1, 1, queries, keys).masked_fill(~seen, torch.finfo(like.dtype).min)
+    least = torch.finfo(like.dtype).min
+    zeros = like.new_zeros(1, 1, queries, keys)
+    return zeros.masked_fill(~seen, least)
 
 
-# The operator of compiled blocks. Low-level names: the kernel of a `custom_op` runs below autograd, and the backward here needs it.
+# The operator of compiled blocks. Low-level names: the kernel of a `custom_op` runs below autograd,
+# and the backward here needs it.
 torch.library.define(
     "drumline::attend",
     "(Tensor query, Tensor key, Tensor value, Tensor lengths_BN, bool causal, SymInt? window,"
@@ -443,9 +492,10 @@ def attend(
     branches: bool,
     scale: float | None,
 ) -> Tensor:
-    """Compute each document by torch's scaled_dot_product_attention: [B, H, T, D] in, [B, T, H, D] out.
+    """Compute each document by torch's scaled_dot_product_attention.
 
-    `lengths_BN`: see `Documents`; a tensor, so that other lengths are not compiled anew.
+    `query`, `key`, `value`: [B, H, T, D]; the result is [B, T, H, D]. `lengths_BN`: see
+    `Documents`; a tensor, so that other lengths are not compiled anew.
     """
     from drumline.vendor.transformers import sdpa_attention_forward
 
@@ -463,6 +513,7 @@ def attend(
 
 @torch.library.register_fake("drumline::attend")
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    """Return a tensor of the shape that `attend` returns, while a graph is traced."""
     rows, heads, length, _size = query.shape
     return query.new_empty(rows, length, heads, value.shape[-1])
 
@@ -470,7 +521,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *pattern: Any
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value. Computes the forward again, which keeps nothing."""
+    """Return the gradients of query, key and value.
+
+    The forward, which keeps nothing but its inputs, is computed again. `pattern`: the arguments of
+    `attend` behind `value`.
+    """
     again: list[Any] = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
         out = attend(*again, *pattern)
@@ -482,15 +537,21 @@ def attend_backward(
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    """Return tensors of the shapes that `attend_backward` returns, while a graph is traced."""
+    grad_query = query.new_empty(query.shape)
+    grad_key = key.new_empty(key.shape)
+    grad_value = value.new_empty(value.shape)
+    return grad_query, grad_key, grad_value
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep the arguments of `attend` for its backward."""
     query, key, value, lengths_BN, *ctx.pattern = inputs
     ctx.save_for_backward(query, key, value, lengths_BN)
 
 
-def _go_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _attend_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of all arguments of `attend`, of which only three have one."""
     query, key, value, lengths_BN = ctx.saved_tensors
     backward = torch.ops.drumline.attend_backward
     gradients = backward(grad, query, key, value, lengths_BN, *ctx.pattern)
@@ -499,10 +560,11 @@ def _go_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 torch.library.impl("drumline::attend", ("cpu", "cuda"), attend)
 torch.library.impl("drumline::attend_backward", ("cpu", "cuda"), attend_backward)
-torch.library.register_autograd("drumline::attend", _go_back, setup_context=_keep_inputs)
+torch.library.register_autograd("drumline::attend", _attend_gradients, setup_context=_keep_inputs)
 
 
-# Kernels for variable lengths. The scale of scores, or their soft cap; None: the default, or no cap.
+# Kernels for variable lengths. The scale of scores, or their soft cap; None: the default, or no
+# cap.
 Numbers = float | None
 
 
@@ -511,15 +573,20 @@ def _ends_to_end(*tensors_BHTD: Tensor) -> list[Tensor]:
     return [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors_BHTD]
 
 
-def _in_rows(out_NHD: Tensor, like_BHTD: Tensor) -> Tensor:
+def _split_into_rows(out_NHD: Tensor, like_BHTD: Tensor) -> Tensor:
     """Return rows that are end to end as [B, T, H, D]. `like_BHTD`: a tensor of that B and T."""
     return out_NHD.reshape(like_BHTD.shape[0], like_BHTD.shape[2], *out_NHD.shape[1:])
 
 
-def _reach(documents: Documents) -> tuple[int, int]:
+def _window_size(documents: Documents) -> tuple[int, int]:
     """Return how many tokens to the left and to the right a token sees; -1: all."""
-    left = -1 if documents.window is None else documents.window - 1
-    right = 0 if documents.causal else -1
+    left = -1
+    if documents.window is not None:
+        # The token itself is one of the window's.
+        left = documents.window - 1
+    right = -1
+    if documents.causal:
+        right = 0
     return left, right
 
 
@@ -530,11 +597,12 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     assert cap is None, "it has no soft caps"
-    options: dict[str, Any] = {"scale": scale, "window_size": _reach(documents)}
+    options: dict[str, Any] = {"scale": scale, "window_size": _window_size(documents)}
     if key.shape[1] != query.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             options["enable_gqa"] = True
         else:
+            # Older versions of torch require as many heads of keys as of queries.
             queries_per_key = query.shape[1] // key.shape[1]
             key = key.repeat_interleave(queries_per_key, 1)
             value = value.repeat_interleave(queries_per_key, 1)
@@ -542,7 +610,7 @@ def varlen(
     longest = documents.longest
     q, k, v = _ends_to_end(query, key, value)
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
-    return _in_rows(out, query)
+    return _split_into_rows(out, query)
 
 
 # Name → module of FlashAttention, once it is imported.
@@ -568,7 +636,7 @@ def flash(
     options = {
         "softmax_scale": scale,
         "causal": documents.causal,
-        "window_size": _reach(documents),
+        "window_size": _window_size(documents),
         "softcap": cap or 0.0,
     }
     q, k, v = _ends_to_end(query, key, value)
@@ -576,16 +644,23 @@ def flash(
     # Some versions also return the log-sum-exp.
     if isinstance(out, tuple):
         out = out[0]
-    return _in_rows(out, query)
+    return _split_into_rows(out, query)
 
 
 def flex(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers
 ) -> Tensor:
-    """flex_attention, compiled on a GPU. On a CPU it runs as it is, since it has no gradients compiled there."""
+    """flex_attention, compiled on a GPU.
+
+    On a CPU it runs as it is, since it has no gradients compiled there.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
+    # [1, H, B × T, D]: all rows are one.
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in _ends_to_end(query, key, value))
+    score_mod = None
+    if cap is not None:
+        score_mod = partial(_apply_soft_cap, cap)
     function: Any = flex_attention
     # While a graph is compiled, this is a part of it.
     if query.is_cuda and not torch.compiler.is_compiling():
@@ -594,25 +669,30 @@ def flex(
         q,
         k,
         v,
-        score_mod=None if cap is None else partial(_capped, cap),
+        score_mod=score_mod,
         block_mask=documents.block_mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return _in_rows(out[0].transpose(0, 1), query)
+    return _split_into_rows(out[0].transpose(0, 1), query)
 
 
-def _capped(cap: float, score: Tensor, *_place: Tensor) -> Tensor:
+def _apply_soft_cap(cap: float, score: Tensor, *_place: Tensor) -> Tensor:
+    """Return a score soft-capped to ±cap, as Gemma 2 has it."""
     return cap * torch.tanh(score / cap)
 
 
 def block_mask(documents: Documents) -> Any:
-    """Return flex_attention's mask: which blocks of token pairs hold some that attend to each other."""
+    """Return flex_attention's mask of a batch.
+
+    It tells which blocks of token pairs hold some that attend to each other.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     bounds_N = documents.bounds_N
     total = len(documents.lengths) * documents.width
     places_T = torch.arange(total, device=bounds_N.device, dtype=bounds_N.dtype)
+    # The number of each token's document.
     owner_T = torch.bucketize(places_T, bounds_N, right=True)
 
     def meet(_row: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -630,6 +710,7 @@ def block_mask(documents: Documents) -> Any:
 
 @lru_cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled, the same object each time: nothing is compiled twice."""
     return torch.compile(function)
 
 
@@ -678,7 +759,10 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
         with torch.enable_grad():
             difference = _trial_difference(kernel, documents, inputs)
         allowed = 16 * torch.finfo(dtype).eps
-        reason = "" if difference <= allowed else f"it is {difference:.1g} off"
+        # Not `difference > allowed`, which NaN would pass.
+        reason = f"it is {difference:.1g} off"
+        if difference <= allowed:
+            reason = ""
     except Exception as error:  # noqa: BLE001 - kernels of others raise what they like
         reason = first_line(error)
     if reason:
@@ -693,27 +777,36 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
 def _trial_difference(kernel: Kernel, documents: Documents, inputs: list[Tensor]) -> float:
     """Return how far a kernel's results and gradients are from those of documents one by one.
 
-    It is the largest difference relative to the largest value of the same tensor. `inputs`: query, key
-    and value.
+    It is the largest difference relative to the largest value of the same tensor. `inputs`: query,
+    key and value.
     """
-    theirs = _trial_results(KERNELS[kernel](*inputs, documents, None, None), inputs)
+    attend_by_kernel = KERNELS[kernel]
+    scale = cap = None
+    theirs = _trial_results(attend_by_kernel(*inputs, documents, scale, cap), inputs)
     ours = _trial_results(one_by_one(_plain_attention, documents, False, *inputs), inputs)
     differences = []
     for one, other in zip(theirs, ours, strict=True):
         largest_difference = (one - other).detach().abs().max()
-        differences.append(float(largest_difference / other.detach().abs().max()))
+        largest_value = other.detach().abs().max()
+        differences.append(float(largest_difference / largest_value))
     return max(differences)
 
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, _: None, is_causal: bool) -> tuple[Tensor]:
-    """torch's scaled_dot_product_attention with the arguments and the result of a function of transformers."""
+    """Call torch's scaled_dot_product_attention as a function of transformers is called."""
     out_BHTD = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     return (out_BHTD.transpose(1, 2),)
 
 
 def _trial_results(out_BTHD: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Return a trial's results without padding, and the gradients of their squares' sum, all in fp32."""
+    """Return a trial's results without padding, and their gradients, all in fp32.
+
+    The gradients are those of the sum of the results' squares. Padding is left out, since its
+    numbers mean nothing.
+    """
     real_tokens = sum(_TRIAL_LENGTHS[0])
-    real = torch.cat([out_BTHD[0, :real_tokens], out_BTHD[1]]).float()
+    first_row = out_BTHD[0, :real_tokens]
+    second_row = out_BTHD[1]
+    real = torch.cat([first_row, second_row]).float()
     gradients = torch.autograd.grad(real.square().sum(), inputs)
     return [real, *(gradient.float() for gradient in gradients)]

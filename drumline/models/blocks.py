@@ -1,7 +1,8 @@
 """The repeated blocks of a model, and how tensor parallelism cuts each of its weights.
 
-Blocks are the units of checkpointing, compilation, sharding and adapters. The planner counts the weights here by shape, by
-whether they are trainable, and by their style of tensor parallelism. A Hugging Face model's class and config name those styles.
+Blocks are the units of checkpointing, compilation, sharding and adapters. The planner counts the
+weights here by shape, by whether they are trainable, and by their style of tensor parallelism. A
+Hugging Face model's class and config name those styles.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ def _module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def _modules_of_classes(model: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules whose class has one of these names. Raises PlanError for a name without a module."""
+    """Return the modules whose class has one of these names, in the model's order.
+
+    Raises PlanError for a name without a module.
+    """
     present = {type(module).__name__ for module in model.modules()}
     absent = sorted(set(class_names) - present)
     if absent:
@@ -99,9 +103,10 @@ def _block_classes(model: nn.Module) -> set[str]:
 
 
 def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
-    """Return name and list of a model's blocks: its only nn.ModuleList that holds nothing but blocks.
+    """Return name and list of a model's blocks.
 
-    `_no_split_modules` names the types of blocks. None unless there is exactly one such list.
+    It is the model's only nn.ModuleList that holds nothing but blocks. `_no_split_modules` names
+    the types of blocks. None unless there is exactly one such list.
     """
     block_classes = _block_classes(model)
     found = []
@@ -129,7 +134,8 @@ def uncut(model: Any) -> str:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         block_number = ""
         if name.startswith(prefix):
-            block_number = name.removeprefix(prefix).split(".")[0]
+            block_number, *_ = name.removeprefix(prefix).split(".")
+        # The first name of a tied parameter sets the owner, and each other one has to agree.
         owner = owners.setdefault(id(parameter), block_number)
         if owner != block_number:
             return f"blocks of {type(model).__name__} share weights"
@@ -183,7 +189,10 @@ def needs_mask(model: Any) -> str:
 
 
 def common_facts(model: Any) -> dict[str, Any]:
-    """Return the fields of ModelFacts that every model has, by name. The model may be on the meta device."""
+    """Return the fields of ModelFacts that every model has, by name.
+
+    The model may be on the meta device.
+    """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     batch_norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     block_parameters: list[int] = []
@@ -225,7 +234,11 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
     has_passed_blocks = False
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")
-        enclosing = [modules[".".join(path[: depth + 1])] for depth in range(len(path))]
+        # The modules around the parameter, the outermost first.
+        enclosing = []
+        for depth in range(len(path)):
+            module_name = ".".join(path[: depth + 1])
+            enclosing.append(modules[module_name])
         style = ""
         if enclosing:
             style = styles.get(id(enclosing[-1]), "")
@@ -238,8 +251,10 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
             has_passed_blocks = True
             name_in_block = ".".join([*path[first_owner + 1 :], last])
             weight = Weight(name_in_block, shape, parameter.requires_grad, style, owners)
-            in_blocks[block_index[id(enclosing[first_owner])]].append(weight)
+            index = block_index[id(enclosing[first_owner])]
+            in_blocks[index].append(weight)
             continue
+        # Parameters come in the model's order: what precedes the first block runs before it.
         place: Place = "before"
         if id(parameter) in in_both_ends:
             place = "both"
@@ -272,14 +287,20 @@ def _parameters_in_both_ends(model: Any) -> set[int]:
 
 
 def _own_weight(layer: Any) -> Any:
-    """Return the weight of a layer beneath its adapters; None for no layer, or one without a weight."""
+    """Return the weight of a layer beneath its adapters.
+
+    None for no layer, or one without a weight.
+    """
     if layer is None:
         return None
     return getattr(whole_layer(layer), "weight", None)
 
 
 def vision_tower(model: Any) -> Any:
-    """Return the vision tower of a model. Raises ModelError if it has none of transformers' names for it."""
+    """Return the vision tower of a model.
+
+    Raises ModelError if it has none of transformers' names for it.
+    """
     for part in (model.base_model, model):
         for name in ("visual", "vision_tower", "vision_model"):
             if hasattr(part, name):
@@ -289,11 +310,12 @@ def vision_tower(model: Any) -> Any:
 
 
 def tower_flops(model: Any) -> float:
-    """Return the FLOPs of the vision tower for one image token, forward and backward, without attention.
+    """Return the FLOPs of the vision tower for one image token, forward and backward.
 
-    A parameter costs 6 FLOPs for each patch: 2 in forward, and 2 each for the gradients of inputs
-    and weights. A frozen one costs 4, and 2 if the whole tower is frozen, which then has no
-    backward. Parameters behind the merger see the merged patches of a token once.
+    Those of attention are left out. A parameter costs 6 FLOPs for each patch: 2 in forward, and 2
+    each for the gradients of inputs and weights. A frozen one costs 4, and 2 if the whole tower is
+    frozen, which then has no backward. Parameters behind the merger see the merged patches of a
+    token once.
     """
     tower = vision_tower(model)
     patches = _patches_per_token(model.config)
@@ -302,7 +324,8 @@ def tower_flops(model: Any) -> float:
     for name, parameter in tower.named_parameters():
         if "merger" in name:
             uses = 1
-        elif name == "pos_embed.weight":  # it is looked up and added, not multiplied
+        elif name == "pos_embed.weight":
+            # It is looked up and added, not multiplied.
             uses = 0
         else:
             uses = patches
@@ -330,9 +353,10 @@ def _patches_per_token(config: Any) -> int:
 
 
 def _styles_by_layer(model: Any) -> dict[int, str]:
-    """Return the id of each layer that tensor parallelism cuts → its style (see engine.tensor_parallel).
+    """Return the id of each layer that tensor parallelism cuts → its style.
 
-    Embedding and head are cut by the vocabulary, and experts by their number, also where no plan names them.
+    The styles are those of engine.tensor_parallel. Embedding and head are cut by the vocabulary,
+    and experts by their number, also where no plan names them.
     """
     experts = {id(model.get_submodule(name)): "experts" for name in expert_modules(model)}
     if reads_images(model):
@@ -354,7 +378,8 @@ def _styles_by_layer(model: Any) -> dict[int, str]:
     return styles
 
 
-# Plans for classes that carry none, by type of model. GPT-2's queries, keys and values lie in one layer: all heads are on each rank.
+# Plans for classes that carry none, by type of model. GPT-2's queries, keys and values lie in one
+# layer: all heads are on each rank.
 _BERT = {"*.attention.self.query": "colwise", "*.attention.self.key": "colwise", "*.attention.self.value": "colwise",
          "*.intermediate.dense": "colwise", "*.output.dense": "rowwise"}  # fmt: skip
 OWN_PLANS: dict[str, dict[str, str]] = {
@@ -369,10 +394,10 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 
 
 def tensor_plan(model: Any) -> dict[str, str]:
-    """Return name of a module (or of a single parameter) → its style of tensor parallelism; {} without a plan.
+    """Return name of a module (or of a single parameter) → its style of tensor parallelism.
 
-    Embedding and head are left out, since they are always cut by the vocabulary. Experts are cut by
-    their number, whatever the plan has for them.
+    It is empty for a model without a plan. Embedding and head are left out, since they are always
+    cut by the vocabulary. Experts are cut by their number, whatever the plan has for them.
     """
     styles = _planned_styles(model)
     experts = []
@@ -382,21 +407,24 @@ def tensor_plan(model: Any) -> dict[str, str]:
     inside_experts = tuple(f"{name}." for name in experts)
     plan = {}
     for name, style in styles.items():
-        if style is not None and not name.startswith(inside_experts):
+        is_inside_experts = name.startswith(inside_experts)
+        if style is not None and not is_inside_experts:
             plan[name] = style
     return plan
 
 
 def _planned_styles(model: Any) -> dict[str, str | None]:
-    """Return name → style by the model's plan, or by ours for its type, of each module and parameter.
+    """Return name → style of each module and parameter.
 
-    The style is None if the plan does not name it.
+    The styles are those of the model's plan, or of ours for its type. The style is None if the plan
+    does not name it.
     """
     by_vocabulary = vocabulary(model)
     names = [name for name, module in model.named_modules() if module not in by_vocabulary]
     names += [name for name, _ in model.named_parameters()]
     plan = getattr(model, "_tp_plan", None) or {}
     is_huggingface = hasattr(model, "get_input_embeddings")
+    # A module of the user's own and our plans have patterns, matched as file names are.
     is_plan_of_patterns = not is_huggingface
     if not plan:
         model_type = getattr(getattr(model, "config", None), "model_type", "")
@@ -406,16 +434,24 @@ def _planned_styles(model: Any) -> dict[str, str | None]:
     for name in names:
         if is_plan_of_patterns:
             # A user's plan may have some of the numbered layers.
-            patterns = [pattern for pattern in plan if fnmatchcase(name, pattern)]
-            style = plan[patterns[0]] if patterns else None
+            styles[name] = _style_by_pattern(plan, name)
         else:
             # transformers writes `layers.*.mlp.up_proj` for the layers of all numbers.
-            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        styles[name] = style
+            without_numbers = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+            styles[name] = plan.get(without_numbers)
     return styles
 
 
-# Styles that leave a layer's output whole. A module of only such layers gives each rank all that it computes.
+def _style_by_pattern(plan: dict[str, str], name: str) -> str | None:
+    """Return the style of the first pattern that a name matches; None if it matches none."""
+    for pattern, style in plan.items():
+        if fnmatchcase(name, pattern):
+            return style
+    return None
+
+
+# Styles that leave a layer's output whole. A module of only such layers gives each rank all that it
+# computes.
 WHOLE_OUTPUTS = {
     "colwise_gather_output",
     "colwise_rep",
@@ -425,7 +461,10 @@ WHOLE_OUTPUTS = {
 
 
 def regions(model: Any) -> list[str]:
-    """Return the names of modules that begin with column-parallel layers: attentions and feed-forwards."""
+    """Return the names of modules that begin with column-parallel layers.
+
+    These are attentions and feed-forward parts.
+    """
     outer_names = []
     for name, style in tensor_plan(model).items():
         if style in COLUMN_PARALLEL:
@@ -453,16 +492,26 @@ def expert_modules(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if _holds_experts(module)]
 
 
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module without its children's."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
 def _holds_experts(module: Any) -> bool:
+    """Return whether each own parameter of a module has an entry for each expert, some a matrix."""
     number = getattr(module, "num_experts", None)
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    own = _own_parameters(module)
     if any(parameter.shape[:1] != (number,) for parameter in own):
         return False
     return any(parameter.ndim == 3 for parameter in own)
 
 
 def whole_stream(model: Any) -> str:
-    """Return why tensor-parallel ranks cannot each hold a part of the tokens between cut layers; empty if they can."""
+    """Return why tensor-parallel ranks need all tokens between cut layers.
+
+    Empty if each of them can hold a part of the tokens there (sequence parallelism, Korthikanti et
+    al. 2022).
+    """
     plan = tensor_plan(model)
     if block_list(model) is None or not plan:
         return "it has no single list of blocks, or no plan for them"
@@ -474,28 +523,44 @@ def whole_stream(model: Any) -> str:
             return f"{type(modules[region]).__name__} of its blocks gives whole sequences"
     inside_cut: set[int] = set()
     if region_names:
-        # A plan may name single parameters, which are no modules.
-        cut = [modules[name] for name in (*region_names, *plan) if name in modules]
-        inside_cut = {id(module) for layer in cut for module in layer.modules()}
+        inside_cut = _ids_inside(modules, [*region_names, *plan])
     for block in blocks_in_a_row(model).values():
         if any(modules[region] is block for region in region_names):
             return "the layers of its blocks are in no modules of their own"
         for module in block.modules():
             if id(module) not in inside_cut and _may_mix_tokens(module):
-                return f"{type(module).__name__} of its blocks is not cut, and may need whole sequences"
+                name = type(module).__name__
+                return f"{name} of its blocks is not cut, and may need whole sequences"
     return ""
 
 
+def _ids_inside(modules: dict[str, nn.Module], names: Iterable[str]) -> set[int]:
+    """Return the ids of the modules with these names and of all modules in them.
+
+    Names that are none of a module are left out: a plan may name single parameters.
+    """
+    ids: set[int] = set()
+    for name in names:
+        if name in modules:
+            ids |= {id(module) for module in modules[name].modules()}
+    return ids
+
+
 def _may_mix_tokens(module: nn.Module) -> bool:
-    """Return whether a module has a matrix of its own, and is no router, which takes each token by itself."""
+    """Return whether a module has a matrix of its own, and is no router.
+
+    A router takes each token by itself. Norms, whose weights are vectors, do so too.
+    """
     if "Router" in type(module).__name__:
         return False
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    return any(parameter.ndim > 1 for parameter in own)
+    return any(parameter.ndim > 1 for parameter in _own_parameters(module))
 
 
 def vocabulary(model: Any) -> tuple[Any, Any]:
-    """Return embedding and head of a Hugging Face model; None for what it lacks, and for any other module."""
+    """Return embedding and head of a Hugging Face model.
+
+    Each is None if the model lacks it, and both for any other module.
+    """
     if not hasattr(model, "get_input_embeddings"):
         return None, None
     try:
@@ -513,16 +578,20 @@ def is_head_tied(model: Any) -> bool:
 
 
 def whole_layer(module: nn.Module) -> Any:
-    """Return the base layer of one of PEFT's layers, also beneath trainable rows of tokens; any other layer itself."""
+    """Return the base layer of one of PEFT's layers; any other layer itself.
+
+    Trainable rows of tokens may lie over the adapted layer.
+    """
     adapted = module._modules.get("token_adapter") or module
     return getattr(adapted, "base_layer", adapted)
 
 
 def cut_layers(module: nn.Module, style: str) -> list[nn.Module]:
-    """Return the layers that a style cuts: the module, or of a LoRA layer its base layer and one factor.
+    """Return the layers that a style cuts.
 
-    That is the factor on the cut side. The other factor stays whole, and so does its gradient,
-    since the hidden state between them is whole.
+    It is the module itself, or of a LoRA layer its base layer and one factor. That is the factor on
+    the cut side. The other factor stays whole, and so does its gradient, since the hidden state
+    between them is whole.
     """
     layers = [whole_layer(module)]
     cut_factor = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)

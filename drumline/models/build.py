@@ -1,4 +1,4 @@
-"""The model, by Hugging Face's classes: laid out without weights if possible, otherwise built whole."""
+"""The model, by Hugging Face's classes: laid out without weights, or if need be built whole."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def lay_out(
 ) -> tuple[Any, Source]:
     """Return a model without weights, in fp32 or `dtype`, and the source of its weights.
 
-    The weights are those of `path`, or drawn from `seed` if `init` is random. The model ends in `head`;
-    a head of classes has as many logits as there are `labels`. If the files have no head of classes,
-    scores or values, or one of another shape, it is drawn. With `draws` False that is an error, since a
-    frozen model needs a trained head.
+    The weights are those of `path`, or drawn from `seed` if `init` is random. The model ends in
+    `head`; a head of classes has as many logits as there are `labels`. If the files have no head of
+    classes, scores or values, or one of another shape, it is drawn. With `draws` False that is an
+    error, since a frozen model needs a trained head.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose
     weights cannot be read in parts is built whole on `device`; the reason is logged. Attention is
@@ -59,27 +59,34 @@ def lay_out(
     eager for a class without sdpa (`models.attention` replaces it).
 
     `draw_device`: the device that the run trains on, whose generator draws; None: `device`.
-    `checkpoint_keys`: names of tensors that a checkpoint will fill; if these are all, no file is read.
-    Raises ModelError, also if the folder lacks weights of some part of the model (transformers would
-    draw them).
+    `checkpoint_keys`: names of tensors that a checkpoint will fill; if these are all, no file is
+    read.
+    Raises ModelError, also if the folder lacks weights of some part of the model (transformers
+    would draw them).
     """
     quiet()
     config, growth = load_grown(path, model)
-    config = _unpacked(with_classes(config, head, labels), model)
-    is_ours = model.attention in ("auto", "documents", "varlen")
+    config = _request_unpacking(with_classes(config, head, labels), model)
+    # None: transformers' default. Names of attention of ours mean nothing to transformers.
+    implementation = None
+    if model.attention not in ("auto", "documents", "varlen"):
+        implementation = model.attention
     options = {
         "dtype": dtype or torch.float32,
-        "attn_implementation": None if is_ours else model.attention,
+        "attn_implementation": implementation,
     }
-    pretrained = path if model.init == "pretrained" else None
+    pretrained = None
+    if model.init == "pretrained":
+        pretrained = path
     try:
-        built = _without_weights(path, model, config, options, head)
+        built = _build_on_meta(path, model, config, options, head)
         if _has_all(checkpoint_keys, built):
             return built, Loaded()
         if pretrained is None:
             return built, Drawn(built, seed, draw_device or device)
         heads = extra_heads(built)
         files = from_files(pretrained, model, built, heads, growth)
+        # Heads that the files lack, such as the score of a reward model made of a causal LM.
         lacking = heads - files.places.keys()
         if not draws:
             _require_heads(lacking, pretrained)
@@ -91,9 +98,9 @@ def lay_out(
         logger.warning("the whole model is built on each rank: %s", reason)
     with drawing(seed):
         if pretrained is None:
-            built = _drawn_whole(path, model, config, options, head)
+            built = _draw_whole_model(path, model, config, options, head)
         else:
-            built = _pretrained(pretrained, model, config, options, head, draws, growth)
+            built = _read_whole_model(pretrained, model, config, options, head, draws, growth)
     built = with_head(built, head)
     built.config.use_cache = False
     return built.to(device), Loaded()
@@ -104,7 +111,7 @@ def _has_all(checkpoint_keys: frozenset[str], built: Any) -> bool:
     return all(checkpoint_keys.intersection(names) for names in aliases(built))
 
 
-def _drawn_whole(
+def _draw_whole_model(
     path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head
 ) -> Any:
     """Return a whole model that its own initialisation draws from torch's random numbers."""
@@ -133,11 +140,11 @@ def build_model(
     return built
 
 
-def _unpacked(config: Any, model: ModelConfig) -> Any:
+def _request_unpacking(config: Any, model: ModelConfig) -> Any:
     """Return a config with which transformers unpacks weights of fp8 or mxfp4 as it reads them.
 
-    It does so on a GPU too, since they are trained in another type. If none are read, the config has
-    nothing about packed weights.
+    It does so on a GPU too, since they are trained in another type. If none are read, the config
+    has nothing about packed weights.
     """
     packed = getattr(config, "quantization_config", None)
     if packed is not None and model.init == "random":
@@ -147,7 +154,7 @@ def _unpacked(config: Any, model: ModelConfig) -> Any:
     return config
 
 
-def _without_weights(
+def _build_on_meta(
     path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head
 ) -> Any:
     """Return the model on the meta device, apart from the buffers that no file holds.
@@ -173,7 +180,7 @@ def _without_weights(
     return built
 
 
-def _pretrained(
+def _read_whole_model(
     path: str,
     model: ModelConfig,
     config: Any,
@@ -184,7 +191,8 @@ def _pretrained(
 ) -> Any:
     """Return a whole model that transformers reads from a folder or hub id.
 
-    Raises ModelError if the files lack weights of a language model, and with `draws` False of a head.
+    Raises ModelError if the files lack weights of a language model, and with `draws` False of a
+    head.
     """
     stored = config
     if growth is not None and growth.added:
@@ -214,7 +222,10 @@ def _pretrained(
             what += f" and {len(missing) - 1} more"
         fix = "name a whole model"
         if model.config:
-            fix = "model.config asks for a larger model than this: take it back, or set model.init: random"
+            fix = (
+                "model.config asks for a larger model than this:"
+                " take it back, or set model.init: random"
+            )
         raise ModelError(what, where=path, fix=fix)
     _match_layout(built, on_meta(config, head, path, model, **options), path)
     return built
@@ -226,15 +237,19 @@ def _match_layout(built: Any, laid_out: Any, where: str) -> None:
     Once transformers has read weights, all of them are trainable. `laid_out`: the same model on the
     meta device. Raises ModelError if transformers did not tie what the config ties.
     """
-    frozen = {
-        name for name, parameter in laid_out.named_parameters() if not parameter.requires_grad
-    }
+    frozen = set()
+    for name, parameter in laid_out.named_parameters():
+        if not parameter.requires_grad:
+            frozen.add(name)
     read = dict(built.named_parameters(remove_duplicate=False))
     for name in frozen & read.keys():
         read[name].requires_grad_(False)
     for first, *rest in aliases(laid_out):
         for other in rest:
-            if first in read and other in read and read[first] is not read[other]:
+            # `read` has parameters alone, but names of tied tensors may be buffers' too.
+            if first not in read or other not in read:
+                continue
+            if read[first] is not read[other]:
                 raise tied_weights_differ(first, other, where)
 
 

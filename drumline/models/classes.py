@@ -16,16 +16,21 @@ AUTO: dict[Head, tuple[str, str]] = {
     "text": ("AutoModelForSequenceClassification", "classifier of texts"),
     "image": ("AutoModelForImageClassification", "classifier of images"),
 }
+# Heads of language models, with or without a value beside the logits.
 LM: tuple[Head, ...] = ("lm", "valued")
 
 
 def auto_class(config: Any, head: Head = "lm") -> Any:
-    """Return the Auto class of a config and a head. A language model may be a vision-language model."""
+    """Return the Auto class of transformers for a config and a head.
+
+    A language model may be a vision-language model.
+    """
     import transformers
 
     if head in LM and is_vision_language(config):
         return transformers.AutoModelForImageTextToText
-    return getattr(transformers, AUTO[head][0])
+    class_name, _ = AUTO[head]
+    return getattr(transformers, class_name)
 
 
 def is_vision_language(config: Any) -> bool:
@@ -48,9 +53,14 @@ def of_layers(config: Any, key: str) -> list[Any]:
 
 
 def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
-    """Set the number and names of the head's logits in a config, and return it. A score is one logit without a name."""
+    """Set the number and names of the head's logits in a config, and return it.
+
+    A score is one logit without a name. `labels`: the classes; empty: as many as the config has.
+    """
     # By this key of transformers `ends_in_classes` recognises a built model.
-    config.problem_type = CLASSES if head in ("text", "image") else None
+    config.problem_type = None
+    if head in ("text", "image"):
+        config.problem_type = CLASSES
     if head == "score":
         config.num_labels = 1
     elif head not in LM and labels:
@@ -66,7 +76,9 @@ def in_own_order(config: Any, labels: tuple[str, ...]) -> tuple[str, ...]:
     they are.
     """
     own = _class_names(config)
-    return own if set(own) == set(labels) else labels
+    if set(own) == set(labels):
+        return own
+    return labels
 
 
 def require_classes(config: Any, labels: tuple[str, ...], where: str) -> None:
@@ -91,6 +103,7 @@ def _first_names(names: tuple[str, ...]) -> str:
 
 
 def _class_names(config: Any) -> tuple[str, ...]:
+    """Return the names of a config's classes, in the order of its logits."""
     names = getattr(config, "id2label", None) or {}
     return tuple(str(names[index]) for index in sorted(names))
 
@@ -101,7 +114,10 @@ def ends_in_classes(model: Any) -> bool:
 
 
 def reads_images(model: Any) -> bool:
-    """Return whether a model reads only images. The main input of a vision-language model is text."""
+    """Return whether a model reads only images.
+
+    The main input of a vision-language model is text.
+    """
     return getattr(model, "main_input_name", "input_ids") == "pixel_values"
 
 
@@ -117,8 +133,14 @@ def is_encoder(model: Any) -> bool:
 
 def bidirectional(model: Any) -> ModelError:
     """Return the error for next-token training of a model that attends to later tokens."""
-    what = f"{type(model).__name__} reads in both directions: each token would see the next one, which it is to predict"
+    what = (
+        f"{type(model).__name__} reads in both directions:"
+        " each token would see the next one, which it is to predict"
+    )
     fix = "use algorithm: classify, or name a causal language model"
     if is_encoder(model):
-        fix = f"set model.config.is_decoder: true, under which its tokens see those before them alone, or {fix}"
+        fix = (
+            "set model.config.is_decoder: true,"
+            f" under which its tokens see those before them alone, or {fix}"
+        )
     return ModelError(what, where="model", fix=fix)

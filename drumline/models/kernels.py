@@ -1,7 +1,7 @@
 """Fused kernels by Liger (`model.kernels: liger`, Hsu et al. 2024).
 
-They compute RMS norms, rotary embeddings, gated feed-forward parts, and the cross-entropy of a head. Experimental: none of it has run on
-a GPU here.
+They compute RMS norms, rotary embeddings, gated feed-forward parts, and the cross-entropy of a
+head. Experimental: none of it has run on a GPU here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from drumline.plan.rules import NO_LIGER
 
-# Arguments of Liger's functions. The loss is not among them: `linear_cross_entropy` below calls its kernel.
+# Arguments of Liger's functions. The loss is not among them: `linear_cross_entropy` below calls its
+# kernel.
 PARTS = {
     "rope": True,
     "rms_norm": True,
@@ -42,8 +43,10 @@ def apply_liger(model: nn.Module) -> None:
     module = sys.modules[type(model).__module__]
     before: Any = getattr(module, ROTARY, None)
     apply = liger.MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
+    # Each model's function takes the parts that the model has.
     known = inspect.signature(apply).parameters
-    apply(model=model, **{part: enabled for part, enabled in PARTS.items() if part in known})
+    parts = {part: enabled for part, enabled in PARTS.items() if part in known}
+    apply(model=model, **parts)
     # `models.head` reads this.
     model._drumline_fused = True  # type: ignore[assignment]
     fused: Any = getattr(module, ROTARY, None)
@@ -51,10 +54,12 @@ def apply_liger(model: nn.Module) -> None:
         return
 
     def rotary_by_device(q: Tensor, *args: Any, **kwargs: Any) -> Any:
-        function = fused if q.is_cuda else before
-        return function(q, *args, **kwargs)
+        if q.is_cuda:
+            return fused(q, *args, **kwargs)
+        return before(q, *args, **kwargs)
 
-    # Liger replaces the function for all models of the process, but trials of small copies run on the CPU.
+    # Liger replaces the function for all models of the process, but trials of small copies run on
+    # the CPU.
     setattr(module, ROTARY, rotary_by_device)
 
 
@@ -63,7 +68,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return `models.losses.linear_cross_entropy` by Liger's kernel, which chooses its chunks.
 
-    Sums of the weight's gradient are fp32.
+    Sums of the weight's gradient are fp32. `hidden_ND`, `weight_VD`, `bias_V`, `targets_N`: as there.
     """
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -73,7 +78,9 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device_type)
     hidden = hidden_ND.to(dtype)
     weight = weight_VD.to(dtype)
-    bias = None if bias_V is None else bias_V.to(dtype)
+    bias = None
+    if bias_V is not None:
+        bias = bias_V.to(dtype)
     options: dict[str, Any] = {
         "reduction": "sum",
         "accum_dtype": torch.float32,

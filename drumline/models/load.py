@@ -50,10 +50,11 @@ from drumline.models.shapes import check_length, full_config
 from drumline.models.vocabulary import Growth, growth_of, set_rows
 from drumline.plan.facts import ModelFacts
 
-# Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
+# Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite.
+# `models.head.can_split` tries the model itself.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-# Config keys of GPT-2, Llama, BERT, OPT and StarCoder 2 for dropout over a block's outputs to the residual stream, and of Mixtral
-# for noise on it before the router.
+# Config keys of GPT-2, Llama, BERT, OPT and StarCoder 2 for dropout over a block's outputs to the
+# residual stream, and of Mixtral for noise on it before the router.
 STREAM_DROPOUTS = (
     "resid_pdrop",
     "residual_dropout",
@@ -68,8 +69,8 @@ SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
 # Kinds of layers whose attention sees a window.
 WINDOWED_LAYERS = {"sliding_attention", "chunked_attention"}
-# FLOPs of a token for each parameter in a matrix product: 2 in forward, and 2 each for the gradients of inputs and of weights, which
-# a frozen parameter does not have.
+# FLOPs of a token for each parameter in a matrix product: 2 in forward, and 2 each for the
+# gradients of inputs and of weights, which a frozen parameter does not have.
 TRAINABLE_FLOPS = 6
 FROZEN_FLOPS = 4
 
@@ -119,7 +120,10 @@ def _config_of_files(path: str, model: ModelConfig) -> Any:
 
 
 def _config_of_values(model: ModelConfig) -> Any:
-    """Return the Hugging Face config of `model.shape` and `model.config`, for a model without files."""
+    """Return the Hugging Face config of a model without files.
+
+    It has the values of `model.shape`, and over these those of `model.config`.
+    """
     from transformers import AutoConfig
 
     values: dict[str, Any] = {}
@@ -139,11 +143,11 @@ def _config_of_values(model: ModelConfig) -> Any:
         fix = "use one such as llama, qwen3 or gpt2"
         raise ModelError(what, where=where, fix=fix) from None
     _require_known(config, values)
-    with _refused_values():
+    with _report_value_errors():
         return AutoConfig.for_model(model_type, **values)
 
 
-def _refused_values() -> AbstractContextManager[None]:
+def _report_value_errors() -> AbstractContextManager[None]:
     """Within the context an error is one of the values under `model.config`."""
     what = "transformers does not take this"
     return judged(what, "model.config", ModelError, "fix the values under model.config")
@@ -164,7 +168,7 @@ def _set_values(config: Any, values: dict[str, Any]) -> Any:
         raise ModelError(what, where="model.config.model_type", fix=fix)
     _require_known(config, values)
     head_dim_follows = _is_head_dim_derived(config)
-    with _refused_values():
+    with _report_value_errors():
         for key, value in values.items():
             setattr(config, key, value)
         if head_dim_follows and "head_dim" not in values:
@@ -198,7 +202,9 @@ def _require_known(config: Any, values: dict[str, Any]) -> None:
             continue
         known = [name for name in config.to_dict() if not name.startswith("_")]
         guess = nearest(key, known)
-        fix = f"did you mean {guess}?" if guess else "see the model's config.json for its keys"
+        fix = "see the model's config.json for its keys"
+        if guess:
+            fix = f"did you mean {guess}?"
         what = f"the config of {config.model_type} has no key {key!r}"
         raise ModelError(what, where=f"model.config.{key}", fix=fix)
 
@@ -210,25 +216,26 @@ def facts(
     head: Head = "lm",
     frozen_names: Sequence[str] = (),
 ) -> ModelFacts:
-    """Return the sizes of the model that a config describes. It is built on the meta device, without weights.
+    """Return the sizes of the model that a config describes.
 
-    `length`: tokens of a training row. `adapter`: injected first. `head` image: `length` is the side of
-    a square image, and a training row counts as one token. `frozen_names`: see `models.freeze`;
-    parameters without requires_grad are frozen.
+    The model is built on the meta device, without weights. `length`: tokens of a training row.
+    `adapter`: injected first. `head` image: `length` is the side of a square image, and a training
+    row counts as one token. `frozen_names`: see `models.freeze`; parameters without requires_grad
+    are frozen.
 
-    FLOPs of a token, forward and backward, are 6 for each parameter in a matrix product (Kaplan et al.
-    2020; the embedding is a look-up, a tied one counts once as the head), and 12·layers·width·length of
-    attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads × head size). PaLM counts all
-    pairs of positions of a row, causal or not, one document or several. A frozen parameter has no
-    gradient, so it counts 4. A token uses only the experts that its router chooses. A vision tower
-    works for image tokens alone: its products are counted separately, without its attention, which
-    depends on the sizes of images.
+    FLOPs of a token, forward and backward, are 6 for each parameter in a matrix product (Kaplan et
+    al. 2020; the embedding is a look-up, a tied one counts once as the head), and
+    12·layers·width·length of attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads ×
+    head size). PaLM counts all pairs of positions of a row, causal or not, one document or several.
+    A frozen parameter has no gradient, so it counts 4. A token uses only the experts that its
+    router chooses. A vision tower works for image tokens alone: its products are counted
+    separately, without its attention, which depends on the sizes of images.
 
-    Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are not
-    in the model.
+    Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are
+    not in the model.
     """
     model = on_meta(config, head)
-    with _judged(config):
+    with _report_config_errors(config):
         freeze(model, frozen_names)
         if isinstance(adapter, LoRAConfig):
             adapters.inject(model, adapter, seed=0)
@@ -253,13 +260,14 @@ def on_meta(
     """
     # A class of the model's own code: loading this config required the agreement to run that.
     is_remote = type(config).__module__.startswith("transformers_modules")
-    with _judged(config):
+    with _report_config_errors(config):
         with torch.device("meta"):
             make = auto_class(config, head).from_config
             build = partial(make, config, trust_remote_code=is_remote, **options)
             model: Any = from_hub(path, source or ModelConfig(), build)
         for tensor in model.state_dict(keep_vars=True).values():
-            # Its class makes such a tensor by a function that ignores the device, such as torch.normal.
+            # Its class makes such a tensor by a function that ignores the device, such as
+            # torch.normal.
             if not tensor.is_meta:
                 _move_to_meta(tensor)
         return with_head(model, head)
@@ -273,7 +281,7 @@ def _move_to_meta(tensor: torch.Tensor) -> None:
     torch.utils.swap_tensors(tensor, on_meta_device)
 
 
-def _judged(config: Any) -> AbstractContextManager[None]:
+def _report_config_errors(config: Any) -> AbstractContextManager[None]:
     """Within the context an error is one of the config."""
     what = "its config describes no model that can be built"
     where = getattr(config, "name_or_path", None) or "model.config"
@@ -288,7 +296,10 @@ class _Experts(NamedTuple):
 
 
 def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
-    """Return the sizes of a model of text, or of text and images, on the meta device (see `facts`)."""
+    """Return the sizes of a model of text, or of text and images, on the meta device.
+
+    See `facts`.
+    """
     config = model.config
     text_config = config.get_text_config()
     _require_shape(model, text_config)
@@ -299,17 +310,25 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     head_dim = max(int(size or hidden // heads) for size in of_layers(text_config, "head_dim"))
     width = heads * head_dim
     is_bidirectional_classifier = head == "text" and is_bidirectional(model)
+    position_of_first: int | None = 0
+    if is_bidirectional_classifier:
+        position_of_first = first_position(model)
     has_tower = head in LM and is_vision_language(config)
+    flops_per_image_token = 0.0
+    if has_tower:
+        flops_per_image_token = tower_flops(model)
     experts = _experts_of(text_config)
-    has_experts = bool(expert_modules(model))
     products = _product_flops(model, experts, has_tower)
+    if not expert_modules(model):
+        # No module holds all experts of a layer: for strategies it is no mixture.
+        experts = _Experts(0, 0)
     head_parameters = _head_parameters(model)
     embedding = whole_layer(model.get_input_embeddings()).weight
     outside_blocks = counts["parameters"] - sum(counts["block_parameters"])
     only_in_head = [parameter for parameter in head_parameters if parameter is not embedding]
     return ModelFacts(
         **counts,
-        **_cuts(model),
+        **_cut_facts(model),
         name=str(text_config.model_type),
         flops_per_token=float(products + 12 * layers * width * length),
         vocab_size=int(text_config.vocab_size),
@@ -323,16 +342,16 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         head_parameters=count_entries(head_parameters),
         attention_flops=float(12 * width * length),
         bidirectional=is_bidirectional_classifier,
-        first_position=first_position(model) if is_bidirectional_classifier else 0,
+        first_position=position_of_first,
         vision_language=has_tower,
         trains_router=head in LM and trains_router(model),
-        flops_per_image_token=tower_flops(model) if has_tower else 0.0,
+        flops_per_image_token=flops_per_image_token,
         changes_logits=_changes_logits(model, text_config),
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
         caps_scores=has_soft_caps(text_config),
         drops_scores=has_score_dropout(text_config),
-        experts=experts.number if has_experts else 0,
-        experts_per_token=experts.per_token if has_experts else 0,
+        experts=experts.number,
+        experts_per_token=experts.per_token,
         windows=_has_windows(text_config),
         drops_stream=any(getattr(text_config, key, None) for key in STREAM_DROPOUTS),
     )
@@ -371,7 +390,9 @@ def _product_flops(model: Any, experts: _Experts, has_tower: bool) -> float:
         is_looked_up = ".lora_embedding_A." in name
         if id(parameter) in not_multiplied or is_looked_up:
             continue
-        flops_per_entry = TRAINABLE_FLOPS if parameter.requires_grad else FROZEN_FLOPS
+        flops_per_entry = FROZEN_FLOPS
+        if parameter.requires_grad:
+            flops_per_entry = TRAINABLE_FLOPS
         flops = flops_per_entry * parameter.numel()
         if ".experts." in name:
             summands.append(flops * experts.per_token / experts.number)
@@ -391,7 +412,10 @@ def _head_parameters(model: Any) -> list[torch.nn.Parameter]:
 
 
 def _kv_heads(text_config: Any, heads: int) -> int:
-    """Return the heads of keys and values; if layers differ, the greatest number that divides them all."""
+    """Return the heads of keys and values.
+
+    If layers differ, it is the greatest number that divides those of each.
+    """
     numbers = [int(number or heads) for number in of_layers(text_config, "num_key_value_heads")]
     return math.gcd(*numbers)
 
@@ -414,18 +438,18 @@ def _has_windows(text_config: Any) -> bool:
     return getattr(text_config, "sliding_window", None) is not None
 
 
-def _cuts(model: Any) -> dict[str, Any]:
+def _cut_facts(model: Any) -> dict[str, Any]:
     """Return the fields of ModelFacts for how a model of text can be cut, and why not."""
     plan = tensor_plan(model)
-    # Empty if the projections of attention are gathered.
-    cut_in_heads = [
-        name
-        for name, style in plan.items()
-        if style == "colwise" and ("attn" in name or "attention" in name)
-    ]
+    # False if the projections of attention are gathered.
+    cuts_heads = False
+    for name, style in plan.items():
+        is_in_attention = "attn" in name or "attention" in name
+        if style == "colwise" and is_in_attention:
+            cuts_heads = True
     return {
         "tp_styles": frozenset(plan.values()),
-        "tp_cuts_heads": bool(cut_in_heads),
+        "tp_cuts_heads": cuts_heads,
         "tp_failure": try_cut(model).failure,
         "needs_mask": needs_mask(model),
         "whole_stream": whole_stream(model),
@@ -437,9 +461,9 @@ def _cuts(model: Any) -> dict[str, Any]:
 def _facts_of_images(model: Any, side: int) -> ModelFacts:
     """Return the sizes of an image classifier on the meta device.
 
-    A training row is one token, so `flops_per_token` is of one image. torch's FlopCounterMode counts the
-    forward pass of one image of `side` × `side` (matrix products and convolutions, with attention).
-    Backward costs twice that, once for the inputs and once for the trainable weights.
+    A training row is one token, so `flops_per_token` is of one image. torch's FlopCounterMode
+    counts the forward pass of one image of `side` × `side` (matrix products and convolutions, with
+    attention). Backward costs twice that, once for the inputs and once for the trainable weights.
     Raises ModelError if the model does not take images of that size.
     """
     counter = FlopCounterMode(display=False)
@@ -457,7 +481,11 @@ def _facts_of_images(model: Any, side: int) -> ModelFacts:
     # Forward, the gradients of inputs, and the gradients of the trainable part of the weights.
     passes = 3.0 - counts["frozen"] / counts["parameters"]
     sizes = getattr(model.config, "hidden_sizes", None)
-    hidden = sizes[-1] if sizes else getattr(model.config, "hidden_size", 0)
+    if sizes:
+        # One for each stage of a convolutional model.
+        hidden = sizes[-1]
+    else:
+        hidden = getattr(model.config, "hidden_size", 0)
     depths = getattr(model.config, "depths", ())
     return ModelFacts(
         **counts,
@@ -473,7 +501,10 @@ def _facts_of_images(model: Any, side: int) -> ModelFacts:
 def check_fits(
     config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer"
 ) -> None:
-    """Raise ModelError if the tokenizer has more ids than the embedding has rows, or `max_length` exceeds the model's positions."""
+    """Raise ModelError if the tokenizer has more ids than the embedding has rows.
+
+    Also if `max_length` exceeds the model's positions. `where`: the key that names the tokenizer.
+    """
     text_config = config.get_text_config()
     rows = getattr(text_config, "vocab_size", None)
     positions = getattr(text_config, "max_position_embeddings", None)

@@ -1,6 +1,8 @@
-"""Summed cross-entropy and log-probabilities of tokens, from logits, or from a linear head without all logits in memory at once.
+"""Summed cross-entropy and log-probabilities of tokens, from logits or a head's hidden states.
 
-These are pure tensor functions. N tokens, M of them with a target, V entries of the vocabulary, D width.
+With hidden states and a head, only the logits of some tokens are in memory at once. These are pure
+tensor functions. N tokens, M of them with a target, V entries of the vocabulary, D width; n tokens
+of one chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from torch.nn import functional
 # Log-probabilities and entropies of tokens.
 Answers = tuple[Tensor, Tensor | None]
 IGNORE = -100
-# softmax − one-hot lies in [−1, 1]: this power of two brings it near fp16's largest value (65504), and small ones out of its zero.
+# softmax − one-hot lies in [−1, 1]: this power of two brings it near fp16's largest value (65504),
+# and small ones out of its zero.
 FP16_SCALE = 2.0**15
 
 
@@ -40,7 +43,9 @@ def summed_loss(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return `summed_loss`, and bool[N]: whether the first choice is the target."""
-    return summed_loss(logits_NV, targets_N), logits_NV.detach().argmax(-1) == targets_N
+    loss_sum = summed_loss(logits_NV, targets_N)
+    first_choice_N = logits_NV.detach().argmax(-1)
+    return loss_sum, first_choice_N == targets_N
 
 
 def linear_cross_entropy(
@@ -52,26 +57,30 @@ def linear_cross_entropy(
     part: VocabularyPart | None = None,
     learned_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `cross_entropy(hidden @ weightᵀ + bias, targets)` with at most `chunk` tokens' logits in memory at once.
+    """Return `cross_entropy(hidden @ weightᵀ + bias, targets)`, the logits of few tokens at a time.
 
     The forward computes the gradients of hidden, weight and bias chunk by chunk, while it has the
-    logits: the loss is a sum, so backward only scales them, and nothing is computed twice. The idea is
-    that of Cut Cross-Entropy (Wijmans et al. 2025) and of Liger's fused head (Hsu et al. 2024); unlike
-    those this is plain PyTorch. Rows without a target are left out before the product. Under autocast
-    the product runs in its type, as a linear layer would; softmax, sums and the gradients of the
-    products are fp32. fp16's loss scale is not known in the forward, so these gradients have a scale of
-    their own. One backward, and no second derivatives.
+    logits: the loss is a sum, so backward only scales them, and nothing is computed twice. The idea
+    is that of Cut Cross-Entropy (Wijmans et al. 2025) and of Liger's fused head (Hsu et al. 2024);
+    unlike those this is plain PyTorch. Rows without a target are left out before the product. Under
+    autocast the product runs in its type, as a linear layer would; softmax, sums and the gradients
+    of the products are fp32. fp16's loss scale is not known in the forward, so these gradients have
+    a scale of their own. One backward, and no second derivatives.
 
-    `chunk`: 0 for all logits at once.
-    `part`: weight and bias are this rank's rows. Softmax is over the rows of all ranks (Megatron-LM's
-    vocabulary-parallel loss, Shoeybi et al. 2019): loss, first choice and hidden's gradient are those of
-    the whole head on each rank. Collective.
+    `chunk`: tokens whose logits are in memory at once, at most; 0 for all.
+    `part`: weight and bias are this rank's rows. Softmax is over the rows of all ranks
+    (Megatron-LM's vocabulary-parallel loss, Shoeybi et al. 2019): loss, first choice and hidden's
+    gradient are those of the whole head on each rank. Collective.
     `learned_M`: int64, the rows with a target. None: they are searched, and the host waits.
     """
     if part is None and chunk == 0:
-        return cross_entropy(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
-    rows = _as_options(targets_N, chunk, part, learned_M)
-    loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, *rows, True)
+        logits_NV = functional.linear(hidden_ND, weight_VD, bias_V)
+        return cross_entropy(logits_NV, targets_N)
+    options = _as_options(targets_N, chunk, part, learned_M)
+    with_choices = True
+    loss_sum, correct_N = _LinearCrossEntropy.apply(
+        hidden_ND, weight_VD, bias_V, *options, with_choices
+    )
     return loss_sum, correct_N
 
 
@@ -89,9 +98,11 @@ def linear_summed_loss(
     Each chunk then launches fewer kernels, and with `part` has a collective less.
     """
     if part is None and chunk == 0:
-        return summed_loss(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
-    rows = _as_options(targets_N, chunk, part, learned_M)
-    loss_sum, _ = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, *rows, False)
+        logits_NV = functional.linear(hidden_ND, weight_VD, bias_V)
+        return summed_loss(logits_NV, targets_N)
+    options = _as_options(targets_N, chunk, part, learned_M)
+    with_choices = False
+    loss_sum, _ = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, *options, with_choices)
     return loss_sum
 
 
@@ -100,14 +111,25 @@ def _as_options(
 ) -> tuple[Any, ...]:
     """Return the arguments of `_LinearCrossEntropy` that follow the head's."""
     if learned_M is None:
-        learned_M = _learned(targets_N)
-    size = chunk or max(1, len(targets_N))
+        learned_M = _rows_with_target(targets_N)
+    rows_at_once = _rows_at_once(chunk, targets_N)
     # Inside a Function neither grad mode nor needs_input_grad shows a no_grad around it.
-    return targets_N, learned_M, size, part, torch.is_grad_enabled()
+    return targets_N, learned_M, rows_at_once, part, torch.is_grad_enabled()
+
+
+def _rows_at_once(chunk: int, targets_N: Tensor) -> int:
+    """Return the rows of a chunk: `chunk`, or all of them for 0, but at least 1 to step by."""
+    if chunk:
+        return chunk
+    return max(1, len(targets_N))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum of `linear_cross_entropy` with gradients from the forward, and the first choices if requested."""
+    """The sum of `linear_cross_entropy`, whose gradients the forward computes.
+
+    `options`: as `_as_options` returns them behind `learned_M`, and whether the first choices are
+    computed too.
+    """
 
     @staticmethod
     def forward(
@@ -119,28 +141,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
         learned_M: Tensor,
         *options: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss sum, and with choices bool[N]: whether the first choice is the target."""
         chunk, part, is_grad_enabled, with_choices = options
+        device = hidden_ND.device
         dtype = _product_dtype(hidden_ND)
         precise = torch.promote_types(dtype, torch.float32)
-        scale = FP16_SCALE if dtype == torch.float16 else None
+        scale = None
+        if dtype == torch.float16:
+            scale = FP16_SCALE
         wants = [is_grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        correct_N = torch.zeros_like(targets_N, dtype=torch.bool) if with_choices else None
+        correct_N = None
+        if with_choices:
+            correct_N = torch.zeros_like(targets_N, dtype=torch.bool)
         grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, precise)
-        chosen_parts, total_parts = [], []
-        # The entries of −one-hot of a chunk whose targets are all in this part; the same for each chunk.
-        largest = min(chunk, len(learned_M))
-        minus_one_N1 = torch.full((largest, 1), -1.0, dtype=precise, device=hidden_ND.device)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
+        chosen_parts: list[Tensor] = []
+        total_parts: list[Tensor] = []
+        # The entries of −one-hot of a chunk whose targets are all in this part. They are made once
+        # for all chunks, of which the last may be shorter.
+        largest_chunk = min(chunk, len(learned_M))
+        minus_one_N1 = torch.full((largest_chunk, 1), -1.0, dtype=precise, device=device)
+        # All types are explicit within: autocast would lower the products of gradients, too.
+        with torch.autocast(device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
                 hidden = hidden_ND[piece.rows].to(dtype)
                 logits = functional.linear(hidden, weight, bias).to(precise)
                 if correct_N is None:
-                    top = _largest(logits, part)
+                    top = _largest_logit(logits, part)
                 else:
                     top, first = _first_choice(logits, part)
                     correct_N[piece.rows] = first == piece.targets
-                # Written over the logits in turn: logits − largest, exp of that, softmax, softmax − one-hot = d loss / d logits.
+                # Written over the logits in turn: logits − largest, exp of that, softmax, and
+                # softmax − one-hot = d loss / d logits. A copy of each would be as large again.
                 chosen, total = _sums(logits, top, piece.column, piece.is_mine, part)
                 chosen_parts.append(chosen)
                 total_parts.append(total)
@@ -152,11 +184,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad = softmax.scatter_add_(1, piece.column, minus_one_hot)
                     grads.add(piece.rows, grad, hidden, weight, scale)
         if total_parts:
-            loss_sum = (torch.cat(total_parts).log() - torch.cat(chosen_parts)).sum()
-        else:  # no row has a target
-            loss_sum = torch.zeros((), dtype=precise, device=hidden_ND.device)
+            # −log softmax(logits)[target] = log Σ exp(d) − d_target.
+            log_total_M = torch.cat(total_parts).log()
+            loss_M = log_total_M - torch.cat(chosen_parts)
+            loss_sum = loss_M.sum()
+        else:
+            # No row has a target.
+            loss_sum = torch.zeros((), dtype=precise, device=device)
         ctx.save_for_backward(*grads.total(part))
-        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
+        bias_dtype = None
+        if bias_V is not None:
+            bias_dtype = bias_V.dtype
+        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, bias_dtype)
         if correct_N is not None:
             ctx.mark_non_differentiable(correct_N)
         return loss_sum, correct_N
@@ -164,13 +203,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Any, ...]:
-        # In place: a copy of the weight's gradient would be as large as the logits that were saved. autograd refuses a second backward.
-        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        grads = [None if grad is None else grad.mul_(grad_loss).to(dtype) for grad, dtype in saved]
+        """Return the gradients that the forward has computed, times that of the loss."""
+        grads: list[Tensor | None] = []
+        for saved_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            grad = saved_grad
+            if grad is not None:
+                # In place: a copy of the weight's gradient would be as large as the logits that
+                # were saved. autograd refuses a second backward, which would scale it twice.
+                grad = grad.mul_(grad_loss).to(dtype)
+            grads.append(grad)
+        # Targets, learned_M and the four options have no gradients.
         return (*grads, *[None] * 6)
 
 
-def _largest(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
+def _largest_logit(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
     """Return the largest logit of each row of the whole head. Collective with `part`."""
     top_N = logits_NV.amax(-1)
     if part is not None:
@@ -179,19 +225,26 @@ def _largest(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
 
 
 def _first_choice(logits_NV: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
-    """Return `_largest` and its index in the whole vocabulary, of equal ones the lowest."""
+    """Return `_largest_logit` and its index in the whole vocabulary, of equal ones the lowest.
+
+    Collective with `part`.
+    """
     top_N, first_N = logits_NV.max(-1)
     if part is None:
         return top_N, first_N
-    mine_N = top_N.clone()
+    top_of_part_N = top_N.clone()
     dist.all_reduce(top_N, dist.ReduceOp.MAX, group=part.group)
-    first_N = torch.where(mine_N == top_N, first_N + part.first, torch.iinfo(torch.int64).max)
+    # Only ranks that have the largest logit offer an index. The lowest one wins on every rank.
+    has_largest_N = top_of_part_N == top_N
+    index_N = first_N + part.first
+    no_index = torch.iinfo(torch.int64).max
+    first_N = torch.where(has_largest_N, index_N, no_index)
     dist.all_reduce(first_N, dist.ReduceOp.MIN, group=part.group)
     return top_N, first_N
 
 
 def _product_dtype(hidden_ND: Tensor) -> torch.dtype:
-    """Return the type in which a linear layer would multiply hidden states: autocast's if it is on."""
+    """Return the type in which a linear layer multiplies hidden states: autocast's if it is on."""
     device_type = hidden_ND.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -199,22 +252,27 @@ def _product_dtype(hidden_ND: Tensor) -> torch.dtype:
 
 
 class _Piece(NamedTuple):
-    """Rows with a target whose logits are in memory at once."""
+    """Rows with a target whose logits are in memory at once.
 
-    # int64[n], in all N rows.
+    `rows`: int64[n], their numbers in all N rows. `targets`: int64[n].
+    `column`: int64[n, 1], the target's number in this part of the head; any number of the part if
+    the target is in another one.
+    `is_mine`: bool[n, 1], whether the target is in this part of the head. None: every target is.
+    """
+
     rows: Tensor
-    # int64[n].
     targets: Tensor
-    # int64[n, 1]: the target's number in this part of the head; any number if it is in another part.
     column: Tensor
-    # bool[n, 1]: whether the target is in this part of the head. None: every target is.
     is_mine: Tensor | None
 
 
 def _pieces(
     learned_M: Tensor, targets_N: Tensor, chunk: int, part: VocabularyPart | None, width: int
 ) -> list[_Piece]:
-    """Return the rows `learned_M`, at most `chunk` at a time. `width`: rows of this part of the head."""
+    """Return the rows `learned_M`, at most `chunk` at a time.
+
+    `width`: rows of this part of the head.
+    """
     if len(learned_M) == 0:
         return []
     targets_M = targets_N[learned_M]
@@ -223,12 +281,17 @@ def _pieces(
     if part is not None:
         place_M1 = column_M1 - part.first
         is_mine_M1 = (place_M1 >= 0) & (place_M1 < width)
+        # `gather` and `scatter` need a valid column also for targets of another rank, which
+        # `is_mine` masks afterwards.
         column_M1 = place_M1.clamp(0, width - 1)
     pieces = []
     for start in range(0, len(learned_M), chunk):
         here = slice(start, start + chunk)
-        is_mine = None if is_mine_M1 is None else is_mine_M1[here]
-        pieces.append(_Piece(learned_M[here], targets_M[here], column_M1[here], is_mine))
+        is_mine = None
+        if is_mine_M1 is not None:
+            is_mine = is_mine_M1[here]
+        piece = _Piece(learned_M[here], targets_M[here], column_M1[here], is_mine)
+        pieces.append(piece)
     return pieces
 
 
@@ -240,21 +303,30 @@ def _sums(
     part: VocabularyPart | None,
     entropy: bool = False,
 ) -> Sequence[Tensor]:
-    """Return sums of each row over the whole vocabulary: the target's d, Σ exp(d), and with `entropy` Σ exp(d) d.
+    """Return the sums of each row over the whole vocabulary that losses are made of, [n] each.
 
-    Here d = logit − top. Writes exp(d) over the logits, with `entropy` d. `column`, `is_mine`: see
-    `_Piece`. Collective with `part`.
+    With d = logit − top these are the target's d, Σ exp(d), and with `entropy` Σ exp(d) d.
+    `logits`: [n, V], over which exp(d) is written, with `entropy` d. `top`: [n], the largest logit
+    of each row, so that no exponential overflows. `column`, `is_mine`: see `_Piece`. Collective
+    with `part`.
     """
     logits.sub_(top[:, None])
     chosen = logits.gather(1, column)
     if is_mine is not None:
+        # The rank that has the target adds its d to the sum over ranks, all others 0.
         chosen = torch.where(is_mine, chosen, 0.0)
-    weights = logits.exp() if entropy else logits.exp_()
+    if entropy:
+        # d is needed once more below: here exp(d) takes memory of its own.
+        weights = logits.exp()
+    else:
+        weights = logits.exp_()
     sums = [chosen.squeeze(1), weights.sum(-1)]
     if entropy:
-        sums.append(weights.mul_(logits).sum(-1))
+        weighted = weights.mul_(logits)
+        sums.append(weighted.sum(-1))
     if part is None:
         return sums
+    # One collective for all sums.
     stacked = torch.stack(sums)
     dist.all_reduce(stacked, group=part.group)
     return stacked.unbind()
@@ -276,42 +348,63 @@ class _Gradients:
     ) -> None:
         self.precise = precise
         needs_hidden, needs_weight, needs_bias = wants
-        self.hidden = torch.zeros_like(hidden_ND, dtype=precise) if needs_hidden else None
-        self.weight = torch.zeros_like(weight_VD, dtype=precise) if needs_weight else None
-        self.bias = torch.zeros_like(bias_V, dtype=precise) if needs_bias else None
+        self.hidden: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        if needs_hidden:
+            self.hidden = torch.zeros_like(hidden_ND, dtype=precise)
+        if needs_weight:
+            self.weight = torch.zeros_like(weight_VD, dtype=precise)
+        if needs_bias:
+            self.bias = torch.zeros_like(bias_V, dtype=precise)
 
     def add(self, rows: Tensor, grad: Tensor, hidden: Tensor, weight: Tensor, scale: Any) -> None:
         """Add the gradients from some rows.
 
         `rows`: int64[n], numbers of these in all N. `grad`: the gradient of their logits, [n, V] in
-        `precise`, which is overwritten. `scale`: a power of two for fp16; None: 1.
+        `precise`, which is overwritten. `hidden`: [n, D] and `weight`: [V, D] in the type of
+        products.
+        `scale`: a power of two for fp16, a number or a tensor; None: 1.
         """
         if self.bias is not None:
             self.bias += grad.sum(0)
         if self.weight is not None and not grad.is_cuda:
+            # From the gradient as it is, neither scaled nor rounded: on a CPU both factors are
+            # precise.
             self.weight.addmm_(grad.T, hidden.to(self.precise))
         if scale is not None:
             grad = grad.mul_(scale)
         low = grad.to(hidden.dtype)
         if self.hidden is not None:
             self.hidden[rows] = self._product(low, weight, scale)
-        if self.weight is None or not grad.is_cuda:
-            return
-        # Added by the product itself: a product of its own would be as large as the weight.
+        if self.weight is not None and grad.is_cuda:
+            self._add_to_weight_on_gpu(self.weight, low, hidden, scale)
+
+    def _add_to_weight_on_gpu(
+        self, weight_VD: Tensor, low: Tensor, hidden: Tensor, scale: Any
+    ) -> None:
+        """Add lowᵀ @ hidden / scale to the weight's gradient.
+
+        Where possible the product itself adds: a product of its own would be as large as the
+        weight.
+        """
         if hidden.dtype == self.precise:
-            self.weight.addmm_(low.T, hidden)
-        elif isinstance(scale, Tensor):  # a factor of the product is a number of the host
-            self.weight += self._product(low.T, hidden, scale)
+            weight_VD.addmm_(low.T, hidden)
+        elif isinstance(scale, Tensor):
+            # The factor of a product that adds is a number of the host, which would have to wait
+            # for this tensor.
+            weight_VD += self._product(low.T, hidden, scale)
         else:
-            factor = 1.0 if scale is None else 1 / scale
-            weight_VD = self.weight
+            factor = 1.0
+            if scale is not None:
+                factor = 1 / scale
             torch.addmm(weight_VD, low.T, hidden, self.precise, alpha=factor, out=weight_VD)
 
     def _product(self, a: Tensor, b: Tensor, scale: Any) -> Tensor:
         """Return a @ b / scale in `precise`, also for factors of 16 bits.
 
-        Rounding to 16 bits would lose, and in fp16 overflow, what fp32 sums hold. A GPU's matrix units
-        sum in fp32 anyhow. A CPU multiplies in fp32 for fp16, and rounds once for bf16.
+        Rounding to 16 bits would lose, and in fp16 overflow, what fp32 sums hold. A GPU's matrix
+        units sum in fp32 anyhow. A CPU multiplies in fp32 for fp16, and rounds once for bf16.
         """
         if a.is_cuda and a.dtype != self.precise:
             product = torch.mm(a, b, out_dtype=self.precise)
@@ -319,7 +412,9 @@ class _Gradients:
             product = a.to(self.precise) @ b.to(self.precise)
         else:
             product = (a @ b).to(self.precise)
-        return product if scale is None else product.div_(scale)
+        if scale is None:
+            return product
+        return product.div_(scale)
 
     def total(
         self, part: VocabularyPart | None
@@ -340,23 +435,26 @@ def log_probs(
     entropy: bool = False,
     learned_M: Tensor | None = None,
 ) -> Answers:
-    """Return log softmax(logits / temperature)[target], fp32[N], and with `entropy` the distributions' entropies.
+    """Return log softmax(logits / temperature)[target], fp32[N], and with `entropy` the entropies.
 
-    The entropies are in nats, fp32[N]; without `entropy` None. Both are 0 where the target is −100.
-    `learned_M`: as in `linear_cross_entropy`.
+    The entropies of the distributions are in nats, fp32[N]; without `entropy` None. Both are 0 for
+    a target of −100. `learned_M`: as in `linear_cross_entropy`.
     """
-    target_rows = _learned(targets_N) if learned_M is None else learned_M
-    logits_MV = logits_NV[target_rows]
+    if learned_M is None:
+        learned_M = _rows_with_target(targets_N)
+    logits_MV = logits_NV[learned_M]
     precise = torch.promote_types(logits_MV.dtype, torch.float32)
-    log_probs_MV = functional.log_softmax(logits_MV.to(precise) / temperature, -1)
+    scaled_MV = logits_MV.to(precise) / temperature
+    log_probs_MV = functional.log_softmax(scaled_MV, -1)
     zeros_N = log_probs_MV.new_zeros(len(targets_N))
-    columns_M1 = targets_N[target_rows][:, None]
-    chosen_M = log_probs_MV.gather(1, columns_M1).squeeze(1)
-    chosen_N = zeros_N.index_copy(0, target_rows, chosen_M)
+    targets_M = targets_N[learned_M]
+    chosen_M1 = log_probs_MV.gather(1, targets_M[:, None])
+    chosen_N = zeros_N.index_copy(0, learned_M, chosen_M1.squeeze(1))
     if not entropy:
         return chosen_N, None
-    entropy_M = -(log_probs_MV.exp() * log_probs_MV).sum(-1)
-    return chosen_N, zeros_N.index_copy(0, target_rows, entropy_M)
+    summands_MV = log_probs_MV.exp() * log_probs_MV
+    entropy_M = -summands_MV.sum(-1)
+    return chosen_N, zeros_N.index_copy(0, learned_M, entropy_M)
 
 
 def linear_log_probs(
@@ -370,27 +468,28 @@ def linear_log_probs(
     part: VocabularyPart | None = None,
     learned_M: Tensor | None = None,
 ) -> Answers:
-    """Return `log_probs(hidden @ weightᵀ + bias, …)` with at most `chunk` tokens' logits in memory, forward and backward.
+    """Return `log_probs(hidden @ weightᵀ + bias, …)` from the logits of few tokens at a time.
 
     The forward does not know the gradient of each token's answer, so it cannot compute gradients as
-    `linear_cross_entropy` does: it keeps the hidden states and each token's log-sum-exp, and backward
-    computes the logits again, chunk by chunk (recomputation, Chen et al. 2016; of softmax from its
-    log-sum-exp, Cut Cross-Entropy, Wijmans et al. 2025). With p = softmax, H its entropy:
+    `linear_cross_entropy` does: it keeps the hidden states and each token's log-sum-exp, and
+    backward computes the logits again, chunk by chunk (recomputation, Chen et al. 2016; of softmax
+    from its log-sum-exp, Cut Cross-Entropy, Wijmans et al. 2025). With p = softmax, H its entropy:
     d log p_target / d logit = onehot − p, dH / d logit = −p (log p + H). Types are as in
-    `linear_cross_entropy`; in fp16 a power of two of its own brings each chunk's gradient near fp16's
-    largest number, whatever the loss scale. Any number of backwards, no second derivatives.
+    `linear_cross_entropy`; in fp16 a power of two of its own brings each chunk's gradient near
+    fp16's largest number, whatever the loss scale. Any number of backwards, no second derivatives.
 
-    `chunk`: 0 for all logits at once, by autograd.
-    `part`: weight and bias are this rank's rows, and the answers those of the whole head. Collective,
-    backward too.
+    `chunk`: tokens whose logits are in memory at once, at most, in forward and in backward; 0 for
+    all, by autograd.
+    `part`: weight and bias are this rank's rows, and the answers those of the whole head.
+    Collective, backward too.
     `learned_M`: as in `linear_cross_entropy`.
     """
     if learned_M is None:
-        learned_M = _learned(targets_N)
+        learned_M = _rows_with_target(targets_N)
     if part is None and chunk == 0:
         logits_NV = functional.linear(hidden_ND, weight_VD, bias_V)
         return log_probs(logits_NV, targets_N, temperature, entropy, learned_M)
-    rows_at_once = chunk or max(1, len(targets_N))
+    rows_at_once = _rows_at_once(chunk, targets_N)
     answers: Answers = _LinearLogProbs.apply(
         hidden_ND, weight_VD, bias_V, targets_N, learned_M, rows_at_once, temperature, entropy, part
     )
@@ -409,32 +508,38 @@ class _LinearLogProbs(torch.autograd.Function):
         targets_N: Tensor,
         *options: Any,
     ) -> Answers:
+        """Return the answers, and keep each token's log-sum-exp for backward."""
         learned_M, chunk, temperature, entropy, part = options
         dtype = _product_dtype(hidden_ND)
+        # Backward runs without the autocast of the forward, whose type it needs.
         ctx.dtype = dtype
         ctx.chunk = chunk
         ctx.temperature = temperature
         ctx.part = part
+        # An answer that no loss uses then has the gradient None, which costs backward nothing.
         ctx.set_materialize_grads(False)
         precise = torch.promote_types(dtype, torch.float32)
         tokens = len(targets_N)
         chosen_N = torch.zeros(tokens, dtype=precise, device=hidden_ND.device)
-        total_N = torch.zeros(tokens, dtype=precise, device=hidden_ND.device)
-        entropy_N = torch.zeros(tokens, dtype=precise, device=hidden_ND.device)
+        total_N = torch.zeros_like(chosen_N)
+        entropy_N = torch.zeros_like(chosen_N)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
                 rows = piece.rows
-                logits = _logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
-                top = _largest(logits, part)
+                logits = _scaled_logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
+                top = _largest_logit(logits, part)
                 chosen, total, *rest = _sums(
                     logits, top, piece.column, piece.is_mine, part, entropy
                 )
                 log_total = total.log()
                 chosen_N[rows] = chosen - log_total
+                # The log-sum-exp of the logits themselves, from which backward has softmax.
                 total_N[rows] = top + log_total
                 if entropy:
-                    entropy_N[rows] = log_total - rest[0] / total
+                    # H = −Σ p log p with p = exp(d) / total and log p = d − log total.
+                    (weighted_sum,) = rest
+                    entropy_N[rows] = log_total - weighted_sum / total
         # Not the cast weight, which would be a copy kept until backward.
         ctx.save_for_backward(
             hidden_ND, weight_VD, bias_V, targets_N, learned_M, total_N, entropy_N
@@ -448,54 +553,73 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_chosen_N: Tensor | None, grad_entropy_N: Tensor | None
     ) -> tuple[Any, ...]:
+        """Return the gradients of hidden states, weight and bias from the logits computed again."""
         hidden_ND, weight_VD, bias_V, targets_N, learned_M, total_N, entropy_N = ctx.saved_tensors
+        head = (hidden_ND, weight_VD, bias_V)
         dtype = ctx.dtype
         wants = ctx.needs_input_grad[:3]
-        grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, total_N.dtype)
+        grads = _Gradients(*head, wants, total_N.dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, ctx.chunk, ctx.part, len(weight)):
                 rows = piece.rows
                 hidden = hidden_ND[rows].to(dtype)
-                logits = _logits(hidden, weight, bias, ctx.temperature)
+                logits = _scaled_logits(hidden, weight, bias, ctx.temperature)
                 log_p = logits.sub_(total_N[rows][:, None])
-                grad_chosen = _rows_of(grad_chosen_N, rows, log_p.dtype)
-                grad_entropy = _rows_of(grad_entropy_N, rows, log_p.dtype)
+                grad_chosen = _select_rows(grad_chosen_N, rows, log_p.dtype)
+                grad_entropy = _select_rows(grad_entropy_N, rows, log_p.dtype)
                 grad = _grad_logits(
                     log_p, grad_chosen, grad_entropy, entropy_N[rows], piece.column, piece.is_mine
                 )
+                # From logits / temperature to logits.
                 grad = grad.div_(ctx.temperature)
-                scale = _scale(grad) if dtype == torch.float16 else None
+                scale = None
+                if dtype == torch.float16:
+                    scale = _fp16_scale(grad)
                 grads.add(rows, grad, hidden, weight, scale)
-        pairs = zip(grads.total(ctx.part), (hidden_ND, weight_VD, bias_V), strict=True)
-        results = [None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
+        results: list[Tensor | None] = []
+        for total, tensor in zip(grads.total(ctx.part), head, strict=True):
+            if total is not None:
+                total = total.to(tensor.dtype)
+            results.append(total)
+        # Targets and the five options have no gradients.
         return (*results, *[None] * 6)
 
 
-def _rows_of(tensor_N: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _select_rows(tensor_N: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return the entries of a tensor at `rows` in `dtype`; None of None."""
-    return None if tensor_N is None else tensor_N[rows].to(dtype)
+    if tensor_N is None:
+        return None
+    return tensor_N[rows].to(dtype)
 
 
 def _cast(
     weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    bias = None if bias_V is None else bias_V.to(dtype)
-    return weight_VD.to(dtype), bias
+    """Return weight and bias of a head in the type of its product."""
+    weight = weight_VD.to(dtype)
+    if bias_V is None:
+        return weight, None
+    return weight, bias_V.to(dtype)
 
 
-def _learned(targets_N: Tensor) -> Tensor:
-    """Return the numbers of the rows with a target, int64[M]. On a GPU the host waits for how many there are.
+def _rows_with_target(targets_N: Tensor) -> Tensor:
+    """Return the numbers of the rows with a target, int64[M].
 
-    Callers that know the rows pass `learned_M` instead: every batch that was collated, also cut into
-    parts. This is for targets that were made on the device.
+    On a GPU the host waits for how many there are. Callers that know the rows pass `learned_M`
+    instead: every batch that was collated, also cut into parts. This is for targets that were made
+    on the device.
     """
     return (targets_N != IGNORE).nonzero().squeeze(1)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _scaled_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
+) -> Tensor:
+    """Return the logits of a head divided by the temperature, [n, V], in fp32 or a wider type."""
     logits = functional.linear(hidden, weight, bias)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(precise).div_(temperature)
 
 
 def _grad_logits(
@@ -506,11 +630,13 @@ def _grad_logits(
     column: Tensor,
     is_mine: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of logits / temperature, [n, V], written over `log_p`.
+    """Return the gradient of logits / temperature, [n, V]; `log_p` is overwritten.
 
-    `grad_chosen`, `grad_entropy`: the gradients of the answers, [n]; None: zero. `entropy`: [n].
-    `column`, `is_mine`: see `_Piece`.
+    `log_p`: log softmax, [n, V]. `grad_chosen`, `grad_entropy`: the gradients of the answers, [n];
+    None: zero. `entropy`: [n]. `column`, `is_mine`: see `_Piece`.
     """
+    # With g and h the gradients of the two answers, the formulas of `linear_log_probs` add up to
+    # g (onehot − p) − h p (log p + H) = p (−h (log p + H) − g) + g onehot.
     p = log_p.exp()
     if grad_chosen is None:
         grad_chosen = torch.zeros_like(entropy)
@@ -518,15 +644,21 @@ def _grad_logits(
     if grad_entropy is None:
         grad = p.mul_(-chosen)
     else:
-        of_entropy = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        minus_h = -grad_entropy[:, None]
+        of_entropy = log_p.add_(entropy[:, None]).mul_(minus_h)
         grad = p.mul_(of_entropy.sub_(chosen))
     if is_mine is not None:
         chosen = torch.where(is_mine, chosen, 0.0)
     return grad.scatter_add_(1, column, chosen)
 
 
-def _scale(grad: Tensor) -> Tensor:
-    """Return the power of two that brings the largest entry near FP16_SCALE, as a tensor: the host does not wait."""
+def _fp16_scale(grad: Tensor) -> Tensor:
+    """Return the power of two that brings the largest entry of a gradient near FP16_SCALE.
+
+    It is a tensor, so that the host does not wait for the device.
+    """
+    # The smallest normal number in place of 0, which has no such power.
     largest = grad.abs().amax().clamp_min(torch.finfo(grad.dtype).tiny)
     exponent = (FP16_SCALE / largest).log2().floor()
+    # Within the exponents of fp32, also for the inverse.
     return torch.exp2(exponent.clamp(-100, 100))

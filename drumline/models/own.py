@@ -1,4 +1,4 @@
-"""A module of the user's own: the function that builds it, and the weights that a run has saved for it."""
+"""A module of the user's own: the function that builds it, and the weights that a run has saved."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def own_build(plan: Plan) -> Callable[[], nn.Module]:
 
 
 def find_builder(model: ModelConfig, base_dir: Path) -> Callable[..., nn.Module]:
-    """Return the function that builds a module, without its options. Raises ConfigError if there is none."""
+    """Return the function that builds a module, without its options.
+
+    Raises ConfigError if there is none.
+    """
     name = model.builder or ""
     fix = "install it, or write file.py:function"
     return find_function(name, "models", base_dir, _where(model), "the model", fix)
@@ -51,7 +54,9 @@ def find_builder(model: ModelConfig, base_dir: Path) -> Callable[..., nn.Module]
 
 def _where(model: ModelConfig) -> str:
     """Return the key of the config that names the builder."""
-    return "model.path" if model.kind == "python" else "model.kind"
+    if model.kind == "python":
+        return "model.path"
+    return "model.kind"
 
 
 def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
@@ -63,7 +68,9 @@ def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
     for path, module in model.named_modules():
         _require_trainable_module(path or "it", module, is_saved=path in saved, cut=cut)
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if (cut and len(types) > 1) or (deepspeed and torch.float64 in types):
+    has_mixed_parts = cut and len(types) > 1
+    has_fp64_in_deepspeed = deepspeed and torch.float64 in types
+    if has_mixed_parts or has_fp64_in_deepspeed:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in types)
         what = f"weights of {' and '.join(names)} are not cut"
         raise ModelError(what, where="model", fix="use ddp, or float32 for all")
@@ -72,7 +79,10 @@ def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
 
 
 def _require_trainable_module(name: str, module: nn.Module, *, is_saved: bool, cut: bool) -> None:
-    """Raise ModelError for a module that cannot be trained. `is_saved`: checkpoints have its extra state."""
+    """Raise ModelError for a module that cannot be trained.
+
+    `is_saved`: checkpoints have its extra state. `cut`: as in `require_trainable`.
+    """
     if has_extra_state(module) and not is_saved:
         what = f"get_extra_state of {name} gives what JSON does not have, so no checkpoint has it"
         fix = "keep it in buffers: self.register_buffer(name, tensor)"
@@ -99,7 +109,10 @@ def _require_trainable_parameter(
         fix = "give the layer its sizes, in place of a lazy one"
     elif parameter.is_complex():
         what = "is complex"
-        fix = "keep real and imaginary parts in a last dimension of 2, and call torch.view_as_complex in forward"
+        fix = (
+            "keep real and imaginary parts in a last dimension of 2,"
+            " and call torch.view_as_complex in forward"
+        )
     elif cut and parameter.ndim == 0:
         what = "has no dimension to cut it along"
         fix = "make it a vector of one: torch.ones(1); or use ddp"
@@ -123,21 +136,23 @@ def require_same(model: nn.Module) -> None:
         return
     checksums = {}
     for name, weight in model.named_parameters():
+        # The bits as integers: their sum is exact, in any order, and a NaN equals itself.
         as_integers = weight.detach().reshape(-1).view(BITS[weight.itemsize])
         checksums[name] = int(as_integers.sum())
     of_all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, checksums)
     for name, checksum in checksums.items():
-        if any(of_rank.get(name) != checksum for of_rank in of_all_ranks):
+        is_same = all(of_rank.get(name) == checksum for of_rank in of_all_ranks)
+        if not is_same:
             what = f"{name} is not the same on all ranks"
             fix = "make the module inside of build, which draws from the run's seed"
             raise ModelError(what, where="build", fix=fix)
 
 
 def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
-    """Return the module in eval mode on the CPU with the weights of a checkpoint of a run, and the checkpoint.
+    """Return the module with the weights of a checkpoint of a run, and the checkpoint.
 
-    `which`: best, or last. Raises CheckpointError if the run has no checkpoint.
+    The module is in eval mode on the CPU. `which`: best, or last. Raises CheckpointError if the run has no checkpoint.
     """
     root = run_dir / "checkpoints"
     if which == "best":
@@ -161,8 +176,8 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
 def export_weights(plan: Plan, which: str) -> Path:
     """Write the module's state dict to RUN/export/model.safetensors, and return the folder.
 
-    `which`: the best or the last checkpoint. Floats are written in `checkpoint.export_dtype`, unless
-    that is auto.
+    `which`: the best or the last checkpoint. Floats are written in `checkpoint.export_dtype`,
+    unless that is auto.
     """
     folder = Path(plan.run_dir) / "export"
     module, _ = read_module(plan, folder.parent, which)

@@ -1,10 +1,12 @@
-"""Frozen linear layers whose weights are packed in 4 or 8 bits (QLoRA, Dettmers et al. 2023), under every strategy.
+"""Frozen linear layers whose weights are packed in 4 or 8 bits (QLoRA, Dettmers et al. 2023).
 
-The codes of a weight lie in a parameter of the type that weights are gathered in, as FSDP-QLoRA has it: what shards or gathers
-this parameter moves its bits and casts nothing. The scales take an eighth of a bit for each entry and are whole on each rank.
+They work under every strategy. The codes of a weight lie in a parameter of the type that weights
+are gathered in, as FSDP-QLoRA has it: what shards or gathers this parameter moves its bits and
+casts nothing. The scales take an eighth of a bit for each entry and are whole on each rank.
 
-- 4bit is the format of bitsandbytes: NormalFloat in blocks of 64 entries along the rows, two codes a byte. The mean of the blocks'
-  scales is subtracted from them. The rest is stored in bytes of bitsandbytes' dynamic map, and every 256 of them share an fp32 scale.
+- 4bit is the format of bitsandbytes: NormalFloat in blocks of 64 entries along the rows, two codes
+  a byte. The mean of the blocks' scales is subtracted from them. The rest is stored in bytes of
+  bitsandbytes' dynamic map, and every 256 of them share an fp32 scale.
 - 8bit: whole numbers from -127 to 127 times an fp32 scale for every 256 entries.
 
 A product unpacks the weight in the type that it computes in, and backward unpacks it again.
@@ -30,7 +32,8 @@ GROUP = 256
 LARGEST_INT8 = 127
 # A divisor for blocks of zeros only.
 SMALLEST_SCALE = 1e-30
-# The 16 values of NormalFloat.
+# The 16 values of NormalFloat, sorted, as bitsandbytes has them: a weight's code is a place in this
+# list.
 CODES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022833234, -0.09105003625154495,
     0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
@@ -42,8 +45,8 @@ Bits = Literal["4bit", "8bit"]
 class PackedLinear(nn.Module):
     """A linear layer (or GPT-2's Conv1D) whose weight [R, C] is packed.
 
-    `packed`: a frozen parameter [R, C × bits / 8 / bytes of an entry]. It is on the meta device until
-    it is filled with what `take` returns.
+    `packed`: a frozen parameter [R, C × bits / 8 / bytes of an entry]. It is on the meta device
+    until it is filled with what `take` returns.
     """
 
     def __init__(self, layer: Any, bits: Bits, storage: torch.dtype) -> None:
@@ -73,7 +76,10 @@ class PackedLinear(nn.Module):
         return self.unpacked(torch.float32)
 
     def take(self, weight: torch.Tensor) -> torch.Tensor:
-        """Pack a whole weight, float[R, C]: keep its scales and return what `packed` holds over all ranks."""
+        """Pack a whole weight, float[R, C]: keep its scales and return its codes.
+
+        The codes are what `packed` holds over all ranks, in its type.
+        """
         if self.bits == "4bit":
             codes, self.scales = _pack_4bit(weight.float())
         else:
@@ -81,37 +87,48 @@ class PackedLinear(nn.Module):
         return codes.view(self.packed.dtype)
 
     def unpacked(self, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the weight, [R, C] in `dtype`, from `packed` or from what this layer holds, which must be whole."""
+        """Return the unpacked weight, [R, C] in `dtype`.
+
+        `packed`: the codes to unpack; None: those that this layer holds, which must be whole.
+        """
         if packed is None:
             packed = self.packed
         codes = packed.detach().view(torch.uint8)
+        # The scales are no buffers, so `model.to(device)` leaves them behind.
         self.scales = tuple(scale.to(codes.device) for scale in self.scales)
         if self.bits == "8bit":
             return self._unpack_8bit(codes, dtype)
         return self._unpack_4bit(codes, dtype)
 
     def _unpack_8bit(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight of codes, uint8[R, C], as `_pack_8bit` packed it."""
         (scales,) = self.scales
-        values = codes.view(torch.int8).view(-1, GROUP) * scales[:, None]
+        grouped = codes.view(torch.int8).view(-1, GROUP)
+        values = grouped * scales[:, None]
         return values.view(self.shape).to(dtype)
 
     def _unpack_4bit(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight of codes, uint8[R, C / 2], as `_pack_4bit` packed it."""
         numbers, largest, mean = self.scales
         block_count = len(numbers)
         differences = _dynamic_map(codes.device)[numbers.int()]
-        scales = (_pad_to_groups(differences) * largest[:, None]).flatten()[:block_count] + mean
+        scaled_differences = _pad_to_groups(differences) * largest[:, None]
+        scales = scaled_differences.flatten()[:block_count] + mean
         if codes.is_cuda and _has_kernel():
             from bitsandbytes.functional import QuantState, dequantize_4bit
 
-            state = QuantState(scales, self.shape, _code_table(codes.device), BLOCK, "nf4", dtype)
+            table = _code_table(codes.device)
+            state = QuantState(scales, self.shape, table, BLOCK, "nf4", dtype)
             weight: torch.Tensor = dequantize_4bit(codes.view(-1, 1), state)
             return weight
+        # One look-up for the two codes of a byte.
         pairs = _pair_table(codes.device)[codes.flatten().int()]
         values = pairs.view(-1, BLOCK) * scales[:, None]
         return values.view(self.shape).to(dtype)
 
     @torch.compiler.disable
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return inputs @ weightᵀ + bias in autocast's type, else in that of the inputs."""
         device_type = inputs.device.type
         dtype = inputs.dtype
         if torch.is_autocast_enabled(device_type):
@@ -130,6 +147,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
+        """Return inputs @ weightᵀ in the type of the inputs."""
         ctx.layer = layer
         weight = layer.unpacked(inputs.dtype)
         if layer.has_inputs_first:
@@ -139,6 +157,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of the inputs; the weight is frozen."""
         weight = ctx.layer.unpacked(grad.dtype)
         if ctx.layer.has_inputs_first:
             return grad @ weight.T, None
@@ -146,12 +165,14 @@ class _Product(torch.autograd.Function):
 
 
 def pack(model: Any, bits: Bits, storage: torch.dtype) -> None:
-    """Replace each frozen linear layer in the blocks by a `PackedLinear` if its shape can be packed, also beneath adapters.
+    """Replace each frozen linear layer in the blocks by a `PackedLinear`, also beneath adapters.
 
-    The packed layer of one on the meta device is to be filled later.
-    `storage`: the type that weights are gathered in.
+    Layers whose shape cannot be packed stay. The packed layer of one on the meta device is to be
+    filled later. `storage`: the type that weights are gathered in.
     """
+    # Embedding and head lie outside of the blocks: they stay as they are.
     for block in blocks(model) or [model]:
+        # Lists, since the loops replace children.
         owners: list[Any] = list(block.modules())
         for owner in owners:
             for name, layer in list(owner.named_children()):
@@ -163,6 +184,7 @@ def pack(model: Any, bits: Bits, storage: torch.dtype) -> None:
 
 
 def _is_packable(layer: Any) -> bool:
+    """Return whether a layer is linear and frozen, with a shape that can be packed."""
     from drumline.vendor.transformers import Conv1D
 
     if not isinstance(layer, nn.Linear | Conv1D) or layer.weight.requires_grad:
@@ -171,7 +193,10 @@ def _is_packable(layer: Any) -> bool:
 
 
 def _measure_magnitudes(owner: Any) -> None:
-    """Set DoRA's lengths to those of the weight as it is packed. `owner`: PEFT's layer, or any other module."""
+    """Set DoRA's lengths to those of the weight as it is packed.
+
+    They were measured before the weight was rounded. `owner`: PEFT's layer, or any other module.
+    """
     for magnitude in getattr(owner, "lora_magnitude_vector", {}).values():
         weight = owner.base_layer.weight + owner.get_delta_weight("default")
         inputs_dim = 0 if owner.fan_in_fan_out else 1
@@ -190,16 +215,18 @@ def scales_of(model: nn.Module) -> list[torch.Tensor]:
 def _pack_4bit(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return codes, uint8[R, C / 2], and scales of a weight, fp32[R, C].
 
-    The first entry of two is in the upper bits of a byte. The scales are numbers of the dynamic map,
-    uint8[blocks]; the fp32 scale of every 256 of these; and the mean of the blocks' scales.
+    The first entry of two is in the upper bits of a byte. The scales are numbers of the dynamic
+    map, uint8[blocks]; the fp32 scale of every 256 of these; and the mean of the blocks' scales.
     """
+    device = weight.device
     blocked = weight.reshape(-1, BLOCK)
     largest = blocked.abs().amax(1)
-    codes = _nearest_in_table(blocked, largest, _code_table(weight.device))
+    codes = _nearest_in_table(blocked, largest, _code_table(device))
+    # All scales are positive: without their mean they use both signs of the map.
     mean = largest.mean()
     differences = _pad_to_groups(largest - mean)
     largest_difference = differences.abs().amax(1)
-    numbers = _nearest_in_table(differences, largest_difference, _dynamic_map(weight.device))
+    numbers = _nearest_in_table(differences, largest_difference, _dynamic_map(device))
     pairs = codes.view(len(weight), -1, 2)
     packed = (pairs[:, :, 0] << 4) | pairs[:, :, 1]
     # The clone leaves out the memory of the padding.
@@ -211,26 +238,37 @@ def _pack_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, 
     """Return codes, int8[R, C], and fp32 scales of a weight, fp32[R, C]."""
     grouped = weight.reshape(-1, GROUP)
     scales = grouped.abs().amax(1) / LARGEST_INT8
-    codes = (grouped / scales.clamp_min(SMALLEST_SCALE)[:, None]).round().to(torch.int8)
+    divisors = scales.clamp_min(SMALLEST_SCALE)
+    whole_numbers = (grouped / divisors[:, None]).round()
+    codes = whole_numbers.to(torch.int8)
     return codes.view(weight.shape), (scales,)
 
 
 def _nearest_in_table(
     rows: torch.Tensor, scales: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
-    """Return the number of the nearest entry of a sorted table, uint8, for each value divided by its row's scale."""
+    """Return the number of the nearest entry of a sorted table for each value, uint8.
+
+    Each value is divided by its row's scale first. `rows`: fp32[n, entries]. `scales`: fp32[n].
+    """
+    # An entry is the nearest one between the midpoints to its neighbours.
     midpoints = (table[1:] + table[:-1]) / 2
-    scaled = rows / scales.clamp_min(SMALLEST_SCALE)[:, None]
-    return torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
+    divisors = scales.clamp_min(SMALLEST_SCALE)
+    scaled = rows / divisors[:, None]
+    numbers = torch.bucketize(scaled, midpoints, out_int32=True)
+    return numbers.to(torch.uint8)
 
 
 def _pad_to_groups(values: torch.Tensor) -> torch.Tensor:
     """Return values [n] in rows [groups, GROUP]; zeros fill the last row."""
-    return functional.pad(values, (0, -len(values) % GROUP)).view(-1, GROUP)
+    missing = -len(values) % GROUP
+    padded = functional.pad(values, (0, missing))
+    return padded.view(-1, GROUP)
 
 
 @lru_cache
 def _has_kernel() -> bool:
+    """Return whether bitsandbytes is installed, whose kernel unpacks 4-bit weights on a GPU."""
     return find_spec("bitsandbytes") is not None
 
 
@@ -244,21 +282,25 @@ def _code_table(device: torch.device) -> torch.Tensor:
 def _pair_table(device: torch.device) -> torch.Tensor:
     """Return the values of the two codes in each byte, fp32[256, 2]."""
     byte = torch.arange(256, device=device)
-    codes = torch.stack([byte >> 4, byte & 15], 1)
+    upper = byte >> 4
+    lower = byte & 15
+    codes = torch.stack([upper, lower], 1)
     return _code_table(device)[codes]
 
 
 @lru_cache
 def _dynamic_map(device: torch.device) -> torch.Tensor:
-    """Return bitsandbytes' dynamic map of a byte with a sign (Dettmers et al. 2022), fp32[256], sorted.
+    """Return bitsandbytes' dynamic map of a byte with a sign, fp32[256], sorted.
 
-    It has seven powers of ten, each cut into twice as many parts as the one below it, and 0 and 1.
+    The map is that of Dettmers et al. 2022. It has seven powers of ten, each cut into twice as many
+    parts as the one below it, and 0 and 1.
     """
     values = [0.0, 1.0]
     for power in range(7):
         edges = torch.linspace(0.1, 1, 2**power + 1)
         centres = (edges[1:] + edges[:-1]) / 2
-        positive = (centres * 10.0 ** (power - 6)).tolist()
+        factor = 10.0 ** (power - 6)
+        positive = (centres * factor).tolist()
         values += positive
         values += [-value for value in positive]
     return torch.tensor(sorted(values), device=device)

@@ -1,9 +1,9 @@
-"""Limits of time and memory for chat templates, which are programs of strangers. Jinja's sandbox prevents other harm.
+"""Limits of time and memory for chat templates, which are programs of strangers.
 
-A rendering may take `MOST_STEPS` steps (blocks, calls, filters) and `MOST_SECONDS` of its thread's time. Its output and every
-value may have `MOST_SIZE`. Steps are counted, since no alarm reaches a thread. Single operations that counting cannot stop
-(9**9**9, `center(10**9)`) are refused before they run. Only public parts of Jinja are used: its sandbox class is changed, for every
-sandbox.
+Jinja's sandbox prevents other harm. A rendering may take `MOST_STEPS` steps (blocks, calls, filters) and `MOST_SECONDS` of its thread's
+time. Its output and every value may have `MOST_SIZE`. Steps are counted, since no alarm reaches a
+thread. Single operations that counting cannot stop (9**9**9, `center(10**9)`) are refused before
+they run. Only public parts of Jinja are used: its sandbox class is changed, for every sandbox.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MOST_MADE = 2**30
 MOST_SOURCE = 2**20
 # Characters of padding and indents; repetitions; bits of whole numbers.
 MOST_WIDTH = 10**5
-# Filters and methods of texts whose result may be much larger: by a number, a format, or by joining.
+# Filters and methods of texts whose result may be much larger: by a number, a format, or by
+# joining.
 _GROWING = {
     "batch",
     "center",
@@ -67,9 +68,15 @@ class TooMuch(jinja2.TemplateError):
 
 
 class _Spent(threading.local):
-    """The steps of this thread's rendering, characters written, sizes of larger values, and when it must end."""
+    """What this thread's rendering has used.
 
-    steps = size = made = 0
+    `steps`: counted so far. `size`: characters written. `made`: sizes of larger values together.
+    `until`: the thread's time at which it must end, in seconds.
+    """
+
+    steps = 0
+    size = 0
+    made = 0
     until = float("inf")
 
 
@@ -111,7 +118,10 @@ def _size(value: Any) -> int:
 
 
 def _size_with(value: Any, known: dict[int, int]) -> int:
-    """Return `_size` of a value. `known`: the sizes of containers that were measured already, by their ids."""
+    """Return `_size` of a value.
+
+    `known`: the sizes of containers that were measured already, by their ids.
+    """
     if isinstance(value, str):
         return len(value)
     if isinstance(value, int):
@@ -128,7 +138,7 @@ def _size_with(value: Any, known: dict[int, int]) -> int:
     return known[id(value)]
 
 
-def _watched(items: Any) -> Iterator[Any]:
+def _limit_items(items: Any) -> Iterator[Any]:
     """Yield the items of an iterable. Raises TooMuch once they are too large together."""
     size = 0
     for item in items:
@@ -145,10 +155,10 @@ def _require_affordable(name: str, value: Any, arguments: Iterable[Any]) -> None
     `name`: the filter's or method's. `value`: its text or list.
     """
     arguments = list(arguments)
-    if (
-        _has_wide_argument(name, value, arguments)
-        or _result_size(name, value, arguments) > MOST_SIZE
-    ):
+    is_too_large = _has_wide_argument(name, value, arguments)
+    if not is_too_large:
+        is_too_large = _result_size(name, value, arguments) > MOST_SIZE
+    if is_too_large:
         raise TooMuch(f"{name} would make a value that is too large")
 
 
@@ -177,22 +187,35 @@ def _result_size(name: str, value: Any, arguments: list[Any]) -> int:
     if name == "sum":
         # Lists are added to a list that grows with each of them.
         adds_lists = any(isinstance(argument, str | list | tuple) for argument in arguments)
-        return len(value) * size if adds_lists else 0
+        if not adds_lists:
+            return 0
+        return len(value) * size
     return size
 
 
 def _size_after_replace(text: Any, arguments: Sequence[Any]) -> int:
     """Return the number of characters of a text after `replace`."""
-    text, old, new = str(text), *map(str, (*arguments, "", "")[:2])
-    # An empty text stands before each character, and at the end.
-    replacements = text.count(old) if old else len(text) + 1
+    text = str(text)
+    # A template may leave arguments out, which Jinja then refuses.
+    old, new, *_ = (*arguments, "", "")
+    old = str(old)
+    new = str(new)
+    if old:
+        replacements = text.count(old)
+    else:
+        # An empty text stands before each character, and at the end.
+        replacements = len(text) + 1
     return len(text) + replacements * len(new)
 
 
 class _Counting(CodeGenerator):
-    """Compiles a template with calls that count."""
+    """Compiles a template with calls that count.
+
+    The methods are Jinja's, which calls them as it visits the parts of a template.
+    """
 
     def blockvisit(self, nodes_: Iterable[nodes.Node], frame: Any) -> None:
+        """Write the code of a block, ahead of it a step with the characters that it always writes."""
         body = list(nodes_)
         fixed_characters = sum(_fixed_characters(node) for node in body)
         self.writeline(f"environment.step({fixed_characters})")
@@ -216,7 +239,10 @@ def _fixed_characters(node: nodes.Node) -> int:
 
 
 def _sized_visit(name: str) -> Callable[[Any, Any, Any], None]:
-    """Return the visit of a node that writes a call of `sized` around its value. `name`: of Jinja's visit."""
+    """Return the visit of a node that writes a call of `sized` around its value.
+
+    `name`: of Jinja's visit.
+    """
 
     def visit(self: Any, node: Any, frame: Any) -> None:
         self.write("environment.sized(")
@@ -244,7 +270,9 @@ class _Limited(jinja2.Template):
 def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter that is refused if its result would be too large."""
     # Some filters take the environment or the context before the value.
-    value_place = 1 if hasattr(function, "jinja_pass_arg") else 0
+    value_place = 0
+    if hasattr(function, "jinja_pass_arg"):
+        value_place = 1
 
     @wraps(function)
     def limited(*arguments: Any, **named: Any) -> Any:
@@ -254,9 +282,9 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         is_iterator = hasattr(value, "__next__")
         if name in ("join", "sum"):
             if is_iterator or not isinstance(value, str):
-                value = list(_watched(value))
+                value = list(_limit_items(value))
         elif is_iterator:
-            value = _watched(value)
+            value = _limit_items(value)
         if name in _GROWING:
             _require_affordable(name, value, (*after, *named.values()))
         return function(*before, value, *after, **named)
@@ -288,9 +316,9 @@ def _limited_from_string(
 def _limited_call(
     self: Sandbox, context: Any, function: Any, /, *arguments: Any, **named: Any
 ) -> Any:
-    """Replacement for `Sandbox.call`: call a function or method unless its result would be too large.
+    """Replacement for `Sandbox.call`: call a function unless its result would be too large.
 
-    The first arguments have no names, since a macro may have arguments of any name.
+    It may be a method. The first arguments have no names, since a macro may have arguments of any name.
     """
     step()
     name = getattr(function, "__name__", "")
@@ -300,7 +328,7 @@ def _limited_call(
         text = getattr(method, "__self__", None)
         if name == "join" and arguments:
             # The text of the method separates the parts.
-            parts = list(_watched(arguments[0]))
+            parts = list(_limit_items(arguments[0]))
             arguments = (parts, *arguments[1:])
             _require_affordable(name, parts, (text,))
         else:
@@ -309,12 +337,15 @@ def _limited_call(
 
 
 def _limited_binop(self: Sandbox, context: Any, operator: str, left: Any, right: Any) -> Any:
-    """Replacement for `Sandbox.call_binop`: apply an operator unless its result would be too large."""
+    """Replacement for `Sandbox.call_binop`: apply an operator unless its result is too large."""
     if operator == "%" and isinstance(left, str):
-        values = right if isinstance(right, tuple) else (right,)
+        values: tuple[Any, ...] = (right,)
+        if isinstance(right, tuple):
+            values = right
         _require_affordable("format", left, values)
     elif operator in ("*", "**"):
         if operator == "*" and isinstance(right, str | list | tuple):
+            # 3 * "text" is the same as "text" * 3.
             left, right = right, left
         _require_affordable_product(operator, left, right)
     return sized(_call_binop(self, context, operator, left, right))
@@ -323,11 +354,17 @@ def _limited_binop(self: Sandbox, context: Any, operator: str, left: Any, right:
 def _require_affordable_product(operator: str, left: Any, right: Any) -> None:
     """Raise TooMuch for a product or power that would be too large."""
     are_whole_numbers = isinstance(left, int) and isinstance(right, int)
-    limit_of_size = MOST_WIDTH if are_whole_numbers else MOST_SIZE
+    limit_of_size = MOST_SIZE
+    if are_whole_numbers:
+        # Their size is in bits.
+        limit_of_size = MOST_WIDTH
     if are_whole_numbers and operator == "*":
+        # A product has the bits of both factors together.
         size = _size(left) + _size(right)
     else:
-        repetitions = abs(right) if isinstance(right, int) else 1
+        repetitions = 1
+        if isinstance(right, int):
+            repetitions = abs(right)
         size = _size(left) * repetitions
     if size > limit_of_size:
         raise TooMuch(f"{operator} would make a value that is too large")

@@ -39,7 +39,10 @@ def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         return math.inf
     difference = float((one - other).abs().max())
-    return difference if math.isfinite(difference) else math.inf
+    # NaN would be above no limit.
+    if not math.isfinite(difference):
+        return math.inf
+    return difference
 
 
 def product_bits_of(model: nn.Module) -> Bits:
@@ -84,16 +87,20 @@ def rounding_limit(
             moved.append((weight.data, bits(weight)))
     largest = 0.0
     for seed in range(DRAWS):
-        with _moved(moved, seed):
+        with _move_weights(moved, seed):
             distance = largest_difference(outputs(), expected)
-        if math.isfinite(distance):  # a model whose outputs are not finite equals no other
+        # A model whose outputs are not finite equals no other: an infinite limit would allow all.
+        if math.isfinite(distance):
             largest = max(largest, distance)
     return MARGIN * largest
 
 
 @contextmanager
-def _moved(weights: list[tuple[torch.Tensor, int]], seed: int) -> Iterator[None]:
-    """Within the context the low bits of weights are random: an exclusive or, which undoes itself."""
+def _move_weights(weights: list[tuple[torch.Tensor, int]], seed: int) -> Iterator[None]:
+    """Within the context the low bits of weights are random.
+
+    They are changed by an exclusive or, which undoes itself.
+    """
     _flip_low_bits(weights, seed)
     try:
         yield
@@ -108,8 +115,10 @@ def _flip_low_bits(weights: list[tuple[torch.Tensor, int]], seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for weight, low_bits in weights:
+        # The bits of the weight itself, as integers.
         rows: Any = torch.atleast_1d(weight).view(torch.int32)
-        rows_at_once = min(len(rows), max(1, PATTERN_ENTRIES * len(rows) // rows.numel()))
+        rows_of_pattern = PATTERN_ENTRIES * len(rows) // rows.numel()
+        rows_at_once = min(len(rows), max(1, rows_of_pattern))
         shape = (rows_at_once, *rows.shape[1:])
         highest = 2**low_bits
         drawn = torch.randint(0, highest, shape, dtype=torch.int32, generator=generator)

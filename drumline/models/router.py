@@ -1,6 +1,8 @@
-"""The loss that balances a mixture's experts (Fedus et al. 2022, equations 4 to 6), as a sum over documents.
+"""The loss that balances a mixture's experts, as a sum over documents.
 
-E experts, N = B × T tokens of a micro-batch, D documents, k experts that take a token.
+It is that of Fedus et al. 2022, equations 4 to 6. A step's loss is a sum over micro-batches, so the
+router's has to be one too. E experts, N = B × T tokens of a micro-batch, D documents, k experts
+that take a token.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def router_loss(
     over all layers together, as in transformers. `weight` is the sum of the document's
     `batch.token_weights()`. transformers takes f_e and P_e over all rows of a batch. A product of
     means is no sum, so its value depends on how a batch is cut. The value of one document does not,
-    and equals transformers' for a batch of one row. Padding (from `batch.lengths_B` on) is left out.
+    and equals transformers' for a batch of one row. Padding (from `batch.lengths_B` on) is left
+    out.
 
     `chosen`: experts that take a token. `coefficient`: set by the model's config. `logits`: of each
     layer, [N, E] or [B, T, E].
@@ -42,25 +45,40 @@ def router_loss(
     experts = logits[0].shape[-1]
     device = logits[0].device
     places_T = torch.arange(batch.position_ids_BT.shape[1], device=device)
-    real_N1 = (places_T < batch.lengths_B[:, None]).reshape(-1, 1).float()
-    document_N = (batch.position_ids_BT == 0).reshape(-1).cumsum(0) - 1
+    is_real_BT = places_T < batch.lengths_B[:, None]
+    real_N1 = is_real_BT.reshape(-1, 1).float()
+    # A document begins at each position 0.
+    starts_document_N = (batch.position_ids_BT == 0).reshape(-1)
+    document_N = starts_document_N.cumsum(0) - 1
     token_weights_N = batch.token_weights().reshape(-1).float()
     # Sums by document have as many places as tokens: to count the documents, the host would have to
     # wait for the device.
-    weight_D = torch.zeros_like(real_N1[:, 0]).index_add_(0, document_N, token_weights_N)
-    taken_NE = torch.zeros(len(document_N), experts, device=device)
-    likely_NE = torch.zeros(len(document_N), experts, device=device)
+    weight_D = torch.zeros_like(real_N1[:, 0])
+    weight_D.index_add_(0, document_N, token_weights_N)
+    tokens = len(document_N)
+    taken_NE = torch.zeros(tokens, experts, device=device)
+    likely_NE = torch.zeros(tokens, experts, device=device)
     for layer in logits:
-        probability_NE = layer.reshape(-1, layer.shape[-1]).float().softmax(-1)
+        layer_NE = layer.reshape(-1, layer.shape[-1])
+        probability_NE = layer_NE.float().softmax(-1)
+        # A choice has no gradient: the loss moves the router by its probabilities alone.
         chosen_Nk = probability_NE.detach().topk(chosen, -1).indices
-        no_choice_NE = torch.zeros_like(probability_NE)
-        taken_NE = taken_NE + no_choice_NE.scatter_(1, chosen_Nk, real_N1.expand(-1, chosen))
+        real_Nk = real_N1.expand(-1, chosen)
+        choice_NE = torch.zeros_like(probability_NE)
+        choice_NE.scatter_(1, chosen_Nk, real_Nk)
+        taken_NE = taken_NE + choice_NE
         likely_NE = likely_NE + probability_NE * real_N1
-    f_DE = torch.zeros_like(taken_NE).index_add(0, document_N, taken_NE)
-    p_DE = torch.zeros_like(taken_NE).index_add(0, document_N, likely_NE)
-    real_tokens_D = torch.zeros_like(weight_D).index_add_(0, document_N, real_N1[:, 0])
-    rows_D = real_tokens_D.clamp(min=1) * len(logits)
-    balance_D = weight_D * (f_DE * p_DE).sum(1) / rows_D.square()
+    zeros_DE = torch.zeros_like(taken_NE)
+    f_DE = zeros_DE.index_add(0, document_N, taken_NE)
+    p_DE = zeros_DE.index_add(0, document_N, likely_NE)
+    real_tokens_D = torch.zeros_like(weight_D)
+    real_tokens_D.index_add_(0, document_N, real_N1[:, 0])
+    # f and p are sums over tokens and layers so far: each is divided by their number once, which is
+    # at least 1 for the places without a document.
+    layers = len(logits)
+    rows_D = real_tokens_D.clamp(min=1) * layers
+    product_D = (f_DE * p_DE).sum(1)
+    balance_D = weight_D * product_D / rows_D.square()
     balance = balance_D.sum() * experts
     sums = {"router_loss": balance.detach()}
     sums |= _named_loads(taken_NE.sum(0))
@@ -69,11 +87,18 @@ def router_loss(
 
 def _named_loads(load_E: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the name of each expert's sum → its load."""
-    return {f"{LOAD}{expert}": load for expert, load in enumerate(load_E)}
+    loads = {}
+    for expert, load in enumerate(load_E):
+        loads[f"{LOAD}{expert}"] = load
+    return loads
 
 
 def trains_router(model: Any) -> bool:
-    """Return whether the config of a language model turns the router loss on (`output_router_logits: true`)."""
+    """Return whether a language model's config turns the router loss on.
+
+    The key is transformers' `output_router_logits`. A classifier or a model without a head has no
+    such loss.
+    """
     if not hasattr(model.config, "get_text_config"):
         return False
     text_config = model.config.get_text_config()
@@ -83,11 +108,12 @@ def trains_router(model: Any) -> bool:
 
 
 def router_of(model: Any) -> RouterLoss | None:
-    """Return the router loss that a model's config sets, called with (each layer's router logits, batch).
+    """Return the router loss that a model's config sets.
 
-    None if the config turns it off. It is tried on a small copy: one row must give transformers'
-    `aux_loss` with transformers' coefficient. Raises ModelError if it does not: the run would train
-    another loss than the model's, or none.
+    It is called with the router logits of each layer, and the batch. None if the config turns it
+    off. It is tried on a small copy: one row must give transformers' `aux_loss` with transformers'
+    coefficient. Raises ModelError if it does not: the run would train another loss than the
+    model's, or none.
     """
     if not trains_router(model):
         return None
@@ -101,7 +127,10 @@ def router_of(model: Any) -> RouterLoss | None:
     except (AttributeError, IndexError, ModelError, RuntimeError, TypeError, ValueError):
         is_known = False
     if not is_known:
-        what = f"the router loss of {type(model).__name__} is not the one that is known here, and would not be trained"
+        what = (
+            f"the router loss of {type(model).__name__} is not the one that is known here,"
+            " and would not be trained"
+        )
         where = "model.config.output_router_logits"
         fix = "set model.config.output_router_logits: false to train without it"
         raise ModelError(what, where=where, fix=fix)
@@ -109,7 +138,10 @@ def router_of(model: Any) -> RouterLoss | None:
 
 
 def _first_value(config: Any, names: Sequence[str]) -> Any:
-    """Return a config's value under the first of `names` that it sets. Raises AttributeError if it sets none."""
+    """Return a config's value under the first of `names` that it sets.
+
+    Raises AttributeError if it sets none.
+    """
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -120,35 +152,42 @@ def _first_value(config: Any, names: Sequence[str]) -> Any:
 def _is_loss_of_transformers(
     loss: RouterLoss, coefficient: float, small: Any, ids_BT: torch.Tensor
 ) -> bool:
-    """Return whether a router loss is what transformers adds to the loss of a small model, for one row of tokens."""
+    """Return whether a router loss is what transformers adds to the loss of a small model.
+
+    `coefficient`: the model's own. `ids_BT`: one row of tokens, which is one document.
+    """
     inputs = {"input_ids": ids_BT, "labels": ids_BT, "use_cache": False}
     theirs = small(**inputs, output_router_logits=True)
     without_router = small(**inputs, output_router_logits=False)
     length = ids_BT.shape[1]
     # The weights of one document's tokens add up to 1.
+    weights_BT = torch.full((1, length), 1 / length)
     document = SimpleNamespace(
         position_ids_BT=torch.arange(length)[None],
         lengths_B=torch.tensor([length]),
-        token_weights=lambda: torch.full((1, length), 1 / length),
+        token_weights=lambda: weights_BT,
     )
     ours, _ = loss(theirs.router_logits, document)
-    # Two sums of losses in fp32 and their difference, each rounded once, of losses that are means of few numbers.
+    # Two sums of losses in fp32 and their difference, each rounded once, of losses that are means
+    # of few numbers.
     rounding = 8 * torch.finfo(torch.float32).eps * float(theirs.loss)
     added_by_transformers = theirs.loss - without_router.loss
-    is_added = abs(float(added_by_transformers - ours)) <= rounding
+    difference = abs(float(added_by_transformers - ours))
+    is_added = difference <= rounding
     return is_added and close(ours, coefficient * theirs.aux_loss)
 
 
 def loads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the experts' loads in the last forward by their names in sums, padding among them.
 
-    These are over the layers whose experts are cut over ranks (engine.experts); {} without such layers.
+    These are over the layers whose experts are cut over ranks (engine.experts); {} without such
+    layers.
     """
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "load_E")]
-    if not layers:
+    loads: list[Any] = [module.load_E for module in model.modules() if hasattr(module, "load_E")]
+    if not loads:
         return {}
-    loads_LE = torch.stack([layer.load_E for layer in layers])
-    return _named_loads(loads_LE.sum(0).double())
+    total_E = torch.stack(loads).sum(0)
+    return _named_loads(total_E.double())
 
 
 def router_metrics(sums: dict[str, float], denominator: float) -> dict[str, Any]:

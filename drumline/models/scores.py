@@ -1,8 +1,9 @@
 """Heads that no language model has: a number for each token, and classes.
 
-A number for each token is the score of a reward or value model, or the value head of a policy. A score model is transformers' sequence
-classifier with one label: a trunk and the linear layer `score`. If the files (a causal LM's) lack the weight of `score`, the model's
-initialisation draws it.
+A number for each token is the score of a reward or value model, or the value head of a policy. A
+score model is transformers' sequence classifier with one label: a trunk and the linear layer
+`score`. If the files (a causal LM's) lack the weight of `score`, the model's initialisation draws
+it.
 
 B samples, C classes, T tokens, D the width of the trunk.
 """
@@ -34,8 +35,8 @@ FIRST_PLAIN_ID = 16
 class ValueHead(nn.Linear):
     """The value of each token, a linear function of the hidden states that the policy's head reads.
 
-    It starts at zero: the first values are 0, and they send no gradient into the trunk. A random head
-    would change the policy by noise.
+    It starts at zero: the first values are 0, and they send no gradient into the trunk. A random
+    head would change the policy by noise.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -44,7 +45,10 @@ class ValueHead(nn.Linear):
         self._init_weights(self)
 
     def _init_weights(self, _module: nn.Module) -> None:
-        """Initialise by transformers' functions, which `shards.Drawn` patches."""
+        """Set weight and bias to zero.
+
+        It calls transformers' functions, which `shards.Drawn` patches.
+        """
         from drumline.vendor.transformers import initialization
 
         initialization.zeros_(self.weight)
@@ -57,7 +61,10 @@ def score_parts(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     if parts is None:
         return None
     _, head = parts
-    return parts if head.out_features == 1 else None
+    # A classifier has such a head too, with a number for each class.
+    if head.out_features != 1:
+        return None
+    return parts
 
 
 def score_head(model: Any) -> nn.Linear | None:
@@ -70,7 +77,10 @@ def score_head(model: Any) -> nn.Linear | None:
 
 
 def with_head(model: Any, head: Head) -> Any:
-    """Return a fresh model with the head that transformers has no class for. Raises ModelError if it cannot have `head`."""
+    """Return a fresh model with the head that transformers has no class for.
+
+    Raises ModelError if it cannot have `head`.
+    """
     if head == "score" and (score_parts(model) is None or is_bidirectional(model)):
         what = (
             f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
@@ -90,7 +100,10 @@ def with_head(model: Any, head: Head) -> Any:
 def language_weights(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of a policy without its value head's: sampling needs only the language model."""
+    """Yield the weights of a policy without its value head's.
+
+    Sampling needs only the language model.
+    """
     for name, tensor in weights:
         if not name.startswith(f"{VALUE}."):
             yield name, tensor
@@ -104,17 +117,24 @@ def extra_heads(model: Any) -> frozenset[str]:
     names = list(model.state_dict())
     if model.get_output_embeddings() is not None:
         return frozenset(name for name in names if name.startswith(f"{VALUE}."))
-    # A classifier: everything outside of the trunk, and a pooler, which masked language models lack.
-    trunk = f"{model.base_model_prefix}."
-    return frozenset(name for name in names if not name.startswith(trunk) or ".pooler." in name)
+    # A classifier: everything outside of the trunk, and a pooler, which masked language models
+    # lack.
+    trunk_prefix = f"{model.base_model_prefix}."
+    found = set()
+    for name in names:
+        is_in_trunk = name.startswith(trunk_prefix)
+        if not is_in_trunk or ".pooler." in name:
+            found.add(name)
+    return frozenset(found)
 
 
 def last_token_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """Return (trunk, head) of a model with a linear layer on the last token's hidden state; None for others.
+    """Return (trunk, head) of a model with a linear layer on the last token's hidden state.
 
-    transformers' decoders that classify have such a head.
+    None for other models. transformers' decoders that classify have such a head.
     """
     trunk = model.base_model
+    # transformers' name for it.
     head = getattr(model, "score", None)
     if trunk is model or not isinstance(head, nn.Linear):
         return None
@@ -125,8 +145,8 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
     """Return the logits of a batch of texts or images, float[B, C].
 
     `sequence`: sequences are cut over ranks, and all of these get the same logits. A text without
-    attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by its
-    place and not by the padding id, so a text may end in that id.
+    attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by
+    its place and not by the padding id, so a text may end in that id.
     """
     parts = None
     has_mask = getattr(batch, "attention_mask_BT", None) is not None
@@ -137,8 +157,10 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
             logits_BC: torch.Tensor = model(**inputs).logits
         if sequence is None:
             return logits_BC
-        # The head reads the first token, which is in the first part.
-        return sequence.total(logits_BC * float(sequence.index == 0))
+        # The head reads the first token, which is in the first part: all other ranks' logits are
+        # of some token of theirs, and count 0 in the sum.
+        has_first_token = float(sequence.index == 0)
+        return sequence.total(logits_BC * has_first_token)
     trunk, head = parts
     with attending(model, batch, sequence) as inputs:
         hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
@@ -146,15 +168,18 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
         rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
         # A trial's rows are full.
         last_B = getattr(batch, "last_B", -1)
-        logits_of_last_BC: torch.Tensor = head(hidden_BTD[rows_B, last_B])
+        last_hidden_BD = hidden_BTD[rows_B, last_B]
+        logits_of_last_BC: torch.Tensor = head(last_hidden_BD)
         return logits_of_last_BC
     places_T = torch.arange(batch.input_ids_BT.shape[1], device=hidden_BTD.device)
     places_Bt = sequence.cut(places_T.expand_as(batch.input_ids_BT))
     is_last_Bt = places_Bt == batch.last_B[:, None]
     is_last_Bt1 = is_last_Bt[:, :, None].to(hidden_BTD.dtype)
-    # Zeros on ranks whose part has no last token, and their logits are multiplied by zero.
+    # Zeros on ranks whose part has no last token, and their logits are multiplied by zero: a bias
+    # would otherwise be added once for each rank.
     last_hidden_BD = (hidden_BTD * is_last_Bt1).sum(1)
-    return sequence.total(head(last_hidden_BD) * is_last_Bt1.sum(1))
+    has_last_B1 = is_last_Bt1.sum(1)
+    return sequence.total(head(last_hidden_BD) * has_last_B1)
 
 
 def side_of_model(config: Any) -> int | None:
@@ -168,17 +193,21 @@ def side_of_model(config: Any) -> int | None:
 
 
 def grey_image(config: Any, device: Any, side: int | None = None) -> torch.Tensor:
-    """Return zeros of a size that the model takes, float[1, C, H, W]. `side`: of the training images, if set."""
+    """Return one image of zeros of a size that the model takes, float[1, C, H, W].
+
+    `side`: pixels of the side of the training images, if it is set.
+    """
     pixels = side or side_of_model(config) or TRIED_SIDE
     channels = int(getattr(config, "num_channels", 3))
     return torch.zeros(1, channels, pixels, pixels, device=device)
 
 
 def is_bidirectional(model: Any) -> bool:
-    """Return whether a text classifier attends to later tokens, so that its batches need an attention mask.
+    """Return whether a text classifier attends to later tokens.
 
-    `model` may be on the meta device. It is tried on a small copy. A bidirectional model must obey the
-    mask, and the head of any other must read the last token. Raises ModelError if it does not.
+    Then its batches need an attention mask. `model` may be on the meta device. It is tried on a
+    small copy. A bidirectional model must obey the mask, and the head of any other must read the
+    last token. Raises ModelError if it does not.
     """
     sees_later_tokens, works = try_small(model, "cpu", _try_classifier)
     if works:
@@ -192,7 +221,11 @@ def is_bidirectional(model: Any) -> bool:
 
 
 def _try_classifier(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
-    """Return whether a small classifier attends to later tokens, and whether it can be trained here."""
+    """Return whether a small classifier attends to later tokens, and whether it can be trained.
+
+    `ids_BT`: one row of tokens. If another last token changes the hidden state of the first, the
+    model attends to later tokens.
+    """
     plain_ids_BT = _plain_ids(small, ids_BT)
     changed_BT = plain_ids_BT.clone()
     changed_BT[:, -1] = plain_ids_BT[:, 0]
@@ -211,24 +244,26 @@ def _try_classifier(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
         return False, False
     trunk, head = parts
     last_hidden = trunk(input_ids=plain_ids_BT).last_hidden_state[:, -1]
-    return False, close(head(last_hidden), logits)
+    logits_of_last = head(last_hidden)
+    return False, close(logits_of_last, logits)
 
 
 def _plain_ids(small: Any, ids_BT: torch.Tensor) -> torch.Tensor:
     """Return a trial's token ids without the lowest ones, which have special meanings."""
-    return (ids_BT + FIRST_PLAIN_ID) % small.config.get_text_config().vocab_size
+    vocab_size = small.config.get_text_config().vocab_size
+    return (ids_BT + FIRST_PLAIN_ID) % vocab_size
 
 
 def first_position(model: Any) -> int | None:
-    """Return the position id of the first token (RoBERTa: padding id + 1); None if the model takes none.
+    """Return the position id of a text's first token; None if the model takes no positions.
 
-    It is found by trying.
+    It is 0, or as in RoBERTa the padding id + 1, and found by trying.
     """
     return try_small(model, "cpu", _try_first_position)
 
 
 def _try_first_position(small: Any, ids_BT: torch.Tensor) -> int | None:
-    """Return the first position id with which a small model has the logits that it has without positions."""
+    """Return the first position id with which a small model gives the logits of no positions."""
     plain_ids_BT = _plain_ids(small, ids_BT)
     if "position_ids" not in inspect.signature(small.forward).parameters:
         return None

@@ -1,6 +1,7 @@
-"""Sequences cut over ranks: the inputs of each rank's model, and how results of the parts become results of the whole.
+"""Sequences cut over ranks (context parallelism).
 
-B rows, T tokens of the whole sequence, t = T / parts tokens of one part.
+The inputs of each rank's model, and how results of the parts become results of the whole. B rows, T
+tokens of the whole sequence, t = T / parts tokens of one part.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from drumline.dist.copies import copied_to
 class SequencePart:
     """This rank's part of every sequence: part `index` of `parts`.
 
-    A part is one contiguous stretch. With `folded` it is two, one from either end (of four stretches
-    0 and 3, or 1 and 2): if each rank keeps its queries, causal attention is then the same work for
-    all. Forward and backward must run within the context `around`. `positions_BT`: the position ids of
-    the whole sequences that were cut last, on which attention masks depend; None before the first cut.
-    Until then the model runs whole sequences (`active` False), as in the trials at build time.
+    A part is one contiguous stretch. With `folded` it is two, one from either end (of four
+    stretches 0 and 3, or 1 and 2): if each rank keeps its queries, causal attention is then the
+    same work for all. Forward and backward must run within the context `around`. `positions_BT`:
+    the position ids of the whole sequences that were cut last, on which attention masks depend;
+    None before the first cut. Until then the model runs whole sequences (`active` False), as in the
+    trials at build time.
     """
 
     def __init__(
@@ -70,21 +72,24 @@ class SequencePart:
     def cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
         """Return this rank's part, [B, t, …], of [B, T, …]."""
         # Not by a list of places: torch would copy it to the device, and the host would wait.
-        stretches = whole_BT.unflatten(1, (self.stretch_count, -1)).unbind(1)
-        return torch.cat([stretches[number] for number in self.stretches[self.index]], 1)
+        by_stretch = whole_BT.unflatten(1, (self.stretch_count, -1))
+        stretches = by_stretch.unbind(1)
+        own = [stretches[number] for number in self.stretches[self.index]]
+        return torch.cat(own, 1)
 
     def places(self, places_M: npt.NDArray[np.int64], like_BT: torch.Tensor) -> torch.Tensor:
-        """Return the places in this part's B × t of those among `places_M` that lie in this part, int64.
+        """Return those of some places that lie in this part, as places in its B × t, int64.
 
-        `places_M`: places in the B × T of the whole. `like_BT`: a tensor of that B × T. The host counts
-        the places, so it does not wait for the device of `like_BT`.
+        `places_M`: places in the B × T of the whole. `like_BT`: a tensor of that B × T. The host
+        counts the places, so it does not wait for the device of `like_BT`.
         """
         rows, width = like_BT.shape
         is_chosen = np.zeros(rows * width, bool)
         is_chosen[places_M] = True
         in_stretches = is_chosen.reshape(rows, self.stretch_count, -1)
         in_part = in_stretches[:, self.stretches[self.index]]
-        return copied_to(like_BT.device, torch.from_numpy(np.flatnonzero(in_part)))
+        places_in_part = torch.from_numpy(np.flatnonzero(in_part))
+        return copied_to(like_BT.device, places_in_part)
 
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
         """Return [B, T] on every rank from each rank's [B, t]. Collective.
@@ -97,16 +102,19 @@ class SequencePart:
         return whole_BT
 
     def _gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
+        """Return [B, T] from each rank's [B, t], without a gradient. Collective."""
         all_NBt = part_Bt.new_empty((self.parts, *part_Bt.shape))
         dist.all_gather(list(all_NBt.unbind()), part_Bt.contiguous(), group=self.group)
+        # Rank by rank, each with its stretches: their numbers in the order that they arrive in.
         gathered_numbers: list[int] = []
         for numbers in self.stretches:
             gathered_numbers += numbers
         by_row = all_NBt.transpose(0, 1).flatten(1)
         gathered = by_row.unflatten(1, (self.stretch_count, -1)).unbind(1)
-        in_order = [
-            gathered[gathered_numbers.index(number)] for number in range(self.stretch_count)
-        ]
+        in_order = []
+        for number in range(self.stretch_count):
+            place = gathered_numbers.index(number)
+            in_order.append(gathered[place])
         return torch.cat(in_order, 1)
 
     def total(self, part_sum: torch.Tensor) -> torch.Tensor:
@@ -127,12 +135,14 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part_sum: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Return the sum over the ranks of a group."""
         total = part_sum.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of this rank's summand, without a collective."""
         return grad, None
 
 

@@ -1,7 +1,7 @@
 """Shapes of well-known public models, for plans without the hub.
 
-Each row is from the model's config.json on the hub. Tests compare the numbers of parameters with the published ones. Any other model is
-planned from its folder, from the hub, or by `model.shape`.
+Each row is from the model's config.json on the hub. Tests compare the numbers of parameters with
+the published ones. Any other model is planned from its folder, from the hub, or by `model.shape`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from drumline.errors import ModelError
 
 @dataclass(frozen=True)
 class Known:
-    """A well-known model: its id on the hub, and the values of its config, `model_type` among them."""
+    """A well-known model.
+
+    `id`: on the hub. `values`: those of its config, `model_type` among them.
+    """
 
     id: str
     values: dict[str, Any]
@@ -67,7 +70,10 @@ def _sized(sizes: Sequence[int], **more: Any) -> dict[str, Any]:
 
 
 def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
-    """Return a Gemma 3 with a SigLIP tower for images of 896 pixels. `sizes`: in the order of SIZES."""
+    """Return a Gemma 3 with a SigLIP tower for images of 896 pixels.
+
+    `sizes`: of the language model, in the order of SIZES.
+    """
     text = _sized(
         sizes,
         model_type="gemma3_text",
@@ -82,13 +88,16 @@ def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
         image_size=896,
         vision_use_head=False,
     )
-    return Known(
-        f"google/{name}-pt", {"model_type": "gemma3", "text_config": text, "vision_config": vision}
-    )
+    values = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    return Known(f"google/{name}-pt", values)
 
 
 def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
-    """Return a Qwen3-VL. `sizes`: in the order of SIZES. `small`: with the smaller tower, and a head tied to the embedding."""
+    """Return a Qwen3-VL.
+
+    `sizes`: of the language model, in the order of SIZES. `small`: it has the smaller tower, and a
+    head tied to the embedding.
+    """
     text = _sized(
         sizes,
         model_type="qwen3_vl_text",
@@ -96,14 +105,21 @@ def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
         vocab_size=151936,
         max_position_embeddings=262144,
     )
-    tower = (24, 1024, 4096, [5, 11, 17]) if small else (27, 1152, 4304, [8, 16, 24])
-    vision = dict(
-        zip(
-            ("depth", "hidden_size", "intermediate_size", "deepstack_visual_indexes"),
-            tower,
-            strict=True,
-        )
-    )
+    vision: dict[str, Any]
+    if small:
+        vision = {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "deepstack_visual_indexes": [5, 11, 17],
+        }
+    else:
+        vision = {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        }
     vision |= {
         "model_type": "qwen3_vl",
         "num_heads": 16,
@@ -111,10 +127,13 @@ def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
         "patch_size": 16,
     }
     ends = {"tie_word_embeddings": small}
-    return Known(
-        name,
-        {"model_type": "qwen3_vl", **ends, "text_config": text | ends, "vision_config": vision},
-    )
+    values = {
+        "model_type": "qwen3_vl",
+        **ends,
+        "text_config": text | ends,
+        "vision_config": vision,
+    }
+    return Known(name, values)
 
 
 def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
@@ -137,9 +156,8 @@ def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
         (1408, 5632, 34, 16), model_type="llama4_vision_model", image_size=336, patch_size=14
     )
     vision |= {"vision_output_dim": 4096, "projector_input_dim": 4096, "projector_output_dim": 4096}
-    return Known(
-        f"meta-llama/{name}", {"model_type": "llama4", "text_config": text, "vision_config": vision}
-    )
+    values = {"model_type": "llama4", "text_config": text, "vision_config": vision}
+    return Known(f"meta-llama/{name}", values)
 
 
 _GPT2 = {
@@ -239,7 +257,8 @@ KNOWN: dict[str, Known] = {
     "qwen3-vl-32b": _qwen3_vl("Qwen/Qwen3-VL-32B-Instruct", 5120, 25600, 64, 64, 8, small=False),
     "llama-4-scout": _llama4("Llama-4-Scout-17B-16E", 16, 1, 10485760),
     "llama-4-maverick": _llama4("Llama-4-Maverick-17B-128E", 128, 2, 1048576),
-    # transformers' own defaults are its sizes; positions as its config has them. Without the layer that predicts two tokens.
+    # transformers' own defaults are its sizes; positions as its config has them. Without the layer
+    # that predicts two tokens.
     "deepseek-v3": Known(
         "deepseek-ai/DeepSeek-V3-Base",
         {"model_type": "deepseek_v3", "max_position_embeddings": 163840},
@@ -274,7 +293,10 @@ def find(name: str) -> Known | None:
 
 
 def hub_id(name: str) -> str:
-    """Return the hub id of a short name, for a tuned model the tuned one's; any other name unchanged."""
+    """Return the hub id of a short name; any other name unchanged.
+
+    The short name of a tuned model gives the tuned model's id.
+    """
     known = find(name)
     if known is None or "/" in name:
         return name
@@ -324,7 +346,10 @@ def with_config(known: Known, model: ModelConfig) -> ModelConfig:
 
 def unknown(name: str, reason: str) -> ModelError:
     """Return the error for a model whose shape is not known."""
-    fix = "write it out: model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128256}"
+    fix = (
+        "write it out: model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8,"
+        " intermediate: 14336, vocabulary: 128256}"
+    )
     guesses = near(name)
     if guesses:
         fix = f"did you mean {' or '.join(guesses)}? Or {fix}"
@@ -333,7 +358,10 @@ def unknown(name: str, reason: str) -> ModelError:
 
 
 def check_length(positions: int | None, max_length: int) -> None:
-    """Raise ModelError if `max_length` exceeds the model's positions; None: the model has no limit."""
+    """Raise ModelError if `max_length` exceeds the model's positions.
+
+    `positions` None: the model has no limit.
+    """
     # XLNet has no limit either, and writes -1.
     if positions is not None and 0 < positions < max_length:
         what = f"sequences of {max_length} tokens are longer than the model's {positions} positions"

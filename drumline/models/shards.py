@@ -1,11 +1,12 @@
 """Weights for models without memory, part by part: a rank reads from the files only its own part.
 
-A model is built on the meta device, the transforms shard it, and then `Values.fill` gives each parameter memory and values. So a
-rank never has more in memory than its own part, and one slice of one tensor while it reads.
+A model is built on the meta device, the transforms shard it, and then `Values.fill` gives each
+parameter memory and values. So a rank never has more in memory than its own part, and one slice of
+one tensor while it reads.
 
-Random weights are drawn piece by piece by the model's own initialisation, so they are the same however the model is sharded. A
-piece is a block (a member of a list of modules), or a module outside of the blocks with its own weights. Its random numbers depend
-only on the seed and its name.
+Random weights are drawn piece by piece by the model's own initialisation, so they are the same
+however the model is sharded. A piece is a block (a member of a list of modules), or a module
+outside of the blocks with its own weights. Its random numbers depend only on the seed and its name.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class Source(Protocol):
     """A source of the weights of a model."""
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        """Fill `tensors`: parameters and buffers of `model`, or of a part of it, by their names in files.
+        """Fill `tensors`, the parameters and buffers of `model` or of a part of it.
 
-        Of a DTensor its local part is filled.
+        Their names are those in files. Of a DTensor its local part is filled.
         """
 
 
@@ -70,9 +71,13 @@ class Stored:
 
 
 class Loaded:
-    """The source of a model that has all values already: it was built whole, or a checkpoint fills it."""
+    """The source of a model that has all values already.
+
+    It was built whole, or a checkpoint fills it.
+    """
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Do nothing: there is nothing left to fill."""
         assert not tensors, f"nothing to fill {next(iter(tensors))} with"
 
 
@@ -99,7 +104,10 @@ class Values:
         these modules, without their children's. Each tensor object stays and only its content is
         swapped: tied weights stay tied, and FSDP2 keeps its references.
         """
-        owner_list = list(model.modules() if owners is None else owners)
+        if owners is None:
+            owner_list = list(model.modules())
+        else:
+            owner_list = list(owners)
         self._move_buffers(owner_list)
         empty = _empty_names(model, owner_list)
         if empty:
@@ -152,9 +160,10 @@ class Values:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     def _fill_derived(self, model: nn.Module, to_fill: dict[str, torch.Tensor]) -> None:
-        """Fill the tensors that begin as a function of a whole weight, and remove them from `to_fill`.
+        """Fill the tensors that begin as a function of a whole weight.
 
-        The whole weights are read a block at a time.
+        They are removed from `to_fill`. The whole weights are read a block at a time, so that a
+        rank has no more of them in memory.
         """
         layers = []
         for path, layer in adapters.starting(model):
@@ -173,7 +182,10 @@ class Values:
     def _read_whole_weights(
         self, layers: list[tuple[str, Any]], model: nn.Module
     ) -> dict[str, torch.Tensor]:
-        """Return path of a layer → its base layer's whole weight, read from the source to host memory."""
+        """Return path of a layer → its base layer's whole weight.
+
+        It is read from the source to host memory.
+        """
         whole_weights = {}
         by_file_name = {}
         for path, layer in layers:
@@ -181,17 +193,21 @@ class Values:
             # A packed layer has the shape of its unpacked weight.
             shape = getattr(base, "shape", None) or base.weight.shape
             whole_weights[path] = torch.empty(shape)
-            name = f"{path}.weight" if base is layer else f"{path}.base_layer.weight"
+            name = f"{path}.base_layer.weight"
+            if base is layer:
+                name = f"{path}.weight"
             by_file_name[file_name(name)] = whole_weights[path]
         self.source.put(by_file_name, model)
         return whole_weights
 
 
 def _block_of_path(named_layer: tuple[str, Any]) -> str:
-    """Return the path of the block that a layer is in; of a layer outside of blocks its own path."""
+    """Return the path of the block that a layer is in; its own path if it is in none."""
     path, _ = named_layer
     block = NUMBERED.match(path)
-    return path if block is None else block[0]
+    if block is None:
+        return path
+    return block[0]
 
 
 def _empty_names(model: nn.Module, owners: list[nn.Module]) -> list[str]:
@@ -215,8 +231,8 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
 class FromFiles:
     """The source of weights in safetensors files.
 
-    `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of all
-    others. `grown`: names of tensors with a row for each token, which get the rows of `growth`.
+    `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of
+    all others. `grown`: names of tensors with a row for each token, which get the rows of `growth`.
     """
 
     places: dict[str, Stored] = field(repr=False)
@@ -225,6 +241,7 @@ class FromFiles:
     grown: frozenset[str] = frozenset()
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Fill tensors from the files, each file opened once; the others from `rest`."""
         names_by_file: dict[Path, list[str]] = {}
         not_in_files = {}
         for name, tensor in tensors.items():
@@ -257,11 +274,13 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
     else:
         local = tensor
         offset = (0,) * tensor.ndim
+    # A rank may have no rows of a tensor with fewer rows than ranks.
     if local.numel() == 0:
         return
-    place = tuple(
-        slice(start, start + length) for start, length in zip(offset, local.shape, strict=True)
-    )
+    slices = []
+    for start, length in zip(offset, local.shape, strict=True):
+        slices.append(slice(start, start + length))
+    place = tuple(slices)
     with torch.no_grad():
         if isinstance(source, GrownRows):
             source.copy_to(local, place)
@@ -278,14 +297,14 @@ def from_files(
 ) -> FromFiles:
     """Return the source of a model's weights in the safetensors files of a folder or hub id.
 
-    `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of tensors
-    that are left out if they are missing or have another shape. With `growth` embedding and head of
-    the model have its rows, and those of the files fewer.
+    `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of
+    tensors that are left out if they are missing or have another shape. With `growth` embedding and
+    head of the model have its rows, and those of the files fewer.
 
     Raises NeedsFullModel if the files' names and shapes do not match those of the model one to one.
     Raises ModelError if the files have different values for weights that the config ties.
     """
-    stored = _renamed(model, _stored(path, source))
+    stored = _rename_tensors(model, _list_stored_tensors(path, source))
     places: dict[str, Stored] = {}
     grown = set[str]()
     tensors_by_token = set[int]()
@@ -331,10 +350,11 @@ def aliases(model: Any) -> list[list[str]]:
     return list(by_tensor.values())
 
 
-def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
-    """Return the model's name of each stored tensor → the tensor; transformers has tables of old names.
+def _rename_tensors(model: Any, stored: list[Stored]) -> dict[str, Stored]:
+    """Return the model's name of each stored tensor → the tensor.
 
-    Raises NeedsFullModel if transformers would join, cut or transpose stored tensors.
+    transformers has tables of old names, which files may still have. Raises NeedsFullModel if
+    transformers would join, cut or transpose stored tensors.
     """
     from drumline.vendor.transformers import WeightRenaming, get_model_conversion_mapping
 
@@ -348,6 +368,7 @@ def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
     by_name = {}
     for tensor in stored:
         name = tensor.key
+        # Each renaming gets the name that the one before has made, as in transformers.
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
         for conversion in conversions:
@@ -358,7 +379,7 @@ def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
     return by_name
 
 
-def _stored(path: str, source: ModelConfig) -> list[Stored]:
+def _list_stored_tensors(path: str, source: ModelConfig) -> list[Stored]:
     """Return the tensors of a model's safetensors files.
 
     Raises NeedsFullModel if there are none, or they cannot be read.
@@ -401,6 +422,7 @@ def _have_equal_values(one: Stored, other: Stored) -> bool:
         left = first.get_slice(one.key)
         right = second.get_slice(other.key)
         rows = one.shape[0]
+        # A 64th at a time: an embedding may have gigabytes.
         step = max(1, rows // 64)
         for start in range(0, rows, step):
             stop = start + step
@@ -410,23 +432,29 @@ def _have_equal_values(one: Stored, other: Stored) -> bool:
 
 
 class Entry(NamedTuple):
-    """A parameter or buffer, where its module keeps it."""
+    """A parameter or buffer, and the place at which its module keeps it.
 
-    name: str  # in the whole model
-    holder: dict[str, Any]  # the module's `_parameters` or `_buffers`
-    key: str  # in the holder
+    `name`: in the whole model. `holder`: the module's `_parameters` or `_buffers`. `key`: in the
+    holder.
+    """
+
+    name: str
+    holder: dict[str, Any]
+    key: str
 
     @property
     def tensor(self) -> torch.Tensor:
+        """The tensor that is there now; `Drawn` exchanges it for a while."""
         tensor: torch.Tensor = self.holder[self.key]
         return tensor
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A module that is drawn at once, a block with all its children.
+    """A module that is drawn at once.
 
-    `init`: the initialisation of the model that the module belongs to.
+    `block`: it is a block, and is drawn with all its children. `init`: the initialisation of the
+    model that the module belongs to.
     """
 
     name: str
@@ -443,7 +471,9 @@ class Piece:
 
     def entries(self) -> Iterator[Entry]:
         """Yield each parameter and buffer that the piece draws."""
-        modules = self.module.named_modules() if self.block else [("", self.module)]
+        modules = [("", self.module)]
+        if self.block:
+            modules = list(self.module.named_modules())
         for prefix, module in modules:
             path = _join(self.name, prefix)
             for holder in (module._parameters, module._buffers):
@@ -453,7 +483,7 @@ class Piece:
 
 
 def _join(path: str, name: str) -> str:
-    """Return the path of a module or tensor called `name` in the module at `path`; each may be empty."""
+    """Return the path of what is called `name` in the module at `path`; each may be empty."""
     return ".".join(part for part in (path, name) if part)
 
 
@@ -464,40 +494,49 @@ class Drawn:
     """
 
     def __init__(self, model: Any, seed: int, device: str = "cpu") -> None:
-        """`model`: laid out on the meta device, before any transform. `device`: whose generator draws.
+        """Copy the model, and make sure that it can be drawn piece by piece.
 
-        The numbers of a GPU's generator are not those of a CPU's, so all strategies of a run draw on
-        a GPU that it trains on, even weights that are then kept on the host. Everything else draws on
-        the CPU.
+        `model`: laid out on the meta device, before any transform. `device`: whose generator draws.
+        The numbers of a GPU's generator are not those of a CPU's, so all strategies of a run draw
+        on a GPU that it trains on, even weights that are then kept on the host. Everything else
+        draws on the CPU.
         """
         # A copy: transforms put other modules into the model, and stages of a pipeline lose some.
         self.model = copy.deepcopy(model)
         self.seed = seed
-        self.device = device if torch.device(device).type == "cuda" else "cpu"
+        self.device = "cpu"
+        if torch.device(device).type == "cuda":
+            self.device = device
         self.first_names: dict[str, str] = {}
         for names in aliases(self.model):
             self.first_names |= dict.fromkeys(names, names[0])
         self._require_pieces()
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Fill tensors with drawn values, with one piece of the model in memory at a time."""
         to_fill: dict[str, list[torch.Tensor]] = {}
         for name, tensor in tensors.items():
             to_fill.setdefault(self.first_names[name], []).append(tensor)
         for piece in _pieces(self.model):
-            # Each tied weight belongs to the piece of its first name.
-            entries = [
-                entry for entry in piece.entries() if self.first_names.get(entry.name) == entry.name
-            ]
-            if to_fill.keys().isdisjoint(entry.name for entry in entries):
+            entries = []
+            for entry in piece.entries():
+                # Each tied weight belongs to the piece of its first name.
+                if self.first_names.get(entry.name) == entry.name:
+                    entries.append(entry)
+            names = {entry.name for entry in entries}
+            if to_fill.keys().isdisjoint(names):
                 continue
             without_memory = [entry.tensor for entry in entries]
             for entry in entries:
                 self._allocate(entry)
+            # All of a piece is drawn, also what is not needed: its random numbers come in one
+            # order.
             with torch.no_grad(), drawing(derive(self.seed, piece.name), self.device):
                 piece.draw()
             for entry in entries:
                 for tensor in to_fill.get(entry.name, ()):
                     copy_part(tensor, entry.tensor.detach())
+            # The memory of one piece is free again before the next one is drawn.
             for entry, tensor in zip(entries, without_memory, strict=True):
                 entry.holder[entry.key] = tensor
 
@@ -537,10 +576,12 @@ class Drawn:
                 drawn.clear()
                 piece.draw()
                 own = {id(entry.tensor) for entry in piece.entries()}
+                # Its random numbers would depend on which pieces a rank draws.
                 foreign = (drawn & weights.keys()) - own
                 if foreign:
                     owner = type(piece.module).__name__
                     raise NeedsFullModel(f"{owner} initialises weights of other modules")
+                # Its values were lost with the memory of the constructor.
                 missed = (weights.keys() & own) - drawn
                 if missed:
                     raise NeedsFullModel(
@@ -568,7 +609,10 @@ def _pieces(
 
 
 def _depth_first(module: nn.Module, init: Init) -> None:
-    """Initialise a module after its children, each by the initialisation of the innermost model around it."""
+    """Initialise a module after its children, in the order of `nn.Module.apply`.
+
+    Each is initialised by the innermost model around it.
+    """
     init = getattr(module, "_init_weights", init)
     for child in module.children():
         _depth_first(child, init)
@@ -600,11 +644,18 @@ def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return the other names of each tied parameter, by its first name, under which `all_tensors` has it."""
+    """Return the other names of each tied parameter, by its first name.
+
+    `all_tensors` has it under the first name.
+    """
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(name)
-    return {names[0]: names[1:] for names in by_parameter.values() if len(names) > 1}
+    tied = {}
+    for first, *others in by_parameter.values():
+        if others:
+            tied[first] = others
+    return tied
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,7 @@
-"""A small model of the same architecture, for trials of its properties before the model itself has any weights."""
+"""A small model of the same architecture, for trials of its properties.
+
+They run before the model itself has any weights.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ logger = logging.getLogger(__name__)
 class Tokens:
     """Token ids for trials, int64[B, T].
 
-    `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a vision-language
-    model. `documents`: lengths of the documents in each row, which fill it. With `branches` each
-    document continues the first of its row.
+    `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a
+    vision-language model. `documents`: lengths of the documents in each row, which fill it. With
+    `branches` each document continues the first of its row.
     """
 
     input_ids_BT: torch.Tensor
@@ -42,16 +45,22 @@ class Tokens:
 
     @property
     def bounds_N(self) -> torch.Tensor:  # noqa: N802 - as the fields of batches are called
-        """Where documents begin in all rows end to end, and the end of the last one, int32[N + 1]."""
+        """int32[N + 1]: the place of each document's first token, and the end of the last one.
+
+        All rows lie end to end.
+        """
         sizes = [0]
         for row in self.documents or ():
             sizes += row
-        return torch.tensor(sizes, device=self.input_ids_BT.device).cumsum(0).to(torch.int32)
+        sizes_N = torch.tensor(sizes, device=self.input_ids_BT.device)
+        return sizes_N.cumsum(0).to(torch.int32)
 
     def __post_init__(self) -> None:
         if self.position_ids_BT is None:
-            positions_T = torch.arange(self.input_ids_BT.shape[1], device=self.input_ids_BT.device)
-            object.__setattr__(self, "position_ids_BT", positions_T.expand_as(self.input_ids_BT))
+            ids_BT = self.input_ids_BT
+            positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+            # The class is frozen.
+            object.__setattr__(self, "position_ids_BT", positions_T.expand_as(ids_BT))
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return the arguments of a model for this batch."""
@@ -69,13 +78,15 @@ def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
     vision = model.config.vision_config
     device = ids_BT.device
     rows = len(ids_BT)
+    # merge × merge patches become one token.
     merge = vision.spatial_merge_size
     with_image_BT = ids_BT.clone()
     with_image_BT[:, 1] = model.config.image_token_id
     grid_N3 = torch.tensor([[1, merge, merge]] * rows, device=device)
     patches = rows * merge**2
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels_PD = torch.linspace(-1, 1, patches * width, device=device).view(-1, width)
+    pixels = torch.linspace(-1, 1, patches * width, device=device)
+    pixels_PD = pixels.view(-1, width)
     images = {"pixel_values": pixels_PD, "image_grid_thw": grid_N3}
     return Tokens(with_image_BT, images=images)
 
@@ -83,17 +94,20 @@ def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
 def try_small(
     model: Any, device: str, trial: Callable[[Any, torch.Tensor], T], layers: int = 1
 ) -> T:
-    """Return the result of `trial`, called with a small copy of `model` and eight token ids, int64[1, 8].
+    """Return the result of `trial`, called with a small copy of `model` and eight token ids.
 
-    The copy is on `device`, without gradients and in full fp32. `layers`: its layers at least.
-    Raises ModelError for a model that does not run, such as one whose config has numbers that do not
-    fit each other.
+    The ids are int64[1, 8]. The copy is on `device`, without gradients and in full fp32. `layers`:
+    its layers at least.
+    Raises ModelError for a model that does not run, such as one whose config has numbers that do
+    not fit each other.
     """
     small = small_copy(model, device, layers)
-    ids_BT = torch.arange(8, device=device)[None] % small.config.get_text_config().vocab_size
+    vocab_size = small.config.get_text_config().vocab_size
+    ids_BT = torch.arange(8, device=device)[None] % vocab_size
     what = f"a small copy of {type(model).__name__} does not run"
     where = getattr(model.config, "name_or_path", None) or "model.config"
     fix = "fix its config: heads, heads of keys and values, and experts have to fit each other"
+    # Rounding to TF32, which a run may have turned on, is coarser than what `close` allows.
     products = torch.backends.cuda.matmul
     convolutions = torch.backends.cudnn
     before = products.allow_tf32, convolutions.allow_tf32
@@ -107,18 +121,20 @@ def try_small(
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two outputs of a small copy are equal up to rounding, relative to the largest value.
+    """Return whether two outputs of a small copy are equal up to rounding.
 
-    One logit may be near zero by cancellation, so an entry is not compared to its own size. The copy
-    has a few layers and always the same random weights, so the answer is a property of its class and
-    device, not of a run's weights. A sum of n products is off by about √n units of roundoff
-    (`rounding.product_bits`). 100 eps are 200 units, enough for sums of 40,000 products in any order.
+    Their difference is compared to the largest value. One logit may be near zero by cancellation,
+    so an entry is not compared to its own size. The copy has a few layers and always the same
+    random weights, so the answer is a property of its class and device, not of a run's weights. A
+    sum of n products is off by about √n units of roundoff (`rounding.product_bits`). 100 eps are
+    200 units, enough for sums of 40,000 products in any order.
     """
     if a.shape != b.shape:
         return False
     difference = float((a - b).abs().max())
     largest = float(a.abs().max())
-    return difference <= 100 * torch.finfo(a.dtype).eps * largest
+    allowed = 100 * torch.finfo(a.dtype).eps * largest
+    return difference <= allowed
 
 
 def small_copy(model: Any, device: str, least: int = 1) -> Any:
@@ -151,12 +167,15 @@ def with_few_layers(model: Any) -> Any:
 def _layers_of_every_kind(model: Any, least: int) -> int:
     """Return how many of a model's first layers have every kind of layer; at least `least`."""
     text_config = model.config.get_text_config()
-    has_vision = getattr(model.config, "vision_config", None) is not None
-    language_model = model.get_decoder() if has_vision else model
+    language_model = model
+    if getattr(model.config, "vision_config", None) is not None:
+        # Blocks of the tower are not counted: the copy has one of them in any case.
+        language_model = model.get_decoder()
     # The classes of the modules of each block.
     block_kinds = []
     for block in blocks(language_model):
-        block_kinds.append(tuple(type(module).__name__ for module in block.modules()))
+        class_names = tuple(type(module).__name__ for module in block.modules())
+        block_kinds.append(class_names)
     layer_types = getattr(text_config, "layer_types", None) or ()
     layers = max(_first_of_each(block_kinds), _first_of_each(layer_types), least)
     # Embeddings may count as a block, as ModernBERT's do.
@@ -164,12 +183,16 @@ def _layers_of_every_kind(model: Any, least: int) -> int:
 
 
 def _cut_config(config: Any, layers: int, narrow: bool) -> Any:
-    """Return a copy of a config with its first `layers` layers; with `narrow` also few tokens and narrow layers."""
+    """Return a copy of a config with its first `layers` layers.
+
+    With `narrow` also with few tokens and narrow feed-forward layers.
+    """
     config = copy.deepcopy(config)
     text_config = config.get_text_config()
     layers_before = text_config.num_hidden_layers
     for key, value in text_config.to_dict().items():
         is_by_layer = isinstance(value, list) and len(value) == layers_before
+        # A property follows from other values, and cannot be set.
         is_derived = isinstance(getattr(type(text_config), key, None), property)
         if is_by_layer and not is_derived:
             setattr(text_config, key, value[:layers])
@@ -187,6 +210,7 @@ def _cut_config(config: Any, layers: int, narrow: bool) -> Any:
 def _make_narrow(text_config: Any) -> None:
     """Give a config few tokens and narrow feed-forward layers, in place."""
     text_config.vocab_size = min(text_config.vocab_size, VOCABULARY)
+    # torch refuses an embedding whose padding row is beyond its rows.
     pad_token_id = getattr(text_config, "pad_token_id", None) or 0
     if pad_token_id >= text_config.vocab_size:
         text_config.pad_token_id = None
@@ -198,5 +222,6 @@ def _make_narrow(text_config: Any) -> None:
 
 def _first_of_each(kinds: Any) -> int:
     """Return how many of the first entries have one of each kind; 1 for none."""
+    # The place at which the last new kind is seen for the first time.
     last_first = max((kinds.index(kind) for kind in set(kinds)), default=0)
     return last_first + 1

@@ -1,8 +1,9 @@
 """Any nn.Module laid out without memory, by a recording of its constructor.
 
-The tape records what the constructor does to each tensor, and plays it again for the tensors that a rank holds. So a rank makes only its
-own part, by whatever rules the module has (`reset_parameters`, `nn.init`, `apply`, copies of other weights). Every world size and
-strategy starts from the same weights: the i-th random call draws from a seed of its own.
+The tape records what the constructor does to each tensor, and plays it again for the tensors that a
+rank holds. So a rank makes only its own part, by whatever rules the module has (`reset_parameters`,
+`nn.init`, `apply`, copies of other weights). Every world size and strategy starts from the same
+weights: the i-th random call draws from a seed of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_l
 
 logger = logging.getLogger(__name__)
 Build = Callable[[], nn.Module]
-# Functions that do nothing on the meta device, so a call of one is recorded as a whole; by their code.
+# Functions that do nothing on the meta device, so a call of one is recorded as a whole; by their
+# code.
 RECORDED_WHOLE = {
     function.__code__: function
     for function in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.dirac_, nn.init.sparse_)
@@ -40,28 +42,29 @@ OVERWRITES = {
 
 
 def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Source]:
-    """Return the module that `build` makes, on the meta device, and the source of its first weights.
+    """Return the module that `build` makes, on the meta device, and the source of its weights.
 
-    If its constructor reads values (`.item()`), or makes weights that are not on the device of torch's
-    context, it is built whole in host memory on each rank instead, from the same seed, and moved to
-    `device`; the reason is logged.
+    If its constructor reads values (`.item()`), or makes weights that are not on the device of
+    torch's context, it is built whole in host memory on each rank instead, from the same seed, and
+    moved to `device`; the reason is logged.
     """
     tape = _Tape()
-    # If this list was made while transformers had replaced torch.linspace, it would lack it from then on.
+    # If this list was made while transformers had replaced torch.linspace, it would lack it from
+    # then on.
     device_constructors.cache_clear()
     try:
         with constructing(seed), torch.device("meta"), tape:
-            model = _module(build())
+            model = _require_module(build())
         return model, ReplayedValues(tape, model, seed)
-    except Exception as error:  # noqa: BLE001 - whatever fails without memory either works with it, or is raised again
+    except Exception as error:  # noqa: BLE001 - it either works with memory, or is raised again
         reason, _, _ = str(error).strip().partition("\n")
     with constructing(seed):
-        model = _module(build())
+        model = _require_module(build())
     logger.warning("the whole model is built on each rank: %s", reason)
     return model.to(device), Loaded()
 
 
-def _module(built: object) -> nn.Module:
+def _require_module(built: object) -> nn.Module:
     """Return a module, or a list of stages as one module. Raises ModelError for anything else."""
     if isinstance(built, list) and built and all(isinstance(stage, nn.Module) for stage in built):
         return nn.Sequential(*built)
@@ -74,9 +77,12 @@ def _module(built: object) -> nn.Module:
 def _view_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor without memory, which tells its storage and its place there.
 
-    The tensor itself will not do, since transforms swap it. A tensor with memory is returned as it is.
+    The tensor itself will not do, since transforms swap it. A tensor with memory is returned as it
+    is.
     """
-    return tensor.detach() if tensor.is_meta else tensor
+    if not tensor.is_meta:
+        return tensor
+    return tensor.detach()
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
@@ -86,7 +92,10 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an operator that wrote to tensors. Tensors without memory are views (see `_view_of`)."""
+    """A call of an operator that wrote to tensors.
+
+    Tensors without memory are views (see `_view_of`).
+    """
 
     operator: Any
     args: Any
@@ -103,7 +112,8 @@ class _Call:
 class _Tape(TorchDispatchMode):
     """Records the operators that write to tensors on the meta device.
 
-    All storages are kept, so that a key stays one storage's.
+    torch calls `__torch_dispatch__` for each operator within the context. All storages are kept, so
+    that a key stays one storage's: the key of one that was freed may be given to another.
     """
 
     def __init__(self) -> None:
@@ -118,6 +128,7 @@ class _Tape(TorchDispatchMode):
         self.lost = set[int]()
 
     def __enter__(self) -> Any:
+        """Begin to record operators, and calls of the functions of RECORDED_WHOLE."""
         self.profile_before = sys.getprofile()
         # By their code: a module may have imported these functions under any name.
         sys.setprofile(self._record_function)
@@ -132,6 +143,7 @@ class _Tape(TorchDispatchMode):
         if event != "call" or frame.f_code not in RECORDED_WHOLE:
             return
         function = RECORDED_WHOLE[frame.f_code]
+        # At the start of a call its local variables are its arguments.
         arguments = tree_map_only(torch.Tensor, _view_of, dict(frame.f_locals))
         tensor = arguments["tensor"]
         self._note_values((), arguments, new=frozenset(), overwritten=tensor)
@@ -140,14 +152,18 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operator and record it if it writes to a tensor. torch calls this."""
         out = operator(*args, **(kwargs or {}))
         # It reads no values; `_view_of` calls it.
         if operator is torch.ops.aten.detach.default:
             return out
         args, kwargs, outs = tree_map_only(torch.Tensor, _view_of, (args, kwargs or {}, [out]))
         out_tensors = _tensors(outs)
+        # Results that share no storage with an argument.
         new = _keys(outs) - _keys((args, kwargs))
-        overwritten = _tensors(args)[0] if operator.overloadpacket in OVERWRITES else None
+        overwritten = None
+        if operator.overloadpacket in OVERWRITES:
+            overwritten, *_ = _tensors(args)
         self._note_values(args, kwargs, new, overwritten)
         writes = _changed_keys(operator, args, kwargs) | new
         draws = torch.Tag.nondeterministic_seeded in operator.tags
@@ -161,10 +177,13 @@ class _Tape(TorchDispatchMode):
         overwrites, whatever its values were; None: none.
         """
         if overwritten is not None and overwritten.is_meta:
-            is_whole_storage = overwritten.nbytes == overwritten.untyped_storage().nbytes()
+            storage = overwritten.untyped_storage()
+            is_whole_storage = overwritten.nbytes == storage.nbytes()
             if is_whole_storage:
                 self.known.add(_storage_key(overwritten))
-        self.lost |= _keys((args, kwargs)) - self.known
+        # A storage that is used before the tape has seen it written has values from elsewhere.
+        unknown = _keys((args, kwargs)) - self.known
+        self.lost |= unknown
         self.known |= new
 
     def _record(
@@ -185,9 +204,11 @@ class _Tape(TorchDispatchMode):
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             # The generator will be in another state when the call is played.
             self.lost |= writes
-        number = self.random_calls if draws else None
+        number = None
+        if draws:
+            number = self.random_calls
+            self.random_calls += 1
         self.calls.append(_Call(operator, args, kwargs, outs, reads, writes, number))
-        self.random_calls += draws
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the host as it is now: the constructor may write to it again.
@@ -198,6 +219,7 @@ class _Tape(TorchDispatchMode):
             return tensor
         if tensor.nbytes <= LARGE:
             return tensor.clone()
+        # An inference tensor counts no versions.
         if not tensor.is_inference():
             self.watched.append((tensor, tensor._version))
         return tensor
@@ -220,10 +242,13 @@ def _changed_keys(operator: Any, args: Any, kwargs: Any) -> frozenset[int]:
 class ReplayedValues:
     """The first values of a module's tensors, by its own rules; a `shards.Source`.
 
-    Raises NeedsFullModel if the tape does not have all of them.
+    `tape`: the recording of the module's constructor. `model`: the module, on the meta device,
+    before any transform. `seed`: of the random calls. Raises NeedsFullModel if the tape does not
+    have all values.
     """
 
-    # `put` gets the module's own names: one that is an adapter's in another model means nothing here.
+    # `put` gets the module's own names: one that is an adapter's in another model means nothing
+    # here.
     by_name = True
 
     def __init__(self, tape: _Tape, model: nn.Module, seed: int) -> None:
@@ -243,13 +268,19 @@ class ReplayedValues:
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
                 raise NeedsFullModel(f"{name} is not made on the device of torch's context")
-        if any(tensor._version != version for tensor, version in tape.watched):
-            raise NeedsFullModel("it writes to a large tensor of the host that it has copied from")
+        for tensor, version in tape.watched:
+            # torch counts a tensor's version up whenever something writes to it.
+            if tensor._version != version:
+                raise NeedsFullModel(
+                    "it writes to a large tensor of the host that it has copied from"
+                )
+        # Now, rather than when a rank fills its part: then it is too late to build the whole model.
         for view in self.laid_out.values():
             self._calls_for(view)
         _require_registered(model)
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Fill tensors with the values that the constructor would have given them."""
         # As `shards.Drawn` does: a rank that trains on a GPU draws there.
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         for name, tensor in tensors.items():
@@ -262,16 +293,16 @@ class ReplayedValues:
         Raises NeedsFullModel if they are not recorded.
         """
         numbers = set[int]()
-        # This list grows as the loop finds storages that the calls read.
-        keys = [_storage_key(view)]
-        seen = set(keys)
-        for key in keys:
+        waiting = [_storage_key(view)]
+        seen = set(waiting)
+        while waiting:
+            key = waiting.pop()
             if key in self.lost or key not in self.writers:
                 raise NeedsFullModel("it has values that are not there without memory")
             for number in self.writers[key]:
                 numbers.add(number)
                 reads = self.calls[number].reads
-                keys += reads - seen
+                waiting += reads - seen
                 seen |= reads
         return sorted(numbers)
 
@@ -282,6 +313,7 @@ class ReplayedValues:
             call = self.calls[number]
             arguments = (call.args, call.kwargs)
             arguments = tree_map_only(torch.Tensor, storages.tensor_of, arguments)
+            # The recorded arguments name the meta device.
             args, kwargs = tree_map_only(torch.device, lambda _: torch.device(device), arguments)
             with self._random_numbers_of(call, device):
                 out = call.operator(*args, **kwargs)
@@ -306,7 +338,10 @@ class _Storages:
         self.by_key: dict[int, torch.UntypedStorage] = {}
 
     def tensor_of(self, view: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with memory for a view of the recording; a tensor of the host as it is."""
+        """Return the tensor with memory for a view of the recording.
+
+        A tensor of the host is returned as it is.
+        """
         if not view.is_meta:
             return view
         key = _storage_key(view)
@@ -316,14 +351,21 @@ class _Storages:
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)
             self.by_key[key] = memory.untyped_storage()
         tensor = torch.empty(0, dtype=view.dtype, device=self.device)
-        return tensor.set_(self.by_key[key], int(view.storage_offset()), view.size(), view.stride())
+        offset = int(view.storage_offset())
+        return tensor.set_(self.by_key[key], offset, view.size(), view.stride())
 
     def keep(self, view: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Take the memory of a tensor that a call returned for a view of the recording, if it is new."""
-        key = _storage_key(view) if view.is_meta else None
-        if key is None or key in self.by_key:
+        """Take the memory of a tensor that a call returned, if it is new.
+
+        `view`: the tensor that the same call returned when it was recorded.
+        """
+        if not view.is_meta:
+            return
+        key = _storage_key(view)
+        if key in self.by_key:
             return
         if tensor.stride() != view.stride():
+            # Later calls read the memory by the strides that were recorded.
             with_strides = torch.empty_strided(
                 view.size(), view.stride(), dtype=view.dtype, device=self.device
             )
@@ -345,7 +387,9 @@ def _require_registered(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in KEPT and _has_loose_tensor(value):
-                name = f"{path}.{key}" if path else key
+                name = key
+                if path:
+                    name = f"{path}.{key}"
                 raise NeedsFullModel(
                     f"{name} is neither a parameter nor a buffer (register_buffer makes it one)"
                 )
@@ -353,9 +397,8 @@ def _require_registered(model: nn.Module) -> None:
 
 def _has_loose_tensor(value: Any) -> bool:
     """Return whether there is a tensor without memory that is no parameter in a value."""
-    return any(
-        tensor.is_meta and not isinstance(tensor, nn.Parameter) for tensor in _tensors(value)
-    )
+    without_memory = [tensor for tensor in _tensors(value) if tensor.is_meta]
+    return any(not isinstance(tensor, nn.Parameter) for tensor in without_memory)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

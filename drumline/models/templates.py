@@ -1,7 +1,8 @@
 """Chat templates, and the tokens that end an answer.
 
-A template has a name (`chat/NAME.jinja`, written for Drumline) or is a Jinja file. A file may name the special tokens that it is written
-with, in a comment `{#- special tokens: <|im_start|> <|im_end|> #}` at its start.
+A template has a name (`chat/NAME.jinja`, written for Drumline) or is a Jinja file. A file may name
+the special tokens that it is written with, in a comment `{#- special tokens: <|im_start|>
+<|im_end|> #}` at its start.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ def read_template(name: str) -> str:
 
     Raises ConfigError for a file that does not exist, and ModelError for one that is no text.
     """
-    path = FOLDER / f"{name}.jinja" if name in TEMPLATES else Path(name)
+    path = Path(name)
+    if name in TEMPLATES:
+        path = FOLDER / f"{name}.jinja"
     if not path.is_file():
-        fix = f"{', '.join(TEMPLATES)}, or the path of a Jinja file, relative to the folder of the YAML"
+        names = ", ".join(TEMPLATES)
+        fix = f"{names}, or the path of a Jinja file, relative to the folder of the YAML"
         guess = nearest(path.name, TEMPLATES)
         if guess:
             fix = f"did you mean {guess}? {fix}"
@@ -43,29 +47,40 @@ def set_template(tokenizer: Any, name: str) -> None:
     text = read_template(name)
     lacking = _lacking_tokens(tokenizer, text)
     if lacking:
-        fitting = [
-            other for other in TEMPLATES if not _lacking_tokens(tokenizer, read_template(other))
-        ]
-        what = f"the template {name} is written with {' and '.join(lacking)}, which this tokenizer lacks"
+        fitting = []
+        for other in TEMPLATES:
+            if not _lacking_tokens(tokenizer, read_template(other)):
+                fitting.append(other)
+        tokens = " and ".join(lacking)
+        what = f"the template {name} is written with {tokens}, which this tokenizer lacks"
         fix = f"take {' or '.join(fitting)}, or a file of your own"
         raise ModelError(what, where="model.chat_template", fix=fix)
     if "eos_token" in text and tokenizer.eos_token is None:
-        what = f"the template {name} ends answers by the end-of-sequence token, and this tokenizer has none"
+        what = (
+            f"the template {name} ends answers by the end-of-sequence token,"
+            " and this tokenizer has none"
+        )
         fix = "set model.tokenizer to one that has"
         raise ModelError(what, where="model.chat_template", fix=fix)
     tokenizer.chat_template = text
 
 
 def _lacking_tokens(tokenizer: Any, template: str) -> list[str]:
-    """Return the special tokens that a template names in its comment and a tokenizer does not have."""
+    """Return the special tokens that a template names in its comment and a tokenizer lacks."""
     found = _NEEDS.match(template)
-    tokens = found[1].split() if found else []
+    if found is None:
+        return []
+    tokens = found[1].split()
     return [token for token in tokens if not _has_token(tokenizer, token)]
 
 
 def _has_token(tokenizer: Any, token: str) -> bool:
-    number = tokenizer.convert_tokens_to_ids(token)
-    return number is not None and tokenizer.convert_ids_to_tokens(number) == token
+    """Return whether a tokenizer has a token of its own for this text."""
+    token_id = tokenizer.convert_tokens_to_ids(token)
+    if token_id is None:
+        return False
+    # Many tokenizers give the id of the unknown token for a text that is none of their tokens.
+    return tokenizer.convert_ids_to_tokens(token_id) == token
 
 
 def turn_tail(tokenizer: Any) -> list[int]:
@@ -94,15 +109,20 @@ def turn_tail(tokenizer: Any) -> list[int]:
 def turn_end(tokenizer: Any) -> int | None:
     """Return the id of the special token that the chat template writes behind an answer.
 
-    None if there is no template or no such token. It may differ from the end-of-sequence token: base
-    models often have the template of a chat model.
+    None if there is no template or no such token. It may differ from the end-of-sequence token:
+    base models often have the template of a chat model.
     """
     tail = turn_tail(tokenizer)
-    return tail[0] if tail else None
+    if not tail:
+        return None
+    return tail[0]
 
 
 def end_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of the tokens that end a text or an answer: the tokenizer's and the chat template's."""
+    """Return the ids of the tokens that end a text or an answer.
+
+    They are those of the tokenizer and of the chat template.
+    """
     ends = (tokenizer.eos_token_id, turn_end(tokenizer))
     return {int(token_id) for token_id in ends if token_id is not None}
 

@@ -49,7 +49,7 @@ def read_tokenizer(path: str | None, model: ModelConfig) -> Any:
 
     def read() -> Any:
         options = hub_options(folder, own_model)
-        return _checked(AutoTokenizer.from_pretrained(folder, **options))
+        return _try_methods(AutoTokenizer.from_pretrained(folder, **options))
 
     return from_hub(folder, own_model, read, "its tokenizer_config.json or tokenizer.json")
 
@@ -73,7 +73,7 @@ def add_new_tokens(tokenizer: Any, model: ModelConfig) -> dict[str, int]:
     return {token: int(vocabulary[token]) for token in tokens}
 
 
-def _checked(tokenizer: Any) -> Any:
+def _try_methods(tokenizer: Any) -> Any:
     """Return the tokenizer after a trial of the methods that are used later.
 
     The trial finds wrong values in its files, and raises any exception.

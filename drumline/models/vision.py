@@ -1,8 +1,9 @@
 """From image files to pixels, and the vision-language models that are supported.
 
-Such a model turns an image into patches, and each merge × merge of them into one token of the language model, which replaces a
-placeholder token. Images go through transformers' image processor with its PIL backend: it needs no torchvision (which the processor of
-images, text and video together requires), and the same image gives the same numbers on every machine.
+Such a model turns an image into patches, and each merge × merge of them into one token of the
+language model, which replaces a placeholder token. Images go through transformers' image processor
+with its PIL backend: it needs no torchvision (which the processor of images, text and video
+together requires), and the same image gives the same numbers on every machine.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-# Mean and deviation of ImageNet's training images, by channel of RGB in [0, 1]: most published models were trained with these (He et
-# al. 2015 and after).
+# Mean and deviation of ImageNet's training images, by channel of RGB in [0, 1]: most published
+# models were trained with these (He et al. 2015 and after).
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 # Pixels of the side of an image if neither processor nor model sets it.
@@ -43,10 +44,10 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Vision:
-    """The part of a vision-language model that data needs. It can be pickled to processes that tokenise.
+    """The part of a vision-language model that data needs.
 
-    `path`: of its image processor. `token_id`: the placeholder's. `merge`: an image token stands for
-    merge² patches.
+    It can be pickled to processes that tokenise. `path`: of its image processor. `token_id`: the
+    placeholder's. `merge`: an image token stands for merge² patches.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Vision:
         return processor
 
     def __getstate__(self) -> dict[str, Any]:
+        # Each process makes a processor of its own.
         return {key: value for key, value in self.__dict__.items() if key != "processor"}
 
     @property
@@ -84,8 +86,8 @@ class Vision:
     def grid(self, path: str, origin: str) -> Grid:
         """Return the grid of patches of an image.
 
-        The image is decoded, so that a damaged one is found before training. Raises DataError that names
-        `origin` (a row) and the path.
+        The image is decoded, so that a damaged one is found before training. Raises DataError that
+        names `origin` (a row) and the path.
         """
         from drumline.vendor.transformers import smart_resize
 
@@ -122,8 +124,8 @@ def vision_of(config: Config, path: str | None, hf_config: Any) -> Vision | None
     """Return the Vision of a run's model; None for a model of only text or only images.
 
     `path`, `hf_config`: its folder or hub id, and transformers' config.
-    Raises ModelError for a vision-language model of a type that is not KNOWN, and for a folder without
-    an image processor.
+    Raises ModelError for a vision-language model of a type that is not KNOWN, and for a folder
+    without an image processor.
     """
     if config.head not in LM or not is_vision_language(hf_config):
         return None
@@ -143,15 +145,21 @@ def vision_of(config: Config, path: str | None, hf_config: Any) -> Vision | None
     )
     processor = vision.processor
     if (processor.patch_size, processor.merge_size) != (sizes.patch_size, vision.merge):
-        what = f"its image processor cuts patches of {processor.patch_size} and merges {processor.merge_size}, "
-        what += f"the model takes {sizes.patch_size} and {vision.merge}"
+        what = (
+            f"its image processor cuts patches of {processor.patch_size}"
+            f" and merges {processor.merge_size},"
+            f" the model takes {sizes.patch_size} and {vision.merge}"
+        )
         fix = "use the preprocessor_config.json that belongs to the model"
         raise ModelError(what, where=source, fix=fix)
     return vision
 
 
 def read_image(path: str, origin: str) -> Any:
-    """Return an image from a file, as `in_colour` makes it. Raises DataError that names `origin` and the path."""
+    """Return an image from a file, as `in_colour` makes it.
+
+    Raises DataError that names `origin` (a row) and the path.
+    """
     from PIL import Image
 
     try:
@@ -170,8 +178,8 @@ def read_image(path: str, origin: str) -> Any:
 def in_colour(image: Any) -> Any:
     """Return a picture of Pillow upright and in RGB.
 
-    Of 16 bits the upper eight are taken, and white is behind transparent parts. Raises ValueError for
-    numbers of 32 bits, for which nobody knows how large white is.
+    Of 16 bits the upper eight are taken, and white is behind transparent parts. Raises ValueError
+    for numbers of 32 bits, for which nobody knows how large white is.
     """
     from PIL import Image, ImageOps
 
@@ -193,9 +201,10 @@ def in_colour(image: Any) -> Any:
 def load_processor(path: str | None, model: ModelConfig, config: Any, side: int | None) -> Any:
     """Return transformers' image processor of the model.
 
-    Without one in its files, it is one that scales to a square and normalises by ImageNet's colours.
-    `config`: the model's. `side`: pixels of the square; None: the processor's, else the model's, else
-    224.
+    Without one in its files, it is one that scales to a square and normalises by ImageNet's
+    colours.
+    `config`: the model's. `side`: pixels of the square; None: the processor's, else the model's,
+    else 224.
     """
     if path is not None and find_file(path, PROCESSOR_FILES[0], model) is not None:
         processor = _processor(path, model)
@@ -229,15 +238,21 @@ def _set_side(processor: Any, side: int) -> None:
 
 
 def side_of(processor: Any, channels: int) -> int:
-    """Return the pixels of the side of the square that a processor makes. Raises ModelError if it makes none.
+    """Return the pixels of the side of the square that a processor makes.
 
-    It is found by trying.
+    It is found by trying an image that is no square. Raises ModelError if the result is none
+    either.
+    `channels`: of the model's input, 3 or 1.
     """
     from PIL import Image
 
-    _, _, height, width = pixels(processor, [Image.new("RGB", (64, 48))], channels).shape
+    tried = Image.new("RGB", (64, 48))
+    _, _, height, width = pixels(processor, [tried], channels).shape
     if height != width:
-        what = f"its image processor makes {width} × {height} pixels of 64 × 48, and images of a batch are squares here"
+        what = (
+            f"its image processor makes {width} × {height} pixels of 64 × 48,"
+            " and images of a batch are squares here"
+        )
         fix = "set algorithm.image_size, or size to a height and width in preprocessor_config.json"
         raise ModelError(what, where="model", fix=fix)
     return int(width)
@@ -245,7 +260,9 @@ def side_of(processor: Any, channels: int) -> int:
 
 def pixels(processor: Any, images: list[Any], channels: int) -> Any:
     """Return the pixels of images of Pillow, numpy float32[B, C, H, W]."""
-    mode = "RGB" if channels == 3 else "L"
+    mode = "L"
+    if channels == 3:
+        mode = "RGB"
     converted = [image.convert(mode) for image in images]
     return processor(converted, return_tensors="np")["pixel_values"]
 

@@ -43,11 +43,12 @@ class Growth:
 
     @property
     def added(self) -> int:
+        """How many rows the model has behind those of the files."""
         return self.rows - self.stored
 
     @property
     def reused(self) -> int:
-        """New tokens that take rows of the files."""
+        """How many new tokens take rows of the files."""
         reused = [token_id for token_id in self.initial_tokens if token_id < self.stored]
         return len(reused)
 
@@ -74,17 +75,24 @@ def growth_of(config: Any, path: str | None, model: ModelConfig) -> Growth | Non
     tokenizer = read_tokenizer(path, model)
     trained_rows = min(stored, len(tokenizer))
     before = tokenizer.get_vocab()
-    texts = {new.token: _ids_of(tokenizer, new.text, trained_rows) for new in model.new_tokens}
+    # Before the new tokens are added: their texts are described by tokens that have rows.
+    text_ids = {}
+    for new in model.new_tokens:
+        text_ids[new.token] = _ids_of(tokenizer, new.text, trained_rows)
     ids = add_new_tokens(tokenizer, model)
     initial_tokens = {}
     already_known = []
-    for token, text in texts.items():
+    for token, ids_of_text in text_ids.items():
+        token_id = ids[token]
         # A tokenizer may have a token already that the files have no row for.
-        if token in before and ids[token] < stored:
+        if token in before and token_id < stored:
             already_known.append(token)
         else:
-            initial_tokens[ids[token]] = text
-    needed = max([len(tokenizer), *(number + 1 for number in ids.values())])
+            initial_tokens[token_id] = ids_of_text
+    # A tokenizer's ids may have gaps: then its largest id is more than its length tells.
+    needed = len(tokenizer)
+    for token_id in ids.values():
+        needed = max(needed, token_id + 1)
     rows = model.rows_for(needed, stored)
     return Growth(stored, rows, trained_rows, initial_tokens, tuple(already_known))
 
@@ -92,20 +100,29 @@ def growth_of(config: Any, path: str | None, model: ModelConfig) -> Growth | Non
 def stored_rows(config: Any) -> int | None:
     """Return the rows of the embedding that a config describes; None without a vocabulary."""
     size = getattr(config.get_text_config(), "vocab_size", None)
-    return size if isinstance(size, int) else None
+    # A foreign file may have anything there.
+    if not isinstance(size, int):
+        return None
+    return size
 
 
 def set_rows(config: Any, rows: int) -> None:
-    """Set the size of the vocabulary in a config. A config with a part for text may have it twice."""
-    text = config.get_text_config()
-    outer = getattr(config, "vocab_size", None)
-    if text is not config and outer == text.vocab_size:
+    """Set the size of the vocabulary in a config, in place.
+
+    A config with a part for text may have the size twice.
+    """
+    text_config = config.get_text_config()
+    outer_size = getattr(config, "vocab_size", None)
+    if text_config is not config and outer_size == text_config.vocab_size:
         config.vocab_size = rows
-    text.vocab_size = rows
+    text_config.vocab_size = rows
 
 
 def _ids_of(tokenizer: Any, text: str, trained_rows: int) -> tuple[int, ...]:
-    """Return the ids of the text that a new token's row begins with; none for an empty one."""
+    """Return the ids of the text that a new token's row begins with; none for an empty one.
+
+    `trained_rows`: rows in the files, which the ids must have. Raises ModelError.
+    """
     if not text:
         return ()
     fix = "describe the token in other words"
@@ -128,25 +145,35 @@ class GrownRows:
         self.growth = growth
 
     def copy_to(self, part: torch.Tensor, place: tuple[slice, ...]) -> None:
-        """Fill `part`, the whole tensor's part at `place`; each slice has a start and a stop."""
+        """Fill `part`, the whole tensor's part at `place`.
+
+        Each slice of `place` has a start and a stop: first of the rows, then for a weight of the
+        columns.
+        """
         rows, *columns = place
+        # The part has rows of the files up to here; at its start if it has none of them.
         stop = max(rows.start, min(rows.stop, self.growth.stored))
         kept = stop - rows.start
         if kept:
             part[:kept].copy_(self._read(rows.start, stop, columns))
         if stop < rows.stop:
-            part[kept:].copy_(self._mean[tuple(columns)].expand_as(part[kept:]))
+            added_part = part[kept:]
+            mean = self._mean[tuple(columns)]
+            added_part.copy_(mean.expand_as(added_part))
+        # Last, since a new token may take a row of the files.
         for row in self.growth.initial_tokens:
             if rows.start <= row < rows.stop:
-                part[row - rows.start].copy_(self._initial_row(row)[tuple(columns)])
+                initial_row = self._initial_row(row)
+                part[row - rows.start].copy_(initial_row[tuple(columns)])
 
     def _initial_row(self, row: int) -> torch.Tensor:
         """Return the first values of a new row, fp32[D] (of a bias fp32[])."""
         ids = self.growth.initial_tokens.get(row, ())
         if not ids:
             return self._mean
-        found = [self._read(number, number + 1) for number in ids]
-        return torch.cat(found).double().mean(0).float()
+        rows_of_text = [self._read(token_id, token_id + 1) for token_id in ids]
+        joined = torch.cat(rows_of_text).double()
+        return joined.mean(0).float()
 
     @cached_property
     def _mean(self) -> torch.Tensor:
@@ -155,33 +182,41 @@ class GrownRows:
         total = torch.zeros((), dtype=torch.float64)
         for start in range(0, trained_rows, BLOCK):
             stop = min(start + BLOCK, trained_rows)
-            total = total + self._read(start, stop).double().sum(0)
+            block = self._read(start, stop).double()
+            total = total + block.sum(0)
         return (total / trained_rows).float()
 
     def _read(self, start: int, stop: int, columns: Any = ()) -> torch.Tensor:
+        """Return stored rows `start` to `stop`, or only the slices `columns` of them."""
         part: torch.Tensor = self.stored[(slice(start, stop), *columns)]
         return part
 
 
 def vocabulary_parameter_ids(model: Any) -> set[int]:
     """Return Python's ids of the parameters with a row for each token: of embedding and head."""
-    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
-    found = [parameter for layer in layers if layer is not None for parameter in layer.parameters()]
-    return {id(parameter) for parameter in found}
+    ids = set()
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if layer is not None:
+            ids |= {id(parameter) for parameter in layer.parameters()}
+    return ids
 
 
 def grow_whole(model: Any, growth: Growth) -> None:
     """Give a whole model in memory the rows of `growth`. It has the rows of its files so far."""
-    names = _vocabulary_parameter_names(model)
-    stored = {name: model.get_parameter(name).detach().clone() for name in names}
+    stored = {}
+    for name in _vocabulary_parameter_names(model):
+        stored[name] = model.get_parameter(name).detach().clone()
     if growth.added:
+        # Not transformers' own mean, which it draws around: `GrownRows` fills these rows.
         model.resize_token_embeddings(growth.rows, mean_resizing=False)
     with torch.no_grad():
         for name, before in stored.items():
             after = model.get_parameter(name)
-            GrownRows(before, growth).copy_to(after, tuple(slice(0, size) for size in after.shape))
+            everywhere = tuple(slice(0, size) for size in after.shape)
+            GrownRows(before, growth).copy_to(after, everywhere)
 
 
 def _vocabulary_parameter_names(model: Any) -> list[str]:
+    """Return the names of the parameters of embedding and head; of tied ones the first name."""
     ids = vocabulary_parameter_ids(model)
     return [name for name, parameter in model.named_parameters() if id(parameter) in ids]

@@ -23,7 +23,7 @@ from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
 from drumline.inference.model import open_plan
 from drumline.models import export as module
 from drumline.models.build import build_model
-from drumline.models.export import _known_as, export, plan_of
+from drumline.models.export import _portable_name, export, plan_of
 from drumline.models.shards import canonical_tensors
 from drumline.models.templates import read_template
 from drumline.plan.plan import BatchPlan, Plan, Predicted
@@ -173,7 +173,10 @@ def test_the_base_of_an_adapter_has_its_name_of_the_hub(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     copy, name = tmp_path / "hub" / "models--a--b" / "snapshots" / "1", ModelConfig(id="a/b")
-    assert _known_as(name, str(copy)) == "a/b" and _known_as(name, "/elsewhere") == "/elsewhere"
+    assert (
+        _portable_name(name, str(copy)) == "a/b"
+        and _portable_name(name, "/elsewhere") == "/elsewhere"
+    )
 
 
 def test_texts_end_where_a_template_ends_answers(tmp_path: Path) -> None:

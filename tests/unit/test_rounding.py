@@ -65,7 +65,7 @@ def cancelling(folder: Path) -> Any:
     """A model with trained adapters that take most of their base away: each product is a small difference of large sums."""
     model = trained(folder, LoRAConfig(r=4, alpha=4))
     with torch.no_grad():
-        for _, layer in adapters._tuned(model):
+        for _, layer in adapters._peft_layers(model):
             layer.lora_B.default.weight.mul_(1e5)
             product = layer.lora_B.default.weight @ layer.lora_A.default.weight
             layer.base_layer.weight.sub_(product)

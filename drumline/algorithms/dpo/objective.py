@@ -1,8 +1,8 @@
 """Direct preference optimisation (Rafailov et al. 2023) and its variants.
 
-The loss is a weighted sum of `pair_losses.LOSSES`, where the formulas are. The SFT term is each pair's
-own mean over the chosen answer's tokens. TRL's `sft` loss is one mean over all tokens of a batch, which
-depends on how the batch is cut.
+The loss is a weighted sum of `pair_losses.LOSSES`, where the formulas are. The SFT term is each
+pair's own mean over the chosen answer's tokens. TRL's `sft` loss is one mean over all tokens of a
+batch, which depends on how the batch is cut.
 """
 
 from __future__ import annotations
@@ -28,28 +28,38 @@ class DPO(AnswerPairs):
     spec: DPOConfig
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
+        """Return the weighted losses, and the SFT term, of a batch of pairs."""
         assert batch.reference_B is not None, "the stream adds the reference's log-probabilities"
         spec = self.spec
         log_probs_B = self.score(outputs, batch)
         tokens_B = answer_tokens(batch)
         score_B = log_probs_B - batch.reference_B
         pairs = self._pairs(score_B, tokens_B, batch)
-        losses = [weight * LOSSES[kind](pairs) for kind, weight in spec.weights.items()]
-        loss_P = torch.stack(losses).sum(0)
+        weighted_losses = []
+        for kind, weight in spec.weights.items():
+            loss = LOSSES[kind]
+            weighted_losses.append(weight * loss(pairs))
+        loss_P = torch.stack(weighted_losses).sum(0)
         if spec.sft_weight:
             mean_chosen_P, _ = sides(log_probs_B / tokens_B)
             loss_P = loss_P - spec.sft_weight * mean_chosen_P
         return self.out(loss_P, log_probs_B, spec.beta * score_B, batch)
 
     def _pairs(self, score_B: torch.Tensor, tokens_B: torch.Tensor, batch: Any) -> Pairs:
-        """Return what the losses read. `tokens_B`: of each answer."""
+        """Return what the losses read.
+
+        `score_B`: log π − log π_ref of each answer. `tokens_B`: the number of tokens of each
+        answer.
+        """
         transformed_B = transform(score_B, self.spec.f_divergence, self.spec.f_alpha)
         chosen_P, rejected_P = sides(score_B)
         won_P, lost_P = sides(transformed_B)
         mean_won_P, mean_lost_P = sides(transformed_B / tokens_B)
         matched_P3 = None
         if batch.first is not None:
-            matched_P3 = match(batch.first.numbers_NK)[batch.places_P]
+            # Ranks are those of the whole global batch, of which this batch has some places.
+            matched_N3 = match(batch.first.numbers_NK)
+            matched_P3 = matched_N3[batch.places_P]
         return Pairs(
             chosen_P=chosen_P,
             rejected_P=rejected_P,
@@ -70,11 +80,14 @@ class SortingDPO(DPO):
 
     def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
         """Return the numbers that `match` takes, fp64[P, 4]."""
-        log_probs_2B = torch.cat((self.score(outputs, batch), batch.reference_B))
+        policy_B = self.score(outputs, batch)
+        # In this order: chosen, rejected, the reference's chosen, the reference's rejected.
+        log_probs_2B = torch.cat((policy_B, batch.reference_B))
         return log_probs_2B.view(4, -1).T
 
 
 def build(spec: DPOConfig) -> DPO:
     """Return the objective of a spec."""
-    kind = SortingDPO if spec.extra_forwards else DPO
-    return kind(spec=spec, chunk=spec.loss_chunk)
+    if spec.extra_forwards:
+        return SortingDPO(spec=spec, chunk=spec.loss_chunk)
+    return DPO(spec=spec, chunk=spec.loss_chunk)

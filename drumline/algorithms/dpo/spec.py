@@ -15,11 +15,12 @@ Loss = Literal[
     "sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
     "discopop", "aot", "aot_unpaired",
 ]  # fmt: skip
-# Losses that read `label_smoothing`.
+# Losses that read `label_smoothing`. exo_pair requires it: its formula has log ε.
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 # Losses that sort the pairs of the global batch, in a first pass.
 SORTED = ("aot", "aot_unpaired")
-# Losses of a difference of scores, which another divergence than the reverse KL may transform first.
+# Losses of a difference of scores, which another divergence than the reverse KL may transform
+# first.
 OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 
 
@@ -77,6 +78,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
 
     @model_validator(mode="after")
     def _options_match_losses(self) -> DPOConfig:
+        """Refuse options that none of the losses reads: a user would believe that they act."""
         losses = self.weights.keys()
         if self.loss_weights and self.loss != "sigmoid":
             raise ValueError("loss_weights names the losses: leave out loss")
@@ -92,5 +94,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
 
     @property
     def extra_forwards(self) -> int:
-        sorts = any(kind in SORTED for kind in self.weights)
-        return 1 if sorts else 0
+        """1 for the pass in which the losses of ranks sort the pairs."""
+        if any(kind in SORTED for kind in self.weights):
+            return 1
+        return 0

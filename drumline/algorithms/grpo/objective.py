@@ -1,7 +1,7 @@
 """Group-relative policy optimisation (Shao et al. 2024) and its variants.
 
-They are Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), GSPO (Zheng et al. 2025), CISPO (MiniMax-M1,
-2025), the two-sided clip of INTELLECT-2 (2025) and RLOO (Ahmadian et al. 2024).
+They are Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), GSPO (Zheng et al. 2025), CISPO
+(MiniMax-M1, 2025), the two-sided clip of INTELLECT-2 (2025) and RLOO (Ahmadian et al. 2024).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class GRPO(PolicyGradient):
         old_BT: torch.Tensor,
         batch: EpisodeBatch,
     ) -> tuple[TokenLoss, Sums]:
+        """Return the loss of each token, times c, and the sums of `importance`."""
         spec = self.spec
         level_BT = level_ratio(log_ratio_BT, batch.targets_BT, spec.ratio)
         if spec.surrogate == "cispo":
@@ -65,16 +66,19 @@ class GRPO(PolicyGradient):
             log_importance_BT = log_importance_B1.expand_as(log_importance_BT)
         importance_BT = log_importance_BT.exp().clamp(max=spec.importance_cap)
         counts_BT = batch.weights_BT > 0
+        counted_BT = torch.where(counts_BT, importance_BT, 0.0)
         sums = {
             "importance": sum_where(counts_BT, importance_BT),
-            "max_importance": torch.where(counts_BT, importance_BT, 0.0).amax(),
+            "max_importance": counted_BT.amax(),
         }
         corrected_BT = token_loss.loss_BT * importance_BT
         return TokenLoss(corrected_BT, token_loss.clipped_BT), sums
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the policy's metrics, and the mean and the largest c over tokens if it is not 1."""
         metrics = super().step_metrics(sums)
         if "importance" in sums:
-            metrics["importance_mean"] = sums["importance"] / max(1.0, sums["tokens"])
+            tokens = max(1.0, sums["tokens"])
+            metrics["importance_mean"] = sums["importance"] / tokens
             metrics["importance_max"] = sums["max_importance"]
         return metrics

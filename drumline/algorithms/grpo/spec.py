@@ -80,6 +80,7 @@ class GRPOConfig(PromptSpec):
     @field_validator("group_size")
     @classmethod
     def _has_peers(cls, size: int) -> int:
+        """Refuse groups of one, whose advantages are all 0."""
         if size < 2:
             raise ValueError(
                 "the only episode of a prompt is its group's mean, and learns nothing: take 2 or more, or algorithm.kind: ppo"
@@ -89,6 +90,7 @@ class GRPOConfig(PromptSpec):
     @model_validator(mode="before")
     @classmethod
     def _rloo_defaults(cls, values: Any) -> Any:
+        """Give `estimator: rloo` the defaults of its paper, under what the user sets."""
         if isinstance(values, dict) and values.get("estimator") == "rloo":
             return {"scale": "none", "ratio": "product", "normalize": "sequence", **values}
         return values
@@ -96,12 +98,14 @@ class GRPOConfig(PromptSpec):
     @model_validator(mode="before")
     @classmethod
     def _ahead_is_corrected(cls, values: Any) -> Any:
+        """Correct for older weights by default if rollouts are sampled ahead."""
         if isinstance(values, dict) and values.get("ahead"):
             return {"importance": "token", **values}
         return values
 
     @model_validator(mode="after")
     def _may_go_ahead(self) -> GRPOConfig:
+        """Refuse what a rollout that is sampled ahead of its step cannot do."""
         if self.ahead and self.importance == "none":
             raise ValueError(
                 "ahead samples by older weights, which importance: token or sequence corrects"
@@ -114,6 +118,7 @@ class GRPOConfig(PromptSpec):
 
     @model_validator(mode="after")
     def _cuts_above_the_clip(self) -> GRPOConfig:
+        """Refuse a `delta` that would cut ratios which the clip lets through."""
         if self.delta is None:
             return self
         if self.surrogate == "cispo" or self.delta <= 1 + self.upper_clip:
@@ -122,23 +127,32 @@ class GRPOConfig(PromptSpec):
 
     @property
     def upper_clip(self) -> float:
+        """How far above 1 the ratio may be before it is clipped; below 1 it is `clip`."""
         if self.clip_high is None:
             return self.clip
         return self.clip_high
 
     @property
     def on_policy(self) -> bool:
+        """Whether the policy is still the one that sampled, and no correction needs its log-probs."""
         return super().on_policy and self.importance == "none"
 
     @property
     def lookahead(self) -> int:
+        """How many rollouts are sampled ahead of their steps."""
         return self.ahead
 
     @property
     def rounds(self) -> int:
+        """How often a step rolls out at most."""
         return 1 + self.dynamic_sampling
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+        """Return the episodes with advantages and weights; the divergence is in the loss, no cost.
+
+        Episodes with an unknown reward (NaN) are not learned from, with `mask_truncated` nor are those
+        that were cut before their end.
+        """
         from drumline.algorithms.credit import credit_groups
 
         is_learned_N = ~rewards_N.isnan()

@@ -6,13 +6,13 @@ w is `desirable_weight` or `undesirable_weight`.
     kto                w (1 − σ(β(s − z))) for a good answer, w (1 − σ(β(z − s))) for a bad one
     apo_zero_unpaired  the same with z = 0; D'Oosterlinck et al. 2024, eq. 7, for single answers
 
-z = max(0, mean of log π(y' | x) − log π_ref(y' | x)) estimates the KL of policy and reference. It is a
-number without a gradient, over all samples of the global batch. y' is the answer to another prompt: that
-of the nearest sample before x in the global batch whose prompt is not x; before the first sample comes
-the last. z is 0 if all samples of a global batch have the same prompt.
+z = max(0, mean of log π(y' | x) − log π_ref(y' | x)) estimates the KL of policy and reference. It
+is a number without a gradient, over all samples of the global batch. y' is the answer to another
+prompt: that of the nearest sample before x in the global batch whose prompt is not x; before the
+first sample comes the last. z is 0 if all samples of a global batch have the same prompt.
 
-TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is cut, and takes
-the neighbour whatever its prompt.
+TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is cut, and
+takes the neighbour whatever its prompt.
 """
 
 from __future__ import annotations
@@ -34,19 +34,25 @@ class APOZero(JudgedAnswers):
     spec: KTOConfig
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
+        """Return the loss of a batch of answers, and the sums that `step_metrics` reads."""
         assert batch.reference_B is not None, "the stream adds the reference's log-probabilities"
+        spec = self.spec
         log_probs_B = self.score(outputs, batch)
         score_B = log_probs_B - batch.reference_B
         baseline = self.baseline(batch)
-        good_loss_B = torch.sigmoid(self.spec.beta * (baseline - score_B))
-        bad_loss_B = torch.sigmoid(self.spec.beta * (score_B - baseline))
-        good_weight_B = self.spec.desirable_weight * batch.good_B
-        bad_weight_B = self.spec.undesirable_weight * batch.bad_B
-        loss_sum = (good_weight_B * good_loss_B + bad_weight_B * bad_loss_B).sum().float()
+        # 1 − σ(x) of the formula is written as σ(−x).
+        good_loss_B = torch.sigmoid(spec.beta * (baseline - score_B))
+        bad_loss_B = torch.sigmoid(spec.beta * (score_B - baseline))
+        # An answer is good or bad and a filler neither, so it has one weight at most that is not 0.
+        good_weight_B = spec.desirable_weight * batch.good_B
+        bad_weight_B = spec.undesirable_weight * batch.bad_B
+        loss_B = good_weight_B * good_loss_B + bad_weight_B * bad_loss_B
+        loss_sum = loss_B.sum().float()
 
-        rewards_B = self.spec.beta * score_B.detach()
+        rewards_B = spec.beta * score_B.detach()
         log_probs_B = log_probs_B.detach()
-        good, bad = batch.good_B.sum(), batch.bad_B.sum()
+        good = batch.good_B.sum()
+        bad = batch.bad_B.sum()
         sums = {
             "good": good,
             "bad": bad,
@@ -85,6 +91,7 @@ class KTO(APOZero):
     """`loss: kto`. The first pass scores the mismatched answers of the whole global batch."""
 
     def first_batch(self, batch: Any) -> Any:
+        """Return the batch of mismatched answers, with the reference's scores of these."""
         return replace(batch.mismatched, reference_B=batch.first_reference_B)
 
     def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
@@ -93,14 +100,20 @@ class KTO(APOZero):
         A prompt without a mismatched answer has zeros.
         """
         score_B = self.score(outputs, batch) - batch.reference_B
-        return torch.stack((score_B * batch.real_P, batch.real_P), 1)
+        real_score_B = score_B * batch.real_P
+        return torch.stack((real_score_B, batch.real_P), 1)
 
     def baseline(self, batch: Any) -> torch.Tensor:
+        """Return z, the mean score of mismatched answers over the global batch; at least 0."""
         score, answers = batch.first.numbers_NK.sum(0)
-        return (score / answers.clamp(min=1)).clamp(min=0)
+        # No sample has a mismatched answer if all have the same prompt: 0 / 1.
+        mean_score = score / answers.clamp(min=1)
+        # A KL is never negative, but this estimate of it may be.
+        return mean_score.clamp(min=0)
 
 
 def build(spec: KTOConfig) -> APOZero:
     """Return the objective of a spec."""
-    kind = KTO if spec.loss == "kto" else APOZero
-    return kind(spec=spec, chunk=spec.loss_chunk)
+    if spec.loss == "kto":
+        return KTO(spec=spec, chunk=spec.loss_chunk)
+    return APOZero(spec=spec, chunk=spec.loss_chunk)

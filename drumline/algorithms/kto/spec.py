@@ -48,6 +48,7 @@ class KTOConfig(JudgedSpec, ReferencedSpec):
 
     @model_validator(mode="after")
     def _reference_is_known(self) -> KTOConfig:
+        """Refuse log-probabilities in advance for answers that are paired only in a batch."""
         if self.reference == "precomputed" and self.loss == "kto":
             raise ValueError(
                 "reference: precomputed requires loss: apo_zero_unpaired; the KL of kto is of answers"
@@ -63,7 +64,9 @@ class KTOConfig(JudgedSpec, ReferencedSpec):
     @property
     def extra_forwards(self) -> int:
         """1 for the KL."""
-        return 1 if self.loss == "kto" else 0
+        if self.loss == "kto":
+            return 1
+        return 0
 
     @property
     def reference_forwards(self) -> int:
@@ -71,6 +74,7 @@ class KTOConfig(JudgedSpec, ReferencedSpec):
         return 1 + self.extra_forwards
 
     def reference_of(self, config: Trained) -> ReferenceKind:
+        """Return the kind of reference: live for the KL if it would be precomputed otherwise."""
         kind = super().reference_of(config)
         if kind == "precomputed" and self.loss == "kto":
             return "live"

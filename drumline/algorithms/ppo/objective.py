@@ -18,9 +18,9 @@ LEAST_VARIANCE = 1e-12
 class PPO(PolicyGradient):
     """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over the tokens of completions.
 
-    The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it is in the
-    batch's advantages and returns; here it is only a metric. If the value is a separate model, policy
-    and value are two objectives.
+    The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it is in
+    the batch's advantages and returns; here it is only a metric. If the value is a separate model,
+    policy and value are two objectives.
     """
 
     spec: PPOConfig
@@ -37,24 +37,28 @@ class PPO(PolicyGradient):
         """Return the loss of a model that has the policy and the value."""
         policy = self.policy(outputs, batch)
         value = self.value(outputs, batch)
-        return LossOut(policy.loss_sum + value.loss_sum, policy.sums | value.sums)
+        loss_sum = policy.loss_sum + value.loss_sum
+        return LossOut(loss_sum, policy.sums | value.sums)
 
     def value(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         """Return half the squared error of the value to the returns.
 
-        With `value_clip`, the error of the value clipped to ±value_clip around the rollout's is taken
-        instead if it is larger.
+        With `value_clip`, the error of the value clipped to ±value_clip around the rollout's is
+        taken instead if it is larger.
         """
-        values_BT, returns_BT = outputs.values(), batch.returns_BT
+        values_BT = outputs.values()
+        returns_BT = batch.returns_BT
         squared_error_BT = (values_BT - returns_BT).square()
         clip = self.spec.value_clip
         if clip is not None:
             old_BT = batch.old_values_BT
-            bounded_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
+            change_BT = (values_BT - old_BT).clamp(-clip, clip)
+            bounded_BT = old_BT + change_BT
             bounded_error_BT = (bounded_BT - returns_BT).square()
             squared_error_BT = torch.maximum(squared_error_BT, bounded_error_BT)
         loss_sum = (squared_error_BT * batch.weights_BT).sum() / 2
         counts_BT = batch.weights_BT > 0
+        # In fp64, since the explained variance is a difference of these sums.
         exact_returns_BT = returns_BT.double()
         errors_BT = exact_returns_BT - values_BT.detach().double()
         sums = {
@@ -69,12 +73,14 @@ class PPO(PolicyGradient):
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the policy's metrics, the value's loss and its explained variance.
 
-        The latter is 1 − Var(return − value) / Var(return): 1 for a perfect value, 0 for a constant,
-        below 0 for a worse one. It is 0 if returns do not vary.
+        The latter is 1 − Var(return − value) / Var(return): 1 for a perfect value, 0 for a
+        constant, below 0 for a worse one. It is 0 if returns do not vary.
         """
         tokens = max(1.0, sums["tokens"])
-        variance = sums["returns_squared"] / tokens - (sums["returns"] / tokens) ** 2
-        unexplained = sums["errors_squared"] / tokens - (sums["errors"] / tokens) ** 2
+        mean_return = sums["returns"] / tokens
+        variance = sums["returns_squared"] / tokens - mean_return**2
+        mean_error = sums["errors"] / tokens
+        unexplained = sums["errors_squared"] / tokens - mean_error**2
         explained = 0.0
         if variance > LEAST_VARIANCE:
             explained = 1 - unexplained / variance

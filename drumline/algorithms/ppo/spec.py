@@ -69,6 +69,7 @@ class PPOConfig(PromptSpec):
 
     @model_validator(mode="after")
     def _has_a_value(self) -> PPOConfig:
+        """Refuse options of a separate value model if the value is a head of the policy."""
         if self.value == "separate":
             return self
         for name in ("value_model", "value_lr"):
@@ -80,9 +81,13 @@ class PPOConfig(PromptSpec):
 
     @property
     def head(self) -> Head:
-        return "valued" if self.value == "head" else "lm"
+        """The head of the policy: with a value beside the logits, or without."""
+        if self.value == "head":
+            return "valued"
+        return "lm"
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
+        """Return role → model of the reference, and of the value if that is separate."""
         models = super().auxiliary_models(config)
         if self.value == "separate":
             lr_ratio = 1.0
@@ -98,6 +103,7 @@ class PPOConfig(PromptSpec):
         return models
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+        """Return the episodes with advantages, returns and weights of tokens (see `credit_tokens`)."""
         from drumline.algorithms.credit import credit_tokens
 
         return credit_tokens(episodes, rewards_N, cost_NM, self.gamma, self.lam, self.whiten)

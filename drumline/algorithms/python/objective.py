@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 WEIGHT = "weight"
 # Names of the sums that are added to the user's.
 OURS = ("loss", WEIGHT, "squared_norms")
-# Of a sum with this prefix the largest over micro-batches is reported, instead of the sum over the weight.
+# Of a sum with this prefix the largest over micro-batches is reported, instead of the sum over the
+# weight.
 MAX_PREFIX = "max_"
 WHERE = "algorithm.path"
 # Names that events of steps and evaluations have for their own numbers.
@@ -29,8 +30,9 @@ FIELDS = {
 class PythonObjective(Algorithm):
     """The objective `function(model, batch)` of a user.
 
-    It returns the loss summed over the micro-batch, and may add other sums by name. They are reported
-    over the weight. Of a name `max_…` the largest of all micro-batches is reported as it is.
+    It returns the loss summed over the micro-batch, and may add other sums by name. They are
+    reported over the weight. Of a name `max_…` the largest of all micro-batches is reported as it
+    is.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
@@ -44,17 +46,20 @@ class PythonObjective(Algorithm):
 
         Raises ConfigError for what is no sum.
         """
-        loss_sum, sums = self._checked(self.function(outputs, batch.content))
+        returned = self.function(outputs, batch.content)
+        loss_sum, sums = self._check_returned(returned)
         if batch.weight == 0:
             # Only fillers: the ranks compute side by side, and nothing is learned.
             loss_sum = loss_sum * 0
-            sums = {name: _nothing(name, value) for name, value in sums.items()}
+            sums = {name: _neutral_value(name, value) for name, value in sums.items()}
         detached = {name: value.detach().float() for name, value in sums.items()}
         # `full` writes on the device; a tensor from the host would be copied.
         detached[WEIGHT] = torch.full((), batch.weight, device=loss_sum.device)
         return LossOut(loss_sum.float(), detached)
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the user's sums over the weight, and the largest of each name `max_…`."""
+        # A global batch of nothing has the weight 0.
         weight = sums[WEIGHT] or 1.0
         metrics = {}
         for name, value in sums.items():
@@ -67,9 +72,11 @@ class PythonObjective(Algorithm):
         return metrics
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {"loss": sums["loss"] / (sums[WEIGHT] or 1.0), **self.step_metrics(sums)}
+        """Return the loss over the weight, and the metrics of a step."""
+        weight = sums[WEIGHT] or 1.0
+        return {"loss": sums["loss"] / weight, **self.step_metrics(sums)}
 
-    def _checked(self, returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _check_returned(self, returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss and the sums, sorted by name.
 
         Raises ConfigError for what is no such thing.
@@ -80,7 +87,10 @@ class PythonObjective(Algorithm):
             loss_sum, sums = returned
         mistake = _mistake_in(loss_sum, sums)
         if mistake:
-            fix = "return the loss summed over the batch, a scalar tensor, or (that, {name: scalar tensor})"
+            fix = (
+                "return the loss summed over the batch, a scalar tensor,"
+                " or (that, {name: scalar tensor})"
+            )
             raise ConfigError(f"{self.name} gave {mistake}", where=WHERE, fix=fix)
         names = sorted(sums)
         self._check_names(names)
@@ -103,7 +113,9 @@ class PythonObjective(Algorithm):
                 )
         before = self.given[is_training]
         if names != before:
-            what = f"{self.name} gave the sums {', '.join(names) or 'none'}, and before {', '.join(before) or 'none'}"
+            now_text = ", ".join(names) or "none"
+            before_text = ", ".join(before) or "none"
+            what = f"{self.name} gave the sums {now_text}, and before {before_text}"
             raise ConfigError(
                 what,
                 where=WHERE,
@@ -111,7 +123,7 @@ class PythonObjective(Algorithm):
             )
 
 
-def _nothing(name: str, value: torch.Tensor) -> torch.Tensor:
+def _neutral_value(name: str, value: torch.Tensor) -> torch.Tensor:
     """Return what leaves the sum `name` as it is when it is added."""
     if name.startswith(MAX_PREFIX):
         return torch.full((), -torch.inf, device=value.device)

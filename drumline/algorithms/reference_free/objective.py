@@ -6,9 +6,9 @@ p is the mean log-probability of an answer's tokens; w the chosen answer, l the 
                                                                                   β is the paper's λ
     SimPO  −log σ(β(p_w − p_l) − γ), with label smoothing ε as DPO has it         equation 6
 
-The likelihood of the chosen answer is each pair's own mean over the answer's tokens. TRL has one mean
-over all tokens of a batch, which depends on how the batch is cut. For ORPO it is, as in the authors'
-code, also over the tokens of the prompt.
+The likelihood of the chosen answer is each pair's own mean over the answer's tokens. TRL has one
+mean over all tokens of a batch, which depends on how the batch is cut. For ORPO it is, as in the
+authors' code, also over the tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ LARGEST_LOG_PROB = -1e-12
 
 def odds_ratio(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
     """Return −β log σ(log odds_w − log odds_l) of mean log-probabilities, fp64[P]."""
-    return -beta * logsigmoid(_log_odds(chosen_P) - _log_odds(rejected_P))
+    difference_P = _log_odds(chosen_P) - _log_odds(rejected_P)
+    return -beta * logsigmoid(difference_P)
 
 
 def _log_odds(log_prob_P: torch.Tensor) -> torch.Tensor:
+    """Return log(p / (1 − p)) of log p, fp64[P]."""
     bounded_P = log_prob_P.clamp(max=LARGEST_LOG_PROB)
-    return log_prob_P - torch.log(-torch.expm1(bounded_P))
+    # 1 − e^x as −expm1(x), which keeps its digits for a p near 1.
+    remaining_P = -torch.expm1(bounded_P)
+    return log_prob_P - torch.log(remaining_P)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +56,12 @@ class ReferenceFree(AnswerPairs):
     sft_weight: float
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        mean_B = self.score(outputs, batch) / answer_tokens(batch)
+        """Return the loss of a batch of pairs."""
+        log_probs_B = self.score(outputs, batch)
+        mean_B = log_probs_B / answer_tokens(batch)
         chosen_P, rejected_P = sides(mean_B)
-        loss_P = self.loss(chosen_P, rejected_P) - self.sft_weight * chosen_P
+        pair_loss_P = self.loss(chosen_P, rejected_P)
+        loss_P = pair_loss_P - self.sft_weight * chosen_P
         return self.out(loss_P, mean_B, self.beta * mean_B, batch)
 
 

@@ -23,18 +23,20 @@ SIDES = ("chosen", "rejected")
 class RewardModel(Algorithm):
     """The reward of an answer is the score head's value at its last token. Losses are summed over pairs.
 
-    A margin in the data overrides the config's. `center` weighs (r(chosen) + r(rejected))² (Eisenstein
-    et al. 2023).
+    A margin in the data overrides the config's. `center` weighs (r(chosen) + r(rejected))²
+    (Eisenstein et al. 2023).
     """
 
     def __init__(self, spec: RewardModelConfig) -> None:
         self.spec = spec
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
+        """Return the ranking loss summed over the real pairs of a `PairBatch`."""
         chosen_P, rejected_P = self._rewards(outputs, batch)
         return self._pair_loss(chosen_P, rejected_P, batch)
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
+        """Return the loss with the sums for the calibration error, `excess_0` to `excess_9`."""
         chosen_P, rejected_P = self._rewards(outputs, batch)
         out = self._pair_loss(chosen_P, rejected_P, batch)
         excess_K = _bin_excess(chosen_P, rejected_P, batch.real_P)
@@ -46,10 +48,13 @@ class RewardModel(Algorithm):
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the loss, the metrics of a step, and the expected calibration error.
 
-        The latter is the mean over pairs of |accuracy − confidence| of their bin (Naeini et al. 2015).
+        The latter is the mean over pairs of |accuracy − confidence| of their bin (Naeini et al.
+        2015).
         """
         pairs = max(1.0, sums["pairs"])
-        excess = sum(abs(sums[f"excess_{index}"]) for index in range(BINS))
+        # A bin of n pairs weighs n / pairs, and n |accuracy − confidence| is its |excess|.
+        excesses = [abs(sums[f"excess_{index}"]) for index in range(BINS)]
+        excess = sum(excesses)
         return {
             "loss": sums["loss"] / pairs,
             **self.step_metrics(sums),
@@ -57,23 +62,33 @@ class RewardModel(Algorithm):
         }
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return means over pairs, and the standard deviation of the rewards of each side."""
         metrics = means(sums, "accuracy", "margin", *SIDES)
         squares = means(sums, "chosen_squared", "rejected_squared")
         for side in SIDES:
             variance = squares[f"{side}_squared"] - metrics[side] ** 2
+            # Rounding may take the difference of two almost equal numbers below 0.
             metrics[f"{side}_std"] = math.sqrt(max(0.0, variance))
         return metrics
 
     def _rewards(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rewards of the chosen answers [P] and of the rejected ones [P]."""
-        rewards_B1 = outputs.values().gather(1, batch.last_B[:, None])
+        values_BT = outputs.values()
+        last_B1 = batch.last_B[:, None]
+        rewards_B1 = values_BT.gather(1, last_B1)
         return sides(rewards_B1.squeeze(1))
 
     def _pair_loss(self, chosen_P: torch.Tensor, rejected_P: torch.Tensor, batch: Any) -> LossOut:
+        """Return the loss of the real pairs, and the sums that `step_metrics` reads."""
         difference_P = chosen_P - rejected_P
-        margin_P = torch.where(batch.margin_P.isnan(), self.spec.margin, batch.margin_P)
+        # NaN: the row has no margin of its own.
+        has_no_margin_P = batch.margin_P.isnan()
+        margin_P = torch.where(has_no_margin_P, self.spec.margin, batch.margin_P)
         ranking_loss_P = -functional.logsigmoid(difference_P - margin_P)
-        loss_P = ranking_loss_P + self.spec.center * (chosen_P + rejected_P) ** 2
+        squared_sum_P = (chosen_P + rejected_P) ** 2
+        loss_P = ranking_loss_P + self.spec.center * squared_sum_P
+        # Squares are summed in fp64, as their mean's difference from the squared mean is a
+        # variance.
         sums = pair_sums(
             batch.real_P,
             accuracy=(difference_P > 0).float(),
@@ -83,7 +98,8 @@ class RewardModel(Algorithm):
             chosen_squared=chosen_P.detach().double() ** 2,
             rejected_squared=rejected_P.detach().double() ** 2,
         )
-        return LossOut((loss_P * batch.real_P).sum(), sums)
+        loss_sum = (loss_P * batch.real_P).sum()
+        return LossOut(loss_sum, sums)
 
 
 def _bin_excess(
@@ -91,13 +107,15 @@ def _bin_excess(
 ) -> torch.Tensor:
     """Return Σ (is right − confidence) over the real pairs of each bin of confidence, fp64[BINS].
 
-    The confidence that the model has in the side it prefers is σ(|Δ|). It is in [0.5, 1], which is cut
-    into equal bins.
+    The confidence that the model has in the side it prefers is σ(|Δ|). It is in [0.5, 1], which is
+    cut into equal bins.
     """
     difference_P = (chosen_P - rejected_P).detach().double()
     confidence_P = torch.sigmoid(difference_P.abs())
     is_right_P = (difference_P > 0).double()
     excess_P = (is_right_P - confidence_P) * real_P
-    bin_P = ((confidence_P - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
+    place_P = (confidence_P - 0.5) * 2 * BINS
+    # A confidence of exactly 1 belongs to the last bin.
+    bin_P = place_P.long().clamp(max=BINS - 1)
     excess_K = torch.zeros(BINS, dtype=torch.float64, device=excess_P.device)
     return excess_K.index_add_(0, bin_P, excess_P)

@@ -16,9 +16,9 @@ class NextToken(Algorithm):
 
     Divided by their count it is the mean negative log-likelihood.
 
-    `answers`: whether `exact_match` is measured. `exact` counts the sequences (documents inside packs)
-    whose every learned token is the model's first choice, so greedy decoding from the prompt would give
-    exactly this answer. Pretraining has no answers and leaves it out.
+    `answers`: whether `exact_match` is measured. `exact` counts the sequences (documents inside
+    packs) whose every learned token is the model's first choice, so greedy decoding from the prompt
+    would give exactly this answer. Pretraining has no answers and leaves it out.
     """
 
     def __init__(self, chunk: int, answers: bool) -> None:
@@ -26,11 +26,18 @@ class NextToken(Algorithm):
         self.answers = answers
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        return LossOut(outputs.summed_loss(batch.targets_BT, self.chunk))
+        """Return the summed loss alone: the first choices, which training does not use, cost time."""
+        loss_sum = outputs.summed_loss(batch.targets_BT, self.chunk)
+        return LossOut(loss_sum)
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
+        """Return the summed loss and the numbers of tokens and of correct first choices.
+
+        With `answers` also those of sequences.
+        """
         loss_sum, correct_BT = outputs.cross_entropy(batch.targets_BT, self.chunk)
-        learned_N = batch.targets_BT.reshape(-1) != IGNORE
+        targets_N = batch.targets_BT.reshape(-1)
+        learned_N = targets_N != IGNORE
         correct_N = correct_BT.reshape(-1)
         sums = {"tokens": learned_N.sum(), "correct": correct_N.sum()}
         if self.answers:
@@ -38,10 +45,15 @@ class NextToken(Algorithm):
         return LossOut(loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return means over learned tokens, and with `answers` the share of exact sequences."""
         tokens = max(1.0, sums["tokens"])
-        metrics = {"loss": sums["loss"] / tokens, "token_accuracy": sums["correct"] / tokens}
+        metrics = {
+            "loss": sums["loss"] / tokens,
+            "token_accuracy": sums["correct"] / tokens,
+        }
         if self.answers:
-            metrics["exact_match"] = sums["exact"] / max(1.0, sums["sequences"])
+            sequences = max(1.0, sums["sequences"])
+            metrics["exact_match"] = sums["exact"] / sequences
         return metrics
 
 
@@ -50,14 +62,19 @@ def _sequence_sums(
 ) -> dict[str, torch.Tensor]:
     """Return the number of sequences with learned tokens, and of those among them that are all correct.
 
-    A sequence starts wherever positions start again at 0. `learned_N`, `correct_N` bool: of each token.
+    A sequence starts wherever positions start again at 0. `learned_N`, `correct_N` bool: of each
+    token.
     """
-    sequence_N = (position_ids_BT == 0).reshape(-1).cumsum(0) - 1
+    starts_sequence_N = (position_ids_BT == 0).reshape(-1)
+    # The number of each token's sequence, from 0 on.
+    sequence_N = starts_sequence_N.cumsum(0) - 1
     sequences = int(sequence_N[-1]) + 1
     wrong_N = learned_N & ~correct_N
     learned_S = torch.zeros(sequences, dtype=torch.long, device=learned_N.device)
     learned_S.index_add_(0, sequence_N, learned_N.long())
-    wrong_S = torch.zeros_like(learned_S).index_add_(0, sequence_N, wrong_N.long())
+    wrong_S = torch.zeros_like(learned_S)
+    wrong_S.index_add_(0, sequence_N, wrong_N.long())
+    # A sequence of padding, or one of which nothing is learned, does not count.
     has_learned_S = learned_S > 0
     is_exact_S = has_learned_S & (wrong_S == 0)
     return {"sequences": has_learned_S.sum(), "exact": is_exact_S.sum()}
