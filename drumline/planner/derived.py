@@ -1,7 +1,13 @@
-"""Sizes of a model that follow from known ones, so that no model has to be built.
+"""Derive the sizes of a model from those of a known model, so that no model has to be built.
 
-They are the sizes of another model in the family of a known shape, and those of a known model under LoRA adapters. They equal what
-`models.load.facts` counts, or are None: then it has to count.
+Counting the sizes (`models.load.facts`) builds the model on the meta device, and importing torch and
+transformers for it takes seconds. Two cases follow from known sizes without it:
+
+- another size of a known family, such as a Llama with more layers (`of_family`);
+- a known model under LoRA adapters (`with_lora`).
+
+The result equals what `models.load.facts` would count, to the last weight. If that is not certain,
+the functions return None and the caller has to count.
 """
 
 from __future__ import annotations
@@ -14,14 +20,18 @@ from typing import Any
 from drumline.config.config import LoRAConfig
 from drumline.plan.facts import ModelFacts, Weight, has_ending
 
+# More layers than any model has. `_resized` makes a tuple with an entry for each layer.
 MOST_LAYERS = 10**4
-# FLOPs of a weight's entry for each token: a multiplication and an addition in forward, twice as many in backward.
+# FLOPs of a weight's entry for each token: a multiplication and an addition in forward, twice as
+# many in backward.
 FLOPS_PER_ENTRY = 6
-# The same where the weight is frozen: backward computes the gradient of the input alone.
+# The same if the weight is frozen: backward computes the gradient of the input alone.
 FLOPS_PER_FROZEN_ENTRY = 4
-# FLOPs of attention for each token, row position and channel: scores and values, two products of FLOPS_PER_ENTRY.
+# FLOPs of attention for each token, row position and channel: scores and values are two products
+# of FLOPS_PER_ENTRY each (PaLM, Chowdhery et al. 2022, appendix B).
 FLOPS_PER_SCORE = 12
-# Of each channel of a head: rotary embeddings keep two tables of fp32, each for half of the channels.
+# Bytes for each channel of a head: rotary embeddings keep two fp32 tables, each for half of the
+# channels.
 ROTARY_BYTES = 4
 
 # Keys of a config that hold sizes → the dimension that they set.
@@ -45,9 +55,11 @@ MORE_SIZES = {
         "moe_intermediate_size": "expert",
     },
 }
+# Defaults of transformers that all families share, and those of the Qwen families.
 _DENSE = {"tie_word_embeddings": False, "hidden_act": "silu", "attention_dropout": 0.0}
 _QWEN = {**_DENSE, "use_sliding_window": False}
-# Families: keys that decide more than sizes, with the values that transformers gives them.
+# The families whose sizes can be derived. For each: the keys that decide more than sizes, with the
+# defaults of transformers. A config that leaves a key out has its default, so that both compare equal.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_DENSE, "attention_bias": False, "mlp_bias": False},
     "mistral": {**_DENSE, "sliding_window": 4096},
@@ -64,7 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # Keys that change what a model computes, and none of its sizes.
 NUMBERS = ("initializer_range", "rms_norm_eps", "rope_theta", "router_aux_loss_coef")
-# Keys that decide no size.
+# Keys that decide no size, so two configs that differ in them have the same sizes.
 NO_SIZES = {
     *NUMBERS,
     "model_type",
@@ -83,9 +95,15 @@ NO_SIZES = {
     "rope_interleaved",
     "transformers.js_config",
 }
-# Settings of rotary embeddings of type llama3; all of them are needed.
-LLAMA3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-# Modules of a block → the dimensions of their weights. A norm that is not here has the hidden width alone.
+# Settings of rotary embeddings of type llama3; transformers needs all of them.
+LLAMA3 = {
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+}
+# The dimensions of the weights of each module, as torch stores them: (outputs, inputs) of a linear
+# layer. A norm that is not here has one weight of the hidden width.
 MODULES = {
     "q_proj": ("queries", "hidden"),
     "k_proj": ("keys", "hidden"),
@@ -103,16 +121,21 @@ MODULES = {
     "experts.down_proj": ("experts", "hidden", "expert"),
 }
 
-Dimensions = Mapping[str, int]  # name → size
+# The name of a dimension, such as hidden or queries → its size.
+Dimensions = Mapping[str, int]
 
 
 def of_family(
     values: Mapping[str, Any], known: Iterable[tuple[Mapping[str, Any], ModelFacts]], length: int
 ) -> ModelFacts | None:
-    """Return the sizes of a config's model by a known model that differs from it in sizes alone.
+    """Return the sizes of a config's model, from a known model that differs from it in sizes alone.
 
-    `known`: configs with the sizes of their models; `length`: tokens of a row. None for a config with a key or
-    value that might decide something else, or that transformers might not take.
+    `values`: the keys of the model's config.json.
+    `known`: configs with the sizes of their models.
+    `length`: tokens of a row, which the FLOPs of attention depend on.
+
+    None if no known model is of the same family. Also None for a config with a key or value that
+    might decide something else, or that transformers might refuse.
     """
     dimensions = _dimensions(values)
     other_keys = _other_keys(values)
@@ -120,26 +143,40 @@ def of_family(
         return None
     for config, facts in known:
         known_dimensions = _dimensions(config)
-        if known_dimensions is not None and _other_keys(config) == other_keys:
+        if known_dimensions is None:
+            continue
+        if _other_keys(config) == other_keys:
             return _resized(facts, known_dimensions, dimensions, length)
     return None
 
 
 def _dimensions(values: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the dimensions of a config's model; None if one is missing, or is none that a model can have."""
+    """Return the dimensions of a config's model; None if one is missing or cannot be.
+
+    Besides the dimensions that the config names, the result has those that follow from them: the
+    widths of all queries, of all keys, and of an expert's gate and up together.
+    """
     kind = str(values.get("model_type"))
+    keys_of_sizes = SIZES | MORE_SIZES.get(kind, {})
     sizes: dict[str, int] = {}
-    for key, dimension in (SIZES | MORE_SIZES.get(kind, {})).items():
+    for key, dimension in keys_of_sizes.items():
         size = values.get(key)
         # By type, since True is an instance of int.
         if type(size) is not int or size < 1:
             return None
         sizes[dimension] = size
     head = _head_dim(values, sizes)
-    if head is None or sizes["heads"] % sizes["kv_heads"] != 0 or sizes["layers"] > MOST_LAYERS:
+    if head is None:
         return None
-    if not _is_padding_valid(values.get("pad_token_id"), sizes["vocabulary"]):
+    if sizes["heads"] % sizes["kv_heads"] != 0:
+        # Each head of keys and values serves the same number of query heads.
         return None
+    if sizes["layers"] > MOST_LAYERS:
+        return None
+    padding = values.get("pad_token_id")
+    if not _is_padding_valid(padding, sizes["vocabulary"]):
+        return None
+    # Mixtral has no key for it: its experts are as wide as a dense feed-forward part.
     sizes.setdefault("expert", sizes["intermediate"])
     sizes["head"] = head
     sizes["queries"] = head * sizes["heads"]
@@ -149,9 +186,10 @@ def _dimensions(values: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def _head_dim(values: Mapping[str, Any], sizes: Dimensions) -> int | None:
-    """Return the width of a head; None if rotary embeddings do not take it, since it is odd or no number."""
+    """Return the width of a head; None if it is no even number, as rotary embeddings need it."""
     head = values.get("head_dim")
     if not head:
+        # transformers' default.
         if sizes["hidden"] % sizes["heads"] != 0:
             return None
         head = sizes["hidden"] // sizes["heads"]
@@ -161,35 +199,51 @@ def _head_dim(values: Mapping[str, Any], sizes: Dimensions) -> int | None:
 
 
 def _is_padding_valid(padding: Any, vocabulary: int) -> bool:
-    """Return whether the id of the padding token is one of the vocabulary, or not set."""
+    """Return whether the id of the padding token is in the vocabulary, or not set.
+
+    torch's embedding refuses an id outside of its rows.
+    """
     if padding is None:
         return True
     return type(padding) is int and 0 <= padding < vocabulary
 
 
 def _other_keys(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return all keys of a config that decide more than sizes, with defaults; None for an unknown family."""
+    """Return all keys of a config that decide more than sizes, with their defaults.
+
+    Two configs whose results are equal differ in sizes alone. None for an unknown family.
+    Settings that say what is the default anyway are left out, so that they make no difference.
+    """
     kind = str(values.get("model_type"))
     if kind not in FAMILIES:
         return None
-    if any(type(values.get(key, 1)) not in (int, float) for key in NUMBERS):
-        return None
-    of_sizes = {*SIZES, *MORE_SIZES.get(kind, ()), "pad_token_id"}
+    for key in NUMBERS:
+        if type(values.get(key, 1)) not in (int, float):
+            return None
+    keys_of_sizes = {*SIZES, *MORE_SIZES.get(kind, ()), "pad_token_id"}
+    # Qwen2's code has no key for the width of a head, so it would be an unknown key there.
     if kind != "qwen2":
-        of_sizes.add("head_dim")
+        keys_of_sizes.add("head_dim")
     keys = dict(FAMILIES[kind])
     for key, value in values.items():
-        if key not in of_sizes and key not in NO_SIZES:
-            keys[key] = value
+        if key in keys_of_sizes or key in NO_SIZES:
+            continue
+        keys[key] = value
+    _remove_ineffective(keys, int(values["num_hidden_layers"]))
+    return keys
+
+
+def _remove_ineffective(keys: dict[str, Any], layers: int) -> None:
+    """Remove the settings of attention and rotary embeddings that say what is so without them."""
     if keys.get("use_sliding_window") is False:
+        # Qwen's configs name the width of a window that is switched off.
         keys.pop("sliding_window", None)
-    all_full = ["full_attention"] * int(values["num_hidden_layers"])
+    all_full = ["full_attention"] * layers
     if keys.get("layer_types") == all_full:
         del keys["layer_types"]
     for key in ("rope_scaling", "rope_parameters"):
         if key in keys and _is_plain_rotary(keys[key]):
             del keys[key]
-    return keys
 
 
 def _is_plain_rotary(rotary: Any) -> bool:
@@ -197,54 +251,67 @@ def _is_plain_rotary(rotary: Any) -> bool:
     if not isinstance(rotary, dict):
         return rotary is None
     kind = rotary.get("rope_type", "default")
-    numbers = {key: rotary[key] for key in rotary if key not in ("rope_type", "rope_theta")}
-    for value in numbers.values():
+    names = set()
+    for name, value in rotary.items():
+        if name in ("rope_type", "rope_theta"):
+            continue
+        # Not `value <= 0`, which a NaN would pass.
         if type(value) not in (int, float) or not value > 0:
             return False
+        names.add(name)
     if kind == "default":
-        return not numbers
-    return kind == "llama3" and numbers.keys() == LLAMA3
+        return not names
+    return kind == "llama3" and names == LLAMA3
 
 
 def _shape(weight: Weight, sizes: Dimensions) -> tuple[int, ...]:
     """Return the shape of a weight for these dimensions; empty for an unknown module."""
-    path = weight.name.split(".")
-    owner, last = path[-2:-1], path[-1]
-    if last in ("weight", "bias"):
-        module = ".".join(owner)
-    else:  # a parameter with a name of its own, as those of experts
-        module = ".".join([*owner, last])
+    ahead, _, last = weight.name.rpartition(".")
+    module = ahead.rpartition(".")[2]
+    if last not in ("weight", "bias"):
+        # A parameter with a name of its own, such as `experts.down_proj`. Without a module around
+        # it, its name is all there is.
+        module = f"{module}.{last}".removeprefix(".")
     dimensions: tuple[str, ...] = MODULES.get(module, ())
     if not dimensions and module.endswith("norm"):
         dimensions = ("hidden",)
     if last == "bias":
+        # A bias has the outputs of its layer.
         dimensions = dimensions[:1]
     return tuple(sizes.get(dimension, 0) for dimension in dimensions)
 
 
 def _resized(facts: ModelFacts, old: Dimensions, new: Dimensions, length: int) -> ModelFacts | None:
-    """Return known sizes with the dimensions `new` in place of `old`; None if the known weights do not follow from `old`."""
-    old_block = facts.block_weights[0]
+    """Return known sizes with the dimensions `new` in place of `old`.
+
+    None if the shapes of the known weights do not follow from `old`: then the family has something
+    that this module does not know. `length`: tokens of a row.
+    """
     if len(facts.kinds_of_blocks) != 1:
         return None
+    old_block = facts.block_weights[0]
     for weight in (*old_block, *facts.end_weights):
         if _shape(weight, old) != weight.shape:
             return None
-    block = tuple(weight._replace(shape=_shape(weight, new)) for weight in old_block)
-    ends = tuple(weight._replace(shape=_shape(weight, new)) for weight in facts.end_weights)
+    block = _reshaped(old_block, new)
+    ends = _reshaped(facts.end_weights, new)
     experts = new.get("experts", 1)
+    # transformers lets a token choose all experts at most.
     experts_per_token = min(new.get("experts_per_token", 1), experts)
     layers = new["layers"]
     in_block = sum(weight.numel for weight in block)
     outside = sum(weight.numel for weight in ends)
     head = new["vocabulary"] * new["hidden"]
     embedding = outside
-    if not any(weight.place == "both" for weight in ends):
+    is_tied = any(weight.place == "both" for weight in ends)
+    if not is_tied:
         embedding -= head
-    # Matrix products, as models.load.facts counts them: an embedding that is no head is a look-up.
+    # Matrix products, as models.load.facts counts them. An embedding that is no head is a look-up
+    # without FLOPs; its entries stand here for those of the head, which has as many.
     products = layers * _block_flops(block, experts_per_token, experts)
     products += FLOPS_PER_ENTRY * embedding
     attention = FLOPS_PER_SCORE * new["queries"] * length
+    is_mixture = facts.experts > 0
     return replace(
         facts,
         parameters=layers * in_block + outside,
@@ -262,14 +329,20 @@ def _resized(facts: ModelFacts, old: Dimensions, new: Dimensions, length: int) -
         attention_flops=float(attention),
         block_weights=(block,) * layers,
         end_weights=ends,
-        experts=experts if facts.experts else 0,
-        experts_per_token=experts_per_token if facts.experts else 0,
+        experts=experts if is_mixture else 0,
+        experts_per_token=experts_per_token if is_mixture else 0,
         buffer_bytes=facts.buffer_bytes + ROTARY_BYTES * (new["head"] - old["head"]),
     )
 
 
+def _reshaped(weights: Iterable[Weight], sizes: Dimensions) -> tuple[Weight, ...]:
+    """Return the weights with the shapes that they have for these dimensions."""
+    return tuple(weight._replace(shape=_shape(weight, sizes)) for weight in weights)
+
+
 def _block_flops(block: Iterable[Weight], experts_per_token: int, experts: int) -> float:
-    """Return the FLOPs of a block's products for a token, which passes through some of the experts alone."""
+    """Return the FLOPs of a block's products for a token, which passes through some experts alone."""
+    # An int as long as no expert is added: float(…) of the sum is then exact.
     flops: float = 0
     for weight in block:
         products = FLOPS_PER_ENTRY * weight.numel
@@ -281,32 +354,39 @@ def _block_flops(block: Iterable[Weight], experts_per_token: int, experts: int) 
 
 
 def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
-    """Return the sizes of a model with LoRA adapters on linear layers of its blocks, everything else frozen.
+    """Return the sizes of a model with LoRA adapters on linear layers of its blocks.
 
-    The adapters lie where PEFT lays them. None for a model that has adapters or frozen parts already, or whose
-    weights are not known one by one, and for an adapter that trains more than its factors.
+    The adapters lie on the layers on which PEFT lays them; everything else is frozen.
+
+    None for a model that has adapters or frozen parts already, or whose weights are not known one
+    by one, and for an adapter that trains more than its factors.
     """
     if facts.frozen or not facts.block_weights or facts.vision_language or facts.batch_norms:
         return None
     if adapter.dora or adapter.more or adapter.modules_to_save or adapter.trainable_tokens:
         return None
-    kinds = {block: tuple(_adapted(block, adapter)) for block, _ in facts.kinds_of_blocks}
-    layers = _adapted_layers(kinds.values())
-    if not layers or _adapts_experts(kinds, layers):
+    # Equal blocks are adapted once: a model of 126 layers has one kind of block.
+    adapted_kinds: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
+    for block, _ in facts.kinds_of_blocks:
+        adapted_kinds[block] = tuple(_adapted(block, adapter))
+    layers = _adapted_layers(adapted_kinds.values())
+    if not layers or _adapts_experts(adapted_kinds, layers):
         return None
-    if isinstance(adapter.targets, list) and not _are_targets_in_blocks(
-        adapter.targets, layers, facts.end_weights
-    ):
+    targets = adapter.targets
+    if isinstance(targets, list) and not _are_targets_in_blocks(targets, layers, facts.end_weights):
         return None
-    blocks = tuple(kinds[block] for block in facts.block_weights)
+    blocks = tuple(adapted_kinds[block] for block in facts.block_weights)
     added = 0
+    parameters_of_blocks = []
     for block in blocks:
         added += sum(weight.numel for weight in block if weight.trainable)
+        parameters_of_blocks.append(sum(weight.numel for weight in block))
     # The first blocks may be without a place in `block_parameters`.
     ahead = len(blocks) - len(facts.block_parameters)
     attention = facts.layers * facts.attention_flops
     products = facts.flops_per_token - attention
     frozen_products = products * FLOPS_PER_FROZEN_ENTRY / FLOPS_PER_ENTRY
+    # PEFT has a module for dropout before the factors, also if nothing is dropped.
     dropout = "Dropout" if adapter.dropout else "Identity"
     return replace(
         facts,
@@ -315,9 +395,14 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
         flops_per_token=frozen_products + FLOPS_PER_ENTRY * added + attention,
         classes=facts.classes | {"ModuleDict", "ParameterDict", dropout},
         block_weights=blocks,
-        block_parameters=tuple(sum(weight.numel for weight in block) for block in blocks[ahead:]),
-        end_weights=tuple(weight._replace(trainable=False) for weight in facts.end_weights),
+        block_parameters=tuple(parameters_of_blocks[ahead:]),
+        end_weights=_frozen(facts.end_weights),
     )
+
+
+def _frozen(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    """Return the weights without gradients."""
+    return tuple(weight._replace(trainable=False) for weight in weights)
 
 
 def _adapted_layers(blocks: Iterable[Iterable[Weight]]) -> set[str]:
@@ -335,15 +420,20 @@ def _adapts_experts(blocks: Iterable[Iterable[Weight]], layers: Iterable[str]) -
 
     It does if other parts of its feed-forward layers have names that the experts' had before.
     """
-    has_experts = any(".experts." in weight.name for block in blocks for weight in block)
-    return has_experts and any(layer.startswith(("mlp.", "feed_forward.")) for layer in layers)
+    if not any(layer.startswith(("mlp.", "feed_forward.")) for layer in layers):
+        return False
+    names = [weight.name for block in blocks for weight in block]
+    return any(".experts." in name for name in names)
 
 
 def _are_targets_in_blocks(
     targets: Iterable[str], layers: Iterable[str], end_weights: Iterable[Weight]
 ) -> bool:
-    """Return whether each target names a layer of the blocks (`layers`), and none the embedding or the head."""
-    outside = [weight.name.rpartition(".")[0] for weight in end_weights]
+    """Return whether each target names a layer of the blocks, and none the embedding or the head.
+
+    `layers`: the adapted layers of the blocks.
+    """
+    outside = [_layer_name(weight) for weight in end_weights]
     for target in targets:
         if any(has_ending(name, target) for name in outside):
             return False
@@ -353,13 +443,17 @@ def _are_targets_in_blocks(
 
 
 def _layer_name(weight: Weight) -> str:
+    """Return the name of the module that a weight belongs to."""
     return weight.name.rpartition(".")[0]
 
 
 def _adapted(block: tuple[Weight, ...], adapter: LoRAConfig) -> Iterator[Weight]:
-    """Yield a block's weights, frozen, with two factors behind the weights of each layer that is adapted."""
+    """Yield a block's weights, frozen, with two factors behind the weights of each adapted layer.
+
+    Names, order and owners are those of PEFT's modules, which `models.load.facts` would count.
+    """
     for layer, parts in groupby(block, _layer_name):
-        weights = [part._replace(trainable=False) for part in parts]
+        weights = _frozen(parts)
         owners = weights[0].owners
         by_name = {weight.name.rpartition(".")[2]: weight for weight in weights}
         is_linear = owners[-1:] == ("Linear",) and "weight" in by_name
@@ -372,9 +466,10 @@ def _adapted(block: tuple[Weight, ...], adapter: LoRAConfig) -> Iterator[Weight]
 
 
 def _factors(layer: str, weight: Weight, rank: int) -> Iterator[Weight]:
-    """Yield the two factors of a linear layer's weight.
+    """Yield the two factors of a linear layer's weight: A of rank × inputs, B of outputs × rank.
 
-    Under tensor parallelism the factor beside the dimension that is cut is cut like it.
+    Under tensor parallelism the factor beside the dimension that is cut is cut like it, and the
+    other one is whole on each rank.
     """
     rows, columns = weight.shape
     owners = (*weight.owners, "ModuleDict", "Linear")
@@ -385,9 +480,13 @@ def _factors(layer: str, weight: Weight, rank: int) -> Iterator[Weight]:
 
 
 def _is_targeted(layer: str, owners: tuple[str, ...], targets: str | list[str]) -> bool:
-    """Return whether an adapter's targets include a linear layer. `owners`: the classes that it lies in, and its own."""
+    """Return whether an adapter's targets include a linear layer.
+
+    `owners`: the classes that the layer lies in, and its own.
+    """
     if isinstance(targets, list):
         return any(has_ending(layer, target) for target in targets)
     if targets == "all-linear":
         return True
+    # The only other word is "attention": the linear layers of attention.
     return any("attention" in owner.lower() for owner in owners[:-1])

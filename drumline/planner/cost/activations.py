@@ -18,24 +18,35 @@ from drumline.plan.attention import choice_of
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.plan import Layout
-from drumline.planner.cost.terms import FULL, LOW, Kind, kind_of
+from drumline.planner.cost.terms import FULL, LOW, WIDTH, Kind, kind_of
 
-# Experts that a token is taken to go through if the config of a mixture does not say.
+# Experts that a token is taken to go through if the config of a mixture does not say. A guess;
+# Qwen3-30B-A3B has as many.
 DEFAULT_EXPERTS = 8
 # Width of a feed-forward part as a multiple of the hidden size if no layer shows it: GPT-2's.
 DEFAULT_FEED_RATIO = 4
 # A dense feed-forward part has at most gate, up, down and one layer more; a longer list is one
 # layer for each expert.
 MOST_DENSE_LAYERS = 4
-PYTHON_GELU = {"NewGELUActivation", "GELUActivation", "FastGELUActivation", "QuickGELUActivation"}
+# transformers' classes of GELU that are written in Python. Each operator keeps its own result.
+PYTHON_GELU = {
+    "NewGELUActivation",
+    "GELUActivation",
+    "FastGELUActivation",
+    "QuickGELUActivation",
+}
 
-MASK = 1  # bytes of an entry of a dropout mask, a boolean
-INDEX = 8  # bytes of an int64
+# Bytes of an entry of a dropout mask, a boolean.
+MASK = 1
+# Bytes of an int64.
+INDEX = 8
 # Bytes of a token that a norm keeps besides entries, fp32 numbers: an RMS norm the reciprocal root
 # of the mean square, a layer norm mean and reciprocal standard deviation.
 RMS_STATISTICS = FULL
 LAYER_NORM_STATISTICS = 2 * FULL
-LOG_SUM_EXP = FULL  # bytes of a head and token that attention in tiles keeps for its backward
+# Bytes of a head and token that attention in tiles keeps for its backward: an fp32 number, from
+# which it computes the softmax again (Dao 2023).
+LOG_SUM_EXP = FULL
 # With dropout, torch has no attention in tiles on a CPU: it keeps softmax, mask and their product
 # in fp32 (sdp_utils_cpp.cpp of torch).
 CPU_DROPOUT_SCORES = 3 * FULL
@@ -56,9 +67,10 @@ CASTS_FORWARD = FULL + LOW
 CASTS_BACKWARD = FULL + LOW + MASK
 # A rotary embedding keeps a cosine and a sine for each entry of a head.
 ROTARY_TABLES = 2
-# Bytes that a vision tower keeps, by the inputs and outputs of its linear layers: half as much again
-# for what lies between them, and four patches make an image token.
+# What a vision tower keeps over the inputs and outputs of its linear layers: half as much again for
+# what lies between them. An estimate.
 TOWER_SURPLUS = 1.5
+# Patches that a vision-language model merges into one image token: 2 × 2, as in Qwen2-VL.
 PATCHES_PER_IMAGE_TOKEN = 4
 
 
@@ -80,17 +92,24 @@ class Block:
     # Inner width of the feed-forward part, or of all experts together that a token goes through.
     feed_width: int
     is_gated: bool
-    norms: int  # norms over the hidden width
-    has_head_norms: bool  # it normalises queries and keys of each head
+    # The number of norms over the hidden width.
+    norms: int
+    # It normalises queries and keys of each head.
+    has_head_norms: bool
     # All matrix products in the order in which they run.
     products: tuple[Product, ...]
-    adapter_ranks: int  # the ranks of all adapters, added up
-    magnitudes: int  # rows of adapted weights whose lengths DoRA trains
-    adapted: frozenset[str]  # which of qkv, out, up and down have an adapter
-    is_trainable: bool  # its own weights are trained, not only adapters
+    # The ranks of all adapters, added up.
+    adapter_ranks: int
+    # Rows of adapted weights whose lengths DoRA trains.
+    magnitudes: int
+    # Which of qkv, out, up and down have an adapter.
+    adapted: frozenset[str]
+    # Its own weights are trained, not only adapters.
+    is_trainable: bool
     heads: int
     has_rms_norms: bool
-    experts_per_token: int = 0  # 0 without a mixture
+    # 0 without a mixture.
+    experts_per_token: int = 0
 
     def keeps_input_of(self, part: str) -> bool:
         """Return whether backward needs the inputs of qkv, out, up or down for a weight's gradient."""
@@ -102,10 +121,13 @@ class _Layers(NamedTuple):
 
     linear: list[Weight]
     base: list[Weight]
-    attention_inputs: list[Weight]  # queries, keys and values, which some models have in one
+    # Queries, keys and values, which some models have in one weight.
+    attention_inputs: list[Weight]
     attention_output: Weight | None
+    # The feed-forward part, in the order in which its layers run.
     feed: list[Weight]
-    experts: list[Weight]  # of all experts in one tensor
+    # Tensors that hold the weights of all experts.
+    experts: list[Weight]
     norms: list[Weight]
 
 
@@ -118,17 +140,31 @@ def block_of(facts: ModelFacts) -> Block:
     feed_width = _feed_width(facts, layers, chosen)
     factors = [weight for weight in layers.linear if "lora_A" in weight.name]
     query_width, key_width = _attention_widths(facts, layers)
+    norms = 0
+    has_head_norms = False
+    for weight in layers.norms:
+        if weight.shape[0] == facts.hidden:
+            norms += 1
+        else:
+            has_head_norms = True
+    magnitudes = 0
+    for weight in weights:
+        if ".lora_magnitude_vector." in weight.name:
+            magnitudes += weight.numel
     return Block(
         hidden=facts.hidden,
         query_width=query_width,
         key_width=key_width,
         feed_width=feed_width,
         is_gated=_is_gated(layers, feed_width),
-        norms=sum(weight.shape[0] == facts.hidden for weight in layers.norms) or 2,
-        has_head_norms=any(weight.shape[0] != facts.hidden for weight in layers.norms),
+        # Norms may have no weights, as in OLMo. Each block has two: before attention, and before the
+        # feed-forward part.
+        norms=norms or 2,
+        has_head_norms=has_head_norms,
         products=tuple(_product_of(weight) for weight in layers.linear),
+        # The shorter side of a factor is the rank of its adapter.
         adapter_ranks=sum(min(weight.shape) for weight in factors),
-        magnitudes=sum(w.numel for w in weights if ".lora_magnitude_vector." in w.name),
+        magnitudes=magnitudes,
         adapted=_adapted_parts(layers, factors),
         is_trainable=any(weight.trainable for weight in layers.base),
         heads=facts.heads,
@@ -147,7 +183,13 @@ def _main_block(facts: ModelFacts) -> tuple[Weight, ...]:
 
 def _layers_of(weights: tuple[Weight, ...]) -> _Layers:
     """Sort the weights of a block by what they do."""
-    linear = [w for w in weights if len(w.shape) == 2 and w.is_of_linear_layer]
+    linear = []
+    experts = []
+    for weight in weights:
+        if len(weight.shape) == 3:
+            experts.append(weight)
+        elif len(weight.shape) == 2 and weight.is_of_linear_layer:
+            linear.append(weight)
     base = [weight for weight in linear if "lora_" not in weight.name]
     attention = [weight for weight in base if _is_in_attention(weight)]
     output = None
@@ -159,16 +201,18 @@ def _layers_of(weights: tuple[Weight, ...]) -> _Layers:
         attention_inputs=[weight for weight in attention if weight is not output],
         attention_output=output,
         feed=[weight for weight in base if not _is_in_attention(weight)],
-        experts=[weight for weight in weights if len(weight.shape) == 3],
+        experts=experts,
         norms=[weight for weight in weights if _is_norm(weight)],
     )
 
 
 def _is_in_attention(weight: Weight) -> bool:
+    """Return whether a weight lies in the attention of its block."""
     return any("attention" in owner.lower() for owner in weight.owners)
 
 
 def _is_norm(weight: Weight) -> bool:
+    """Return whether a weight is the scale of a norm."""
     if len(weight.shape) != 1 or not weight.owners:
         return False
     return "norm" in weight.owners[-1].lower() and weight.name.endswith("weight")
@@ -182,6 +226,7 @@ def _has_rms_norms(norms: list[Weight]) -> bool:
 
 
 def _product_of(weight: Weight) -> Product:
+    """Return the product of a linear layer. Only a column-parallel layer has cut outputs."""
     return Product(weight.outputs, weight.style.startswith("colwise"))
 
 
@@ -192,6 +237,7 @@ def _attention_widths(facts: ModelFacts, layers: _Layers) -> tuple[int, int]:
     # The layer behind attention takes as many inputs as there are entries of queries.
     queries = layers.attention_output.inputs
     together = sum(weight.outputs for weight in layers.attention_inputs)
+    # Half of the rest: keys and values are equally wide.
     keys = max(0, together - queries) // 2
     return queries, keys
 
@@ -199,13 +245,18 @@ def _attention_widths(facts: ModelFacts, layers: _Layers) -> tuple[int, int]:
 def _feed_width(facts: ModelFacts, layers: _Layers, chosen: int) -> int:
     """Return the inner width of the feed-forward part, of all `chosen` experts together."""
     if layers.experts:
-        # The inner width of one expert. The tensor of gate and up together is twice as wide.
-        one = min(w.numel // (w.shape[0] * facts.hidden) for w in layers.experts)
+        # The inner width of one expert. The tensor of gate and up together is twice as wide, so the
+        # smallest width is that of the other tensor.
+        widths = []
+        for weight in layers.experts:
+            experts = weight.shape[0]
+            widths.append(weight.numel // (experts * facts.hidden))
         # A shared expert, which every token goes through.
         shared = [w.inputs for w in layers.feed if w.outputs == facts.hidden]
-        return chosen * one + max(shared, default=0)
+        return chosen * min(widths) + max(shared, default=0)
     if not layers.feed:
         return DEFAULT_FEED_RATIO * facts.hidden
+    # The last layer takes the inner width and gives the hidden one.
     inner = layers.feed[-1].inputs
     if len(layers.feed) > MOST_DENSE_LAYERS:
         return chosen * inner
@@ -213,9 +264,13 @@ def _feed_width(facts: ModelFacts, layers: _Layers, chosen: int) -> int:
 
 
 def _is_gated(layers: _Layers, feed_width: int) -> bool:
-    """Return whether the feed-forward part multiplies by a gate, in a layer of its own or in one with up."""
+    """Return whether the feed-forward part multiplies by a gate.
+
+    The gate may have a layer of its own, or share one with up.
+    """
     if len(layers.feed) != 2 or layers.experts:
         return True
+    # Two layers: the first one may give gate and up together.
     return layers.feed[0].outputs == 2 * feed_width
 
 
@@ -223,30 +278,43 @@ def _adapted_parts(layers: _Layers, factors: list[Weight]) -> frozenset[str]:
     """Return which parts of a block have an adapter. `factors`: one weight of each adapter."""
     parts: dict[str, str] = {}
     for weight in layers.base:
+        name = _layer_name(weight)
         if _is_in_attention(weight):
-            parts[_layer_name(weight)] = "out"
+            parts[name] = "out"
         elif weight is layers.feed[-1]:
-            parts[_layer_name(weight)] = "down"
+            parts[name] = "down"
         else:
-            parts[_layer_name(weight)] = "up"
+            parts[name] = "up"
+    # These are in attention, too, and were counted as its output above.
     for weight in layers.attention_inputs:
         parts[_layer_name(weight)] = "qkv"
-    names = [_layer_name(weight) for weight in factors]
-    return frozenset(parts[name] for name in names if name in parts)
+    adapted = set()
+    for weight in factors:
+        name = _layer_name(weight)
+        if name in parts:
+            adapted.add(parts[name])
+    return frozenset(adapted)
 
 
 def _layer_name(weight: Weight) -> str:
-    """Return the name of a weight's layer, the same for the layer's own weight and for its adapter's."""
-    name = weight.name.partition(".lora_")[0].partition(".base_layer")[0]
+    """Return the name of a weight's layer, the same for its own weight and for its adapter's.
+
+    PEFT moves the own weight of an adapted layer to `base_layer`.
+    """
+    name = weight.name.partition(".lora_")[0]
+    name = name.partition(".base_layer")[0]
     return name.removesuffix(".weight")
 
 
 class AttentionMemory(NamedTuple):
     """What attention keeps besides its inputs and result."""
 
-    mask_entries: int  # entries of a mask for each token; 0 without one
-    repeats_keys: bool  # keys and values are repeated for each query head
-    score_bytes: float  # of each pair of tokens and head; 0 where attention computes in tiles
+    # Entries of a mask for each token; 0 without one.
+    mask_entries: int
+    # Keys and values are repeated for each query head.
+    repeats_keys: bool
+    # Bytes for each pair of tokens and head; 0 if attention computes in tiles.
+    score_bytes: float
     # Bytes of an entry of the mask of dropout over the results of attention and feed-forward.
     stream_mask_bytes: int
     # Results of single documents are joined for the next layer, and backward needs both.
@@ -257,29 +325,38 @@ class Setup(NamedTuple):
     """All of a layout that decides what a block keeps. It is the key of a cache."""
 
     kind: Kind
-    recomputation: str  # none, selective or full
-    length: int  # tokens of a row
+    # One of none, selective and full.
+    recomputation: str
+    # Tokens of a row.
+    length: int
     attention: AttentionMemory
     has_adapter: bool
-    adapter_drops: bool  # dropout lies before the adapters
+    # Dropout lies before the adapters.
+    adapter_drops: bool
     is_compiled: bool
     tp: int
     # How many parts tp ranks cut the residual stream into by tokens. A region gathers its input.
     stream_parts: int
     # The share of a micro-batch that a feed-forward part works on at once; 0: it takes all.
     mlp_chunk: float
-    is_offloaded: bool  # what blocks keep goes to host memory
-    leaves_device: bool  # and that is not the device's own memory, as on a CPU
+    # What blocks keep goes to host memory.
+    is_offloaded: bool
+    # And that is not the device's own memory, as on a CPU.
+    leaves_device: bool
 
     @property
     def width(self) -> int:
         """Bytes of an entry of a matrix product."""
-        return FULL if self.kind == "fp32" else LOW
+        if self.kind == "fp32":
+            return FULL
+        return LOW
 
     @property
     def stream_width(self) -> int:
         """Bytes of an entry of the hidden states between blocks, which are fp32 under autocast."""
-        return LOW if self.kind == "low" else FULL
+        if self.kind == "low":
+            return LOW
+        return FULL
 
     @property
     def gathers_again(self) -> bool:
@@ -291,29 +368,37 @@ class Setup(NamedTuple):
 
 
 def formula(layout: Layout, facts: ModelFacts) -> Activations:
-    """Return the activations of a rank of the layout, counted operator by operator."""
+    """Return the activations of a rank of the layout, counted operator by operator.
+
+    `saved_block`, `live_forward`, …: in bytes of a token of the micro-batch.
+    """
     if layout.config.memory.checkpointed_blocks is not None:
         all_blocks, no_blocks = by_kind(layout)
         return mixed(layout, facts, formula(all_blocks, facts), formula(no_blocks, facts))
     config = layout.config
-    has_adapter = isinstance(config.adapter, LoRAConfig)
     # Zero bubble takes the gradients of weights later, and keeps for them what was computed again.
     recomputation: str = layout.activation_checkpointing
     if layout.pipeline and layout.pipeline.schedule == "zero_bubble":
         recomputation = "none"
+    has_adapter = False
+    adapter_drops = False
+    if isinstance(config.adapter, LoRAConfig):
+        has_adapter = True
+        adapter_drops = config.adapter.dropout > 0
+    is_offloaded = config.memory.activation_offload
     setup = Setup(
         kind=kind_of(layout),
         recomputation=recomputation,
         length=layout.length,
         attention=_attention_memory(layout, facts),
         has_adapter=has_adapter,
-        adapter_drops=isinstance(config.adapter, LoRAConfig) and config.adapter.dropout > 0,
+        adapter_drops=adapter_drops,
         is_compiled=bool(config.compile.enabled),
         tp=layout.mesh.tp,
         stream_parts=layout.stream_parts,
         mlp_chunk=_mlp_chunk(layout),
-        is_offloaded=config.memory.activation_offload,
-        leaves_device=config.memory.activation_offload and layout.device == "cuda",
+        is_offloaded=is_offloaded,
+        leaves_device=is_offloaded and layout.device == "cuda",
     )
     return _activations(facts, setup)
 
@@ -330,11 +415,14 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
         mask_entries = layout.length * mesh.cp
     is_ring = mesh.cp > 1 and layout.strategy.context_method() == "ring"
     score_bytes = _score_bytes(layout, facts, kernel)
+    stream_mask_bytes = 0
+    if facts.drops_stream:
+        stream_mask_bytes = _mask_bytes(layout)
     return AttentionMemory(
         mask_entries=mask_entries,
-        repeats_keys=bool(mask_entries) or is_ring,
+        repeats_keys=mask_entries > 0 or is_ring,
         score_bytes=score_bytes,
-        stream_mask_bytes=_mask_bytes(layout) if facts.drops_stream else 0,
+        stream_mask_bytes=stream_mask_bytes,
         joins_documents=kernel == "documents" and not score_bytes and needs_bounds,
     )
 
@@ -343,30 +431,39 @@ def _mask_bytes(layout: Layout) -> int:
     """Return bytes of an entry of a dropout mask. On a CPU it has the type of what it multiplies."""
     if layout.device == "cuda":
         return MASK
-    return FULL if layout.precision == "fp32" else LOW
+    return WIDTH[layout.precision]
 
 
 def _score_bytes(layout: Layout, facts: ModelFacts, kernel: str) -> float:
-    """Return bytes that attention keeps of each score; 0 where it computes in tiles."""
+    """Return bytes that attention keeps of each score; 0 if it computes in tiles.
+
+    `kernel`: of `plan.attention.choice_of`.
+    """
     wanted = layout.config.model.attention
     falls_back = wanted in ("auto", "documents") and kernel in ("masked", "documents")
     if wanted == "eager" or (facts.keeps_scores and falls_back):
-        width = FULL if layout.precision == "fp32" else LOW
-        # The softmax is in fp32.
-        kept = FULL
-        if facts.caps_scores:
-            # The result of the tanh.
-            kept += width
-        if facts.drops_scores:
-            # What dropout takes, and its mask, which on a CPU has the type of the scores.
-            kept += width + (width if layout.device == "cpu" else MASK)
-        elif width < FULL:
-            # The softmax again, in the type of the values that it multiplies.
-            kept += width
-        return kept
+        return _eager_score_bytes(layout, facts)
     if facts.drops_scores and layout.device == "cpu":
         return CPU_DROPOUT_SCORES
     return 0
+
+
+def _eager_score_bytes(layout: Layout, facts: ModelFacts) -> int:
+    """Return bytes that attention of separate operators keeps of each score."""
+    width = WIDTH[layout.precision]
+    # The softmax is in fp32.
+    kept = FULL
+    if facts.caps_scores:
+        # The result of the tanh.
+        kept += width
+    if facts.drops_scores:
+        # What dropout takes, and its mask, which on a CPU has the type of the scores.
+        mask = width if layout.device == "cpu" else MASK
+        kept += width + mask
+    elif width < FULL:
+        # The softmax again, in the type of the values that it multiplies.
+        kept += width
+    return kept
 
 
 def _mlp_chunk(layout: Layout) -> float:
@@ -378,7 +475,10 @@ def _mlp_chunk(layout: Layout) -> float:
 
 
 def by_kind(layout: Layout) -> tuple[Layout, Layout]:
-    """Return two layouts for one that checkpoints only its first blocks: with all, and with none checkpointed."""
+    """Return two layouts for one that checkpoints only its first blocks.
+
+    They are the same layout with all blocks checkpointed, and with none.
+    """
     memory = layout.config.memory.model_copy(update={"checkpointed_blocks": None})
     config = layout.config.model_copy(update={"memory": memory})
     all_blocks = layout.model_copy(update={"config": config})
@@ -410,8 +510,10 @@ def mixed(layout: Layout, facts: ModelFacts, some: Activations, rest: Activation
         "saved_ends": max(some.saved_ends, rest.saved_ends),
         "offloaded": offloaded / layers,
     }
-    base = rest if plain else some
-    return base.model_copy(update=update)
+    # The fields that `update` leaves out, such as a trace's, are those of the last blocks.
+    if plain:
+        return rest.model_copy(update=update)
+    return some.model_copy(update=update)
 
 
 class _Live(NamedTuple):
@@ -422,7 +524,10 @@ class _Live(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Bytes of a token that a block keeps without recomputation: around its feed-forward part, and in it."""
+    """Bytes of a token that a block keeps without recomputation.
+
+    They are those around its feed-forward part, and those in it.
+    """
 
     around: float
     feed_forward: float
@@ -441,12 +546,15 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
     if not setup.mlp_chunk:
         everything += saved.feed_forward
     else:
-        # The feed-forward part keeps its input.
+        # The feed-forward part keeps its input alone, and makes the rest again in backward.
         everything += stream
-        live = _live_in_chunks(block, setup, live, stream, setup.mlp_chunk * saved.feed_forward)
+        kept_of_chunk = setup.mlp_chunk * saved.feed_forward
+        live = _live_in_chunks(block, setup, live, stream, kept_of_chunk)
     if setup.recomputation == "none":
         saved_block = everything
     else:
+        # A block keeps its input. What it would have kept besides lives only while its backward
+        # runs.
         saved_block = stream
         again = everything - stream
         if setup.recomputation == "selective":
@@ -458,7 +566,8 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
     saved_ends: float = _saved_ends(block, setup)
     offloaded = 0.0
     if setup.is_offloaded:
-        # Two blocks' are on the device at once. What frozen embeddings gave stays there.
+        # The activations of two blocks are on the device at once: those that are used, and those
+        # that are copied beside it (engine.offload). What frozen embeddings gave stays there.
         here = 2 * saved_block
         if not block.is_trainable:
             here += whole_stream
@@ -477,13 +586,22 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
 
 
 def _gathered(block: Block, setup: Setup) -> int:
-    """Return the bytes of a token that a region gathers of a cut stream while it runs."""
-    return setup.width * block.hidden if setup.stream_parts > 1 else 0
+    """Return the bytes of a token that a region gathers of a cut stream while it runs.
+
+    A region is a part that tensor parallelism cuts by its weights: attention, and feed-forward.
+    """
+    if setup.stream_parts > 1:
+        return setup.width * block.hidden
+    return 0
 
 
 def _inner_width(block: Block, setup: Setup) -> float:
-    """Return a rank's inner width of the feed-forward part, times the chunk that is there at once."""
-    return block.feed_width / setup.tp * (setup.mlp_chunk or 1.0)
+    """Return a rank's inner width of the feed-forward part, in entries of a token.
+
+    With chunks it is the width times the share of the micro-batch that is there at once.
+    """
+    chunk = setup.mlp_chunk or 1.0
+    return block.feed_width / setup.tp * chunk
 
 
 def _feed_forward_results(block: Block, setup: Setup) -> float:
@@ -498,7 +616,7 @@ def _casts_for_adapters(setup: Setup) -> bool:
 
 
 def _live_without_recomputation(block: Block, setup: Setup) -> _Live:
-    """Return what a block has on top of what it saves while it computes."""
+    """Return what a block has on top of what it saves while it computes, in bytes of a token."""
     whole_stream = setup.stream_width * block.hidden
     stream = whole_stream / setup.stream_parts
     inner = _inner_width(block, setup)
@@ -511,7 +629,9 @@ def _live_without_recomputation(block: Block, setup: Setup) -> _Live:
     if _casts_for_adapters(setup):
         backward += CASTS_BACKWARD * inner
         forward += CASTS_FORWARD * inner + CASTS_FORWARD * block.hidden
-    backward += gathered * (2 if setup.gathers_again else 1)
+    # The gradient of a gathered input; and the input too, if backward gathers it anew.
+    gathered_tensors = 2 if setup.gathers_again else 1
+    backward += gathered * gathered_tensors
     # The embedding's result is there while blocks run.
     forward += 2 * gathered + whole_stream - stream
     return _Live(forward, backward)
@@ -546,20 +666,27 @@ def _selective(block: Block, setup: Setup) -> tuple[float, float]:
     """
     outputs = 0.0
     for product in block.products[::2]:
-        outputs += product.outputs / (setup.tp if product.is_cut else 1)
+        parts = setup.tp if product.is_cut else 1
+        outputs += product.outputs / parts
     queries = block.query_width / setup.tp
     log_sum_exp = LOG_SUM_EXP * block.heads / setup.tp
     kept = setup.width * (outputs + queries) + log_sum_exp
     # A block keeps attention's result anyway, and if no adapter adds to them, its values and gate.
     anyway = queries
     if not block.adapter_ranks:
-        gate = _inner_width(block, setup) if block.is_gated else 0
-        anyway = queries + (block.key_width / setup.tp + gate)
+        values = block.key_width / setup.tp
+        gate: float = 0
+        if block.is_gated:
+            gate = _inner_width(block, setup)
+        anyway = queries + (values + gate)
     return kept, setup.width * anyway + log_sum_exp
 
 
 def _saved_ends(block: Block, setup: Setup) -> int:
-    """Return the bytes that rotary positions, the last norm and the head's input keep of a token."""
+    """Return the bytes that rotary positions, the last norm and the head's input keep of a token.
+
+    All blocks share the tables of the rotary embedding, so they count once.
+    """
     head_width = max(1, block.query_width // block.heads)
     rotary = ROTARY_TABLES * setup.stream_width * head_width
     # The last norm keeps its input in fp32 and, for its weight's gradient, what it has normed.
@@ -580,8 +707,15 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
     main = _main_block(facts)
     sides = 0.0
     for weights, number in facts.kinds_of_blocks:
-        if weights is not main and any(weight.trainable for weight in weights):
-            sides += number * sum(sum(w.shape) for w in weights if len(w.shape) == 2)
+        # The tower has the other kinds of blocks. A frozen tower keeps nothing.
+        is_of_tower = weights is not main
+        if not is_of_tower or not any(weight.trainable for weight in weights):
+            continue
+        inputs_and_outputs = 0
+        for weight in weights:
+            if len(weight.shape) == 2:
+                inputs_and_outputs += sum(weight.shape)
+        sides += number * inputs_and_outputs
     width = LOW if low else FULL
     return PATCHES_PER_IMAGE_TOKEN * TOWER_SURPLUS * width * sides
 
@@ -593,12 +727,13 @@ def _saved_without_recomputation(facts: ModelFacts, block: Block, setup: Setup) 
     too. Of a region's gathered input, a rank keeps its part or all of it (`Setup.gathers_again`).
     """
     around = _saved_by_norms(block, setup)
-    copies_qkv, copies_up = _copies_of_inputs(block, setup)
+    copies = _copies_of_inputs(block, setup)
     feed_forward: float = 0.0
+    # The inputs of frozen layers without adapters are not kept: no gradient needs them.
     if block.keeps_input_of("qkv"):
-        around += setup.width * block.hidden * copies_qkv
+        around += setup.width * block.hidden * copies.qkv
     if block.keeps_input_of("up"):
-        feed_forward = setup.width * block.hidden * copies_up
+        feed_forward = setup.width * block.hidden * copies.up
     if setup.adapter_drops:
         dropped = _saved_by_adapter_dropout(block, setup)
         around += dropped.around
@@ -626,28 +761,40 @@ def _saved_by_norms(block: Block, setup: Setup) -> float:
         entry = FULL
         if block.is_trainable:
             entry += setup.stream_width
-    statistics = RMS_STATISTICS if block.has_rms_norms else LAYER_NORM_STATISTICS
+    statistics = LAYER_NORM_STATISTICS
+    if block.has_rms_norms:
+        statistics = RMS_STATISTICS
     return block.norms * (block.hidden * entry + statistics) / setup.stream_parts
 
 
-def _copies_of_inputs(block: Block, setup: Setup) -> tuple[float, float]:
-    """Return how many copies of the norms' results are kept for q, k and v, and for gate and up."""
+class _Copies(NamedTuple):
+    """How many copies of the norms' results a block keeps: for q, k and v, and for gate and up."""
+
+    qkv: float
+    up: float
+
+
+def _copies_of_inputs(block: Block, setup: Setup) -> _Copies:
+    """Return how many copies of the norms' results are kept as the inputs of layers."""
     if setup.kind == "autocast" and setup.stream_parts == 1:
         # Autocast makes each layer a copy of its own out of the fp32 result of the norm.
-        return 3, 2 if block.is_gated else 1
+        layers_of_feed_forward = 2 if block.is_gated else 1
+        return _Copies(3, layers_of_feed_forward)
     if setup.gathers_again:
         share = 1 / setup.stream_parts
-        return share, share
-    return 1, 1
+        return _Copies(share, share)
+    return _Copies(1, 1)
 
 
 def _saved_by_adapter_dropout(block: Block, setup: Setup) -> _Saved:
-    """Return what dropout before adapters keeps: a mask and a dropped copy of its own for each adapter.
+    """Return what dropout before adapters keeps.
 
-    Adapters of q, k and v, and those of gate and up, would share one input otherwise; under autocast
-    each has a copy of it already.
+    It keeps a mask and a dropped copy of its own for each adapter. Adapters of q, k and v, and those
+    of gate and up, would share one input otherwise; under autocast each has a copy of it already.
     """
-    copy = 0 if setup.kind == "autocast" else setup.width
+    copy = setup.width
+    if setup.kind == "autocast":
+        copy = 0
     queries = block.query_width / setup.tp
     around: float = 0
     feed_forward: float = 0
@@ -678,6 +825,7 @@ def _add_attention(block: Block, setup: Setup, saved: float) -> float:
     saved += setup.width * (attention.mask_entries + entries)
     if attention.joins_documents and block.keeps_input_of("out"):
         saved += setup.width * queries
+    # Each token has a score for each token of its row, or one log-sum-exp in place of them.
     scores = setup.length * attention.score_bytes or LOG_SUM_EXP
     # Dropout lies over the results of attention and of the feed-forward part.
     masks = 2 * block.hidden * attention.stream_mask_bytes / setup.stream_parts
@@ -691,42 +839,61 @@ def _add_attention(block: Block, setup: Setup, saved: float) -> float:
 def _saved_by_routing(block: Block, setup: Setup) -> float:
     """Return what a mixture keeps: rows in the order of experts, what experts give, and the orders."""
     rows = 2 * _expert_width(block, setup) * block.hidden
-    return block.experts_per_token / setup.tp * (rows + ORDERS_OF_A_CHOICE * INDEX)
+    orders = ORDERS_OF_A_CHOICE * INDEX
+    return block.experts_per_token / setup.tp * (rows + orders)
 
 
 def _expert_width(block: Block, setup: Setup) -> int:
-    """Return bytes of an entry of experts' products, which have the type of the weights under autocast."""
+    """Return bytes of an entry of experts' products.
+
+    Under autocast they have the type of the weights.
+    """
     if setup.kind == "autocast" and block.is_trainable:
         return FULL
     return setup.width
 
 
 def _saved_by_feed_forward(facts: ModelFacts, block: Block, setup: Setup) -> float:
-    """Return what lies inside of the feed-forward part: inputs of its activation and of its last layer."""
-    if setup.is_compiled:
-        tensors = COMPILED_GATED_ACTIVATION if block.is_gated else FUSED_ACTIVATION
-    elif block.is_gated:
-        tensors = GATED_ACTIVATION
-    elif facts.classes & PYTHON_GELU:
-        tensors = PYTHON_GELU_ACTIVATION
-        if setup.kind != "fp32":
-            tensors += 1
-    else:
-        tensors = FUSED_ACTIVATION
+    """Return what lies inside of the feed-forward part, in bytes of a token.
+
+    It is the inputs of its activation and of its last layer.
+    """
+    tensors = _activation_tensors(facts, block, setup)
     if block.experts_per_token and "GptOssExperts" in facts.classes:
         tensors += GPT_OSS_ACTIVATION
+    # Compiled code makes the input of the last layer again out of the activation's.
     if block.keeps_input_of("down") and not setup.is_compiled:
         tensors += 1
-    width = _expert_width(block, setup) if block.experts_per_token else setup.width
+    width = setup.width
+    if block.experts_per_token:
+        width = _expert_width(block, setup)
     return width * (block.feed_width / setup.tp) * tensors
+
+
+def _activation_tensors(facts: ModelFacts, block: Block, setup: Setup) -> int:
+    """Return how many tensors of the inner width the activation keeps."""
+    if setup.is_compiled:
+        if block.is_gated:
+            return COMPILED_GATED_ACTIVATION
+        return FUSED_ACTIVATION
+    if block.is_gated:
+        return GATED_ACTIVATION
+    if facts.classes & PYTHON_GELU:
+        if setup.kind == "fp32":
+            return PYTHON_GELU_ACTIVATION
+        return PYTHON_GELU_ACTIVATION + 1
+    return FUSED_ACTIVATION
 
 
 class HeadBytes(NamedTuple):
     """Bytes of logits and of the head's gradient on a rank."""
 
-    loss: float  # while the objective computes
-    backward: float  # from there to the end of the head's backward
-    left: float  # from there on
+    # While the objective computes.
+    loss: float
+    # From there to the end of the head's backward.
+    backward: float
+    # From there on.
+    left: float
 
 
 def head_bytes(
@@ -737,22 +904,28 @@ def head_bytes(
     `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all.
     `tokens`: of the micro-batch. `trainable`: the head has a gradient.
     """
-    weight = float(FULL) * vocabulary * hidden if trainable else 0.0
+    weight = 0.0
+    if trainable:
+        weight = float(FULL) * vocabulary * hidden
     # The gradient has the type of the weight once all chunks have been added up in fp32.
     left = weight / 2 if kind == "low" else weight
+    # Logits in the type in which the head computes stand beside the fp32 ones.
+    low_logits = 0 if kind == "fp32" else LOW
     if chunk == 0:
         logits = tokens * vocabulary
-        # fp32 logits and log-softmax, and low logits where the head computes in 16 bits.
-        in_loss = 2 * FULL if kind == "fp32" else 2 * FULL + LOW
+        # fp32 logits and log-softmax.
+        in_loss = 2 * FULL + low_logits
         # Log-softmax; then its gradient twice besides it.
         in_backward = 3 * FULL
         return HeadBytes(in_loss * logits, in_backward * logits + left, left)
     rows = min(chunk, tokens)
     # Autocast's copy of the weight.
-    cast = float(LOW) * vocabulary * hidden if kind == "autocast" else 0.0
+    cast = 0.0
+    if kind == "autocast":
+        cast = float(LOW) * vocabulary * hidden
+    # The gradient of the hidden states, which chunks add their rows to.
     gradient = FULL * tokens * hidden
-    # All is written over the fp32 logits; a low copy stands beside them. The chunk before is still
-    # there when the next is made.
-    entry = FULL if kind == "fp32" else FULL + LOW
+    # All is written over the fp32 logits. The chunk before is still there when the next is made.
+    entry = FULL + low_logits
     logits = entry * min(2 * rows, tokens) * vocabulary
     return HeadBytes(logits + weight + cast + gradient, 2 * weight + gradient, left)

@@ -1,7 +1,10 @@
 """Predict the seconds in which a device computes a step.
 
-They are those of matrix products, attention, the bytes that the operators between them move, the
-unpacking of weights, and the host that starts all kernels. All functions are pure.
+A device spends time on matrix products, on attention, on the bytes that the operators between them
+move through its memory, and on unpacking weights. A GPU also waits for the host that starts its
+kernels. FLOPs and bytes are counted for one token of one micro-batch, then scaled to the step.
+
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class BlockStarts(NamedTuple):
 
 
 # The share of what a block moves that tensor parallelism leaves whole if it does not cut the
-# residual stream (Korthikanti et al. 2022, section 4.1).
+# residual stream. Of the 34 bytes that a block keeps of each entry of a token, 10 belong to norms,
+# dropout and the inputs of regions (Korthikanti et al. 2022, section 4.1).
 WHOLE = 10 / 34
 # Bytes that the cross-entropy moves for each token and word, counted in models.losses.
 MOVED_HEAD = 50.0
@@ -64,16 +68,25 @@ MOVED_CAST = 3.0
 
 @dataclass(frozen=True)
 class Passes:
-    """A quantity of forward, of backward, and of what backward computes again."""
+    """A quantity by pass: FLOPs, bytes or seconds.
+
+    `again`: of the forward that backward runs once more for activation checkpointing.
+    """
 
     forward: float
     backward: float
     again: float = 0.0
 
     def __mul__(self, factor: float) -> Passes:
-        return Passes(factor * self.forward, factor * self.backward, factor * self.again)
+        """Scale each pass by the same factor."""
+        return Passes(
+            factor * self.forward,
+            factor * self.backward,
+            factor * self.again,
+        )
 
     def __add__(self, other: Passes) -> Passes:
+        """Add pass by pass."""
         return Passes(
             self.forward + other.forward,
             self.backward + other.backward,
@@ -95,16 +108,19 @@ def compute_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> Comp
     host = _host_seconds(layout, facts, lines)
     if layout.device == "cpu":
         # The cores that start kernels also run them.
-        total = device + (host + _loop_seconds(layout, lines))
+        loop = _loop_seconds(layout, lines)
+        total = device + (host + loop)
         return ComputeSeconds(total.forward, total.backward + total.again)
-    return ComputeSeconds(
-        _blend(device.forward, host.forward),
-        _blend(device.backward + device.again, host.backward + host.again),
-    )
+    forward = _blend(device.forward, host.forward)
+    backward = _blend(device.backward + device.again, host.backward + host.again)
+    return ComputeSeconds(forward, backward)
 
 
 def _blend(device: float, host: float) -> float:
-    """Return the seconds of a device and a host that wait for each other in turn (cost.fitted)."""
+    """Return the seconds of a device and a host that wait for each other in turn.
+
+    It is a little more than the larger of both, most if both are equal (cost.fitted.BLEND).
+    """
     total = device**fitted.BLEND + host**fitted.BLEND
     return float(total ** (1 / fitted.BLEND))
 
@@ -116,6 +132,7 @@ def _tokens(layout: Layout) -> float:
 
 def _block_calls(layout: Layout, facts: ModelFacts) -> float:
     """Return how often a rank calls a block in the forward of a step."""
+    # `block_weights` has the blocks of a vision tower, too. It may be empty.
     blocks = len(facts.block_weights) or facts.layers
     return layout.batch.accumulation * blocks / layout.mesh.pp
 
@@ -128,17 +145,21 @@ def _bandwidth(cluster: Cluster) -> float:
 def _device_seconds(
     layout: Layout, facts: ModelFacts, cluster: Cluster, lines: Operators
 ) -> Passes:
-    """Return the seconds in which the device runs the kernels of a step."""
+    """Return the seconds in which the device runs the kernels of a step.
+
+    `lines`: what a block takes besides its products.
+    """
     mesh = layout.mesh
     rounds = layout.batch.accumulation
     kind = layout.activation_checkpointing
     recomputed = recomputed_share(layout, facts)
     tokens = _tokens(layout)
-    # FLOP/s over the tokens of a step: seconds are FLOPs of a token over these rates.
-    rate = _product_rate(layout, facts, cluster, tokens) * mesh.tp * mesh.pp / (rounds * tokens)
-    attention_rate = (
-        cluster.attention_rate(layout.precision) * mesh.tp * mesh.pp / (rounds * tokens)
-    )
+    # FLOP/s over the tokens of a step: seconds are FLOPs of a token over these rates. tp × pp ranks
+    # share the FLOPs of a token.
+    product_rate = _product_rate(layout, facts, cluster, tokens)
+    rate = product_rate * mesh.tp * mesh.pp / (rounds * tokens)
+    attention_rate = cluster.attention_rate(layout.precision)
+    attention_rate = attention_rate * mesh.tp * mesh.pp / (rounds * tokens)
     cast_bytes = 0.0
     if layout.fp8:
         fp8 = _of_fp8(layout, facts, cluster, rate)
@@ -148,70 +169,94 @@ def _device_seconds(
     seconds = products * (1 / rate)
     seconds += attention_flops(facts, kind, recomputed) * (1 / attention_rate)
 
+    # Of one call of one block.
     block_bytes = bytes_moved(layout, facts) * (tokens / max(1, facts.layers))
     calls = _block_calls(layout, facts)
     seconds += Passes(
-        calls * block_bytes.forward / lines.forward.bandwidth,
-        calls * block_bytes.backward / lines.backward.bandwidth,
-        calls * block_bytes.again / lines.forward.bandwidth,
+        forward=calls * block_bytes.forward / lines.forward.bandwidth,
+        backward=calls * block_bytes.backward / lines.backward.bandwidth,
+        # What runs again is a forward.
+        again=calls * block_bytes.again / lines.forward.bandwidth,
     )
-    # A third is moved forward, two thirds backward.
+    # The head and the casts: a third is moved forward, two thirds backward.
     head_bytes = MOVED_HEAD * facts.vocab_size / mesh.tp + cast_bytes
     head_third = head_bytes / 3 * rounds * tokens / mesh.pp
     seconds += Passes(head_third, 2 * head_third) * (1 / _bandwidth(cluster))
     if packed_bits(layout.config):
+        # Backward needs the weights for the gradients of inputs, and unpacks them anew.
         unpacking = _unpacking_seconds(layout, facts, cluster)
         seconds += Passes(unpacking, unpacking, unpacking * recomputed)
     return seconds
 
 
 def _product_rate(layout: Layout, facts: ModelFacts, cluster: Cluster, tokens: float) -> float:
-    """Return the FLOP/s of matrix products of `tokens` rows and the model's hidden width."""
+    """Return the FLOP/s of matrix products of `tokens` rows and the model's hidden width.
+
+    A device without a rate for the precision computes at its rate in fp32.
+    """
     precision = layout.precision
     rows = max(1, round(tokens))
     rate = cluster.rate(precision, rows, facts.hidden) or cluster.rate("fp32")
+    # Rates that `drumline calibrate` measured are of products of this size already.
     is_measured = precision in cluster.calibration.products
     if layout.device == "cuda" and not is_measured and not layout.config.images_alone:
-        # The last wave of tiles does not fill the device.
+        # The last wave of tiles does not fill the device. The fewer tiles, the more this counts.
         tiles = tokens / TILE_ROWS * facts.hidden / layout.mesh.tp / TILE_COLUMNS
         rate *= tiles / (tiles + fitted.TILES)
     return rate
 
 
 def _all_product_flops(layout: Layout, facts: ModelFacts, recomputed: float) -> Passes:
-    """Return the FLOPs of a token's products, on a GPU with the surplus that runs were found to take."""
+    """Return the FLOPs of a token's products, on a GPU with the surplus that runs were found to take.
+
+    `recomputed`: the share of the blocks that backward computes again.
+    """
     is_chunked = bool(layout.config.memory.mlp_chunk)
     products = product_flops(facts, layout.activation_checkpointing, recomputed, is_chunked)
     products += Passes(scoring_flops(layout, facts), 0.0)
     if layout.device != "cuda":
+        # The surplus was fitted to GPUs.
         return products
     products *= fitted.PRODUCTS
+    # Backward has the products of forward for the gradients of inputs, and those of weights.
     of_weights = max(0.0, products.backward - products.forward)
-    return products + Passes(0.0, (fitted.WEIGHT_GRADIENTS - 1) * of_weights)
+    surplus = (fitted.WEIGHT_GRADIENTS - 1) * of_weights
+    return products + Passes(0.0, surplus)
 
 
 def _unpacking_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
     """Return the seconds in which a rank unpacks its weights once in each micro-batch."""
     mesh = layout.mesh
+    # Packed weights are counted as fewer entries of the run's precision.
     saved = facts.parameters - as_kept(layout, facts).parameters
     # An entry keeps `bits` of its width.
-    entries = saved / (1 - packed_bits(layout.config) / 8 / WIDTH[layout.precision])
+    kept_share = packed_bits(layout.config) / 8 / WIDTH[layout.precision]
+    entries = saved / (1 - kept_share)
     moved = layout.batch.accumulation * fitted.UNPACKED * entries / (mesh.tp * mesh.pp)
     return moved / _bandwidth(cluster)
 
 
 def _host_seconds(layout: Layout, facts: ModelFacts, lines: Operators) -> Passes:
-    """Return the seconds in which the host starts the kernels of a step."""
+    """Return the seconds in which the host starts the kernels of a step.
+
+    `lines`: their latency is the seconds of a block.
+    """
     adapters = adapted_layers(facts).layers
     forward = lines.forward.latency + adapters * STARTS_ADAPTED.forward
     backward = lines.backward.latency + adapters * STARTS_ADAPTED.backward
     if layout.config.compile.enabled:
-        forward *= fitted.KERNELS_COMPILED[0] / fitted.KERNELS[0]
-        backward *= fitted.KERNELS_COMPILED[1] / fitted.KERNELS[1]
+        # In proportion to the kernels that are left.
+        forward_kernels, backward_kernels = fitted.KERNELS
+        forward_compiled, backward_compiled = fitted.KERNELS_COMPILED
+        forward *= forward_compiled / forward_kernels
+        backward *= backward_compiled / backward_kernels
+    # Hooks are Python, which is not compiled.
     hooks = fitted.HOOK * layout.strategy.hooked * modules_of_block(facts)
     forward += hooks
     backward += hooks
-    block = Passes(forward, backward, recomputed_share(layout, facts) * forward)
+    again = recomputed_share(layout, facts) * forward
+    block = Passes(forward, backward, again)
+    # Under nn.DataParallel one process starts the kernels of all devices.
     return block * (_block_calls(layout, facts) * layout.devices_per_rank)
 
 
@@ -219,11 +264,16 @@ def _loop_seconds(layout: Layout, lines: Operators) -> Passes:
     """Return the seconds of a CPU outside of the blocks; cost.fitted.LOOP counts them in blocks."""
     block = lines.forward.latency + lines.backward.latency
     of_step, of_micro_batch = fitted.LOOP
-    return Passes(of_micro_batch * layout.batch.accumulation * block, of_step * block)
+    of_micro_batches = of_micro_batch * layout.batch.accumulation * block
+    return Passes(of_micro_batches, of_step * block)
 
 
 class Operators(NamedTuple):
-    """Lines of what a block takes besides its products: seconds of its host, bytes per second."""
+    """What a block takes besides its products, by pass.
+
+    Each is a line: seconds in which the host starts the kernels (`latency`), and the bytes per second
+    that they move (`bandwidth`).
+    """
 
     forward: Measured
     backward: Measured
@@ -235,21 +285,26 @@ def operators(layout: Layout, cluster: Cluster) -> Operators:
     if measured is None:
         bandwidth = _bandwidth(cluster)
         starts = STARTS[layout.precision]
-        return Operators(Measured(starts.forward, bandwidth), Measured(starts.backward, bandwidth))
+        forward = Measured(starts.forward, bandwidth)
+        backward = Measured(starts.backward, bandwidth)
+        return Operators(forward, backward)
     # Calibration counts the bytes of hidden states, of which a block in 16 bits moves so many.
     forward, backward = measured
+    forward_bandwidth = forward.bandwidth * fitted.MOVED / FORWARD_STATES
+    backward_bandwidth = backward.bandwidth * fitted.MOVED / BACKWARD_STATES
     return Operators(
-        replace(forward, bandwidth=forward.bandwidth * fitted.MOVED / FORWARD_STATES),
-        replace(backward, bandwidth=backward.bandwidth * fitted.MOVED / BACKWARD_STATES),
+        replace(forward, bandwidth=forward_bandwidth),
+        replace(backward, bandwidth=backward_bandwidth),
     )
 
 
 def bytes_moved(layout: Layout, facts: ModelFacts) -> Passes:
     """Return the bytes that all blocks move for each token besides the arithmetic of products.
 
-    A third of them is moved forward.
+    A third of them is moved forward, two thirds backward.
     """
     tp = layout.mesh.tp
+    # The constants are bytes in 16 bits, that is of 2 bytes an entry.
     width = WIDTH[layout.precision] / 2
     moved = fitted.MOVED
     moved_adapted = fitted.MOVED_ADAPTED
@@ -283,12 +338,17 @@ def adapted_layers(facts: ModelFacts) -> Adapted:
                 factors += number
                 # The other side of a factor is the rank of the adapter.
                 entries += number * max(weight.shape)
-    return Adapted(factors / 2 / max(1, len(facts.block_weights)), entries)
+    # Each layer has two factors.
+    layers = factors / 2 / max(1, len(facts.block_weights))
+    return Adapted(layers, entries)
 
 
 @lru_cache(maxsize=1024)
 def modules_of_block(facts: ModelFacts) -> float:
-    """Return the number of modules of a block that have weights of their own, mean over blocks."""
+    """Return the number of modules of a block that have weights of their own, mean over blocks.
+
+    DeepSpeed's ZeRO-3 has hooks on each of them (cost.fitted.HOOK).
+    """
     total = 0
     for block, number in facts.kinds_of_blocks:
         names = {weight.name.rpartition(".")[0] for weight in block}
@@ -316,6 +376,7 @@ def product_flops(
     forward = forward_flops(facts)
     attention = facts.layers * facts.attention_flops
     products = forward - attention / 3
+    # Checkpointing leaves the head alone.
     of_blocks = max(0.0, products - FLOPS_OF_PRODUCT * facts.head_parameters)
     again = 0.0
     if checkpointing == "selective":
@@ -325,7 +386,8 @@ def product_flops(
     if chunked:
         feed_forward = sum(of_mlp(block) for block in facts.block_weights)
         again += float(FLOPS_OF_PRODUCT) * feed_forward
-    return Passes(products, facts.flops_per_token - attention - products, again)
+    backward = facts.flops_per_token - attention - products
+    return Passes(products, backward, again)
 
 
 def attention_flops(facts: ModelFacts, checkpointing: str, part: float = 1.0) -> Passes:
@@ -344,7 +406,10 @@ def attention_flops(facts: ModelFacts, checkpointing: str, part: float = 1.0) ->
 
 
 class _Fp8(NamedTuple):
-    """`rate`: FLOP/s over the tokens of a step. `cast_bytes`: moved by casts for each token."""
+    """What fp8 changes of a step.
+
+    `rate`: FLOP/s over the tokens of a step. `cast_bytes`: moved by casts for each token.
+    """
 
     rate: float
     cast_bytes: float
@@ -363,11 +428,13 @@ def _of_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float) ->
             if takes_fp8(weight):
                 entries += weight.numel
                 sides += sum(weight.shape)
+    # The share of the seconds of all products that fp8 saves.
     spared = 0.0
     peaks = cluster.device.flops
     if "fp8" in peaks:
         share = float(FLOPS_OF_TRAINABLE) * entries / facts.flops_per_token
-        spared = share * (1 - peaks.get("bf16", 0.0) / peaks["fp8"])
+        seconds_over_bf16 = peaks.get("bf16", 0.0) / peaks["fp8"]
+        spared = share * (1 - seconds_over_bf16)
     cast_bytes = 2 * MOVED_CAST * sides / layout.mesh.tp
     return _Fp8(rate / (1 - spared), cast_bytes)
 

@@ -50,18 +50,21 @@ from drumline.planner.cost.activations import (
 from drumline.planner.cost.terms import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
 from drumline.planner.strategies.base import cost_of
 
-CONTEXT = (
-    2**29
-)  # bytes of CUDA's context and its kernels (docs/explanations/planner.md, "Constants")
-GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
+# Bytes of CUDA's context and its kernels: 0.5 GiB, a published reading (docs/explanations/planner.md,
+# "Constants").
+CONTEXT = 2**29
+# Bytes of one NCCL communicator. Published readings are 0.5 to 0.7 GB.
+GROUP = 600_000_000
 # The phases that an estimate reports as backward: through the head, through the blocks, the end of
 # backward, and averaging after it.
 BACKWARD = ("head", "blocks", "end", "average")
 # Bytes of activations for each FLOP of a step on an image. fp32 ResNet-50 and ViT-B/16 need less.
 BYTES_PER_IMAGE_FLOP = 0.004
-# The share of the tokens of a vision-language model that is taken to stand for images.
+# The share of the tokens of a vision-language model that is taken to stand for images: a guess, as
+# the rows are not read for a plan.
 IMAGE_SHARE = 0.5
-# A pipeline with more ranks than this is estimated on three of them.
+# A pipeline with more ranks than this is estimated on three of them. A search estimates thousands of
+# layouts.
 MOST_RANKS_CHECKED = 3
 # fp32 matrices that DoRA makes of an adapted weight's shape: the product of the factors, the scaled
 # product, and its sum with the weight. With weights in 16 bits the fp32 weight is one more.
@@ -73,7 +76,8 @@ NORM_GRADIENTS = 3
 ZERO_BUBBLE_SURPLUS = 1.25
 # fp32 tensors of the logits of the last tokens while a sampler chooses the next ones.
 SAMPLED_LOGITS = 3.0
-# Bytes of a file of weights that are mapped at once while it is loaded. The kernel can drop the pages.
+# Bytes of a file of weights that are mapped at once while it is loaded. The kernel can drop the
+# other pages.
 WINDOW = 2**30
 # The last blocks keep their activations on the device: backward needs them at once.
 BLOCKS_NOT_OFFLOADED = 2
@@ -84,9 +88,11 @@ def memory(
 ) -> Memory:
     """Return the bytes of the fullest rank; in a pipeline, of the rank with the highest peak.
 
+    `facts`: of the whole model.
     `activations`: traced ones, which must have the layout's precision, checkpointing, adapter and
     tensor parallelism. Without them the formula is used.
     """
+    # Experts are cut over ranks first. From here on each rank counts its own experts only.
     facts = experts_over(facts, layout.mesh.ep)
     engine = _sampling_engine_bytes(layout, cluster)
     if activations is None:
@@ -97,7 +103,10 @@ def memory(
 
 
 def _sampling_engine_bytes(layout: Layout, cluster: Cluster) -> int:
-    """Return the bytes of vLLM's engine in each rank: it keeps its share of the GPU (rl.vllm)."""
+    """Return the bytes of vLLM's engine in each rank.
+
+    It takes the share of the GPU that the config gives it at its start, and keeps it (rl.vllm).
+    """
     generator = getattr(layout.config.algorithm, "generator", None)
     if not isinstance(generator, VLLMGenerator) or layout.device != "cuda":
         return 0
@@ -118,7 +127,8 @@ def _ranks_to_check(layout: Layout, facts: ModelFacts) -> list[int]:
     first, *between, last = ranks
 
     def blocks_in_flight(rank: int) -> float:
-        return in_flight(layout, rank, stage_of(layout, facts, rank).blocks).blocks
+        stage = stage_of(layout, facts, rank)
+        return in_flight(layout, rank, stage.blocks).blocks
 
     return [first, max(between, key=blocks_in_flight), last]
 
@@ -132,7 +142,10 @@ def stage_of(layout: Layout, facts: ModelFacts, rank: int) -> Part:
 
 
 def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """Return the weights, gradients and moments of a rank that has the part `mine` of the model."""
+    """Return the weights, gradients and moments of a rank that has the part `mine` of the model.
+
+    The bytes are those that the engine allocates between two steps.
+    """
     kept = as_kept(layout, experts_over(facts, layout.mesh.ep))
     state = cost_of(layout.strategy).state(layout, kept, mine)
     bits = packed_bits(layout.config)
@@ -164,9 +177,11 @@ def _unpacked_bytes(layout: Layout, facts: ModelFacts, mine: Part) -> float:
     bits = packed_bits(layout.config)
     if not bits:
         return 0.0
+    # Bytes of an entry of the weight.
     width = 0
     if layout.device != "cuda":
-        width += 2 * FULL if bits == 4 else FULL
+        fp32_copies = 2 if bits == 4 else 1
+        width += fp32_copies * FULL
     if layout.precision != "fp32" or layout.device == "cuda":
         width += LOW
     _, largest = packed_scales(facts, mine, bits)
@@ -186,8 +201,10 @@ def of_rank(
     auxiliary = auxiliary_state(layout, facts, rank)
     buffers = _buffers(layout, facts, mine, state, kept)
     phases = _phases(layout, facts, mine, rank, state, buffers, kept)
+    # Sampling is over before the first gradient, and keeps nothing of a step.
     phases["rollout"] = Phase(0.0, _rollout(layout, facts), 0.0, 0.0)
 
+    # What samples beside the policy: vLLM's engine, or a copy of the weights.
     sampler = engine
     if samples_copy(layout):
         sampler += WIDTH[layout.precision] * facts.parameters
@@ -203,12 +220,17 @@ def of_rank(
             total += auxiliary.gradients
         totals[name] = math.ceil(total)
 
+    # The first of equal phases, in the order in which they run.
     peak_name = max(totals, key=totals.__getitem__)
     peak = totals[peak_name]
     at_peak = phases[peak_name]
     overhead = _overhead(layout)
     # What lies still leaves no gaps between blocks of the allocator.
     changing = max(0.0, peak - base - at_peak.gradients)
+    fragments = _fragments(layout) * changing
+    phase_name = peak_name
+    if peak_name in BACKWARD:
+        phase_name = "backward"
     return Memory(
         parameters=parameters,
         gradients=state.gradients + auxiliary.gradients,
@@ -218,8 +240,8 @@ def of_rank(
         buffers=math.ceil(at_peak.buffers) + sampler,
         overhead=overhead,
         peak=peak,
-        reserved=math.ceil(peak + _fragments(layout) * changing) + overhead,
-        phase="backward" if peak_name in BACKWARD else peak_name,
+        reserved=math.ceil(peak + fragments) + overhead,
+        phase=phase_name,
         phases=totals,
     )
 
@@ -250,28 +272,38 @@ def _buffers(
     layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations
 ) -> Buffers:
     """Return the strategy's buffers, with those of packed weights and of adapters."""
-    buffers = cost_of(layout.strategy).buffers(layout, as_kept(layout, facts), mine, state, kept)
+    cost = cost_of(layout.strategy)
+    buffers = cost.buffers(layout, as_kept(layout, facts), mine, state, kept)
     unpacked = _unpacked_bytes(layout, facts, mine)
     dora = _dora_bytes(facts, kind_of(layout) != "fp32")
+    block = buffers.block + unpacked + dora
     backward = buffers.backward + unpacked
     if layout.activation_checkpointing != "none":
+        # The lengths of rows are computed in forward, which runs again in backward.
         backward += dora
-    buffers = replace(buffers, block=buffers.block + unpacked + dora, backward=backward)
+    buffers = replace(buffers, block=block, backward=backward)
     adapter = layout.config.adapter
     if adapter.kind == "lora" and adapter.trainable_tokens:
-        # PEFT lays the trained rows over a copy of the embedding, which has a gradient. A head, tied
-        # or not, keeps a copy for backward.
-        embedding = WIDTH[layout.precision] * facts.vocab_size * facts.hidden
-        through = buffers.through
-        if any(_is_head(weight) for weight in facts.end_weights):
-            through += embedding
-        buffers = replace(
-            buffers,
-            forward=buffers.forward + embedding,
-            through=through,
-            begun=buffers.begun + embedding,
-        )
+        return _with_trained_rows(layout, facts, buffers)
     return buffers
+
+
+def _with_trained_rows(layout: Layout, facts: ModelFacts, buffers: Buffers) -> Buffers:
+    """Return the buffers with those of an adapter that trains rows of the embedding.
+
+    PEFT lays the trained rows over a copy of the embedding, which has a gradient. A head, tied or
+    not, keeps a copy for backward.
+    """
+    embedding = WIDTH[layout.precision] * facts.vocab_size * facts.hidden
+    through = buffers.through
+    if any(_is_head(weight) for weight in facts.end_weights):
+        through += embedding
+    return replace(
+        buffers,
+        forward=buffers.forward + embedding,
+        through=through,
+        begun=buffers.begun + embedding,
+    )
 
 
 def _is_head(weight: Weight) -> bool:
@@ -295,7 +327,8 @@ def _dora_bytes(facts: ModelFacts, is_low: bool) -> int:
                 continue
             layer = name.partition(".lora_")[0]
             rows, columns = shapes[f"{layer}.base_layer.weight"]
-            most = max(most, columns**2 + matrices * rows * columns)
+            unit_matrix = columns**2
+            most = max(most, unit_matrix + matrices * rows * columns)
     return FULL * most
 
 
@@ -334,7 +367,10 @@ def _phases(
     buffers: Buffers,
     kept: Activations,
 ) -> dict[str, Phase]:
-    """Return the phases of a step, by name; `kept`: the activations of a token."""
+    """Return the phases of a step, by name, in the order in which they run.
+
+    `rank`: of the pipeline. `kept`: the activations of a token.
+    """
     tokens = _tokens_on_device(layout)
     if layout.config.images_alone:
         activations = _image_activations(layout, facts, mine)
@@ -345,7 +381,9 @@ def _phases(
     # What is saved when the objective and the head compute.
     at_head = saved + activations.saved_by_ends
     norm = 0.0
-    if mine.last and kept.live_loss is None and not layout.config.images_alone:
+    # A trace has the norm's backward in what it measured of the loss.
+    is_traced = kept.live_loss is not None
+    if mine.last and not is_traced and not layout.config.images_alone:
         norm = NORM_GRADIENTS * FULL * tokens * facts.hidden
     every = state.gradients
     before = _gradients_before_backward(layout, state, buffers, activations)
@@ -357,16 +395,23 @@ def _phases(
     in_backward = through + buffers.begun
     in_block = in_backward + buffers.backward
     at_end = max(
-        buffers.backward + buffers.second, buffers.last, _embedding_gradient(layout, facts, mine)
+        buffers.backward + buffers.second,
+        buffers.last,
+        _embedding_gradient(layout, facts, mine),
     )
+    # Backward begins with the last block of the model. When the second one runs, what the first one
+    # saved is free, but its gradients are being reduced.
     first_block = Phase(
-        before, saved + activations.live_backward, left_by_head, in_block + buffers.first
+        gradients=before,
+        activations=saved + activations.live_backward,
+        logits=left_by_head,
+        buffers=in_block + buffers.first,
     )
     second_block = Phase(
-        before,
-        saved - activations.saved_by_block + activations.live_backward,
-        left_by_head,
-        in_block + buffers.second,
+        gradients=before,
+        activations=saved - activations.saved_by_block + activations.live_backward,
+        logits=left_by_head,
+        buffers=in_block + buffers.second,
     )
     last_block = activations.saved_by_block + activations.live_backward
     return {
@@ -382,7 +427,7 @@ def _phases(
 
 
 def _rows_on_device(layout: Layout) -> int:
-    """Return the rows of a micro-batch on one device."""
+    """Return the rows of a micro-batch on one device; nn.DataParallel splits it over several."""
     return math.ceil(layout.rows / layout.devices_per_rank)
 
 
@@ -397,6 +442,7 @@ def _image_activations(layout: Layout, facts: ModelFacts, mine: Part) -> _RankAc
     saved = _rows_on_device(layout) * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
     if layout.precision != "fp32":
         saved *= LOW / FULL
+    # Blocks are taken to keep equally much, and one of them to need as much again while it runs.
     by_block = saved / max(1, blocks)
     return _RankActivations(
         saved=saved,
@@ -417,17 +463,20 @@ def _token_activations(
     blocks = mine.blocks if layout.pipeline else facts.layers
     flight = in_flight(layout, rank, blocks)
     saved_by_ends = 0.0
-    # Only the last stage has a norm and a head after its blocks.
+    # Only the last stage has a norm and a head after its blocks. With offload the ends also have
+    # what stays on the device of two blocks.
     if mine.last or kept.offloaded > 0:
         saved_by_ends = tokens * kept.saved_ends
     saved = tokens * kept.saved_block * flight.blocks
+    # `_phases` adds the ends of the newest micro-batch.
     saved += saved_by_ends * (flight.micro_batches - 1)
     if layout.pipeline is not None:
-        width = LOW if kind_of(layout) == "low" else FULL
+        width = _stream_width(layout)
         states = _states_between_stages(layout, rank, flight.micro_batches)
         saved += tokens * facts.hidden * width * states
     if mine.first and facts.vision_language:
-        saved += IMAGE_SHARE * tokens * tower_bytes(facts, layout.precision != "fp32")
+        is_low = layout.precision != "fp32"
+        saved += IMAGE_SHARE * tokens * tower_bytes(facts, is_low)
     return _RankActivations(
         saved=saved,
         saved_by_block=tokens * kept.saved_block,
@@ -439,6 +488,13 @@ def _token_activations(
     )
 
 
+def _stream_width(layout: Layout) -> int:
+    """Return the bytes of an entry of the hidden states between blocks, fp32 under autocast."""
+    if kind_of(layout) == "low":
+        return LOW
+    return FULL
+
+
 def _states_between_stages(layout: Layout, rank: int, micro_batches: int) -> int:
     """Return how many hidden states of a micro-batch a rank holds because of its pipeline.
 
@@ -448,6 +504,7 @@ def _states_between_stages(layout: Layout, rank: int, micro_batches: int) -> int
     """
     assert layout.pipeline is not None
     stages = layout.pipeline.stages_per_rank
+    # The first stage of the model receives no hidden states, and the last one sends none.
     received = stages
     if rank == 0:
         received -= 1
@@ -464,7 +521,10 @@ def _states_between_stages(layout: Layout, rank: int, micro_batches: int) -> int
 def _gradients_before_backward(
     layout: Layout, state: State, buffers: Buffers, activations: _RankActivations
 ) -> int:
-    """Return the bytes of gradients that exist in forward, and in backward through the blocks."""
+    """Return the bytes of gradients that exist in forward, and in backward through the blocks.
+
+    The peak is in the last micro-batch of a step, so the gradients of those before it exist.
+    """
     pipeline = layout.pipeline
     accumulation = layout.batch.accumulation
     flight = activations.in_flight
@@ -473,13 +533,17 @@ def _gradients_before_backward(
         # exists, the activations of one micro-batch are freed.
         freed = activations.saved_by_block * flight.blocks / flight.micro_batches
         return max(0, state.gradients - math.ceil(freed))
-    if accumulation > 1 and not (pipeline and pipeline.schedule == "gpipe"):
+    is_gpipe = pipeline is not None and pipeline.schedule == "gpipe"
+    if accumulation > 1 and not is_gpipe:
         return state.gradients
     return buffers.early
 
 
 def _embedding_gradient(layout: Layout, facts: ModelFacts, mine: Part) -> int:
-    """Return the bytes of the gradient of the largest weight outside of the blocks."""
+    """Return the bytes of the gradient of the largest weight outside of the blocks.
+
+    It is made last in backward, as a tensor of its own, before it is added or reduced.
+    """
     if not mine.first:
         return 0
     largest = 0
@@ -501,16 +565,18 @@ def _head(
         # A trace counts the gradient of a tied head, which waits for the embedding's, among what
         # lives in the backward of the blocks.
         if any(weight.trainable and weight.place == "after" for weight in heads):
-            width = LOW if kind_of(layout) == "low" else FULL
-            left = float(width) * rows * facts.hidden
+            left = float(_stream_width(layout)) * rows * facts.hidden
         in_backward = tokens * (kept.live_loss_backward or 0.0)
         return HeadBytes(tokens * kept.live_loss, in_backward, left)
     if not mine.last or not algorithm.head_outputs or not facts.vocab_size:
         return HeadBytes(0.0, 0.0, 0.0)
+    # Tokens whose logits exist at once; 0: all. A model that caps or scales its logits makes them
+    # whole.
     chunk = 0
     if not facts.changes_logits:
         chunk = int(getattr(algorithm, "loss_chunk", 0))
     if layout.mesh.tp > 1 and not chunk:
+        # The loss over a cut vocabulary always runs in chunks, here in one of all tokens.
         chunk = math.ceil(tokens)
     is_trainable = any(weight.trainable for weight in heads)
     return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, is_trainable)
@@ -541,19 +607,25 @@ def in_flight(layout: Layout, rank: int, blocks: int) -> InFlight:
     if pipeline is None or pipeline.schedule == "model_parallel":
         return InFlight(blocks, 1)
     if pipeline.schedule == "gpipe":
+        # All micro-batches run forward before the first runs backward.
         return InFlight(blocks * micro_batches, micro_batches)
     if pipeline.schedule == "1f1b":
+        # A rank runs as many micro-batches forward as there are ranks from it to the last one. Then
+        # each forward follows a backward.
         waiting = min(micro_batches, ranks - rank)
         return InFlight(blocks * waiting, waiting)
-    # The stages of a rank take turns, each with the micro-batches of a round.
+    # Interleaved and zero bubble: the stages of a rank take turns, each with the micro-batches of a
+    # round.
     stages = pipeline.stages_per_rank
     rounds = max(1, micro_batches // ranks)
     per_round = micro_batches // rounds
     ranks_after = ranks - 1 - rank
     surplus = 1.0
     if pipeline.schedule == "zero_bubble":
+        # Each rank keeps as much as the first one.
         ranks_after = ranks - 1
         surplus = ZERO_BUBBLE_SURPLUS
+    # The forwards of a rank before its first backward (Narayanan et al. 2021, section 2.2).
     warm_up = (stages - 1) * per_round + 2 * ranks_after + 1
     waiting_stages = min(warm_up, micro_batches * stages) * surplus
     return InFlight(
@@ -563,7 +635,10 @@ def in_flight(layout: Layout, rank: int, blocks: int) -> InFlight:
 
 
 def auxiliary_state(layout: Layout, facts: ModelFacts, rank: int) -> State:
-    """Return what auxiliary models hold on the devices of stage `rank` of the pipeline."""
+    """Return what auxiliary models hold on the devices of stage `rank` of the pipeline.
+
+    These are the models that an algorithm needs besides the policy, such as a reference or a critic.
+    """
     parameters = 0
     gradients = 0
     optimizer = 0
@@ -592,7 +667,8 @@ def _is_freed_before_gradients(
     """
     if name != "reference":
         return False
-    if layout.config.algorithm.reference_of(layout.config) != "precomputed":
+    config = layout.config
+    if config.algorithm.reference_of(config) != "precomputed":
         return False
     return sizes.parameters <= facts.trainable
 
@@ -600,7 +676,7 @@ def _is_freed_before_gradients(
 def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
     """Return the bytes of a frozen model's weights on a device.
 
-    Matrices are in the type in which the model computes (engine.build._frozen). `own`: the
+    Matrices are in the type in which the model computes (engine.build._build_frozen). `own`: the
     layout of this model.
     """
     if own.strategy.offloads()[0] == "cpu" and layout.device == "cuda":
@@ -609,11 +685,14 @@ def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) ->
     here = rank_params(sizes, mine, own.mesh.tp, shards)
     if layout.precision == "fp32":
         return FULL * here.entries
-    is_gathered_low = own.strategy.gathered_in(own.precision, own.config.images_alone) is not None
+    gathered_in = own.strategy.gathered_in(own.precision, own.config.images_alone)
+    is_gathered_low = gathered_in is not None
     if layout.strategy.keeps_low and not is_gathered_low:
         return LOW * here.entries
     low = here.matrices
     if not is_gathered_low:
+        # Then blocks alone are low: autocast would round their weights at each use, so no number
+        # changes.
         low -= ends(sizes, mine, own.mesh.tp, shards).matrices
     return FULL * here.entries - (FULL - LOW) * low
 
@@ -660,9 +739,11 @@ def _rollout(layout: Layout, facts: ModelFacts) -> float:
         samples = layout.config.eval.samples
     else:
         samples = rollout.minibatches * layout.batch.global_samples
-    sequences = min(generator.batch, math.ceil(samples / layout.mesh.world_size))
+    samples_of_rank = math.ceil(samples / layout.mesh.world_size)
+    sequences = min(generator.batch, samples_of_rank)
     width = WIDTH[layout.precision]
     key_width = block_of(facts).key_width
+    # Keys and values, each as long as a whole sequence.
     cache = 2.0 * facts.layers * key_width * width * layout.length * sequences
     logits = SAMPLED_LOGITS * FULL * sequences * facts.vocab_size
     # No activations are kept of the forward of the prompts.
@@ -681,13 +762,17 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     ranks = max(1, min(cluster.per_node, world))
     stage = stage_of(layout, facts, 0)
     state = state_of(layout, facts, stage)
-    states = state.device if layout.device == "cpu" else state.host
+    states = state.host
+    if layout.device == "cpu":
+        states = state.device
     own = cost_of(layout.strategy).host(layout, as_kept(layout, facts), states)
     checkpoint = checkpoint_bytes(layout, facts)
+    # Rounded up: each rank writes a part of the checkpoint.
     saved = own.copies * -(-checkpoint // world)
     # /dev/shm has the part of this host, and the part of its neighbour.
     copies = layout.config.checkpoint.memory_copies
     in_memory = copies * checkpoint * min(world, 2 * ranks) // world
+    # Activations that blocks offload. On a CPU they stay in the same memory, as part of `peak`.
     moved = 0
     if layout.device == "cuda":
         moved = offloaded(layout, facts)
@@ -716,6 +801,7 @@ def _loading_bytes(
     if packed_bits(layout.config) > 0:
         # A block is read whole to be packed.
         block = FULL * largest_block(facts, stage).entries
+    # All ranks of a host map the same pages of the file.
     mapped = min(WINDOW, FULL * facts.parameters)
     return ranks * (per_rank + block + PROCESS) + mapped
 
@@ -755,5 +841,7 @@ def offloaded(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:
     tokens_bytes = formula(layout, facts).offloaded * layout.rows * layout.length
     per_block = math.ceil(tokens_bytes / layout.mesh.cp)
     if rounds and layout.activation_checkpointing == "full" and per_block:
+        # The next power of two.
         per_block = 1 << (per_block - 1).bit_length()
-    return per_block * max(0, facts.layers - BLOCKS_NOT_OFFLOADED)
+    blocks = max(0, facts.layers - BLOCKS_NOT_OFFLOADED)
+    return per_block * blocks

@@ -29,25 +29,29 @@ from drumline.plan.stages import bubble, stage_cost
 from drumline.planner.cost import fitted
 from drumline.planner.cost.compute import STARTS, ComputeSeconds, compute_seconds, forward_flops
 from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded, samples_copy
-from drumline.planner.cost.terms import FULL, Beside, Copied, Flow, Volume
+from drumline.planner.cost.terms import FULL, LOW, Beside, Copied, Flow, Volume
 from drumline.planner.cost.traffic import flows
 from drumline.planner.strategies.base import cost_of
 
-CONTENTION = 1.2  # docs/explanations/planner.md, "Constants": 1.1 to 1.3
-# Bytes of an entry: the gradient norm reads gradients, and clipping reads and writes them.
+# How many times as long communication takes while the device computes beside it. Published: 1.1 to
+# 1.3 (docs/explanations/planner.md, "Constants").
+CONTENTION = 1.2
+# Bytes of an entry: the gradient norm reads gradients, and clipping reads and writes them, in fp32.
 CLIPPED = 4 + 8
-# Bytes of an entry that a step of AdamW on the host reads and writes (cost.fitted.HOST_STEP).
+# Bytes of an entry that a step of AdamW on the host reads and writes, to which cost.fitted.HOST_STEP
+# was fitted: fp32 weight and two moments, each read and written, and the gradient.
 HOST_MOVED = 28 + CLIPPED
 # Switches between the GPUs of a host and the host: of eight GPUs, two share one (system topology in
 # the user guides of NVIDIA DGX A100 and H100).
 SWITCHES = 4
+# Attention caches a key and a value of each token.
 KEYS_AND_VALUES = 2
 
 
 def estimate(
     layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None
 ) -> Estimate:
-    """Return the estimate of a layout.
+    """Return the estimate of a layout: memory, traffic and seconds, each with the range around it.
 
     `activations`: traced ones; without them the formula of cost.activations is used.
     """
@@ -55,6 +59,8 @@ def estimate(
     device_memory = memory(layout, facts, cluster, activations)
     step = seconds(layout, facts, cluster, volume)
     tokens_per_s = layout.tokens_per_step / step.total
+    # The share of the datasheet's FLOP/s that the model's own FLOPs reach (PaLM, Chowdhery et al.
+    # 2022, appendix B). What backward computes again does not count.
     peak_flops = cluster.device.flops.get(layout.precision)
     mfu = None
     if peak_flops:
@@ -135,6 +141,7 @@ def _copies_of_data_parallel(layout: Layout, facts: ModelFacts, cluster: Cluster
     devices = layout.devices_per_rank
     if devices <= 1:
         return 0.0
+    # Weights go out, gradients come back.
     entries = facts.parameters + facts.trainable
     bytes_ = float(FULL) * entries * (devices - 1) / devices
     once = cluster.collective_seconds("all_gather", bytes_, devices)
@@ -142,13 +149,18 @@ def _copies_of_data_parallel(layout: Layout, facts: ModelFacts, cluster: Cluster
 
 
 def _bubble(layout: Layout, facts: ModelFacts, busy: float) -> float:
-    """Return the seconds in which the mean stage of a pipeline waits; `busy`: it computes."""
+    """Return the seconds in which the mean stage of a pipeline waits.
+
+    `busy`: the seconds in which the mean stage computes.
+    """
     pipeline = layout.pipeline
     if pipeline is None:
         return 0.0
     ranks = layout.mesh.pp
+    # The share of a step that a stage waits if all stages are equally fast.
     idle = bubble(pipeline.schedule, ranks, pipeline.stages_per_rank, layout.batch.accumulation)
     slowest = _slowest_over_mean(facts, pipeline.layers, ranks)
+    # The step lasts slowest / (1 − idle) times as long as the mean stage computes.
     return busy * (slowest / (1 - idle) - 1)
 
 
@@ -176,8 +188,11 @@ def _activation_offload(
     if not moved:
         return 0.0
     moved *= layout.batch.accumulation * _devices_per_link(layout, cluster)
-    exposed_down = max(0.0, cluster.host_seconds("to_host", moved) - compute.forward)
-    exposed_up = max(0.0, cluster.host_seconds("to_device", moved) - compute.backward)
+    # Forward sends activations to the host, and backward brings them back.
+    seconds_down = cluster.host_seconds("to_host", moved)
+    seconds_up = cluster.host_seconds("to_device", moved)
+    exposed_down = max(0.0, seconds_down - compute.forward)
+    exposed_up = max(0.0, seconds_up - compute.backward)
     return exposed_down + exposed_up
 
 
@@ -199,7 +214,9 @@ def _exposed_communication(
     the last has ended.
     """
     hiding = _hiding_seconds(layout, cluster, compute)
-    contention = CONTENTION if any(hiding.values()) else 1.0
+    contention = 1.0
+    if any(hiding.values()):
+        contention = CONTENTION
     exposed = 0.0
     # Seconds of the flows that may hide, by what is computed beside them.
     beside: dict[Beside, float] = {}
@@ -208,6 +225,7 @@ def _exposed_communication(
         if flow.beside == "nothing":
             exposed += flow.calls * call
             continue
+        # The first or last call has nothing beside it. `calls` may be below 1: a mean over stages.
         alone = 0.0
         if flow.beside != "steps":
             alone = min(1.0, flow.calls)
@@ -223,7 +241,7 @@ def _exposed_communication(
 def _hiding_seconds(
     layout: Layout, cluster: Cluster, compute: ComputeSeconds
 ) -> dict[Beside, float]:
-    """Return the seconds of computing beside which communication can hide."""
+    """Return the seconds of computing beside which communication can hide, by kind of flow."""
     busy = compute.forward + compute.backward
     hiding: dict[Beside, float] = {
         "forward": compute.forward,
@@ -231,19 +249,30 @@ def _hiding_seconds(
         "last": compute.backward / layout.batch.accumulation,
     }
     if layout.device == "cpu" and cluster.nodes == 1:
+        # The cores that compute also copy between ranks.
         hiding = dict.fromkeys(hiding, 0.0)
     hiding["steps"] = busy * cost_of(layout.strategy).overlap()
     return hiding
 
 
 def _call_seconds(layout: Layout, cluster: Cluster, flow: Flow) -> float:
-    """Return the seconds of one call of a flow."""
-    stride = _strides(layout.mesh).get(flow.axis, layout.mesh.world_size // layout.mesh.pp)
+    """Return the seconds of one call of a flow.
+
+    The links that it takes follow from how many of its ranks share a host, and a pod of hosts.
+    """
+    # Ranks of a pipeline are the furthest apart: a stage has all other axes.
+    furthest = layout.mesh.world_size // layout.mesh.pp
+    stride = _strides(layout.mesh).get(flow.axis, furthest)
     in_host = max(1, cluster.per_node // stride)
     hosts_near = cluster.pod or cluster.nodes
     in_pod = max(1, hosts_near * cluster.per_node // stride)
+    bytes_of_call = flow.bytes_ / flow.calls
     call = cluster.collective_seconds(
-        flow.kind, flow.bytes_ / flow.calls, flow.ranks, min(flow.ranks, in_host), in_pod
+        flow.kind,
+        bytes_of_call,
+        flow.ranks,
+        min(flow.ranks, in_host),
+        in_pod,
     )
     if layout.device == "cpu" and flow.ranks > 1:
         call += fitted.WAIT
@@ -286,20 +315,31 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     # Parameters that a rank updates, of all trainable models.
     trainable = sum(model.trainable for _, model in layout.trainable(facts)) / parts
     moved_fused, moved_unfused = options.does.moved
-    moved_by_step = moved_fused if options.fused else moved_unfused
+    moved_by_step = moved_unfused
+    if options.fused:
+        moved_by_step = moved_fused
     moved = trainable * (moved_by_step + CLIPPED)
-    place = "cpu" if options.offload else strategy.offloads()[0]
+    # The memory that has the optimizer's states: none is the device's own.
+    place = strategy.offloads()[0]
+    if options.offload:
+        place = "cpu"
     ranks_on_host = _ranks_on_host(layout, cluster)
     if layout.device == "cpu" or place == "none":
-        step = moved / (cluster.calibration.memory or cluster.device.bandwidth)
+        step = moved / _bandwidth(cluster)
     else:
+        # All ranks of a host share its memory and its cores. Another optimizer than AdamW takes as
+        # much longer as it moves more bytes.
         step = fitted.HOST_STEP * ranks_on_host * moved / HOST_MOVED
-    if place == "none" or (layout.device == "cpu" and place != "nvme"):
+    # On a CPU the states already lie in the host's memory; only a disk is further away.
+    is_in_place = layout.device == "cpu" and place != "nvme"
+    if place == "none" or is_in_place:
         return UpdateSeconds(step, 0.0)
     if options.offload:
+        # fp32 gradients go to the host, fp32 weights come back.
         copied = Copied(up=FULL * trainable, down=FULL * trainable)
     else:
-        copied = cost_of(strategy).copied(layout, as_kept(layout, facts), trainable)
+        kept = as_kept(layout, facts)
+        copied = cost_of(strategy).copied(layout, kept, trainable)
     up = cluster.host_seconds("to_device", copied.up)
     down = cluster.host_seconds("to_host", copied.down)
     copies = (up + down) * _devices_per_link(layout, cluster)
@@ -308,6 +348,11 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     stored = copied.stored * ranks_on_host
     disk = cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored)
     return UpdateSeconds(step, copies + disk)
+
+
+def _bandwidth(cluster: Cluster) -> float:
+    """Return the bytes per second of the device's memory, as measured or by its datasheet."""
+    return cluster.calibration.memory or cluster.device.bandwidth
 
 
 def _ranks_on_host(layout: Layout, cluster: Cluster) -> int:
@@ -339,12 +384,15 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     rate = cluster.rate(layout.precision, batch, facts.hidden) or cluster.rate("fp32")
 
     token = _token_seconds(layout, facts, cluster, generator, batch, rate)
-    sampling = math.ceil(episodes_of_rank / batch) * generator.max_new_tokens * token
+    # Batches run one after the other.
+    batches = math.ceil(episodes_of_rank / batch)
+    sampling = batches * generator.max_new_tokens * token
     forwards = [forward_flops(model) for model in facts.roles.values()]
     if rollout.steps_in_turn > 1:
         # The old log-probabilities, which otherwise the forward of the step gives.
         forwards.append(forward_flops(facts))
     if layout.config.head == "valued":
+        # The values of the policy's own value head.
         forwards.append(forward_flops(facts))
     scoring = sum(forwards) * episodes * layout.length / world / rate
     refreshing = _refresh_seconds(layout, facts, cluster, generator)
@@ -367,11 +415,11 @@ def _token_seconds(
     is_vllm = isinstance(generator, VLLMGenerator)
     # Under autocast, sampling reads the fp32 weights of the policy. A copy and the models of vLLM and
     # DeepSpeed are in the type in which they compute.
-    width = 4
+    width = FULL
     has_low_weights = is_vllm or samples_copy(layout) or layout.strategy.keeps_low
     if layout.precision != "fp32" and has_low_weights:
-        width = 2
-    bandwidth = cluster.calibration.memory or cluster.device.bandwidth
+        width = LOW
+    bandwidth = _bandwidth(cluster)
     entries = KEYS_AND_VALUES * facts.kv_heads * facts.head_dim * facts.layers
     # The mean over a sequence is half of its length.
     cache = entries * width * batch * layout.length / 2
@@ -381,7 +429,8 @@ def _token_seconds(
     if is_vllm:
         # vLLM replays CUDA graphs, so its host starts no kernels.
         return token
-    return max(token, STARTS[layout.precision].forward * facts.layers)
+    starts = STARTS[layout.precision].forward * facts.layers
+    return max(token, starts)
 
 
 def _refresh_seconds(
@@ -392,7 +441,9 @@ def _refresh_seconds(
     has_own_weights = samples_copy(layout)
     if isinstance(generator, VLLMGenerator) and generator.weights != "none":
         has_own_weights = True
-    if not has_own_weights or world <= layout.mesh.replicate:
+    # With a whole copy of the weights on each rank there is nothing to gather.
+    is_sharded = world > layout.mesh.replicate
+    if not has_own_weights or not is_sharded:
         return 0.0
     bytes_ = FULL * facts.parameters * (world - 1) / world
     return cluster.collective_seconds("all_gather", bytes_, world)

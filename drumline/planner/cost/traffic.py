@@ -28,7 +28,8 @@ from drumline.planner.cost.optimizers import step_traffic
 from drumline.planner.cost.terms import FULL, LOW, WIDTH, Axis, Volume, kind_of
 from drumline.planner.strategies.base import cost_of
 
-ROW_COUNT = 8  # bytes of an int64
+# Bytes of an int64: how many rows go to an expert.
+ROW_COUNT = 8
 # Batch norm gathers the mean and the square of each channel, and adds up two sums in backward.
 BATCH_NORM_STATISTICS = 2
 BATCH_NORM_SUMS = 2
@@ -63,6 +64,8 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
     mesh = layout.mesh
     strategy = layout.strategy
     cost = cost_of(strategy)
+    shards = strategy.optimizer_shards(mesh)
+    # Modules that the user shards as units of their own. A tuple, since it is the key of a cache.
     wrap = getattr(strategy, "wrap", None)
     if wrap is not None:
         wrap = tuple(wrap)
@@ -70,18 +73,13 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
         model = experts_over(whole, mesh.ep)
         volume.part = 1.0
         batch_norms(volume, layout, model)
+        # Only the policy has packed weights.
         kept = model
         if whole is facts:
             kept = as_kept(layout, model)
+        # Tensor-parallel ranks may have parts of unequal size. `share` of the ranks are like this one.
         for tp_rank, share in tp_ranks(model, mesh.tp):
-            has = cut_weights(
-                kept,
-                mesh.pp > 1,
-                mesh.tp,
-                tp_rank,
-                strategy.optimizer_shards(mesh),
-                wrap,
-            )
+            has = cut_weights(kept, mesh.pp > 1, mesh.tp, tp_rank, shards, wrap)
             # The weights of all stages are counted together, and each rank has one of `pp` parts.
             volume.part = share / mesh.pp
             cost.send(volume, layout, kept, has, step)
@@ -116,12 +114,16 @@ def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
             channels += weight.numel * number
             norms += number
     # On a CPU there is a count for each channel, elsewhere one for each norm.
-    counts = channels if layout.device == "cpu" else norms
+    counts = norms
+    if layout.device == "cpu":
+        counts = channels
     statistics = BATCH_NORM_STATISTICS * channels + counts
     calls = rounds * norms
-    volume.add("all_gather", FULL * rounds * statistics, ranks, "gradients", calls)
+    gathered = FULL * rounds * statistics
+    volume.add("all_gather", gathered, ranks, "gradients", calls)
     sums = BATCH_NORM_SUMS * channels
-    volume.add("all_reduce", FULL * rounds * sums, ranks, "gradients", calls)
+    summed = FULL * rounds * sums
+    volume.add("all_reduce", summed, ranks, "gradients", calls)
 
 
 def _is_batch_norm(weight: Weight) -> bool:
@@ -156,7 +158,9 @@ def optimizer(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
         here = part(weight, tp, shards)
         for axis, ranks in cut_axes:
             kind, bytes_ = step_traffic(options, weight, here, len(cut_axes))
-            volume.add(kind, number * bytes_, ranks, axis, number * 2 / ranks)
+            calls = number * 2 / ranks
+            volume.add(kind, number * bytes_, ranks, axis, calls)
+            # Along the next axis the part is as large as this axis's parts together.
             here *= ranks
 
 
@@ -174,9 +178,12 @@ def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str
     precision = strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"
     message = layout.rows * layout.length * facts.hidden * WIDTH[precision]
     boundaries = mesh.pp * layout.pipeline.stages_per_rank - 1
+    # One forward and one back over each boundary, in each micro-batch.
     messages = 2 * layout.batch.accumulation * boundaries
     volume.add("p2p", messages * message, mesh.pp, "pp", messages)
-    volume.add("p2p", FULL * has["tied"] / strategy.shards(mesh), mesh.pp, "pp", 2)
+    # A tied head is a weight of the first and of the last stage.
+    tied = FULL * has["tied"] / strategy.shards(mesh)
+    volume.add("p2p", tied, mesh.pp, "pp", 2)
 
 
 @dataclass
@@ -208,6 +215,7 @@ def regions(facts: ModelFacts) -> RegionWidths:
     total = RegionWidths()
     embedding_trains = _trains_before_blocks(facts)
     for index, (block, number) in enumerate(facts.kinds_of_blocks):
+        # The input of the first block has a gradient only if something trainable is before it.
         has_gradient_before = index > 0 or embedding_trains
         total.weights += number * _trainable_uncut_entries(block)
         _add_regions_of_block(total, facts.hidden, block, number, has_gradient_before)
@@ -223,6 +231,7 @@ def _add_regions_of_block(
 ) -> None:
     """Add the regions of a block, of which the model has `number`.
 
+    `total`: what to add to. `hidden`: the width of the residual stream.
     `has_gradient_before`: the input of the block has a gradient.
     """
     matrices = [weight for weight in block if len(weight.shape) == 2]
@@ -231,6 +240,7 @@ def _add_regions_of_block(
     for place, weight in enumerate(matrices):
         region = _region_of(weight)
         if _is_column_parallel(weight):
+            # The layers of a region share its gathered input: q, k and v, or gate and up.
             if region not in is_saved:
                 total.inputs += number * hidden
                 if not is_saved and not has_gradient_before:
@@ -287,6 +297,7 @@ def _needs_input(weight: Weight) -> bool:
         return False
     if ".lora_A" in weight.name:
         return True
+    # The input of the factor B is the result of the factor A.
     return _is_column_parallel(weight) and ".lora_B" not in weight.name
 
 
@@ -383,20 +394,16 @@ def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> Non
     if ranks == 1:
         return
     rounds = layout.batch.accumulation
+    # Of all micro-batches of a step.
     tokens = layout.rows * layout.positions / layout.mesh.cp * rounds
-    if layout.stream_parts > 1:
+    is_stream_cut = layout.stream_parts > 1
+    if is_stream_cut:
         _cut_stream(volume, layout, facts, tokens)
     else:
         _whole_stream(volume, layout, facts, tokens)
-    experts(
-        volume,
-        layout,
-        facts,
-        tokens / layout.stream_parts,
-        ranks,
-        "tp",
-        shared=layout.stream_parts == 1,
-    )
+    tokens_of_rank = tokens / layout.stream_parts
+    shares_tokens = layout.stream_parts == 1
+    experts(volume, layout, facts, tokens_of_rank, ranks, "tp", shared=shares_tokens)
     if head in ("lm", "valued"):
         _vocabulary(volume, layout, facts, tokens)
 
@@ -418,11 +425,16 @@ def _whole_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: flo
         # Recomputation begins at the input of a block, which has a gradient then.
         outputs += sizes.outputs_again
         gathered += sizes.gathered_outputs
+        # Of the two row-parallel layers of a block, the last one is not made again (_is_made_again).
         output_calls = calls * 1.5
-    volume.add("all_reduce", tokens * FULL * gradients, ranks, "tp", calls)
-    volume.add("all_reduce", tokens * low * outputs, ranks, "tp", output_calls)
-    volume.add("all_gather", tokens * low * gathered / ranks, ranks, "tp", calls)
-    volume.add("all_reduce", FULL * rounds * sizes.weights, ranks, "tp", rounds)
+    gradient_bytes = tokens * FULL * gradients
+    volume.add("all_reduce", gradient_bytes, ranks, "tp", calls)
+    output_bytes = tokens * low * outputs
+    volume.add("all_reduce", output_bytes, ranks, "tp", output_calls)
+    gathered_bytes = tokens * low * gathered / ranks
+    volume.add("all_gather", gathered_bytes, ranks, "tp", calls)
+    weight_bytes = FULL * rounds * sizes.weights
+    volume.add("all_reduce", weight_bytes, ranks, "tp", rounds)
 
 
 def _cut_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
@@ -437,6 +449,8 @@ def _cut_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float
     rounds = layout.batch.accumulation
     recomputes = layout.activation_checkpointing != "none"
     sizes = regions(facts)
+    # Forward gathers the inputs of regions, and backward the gradients of their outputs. Reduced are
+    # outputs forward, and the gradients of inputs backward.
     gathers = sizes.inputs + sizes.gathered_outputs + sizes.outputs
     reduces = sizes.inputs + sizes.outputs + sizes.gathered_outputs
     if recomputes:
@@ -456,13 +470,21 @@ def _cut_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float
     if recomputes or _trains_before_blocks(facts):
         boundaries += 1
     low = WIDTH[layout.precision]
-    stream_width = LOW if kind_of(layout) == "low" else FULL
-    gathered = low * gathers + stream_width * facts.hidden * boundaries
+    gathered = low * gathers + _stream_width(layout) * facts.hidden * boundaries
+    # Each region gathers its input forward, and the gradient of its output backward.
     calls = rounds * 2 * sizes.inputs / max(1, facts.hidden)
     volume.add("all_gather", tokens / ranks * gathered, ranks, "tp", calls)
     volume.add("reduce_scatter", tokens * low * reduces, ranks, "tp", calls)
     embedding = tokens * widths(facts, mesh.pp > 1).embedding
-    volume.add("all_reduce", FULL * (embedding + rounds * sizes.weights), ranks, "tp", 2 * rounds)
+    summed = FULL * (embedding + rounds * sizes.weights)
+    volume.add("all_reduce", summed, ranks, "tp", 2 * rounds)
+
+
+def _stream_width(layout: Layout) -> int:
+    """Return the bytes of an entry of the residual stream, which is fp32 under autocast."""
+    if kind_of(layout) == "low":
+        return LOW
+    return FULL
 
 
 def experts(
@@ -486,11 +508,11 @@ def experts(
             layers += number
     rounds = layout.batch.accumulation
     choices = facts.experts_per_token
-    stream_width = LOW if kind_of(layout) == "low" else FULL
-    token_bytes = tokens * facts.hidden * stream_width
+    token_bytes = tokens * facts.hidden * _stream_width(layout)
     if shared:
         summed = 2 * token_bytes + FULL * tokens * choices
-        volume.add("all_reduce", layers * summed, ranks, axis, EXPERT_SUMS * layers * rounds)
+        calls = EXPERT_SUMS * layers * rounds
+        volume.add("all_reduce", layers * summed, ranks, axis, calls)
         return
     exchanges = EXCHANGES
     count_exchanges = 1
@@ -511,6 +533,7 @@ def _vocabulary(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float
     """
     algorithm = layout.config.algorithm
     rounds = layout.batch.accumulation
+    # The first token of a row is nobody's target.
     targets = max(0.0, layout.tokens_per_row - 1)
     tokens_with_loss = targets * layout.rows * rounds / layout.mesh.cp
     per_token = LARGEST_LOGIT + TARGET_AND_SUM
@@ -540,21 +563,27 @@ def context(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> No
     rounds = layout.batch.accumulation
     blocks = len(facts.block_weights)
     tokens = layout.rows * layout.length / ranks * rounds
+    # Of one head.
     head_entries = tokens * facts.head_dim
     heads = facts.heads / layout.mesh.tp
     kv_heads = max(1, facts.kv_heads // layout.mesh.tp)
+    # Forward and backward, and the forward that backward repeats.
     passes = 2 * blocks
     if layout.activation_checkpointing != "none":
         passes = 3 * blocks
     width = WIDTH[layout.precision]
     if layout.strategy.context_method() == "ulysses":
         # Under autocast the rotary embedding makes queries and keys fp32. Values go with them.
-        width_before = FULL if kind_of(layout) == "autocast" else width
+        width_before = width
+        if kind_of(layout) == "autocast":
+            width_before = FULL
+        # Repeated until each rank has as many.
         kv_heads *= ranks // math.gcd(kv_heads, ranks)
         head_bytes = width_before * (heads + 2 * kv_heads) + width * heads
         sent = passes * head_entries * head_bytes
         volume.add("all_to_all", sent, ranks, "cp", 2 * passes * rounds)
     else:
+        # A pass sends keys and values; a backward also their gradients, so it counts twice.
         hops = (passes + blocks) * (ranks - 1)
         sent = hops * head_entries * 2 * heads * width
         volume.add("p2p", sent, ranks, "cp", passes * rounds)

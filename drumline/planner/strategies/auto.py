@@ -10,5 +10,8 @@ from drumline.planner.strategies.base import StrategyCost
 
 
 class AutoCost(StrategyCost[AutoStrategy]):
+    """The cost part of `strategy: auto`, which is no strategy that could run."""
+
     def variants(self) -> Iterator[StrategyConfig]:
+        """Yield nothing: the search then tries the candidates of all kinds."""
         yield from ()

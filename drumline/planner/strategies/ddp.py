@@ -13,6 +13,8 @@ from drumline.planner.strategies.fsdp2 import offloaded
 
 
 class DDPCost(StrategyCost[DDPStrategy]):
+    """The cost of copies of the model on all ranks, or of copies of its parts."""
+
     def kept_bytes(self, world: int) -> int:
         """Return the bytes for each trainable parameter that compression keeps between steps."""
         if world > 1 and self.strategy.compression.kind in WITH_MEMORY:
@@ -27,12 +29,16 @@ class DDPCost(StrategyCost[DDPStrategy]):
             yield kind()
         for degrees in mixes(space):
             # Gradients are averaged without DDP's overlap here, so sharding the step costs nothing.
+            # Only ranks with the same weights and other samples can share a step.
             is_copied_once = degrees["cp"] == degrees["ep"] == 1
             has_copies = degrees["tp"] * degrees["pp"] < space.world
             yield kind(**degrees, shard_optimizer=is_copied_once and has_copies)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategyConfig]]:
-        """Return FSDP2 with the same degrees of parallelism, if the copies themselves do not fit."""
+        """Return FSDP2 with the same degrees of parallelism, if the copies themselves do not fit.
+
+        None takes the same steps as a run that compresses its gradients.
+        """
         if not is_shared or self.strategy.compression.kind != "none":
             return []
         names = ("tp", "cp", "pp", "ep", "sequence_parallel", "cp_method", "pipeline")

@@ -12,6 +12,9 @@ D = TypeVar("D", bound=DiLoCoStrategy)
 
 
 class DiLoCoCost(ApartCost[D]):
+    """The cost of DiLoCo: local SGD whose averages are steps of an outer optimizer."""
+
     def outer_bytes(self) -> int:
+        """Return the bytes of the outer optimizer (Douillard et al. 2023) for each parameter."""
         # The weights before the period, and the momentum.
         return 2 * FULL

@@ -1,4 +1,10 @@
-"""What sharding by torch's fully_shard costs, and what the search tries of it."""
+"""What sharding by torch's fully_shard costs, and what the search tries of it.
+
+fully_shard cuts each block's parameters over the ranks of a shard group. It gathers a block's whole
+weights while the block runs, and reduces its gradients to the shards after its backward. What lies
+outside of the blocks (embedding, last norm, head) is the root group, unless the ends are units of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +41,18 @@ from drumline.planner.cost.terms import (
 )
 from drumline.planner.strategies.base import Space, StrategyCost, mixes
 
-# Numbers of hosts in a shard group that the search tries for hybrids: 1, 2, 4, 8.
+# Numbers of hosts in a shard group that the search tries for hybrids.
 HOSTS_OF_A_SHARD_GROUP = (1, 2, 4, 8)
 
 
 class GatheredWeights(NamedTuple):
     """Bytes of whole weights on a rank, by the phase of a step in which they are gathered.
 
-    `through`: from forward to the end of backward. `head`: of the head, from the loss on. `running`:
-    while a block runs forward. `begun`: from the beginning of backward. `returning`: while a block runs
-    backward.
+    `through`: from forward to the end of backward.
+    `head`: of the head, from the loss on.
+    `running`: while a block runs forward.
+    `begun`: from the beginning of backward.
+    `returning`: while a block runs backward.
     """
 
     through: float
@@ -63,7 +71,9 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         yield kind(offload="cpu")
         for degrees in mixes(space):
             model = degrees["tp"] * degrees["cp"] * degrees["pp"]
-            if space.world // model * degrees["cp"] > 1:
+            # Ranks of context parallelism hold shards of the same weights, too.
+            shard_ranks = space.world // model * degrees["cp"]
+            if shard_ranks > 1:
                 yield from cls.shardings(kind, space, degrees, model)
 
     @classmethod
@@ -120,11 +130,12 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         if is_accumulated or layout.mesh.pp > 1:
             unreduced = reduced_width * rank_params(facts, mine, tp).trainable
         # A block's unsharded gradients; then the buffer in which those of the block before are being
-        # reduced, and the result.
+        # reduced, and the result. The first block of backward has no block before it.
         result = FULL * math.ceil(block.trainable / shards)
         reduction = width * block.trainable
         second = reduced_width * block.trainable + result
         if unreduced:
+            # The sum exists before the first block, so all blocks need the same.
             reduction = (width + 2 * reduced_width + width) * block.trainable + result
             second = 0
         # The head's gradient is reduced as soon as it exists; the rest of the root's at the end.
@@ -162,9 +173,14 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         tp = layout.mesh.tp
         block = _gathered_bytes(layout, largest_block(facts, mine, tp))
         if not self.strategy.reshards:
+            # Weights that were gathered once stay whole until the end of backward.
             everything = _gathered_bytes(layout, rank_params(facts, mine, tp))
             return GatheredWeights(
-                through=everything, head=0.0, running=block, begun=0, returning=block
+                through=everything,
+                head=0.0,
+                running=block,
+                begun=0,
+                returning=block,
             )
         if self.strategy.gathers_ends_apart(layout.mesh, layout.config.plain):
             # The embedding is freed when the first block runs, and backward does not read it.
@@ -175,12 +191,14 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
             head = 0.0
             through = _gathered_bytes(layout, ends(facts, mine, tp))
         # While a block's weights are copied out of what was gathered for it, both exist.
+        blocks_ahead = self.strategy.prefetch or 1
+        blocks_ahead_in_backward = self.strategy.prefetch_in_backward or 1
         return GatheredWeights(
             through=through,
             head=head,
-            running=block * (1 + (self.strategy.prefetch or 1)),
+            running=block * (1 + blocks_ahead),
             begun=block,
-            returning=block * (self.strategy.prefetch_in_backward or 1),
+            returning=block * blocks_ahead_in_backward,
         )
 
     def send(
@@ -197,9 +215,8 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         shards = self.strategy.shards(mesh)
         micro_batches = layout.batch.accumulation
         is_pipeline = mesh.pp > 1
-        width = WIDTH[
-            self.strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"
-        ]
+        gathered_in = self.strategy.gathered_in(layout.precision, layout.config.images_alone)
+        width = WIDTH[gathered_in or "fp32"]
         # Bytes that a frozen entry has less.
         spared = width - min(width, WIDTH[layout.precision])
         units = width * has["units"] - spared * has["units_low"]
@@ -207,6 +224,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         experts = width * has["experts"] - spared * has["experts_low"]
         if layout.config.precision.gather == "fp8":
             cast_entries, cast_weights = _cast_to_fp8(facts)
+            # An entry in fp8 is one byte.
             units -= (width - 1) * cast_entries // shards
             # The scale of a weight is that of its largest entry over all shards.
             volume.add("all_reduce", FULL * cast_weights, shards, "shard")
@@ -227,20 +245,24 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         # Ranks that share an expert's weights: experts lie on some data ranks.
         expert_shards = shards // mesh.ep
         for entries, ranks in ((units, shards), (experts, expert_shards)):
-            volume.add("all_gather", forward * entries, ranks, "shard", forward * blocks, "forward")
-            volume.add(
-                "all_gather", backward * entries, ranks, "shard", backward * blocks, "backward"
-            )
+            forward_calls = forward * blocks
+            backward_calls = backward * blocks
+            volume.add("all_gather", forward * entries, ranks, "shard", forward_calls, "forward")
+            volume.add("all_gather", backward * entries, ranks, "shard", backward_calls, "backward")
+        # How many times a step reduces gradients.
         reductions = 1
         if self.strategy.sync_each_micro_batch and not is_pipeline:
             reductions = micro_batches
         beside: Beside = "last"
         if reductions == micro_batches:
             beside = "backward"
+        # One call for each block, and one for the root.
         calls = reductions * (blocks + 1)
         trainable = has["units_trainable"] + has["root_trainable"]
+        reduced_width = WIDTH[self.strategy.reduce_dtype]
         for entries, ranks in ((trainable, shards), (has["experts_trainable"], expert_shards)):
-            reduced = reductions * WIDTH[self.strategy.reduce_dtype] * entries
+            reduced = reductions * reduced_width * entries
+            # Within a shard group, and then between the groups of a hybrid.
             volume.add("reduce_scatter", reduced * ranks, ranks, "shard", calls, beside)
             volume.add("all_reduce", reduced, self.strategy.replicate, "replicate", calls, beside)
 
@@ -249,7 +271,8 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         mesh = layout.mesh
         micro_batches = layout.batch.accumulation
         all_bytes = FULL * facts.trainable + WIDTH[layout.precision] * facts.frozen
-        up = all_bytes / (mesh.tp * mesh.pp * self.strategy.shards(mesh)) * micro_batches
+        parts = mesh.tp * mesh.pp * self.strategy.shards(mesh)
+        up = all_bytes / parts * micro_batches
         if self.strategy.reshards:
             # Once more for backward.
             up *= 2

@@ -18,10 +18,15 @@ CHUNK = 2**24
 
 
 class ApartCost(StrategyCost[A]):
+    """The cost of local SGD: ranks train by themselves, and average their weights once a period."""
+
     def send(
         self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
     ) -> None:
-        """Add all trainable weights in the steps that average them, and a number for the norm in each step."""
+        """Add all trainable weights in the steps that average them.
+
+        In each step a number for the gradient norm is added, too.
+        """
         ranks = layout.mesh.data_ranks
         if step is None:
             share = self.strategy.step_shares()["together"]

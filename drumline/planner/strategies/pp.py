@@ -10,7 +10,10 @@ from drumline.planner.strategies.base import SCHEDULES, StrategyCost
 
 
 class PPCost(StrategyCost[PPStrategy]):
+    """The cost of a pipeline without copies."""
+
     def variants(self) -> Iterator[StrategyConfig]:
+        """Yield the strategy, and then each schedule if the user left it open."""
         yield self.strategy
         if "schedule" not in self.strategy.model_fields_set:
             for schedule in SCHEDULES:

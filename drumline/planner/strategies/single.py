@@ -10,6 +10,9 @@ from drumline.planner.strategies.base import Space, StrategyCost
 
 
 class SingleCost(StrategyCost[SingleStrategy]):
+    """The cost of one process."""
+
     @classmethod
     def candidates(cls, kind: type[SingleStrategy], space: Space) -> Iterator[StrategyConfig]:
+        """Yield the strategy, also if there are more devices than it uses."""
         yield kind()

@@ -52,8 +52,8 @@ LOW_TYPES = ("fp16", "bfp16", "bf16")
 # An offloaded AdamW reads and writes, for each parameter, an fp32 weight and two fp32 moments.
 ADAMW_BYTES = 3 * FULL
 # Bytes of the scalar that ZeRO 3 reduces for the gradient norm: fp64 on the device, fp32 on the host.
-NORM_ON_DEVICE = 8
-NORM_ON_HOST = 4
+NORM_ON_DEVICE = 2 * FULL
+NORM_ON_HOST = FULL
 # Blocks that are read between a block's forward and its backward: the blocks behind it in forward and
 # in backward, and with activation checkpointing once more in the recomputation.
 PASSES = 2
@@ -136,6 +136,8 @@ class GradientBytes(NamedTuple):
 
 
 class ZeroCost(StrategyCost[Zero]):
+    """The cost of ZeRO 1 and 2, and what stage 3 has in common with them."""
+
     @classmethod
     def candidates(cls, kind: type[Zero], space: Space) -> Iterator[StrategyConfig]:
         """Yield this stage, and this stage with its optimizer on the host."""
@@ -175,12 +177,14 @@ class ZeroCost(StrategyCost[Zero]):
         # All ranks have all weights, and a share of the masters and moments.
         share = cut.flat // ranks
         weights = WIDTH[layout.precision] * (cut.flat + cut.frozen)
+        # Of each entry of the share: an fp32 weight, and the optimizer's states.
         masters = FULL * share * (1 + layout.config.optimizer.slots)
         # Stage 1 keeps whole gradients until they are reduced.
         unsharded = 0
         if self.strategy.stage == 1:
             unsharded = FULL * cut.trainable
-        low_gradients = self._gradient_bytes(layout, facts).accumulated * share + unsharded
+        accumulated = self._gradient_bytes(layout, facts).accumulated
+        low_gradients = accumulated * share + unsharded
         if is_offloaded:
             device_gradients = 0
             if is_low:
@@ -189,13 +193,21 @@ class ZeroCost(StrategyCost[Zero]):
             host_gradients = FULL * share
             if self.strategy.stage == 2 and not is_low and layout.batch.accumulation > 1:
                 host_gradients += FULL * cut.touched
-            return State(weights, device_gradients, 0, 0, host_gradients, masters)
+            return State(
+                parameters=weights,
+                gradients=device_gradients,
+                optimizer=0,
+                host_gradients=host_gradients,
+                host_optimizer=masters,
+            )
         if not is_low:
+            # A rank keeps the whole gradient of each weight that it has a part of.
             return State(weights, FULL * cut.touched, masters)
         if self._is_bf16_optimizer(layout):
             # DeepSpeed's BF16_Optimizer keeps fp32 gradients of all weights, and the bf16 ones that
             # they were accumulated from.
-            return State(weights, FULL * cut.flat + LOW * cut.trainable, masters)
+            gradients = FULL * cut.flat + LOW * cut.trainable
+            return State(weights, gradients, masters)
         return State(weights, low_gradients, masters)
 
     def _state_of_stage_3(self, layout: Layout, facts: ModelFacts, cut: Partition) -> State:
@@ -204,25 +216,40 @@ class ZeroCost(StrategyCost[Zero]):
         weights = WIDTH[layout.precision] * (cut.pieces + cut.frozen_pieces)
         masters = FULL * cut.pieces * (layout.config.optimizer.slots + 1)
         gradients = self._gradient_bytes(layout, facts).accumulated * cut.pieces
-        device_weights, host_weights = weights, 0
+        device_weights = weights
+        host_weights = 0
         if parameters != "none":
-            device_weights, host_weights = 0, weights
+            device_weights = 0
+            host_weights = weights
         if optimizer == "none":
             return State(device_weights, gradients, masters, host_weights)
         # The flat buffer that gradients are reduced into lies where the optimizer does, and so does
         # what its step reads.
-        return State(device_weights, 0, 0, host_weights, 2 * gradients, masters)
+        return State(
+            parameters=device_weights,
+            gradients=0,
+            optimizer=0,
+            host_parameters=host_weights,
+            host_gradients=2 * gradients,
+            host_optimizer=masters,
+        )
 
     def _is_bf16_optimizer(self, layout: Layout) -> bool:
         """Return whether DeepSpeed uses its BF16_Optimizer if nothing is offloaded."""
         return self.strategy.stage == 1 and layout.precision == "bf16"
 
     def _user_options(self, facts: ModelFacts) -> dict[str, Any]:
-        """Return the user's own DeepSpeed config, dotted path → value."""
+        """Return the user's own DeepSpeed config, dotted path → value.
+
+        What it leaves out has the default of DeepSpeed or of Drumline.
+        """
         return user_config(self.strategy, facts)
 
     def _gradient_bytes(self, layout: Layout, facts: ModelFacts) -> GradientBytes:
-        """Return the bytes of an entry of a gradient: fp32, unless the user's config sets another type."""
+        """Return the bytes of an entry of a gradient.
+
+        Gradients are fp32, unless the user's config sets another type.
+        """
         options = self._user_options(facts)
         sent = options.get("communication_data_type", "fp32")
         accumulated = options.get("data_types.grad_accum_dtype", "fp32")
@@ -231,7 +258,10 @@ class ZeroCost(StrategyCost[Zero]):
     def buffers(
         self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
     ) -> Buffers:
-        """Return the bytes of DeepSpeed's buckets, which are allocated at once, and of what ZeRO 3 gathers."""
+        """Return the bytes of DeepSpeed's buckets, and of what ZeRO 3 gathers.
+
+        A bucket is allocated as a whole, however little is in it.
+        """
         cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
         if self.strategy.stage == 3:
             return self._buffers_of_stage_3(layout, facts, cut, state)
@@ -252,9 +282,12 @@ class ZeroCost(StrategyCost[Zero]):
             message = FULL * min(bucket, cut.trainable)
         always = 0
         if is_offloaded:
+            # One gradient on its way to the host.
             always = width * cut.largest
             if layout.device != "cuda":
-                always = 2 * width * cut.largest + width * cut.flat // layout.mesh.world_size
+                # On a CPU the host's own copies lie in the same memory: see `host`.
+                share = width * cut.flat // layout.mesh.world_size
+                always = 2 * width * cut.largest + share
         if self.strategy.stage == 1 and not has_bf16_optimizer and layout.batch.accumulation > 1:
             # Whole gradients that ZeRO 1 accumulates until the last micro-batch. With the
             # BF16_Optimizer they are part of `state`.
@@ -310,7 +343,8 @@ class ZeroCost(StrategyCost[Zero]):
                 persistent += number * weight.numel
         everything = cut.trainable + cut.frozen
         block = largest_block(facts, part_of(facts)).entries
-        # A persistent weight is counted in `always`.
+        # DeepSpeed gathers up to `live` entries ahead, and exceeds this by what it has in hand: a
+        # block, and what is prefetched. A persistent weight is counted in `always`.
         gathered = min(everything, live + prefetched + block) - min(everything, persistent)
         reduced = width * min(bucket, cut.trainable)
         step = 0
@@ -318,8 +352,9 @@ class ZeroCost(StrategyCost[Zero]):
             # Groups of weights are stepped one after the other.
             group = int(options.get("zero_optimization.sub_group_size", STEPPED))
             step = FULL * min(cut.pieces, group)
+        sent = self._gradient_bytes(layout, facts).sent
         return Buffers(
-            always=self._gradient_bytes(layout, facts).sent * bucket + width * persistent,
+            always=sent * bucket + width * persistent,
             through=max(0, width * gathered),
             backward=reduced,
             last=reduced,
@@ -330,8 +365,10 @@ class ZeroCost(StrategyCost[Zero]):
     def host(self, layout: Layout, facts: ModelFacts, between: int) -> Host:
         """Return the bytes of a rank in host memory.
 
-        DeepSpeed allocates its states while it is given the weights (engine.strategies.zero.fill), one block
-        at a time in fp32. Under stage 1 and 2 the fp32 values of all trainable weights stay on the
+        `between`: bytes of its states in host memory.
+
+        DeepSpeed allocates its states while it is given the weights (engine.strategies.zero.fill),
+        one block at a time in fp32. Under stage 1 and 2 the fp32 values of all trainable weights stay on the
         host, and DeepSpeed copies the trainable weights from the device beside them. Under stage 3
         the fp32 values of the rank's part stay. On a CPU the host has all weights. A rank gathers its
         part of a checkpoint on the host in any case.
@@ -362,13 +399,16 @@ class ZeroCost(StrategyCost[Zero]):
             copied = facts.parameters
             if has_gpu:
                 copied = facts.trainable
-            load = FULL * min(facts.parameters, staying + piece) + max(low_copy * copied, between)
+            in_fp32 = FULL * min(facts.parameters, staying + piece)
+            load = in_fp32 + max(low_copy * copied, between)
         else:
             masters = 0
             if is_low:
                 masters = FULL * cut.pieces
             load = between + masters + (FULL + low_copy) * piece
-        return Host(between, load, between, 1 + layout.config.checkpoint.asynchronous)
+        # One copy that the rank gathers, and one that is written in the background.
+        copies = 1 + layout.config.checkpoint.asynchronous
+        return Host(between=between, load=load, export=between, copies=copies)
 
     def send(
         self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
@@ -404,6 +444,7 @@ class ZeroCost(StrategyCost[Zero]):
             # Each part goes to the rank that steps it.
             volume.add("broadcast", bytes_, ranks, "shard", buckets * ranks)
         for entries in _groups(facts, _has_two_groups(layout)).values():
+            # Rounded up to an even number of entries on each rank.
             share = 2 * -(-entries // (2 * ranks))
             volume.add("all_gather", width * share, ranks, "shard")
 
@@ -453,9 +494,11 @@ class ZeroCost(StrategyCost[Zero]):
         parts = _parts_of_rank(facts, ranks, threshold, reuse, live, is_recomputed)
         calls = micro_batches * max(1, len(facts.block_weights))
         plus: ZeroPlusPlus = getattr(self, "zeropp", ZeroPlusPlus())
+        # Bytes of an entry of a weight on its way.
         gathered = width
         if plus.quantized_weights:
             gathered = 1
+        # Ranks of a copy of the weights.
         near = ranks
         if plus.hierarchical_partition > 1:
             near = plus.hierarchical_partition
@@ -469,6 +512,7 @@ class ZeroCost(StrategyCost[Zero]):
         for share, beside_forward, beside_backward in sides:
             each = share * gathered * micro_batches
             first = each * parts["gathered"]
+            # A part of a copy is ranks / near times as large as a part of the model.
             again = each * parts["again"] * ranks / near
             volume.add("all_gather", first, ranks, "shard", calls, beside_forward)
             volume.add("all_gather", again, near, "shard", calls, beside_backward)
@@ -492,17 +536,23 @@ class ZeroCost(StrategyCost[Zero]):
         up = width * trainable
         if parameters != "none":
             up += width * facts.parameters / layout.mesh.shard * micro_batches
+        down = FULL * trainable * micro_batches
         stored = 0.0
         if optimizer == "nvme":
             # fp32 weights and moments are read and written back.
             stored = ADAMW_BYTES * trainable
-        return Copied(up, FULL * trainable * micro_batches, stored)
+        return Copied(up, down, stored)
 
 
 class Zero3Cost(ZeroCost):
+    """The cost of ZeRO 3: `ZeroCost` knows its bytes; the search tries more of it."""
+
     @classmethod
     def candidates(cls, kind: type[Zero], space: Space) -> Iterator[StrategyConfig]:
-        """Yield also weights on the host, and optimizer and weights on a disk."""
+        """Yield also weights on the host, and optimizer and weights on a disk.
+
+        Only stage 3 can offload the weights.
+        """
         assert issubclass(kind, Zero3Strategy)
         yield from super().candidates(kind, space)
         yield kind(offload_optimizer=CPU, offload_parameters=CPU)
@@ -555,10 +605,16 @@ def _parts_of_rank(
 ) -> Counter[str]:
     """Return the entries of a rank's parts of weights, by what stage 3 does with the weights.
 
-    `whole`: they stay gathered. `gathered`: they are gathered for forward. `again`: they are gathered
-    again for backward. `trainable`: they have a gradient.
-    `is_recomputed`: a block's forward runs again right before its backward. The head stays gathered,
-    since the root module uses it. An untied embedding is first in forward and last in backward.
+    - `whole`: they stay gathered.
+    - `gathered`: they are gathered for forward.
+    - `again`: they are gathered again for backward.
+    - `trainable`: they have a gradient.
+
+    `persistent`, `reuse`, `live`: limits of stage 3 in entries (`_send_stage_3`).
+    `is_recomputed`: a block's forward runs again right before its backward.
+
+    The head stays gathered, since the root module uses it. An untied embedding is first in forward
+    and last in backward.
     """
     passes = PASSES
     if is_recomputed:
@@ -567,12 +623,14 @@ def _parts_of_rank(
     after = tuple(weight for weight in facts.end_weights if weight.place != "before")
     head = sum(weight.numel for weight in after)
     sums = Counter[str]()
+    # Entries of the blocks behind this one, which run between its forward and its backward.
     behind = 0
     for block in (*reversed(facts.block_weights), before, after):
         here = sum(weight.numel for weight in block)
         # Weights are released after forward, and so gathered again, if their next use is far enough.
-        is_released = behind + here + head >= live and passes * behind + head >= reuse
-        is_gathered_again = is_released and block is not after
+        exceeds_live = behind + here + head >= live
+        exceeds_reuse = passes * behind + head >= reuse
+        is_gathered_again = exceeds_live and exceeds_reuse and block is not after
         behind += here
         for weight in block:
             part = math.ceil(weight.numel / ranks)
