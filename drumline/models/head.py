@@ -435,7 +435,7 @@ def _add_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Outp
     mesh = weight.device_mesh
     first = first_row(weight.shape[0], mesh)
     part = VocabularyPart(mesh.get_group(), first)
-    local_bias = bias
+    local_bias: torch.Tensor | None = bias
     if isinstance(bias, DTensor):
         local_bias = bias.to_local()
     return replace(

@@ -275,8 +275,7 @@ class Progress:
         self.fault = None
         self.recent.append(event.seconds)
         # NaN is null in an event, and inf is a text.
-        has_finite_loss = isinstance(event.loss, float | int)
-        if has_finite_loss:
+        if isinstance(event.loss, float | int):
             self.losses[event.step] = event.loss
         if event.sent_bytes:
             self.sent.append(event.sent_bytes)

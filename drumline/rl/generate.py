@@ -384,10 +384,10 @@ class HFGenerator:
         log_probs = torch.stack(noise.log_probs, 1).tolist()
         tokens = out_BT[:, width:].tolist()
         completions = []
-        for row, length in enumerate(ends.lengths):
+        for row, ended_at in enumerate(ends.lengths):
             # A row that has ended is filled until the last row ends.
-            kept = length or out_BT.shape[1] - width
-            has_ended = length is not None
+            kept = ended_at or out_BT.shape[1] - width
+            has_ended = ended_at is not None
             completion = Completion(tokens[row][:kept], log_probs[row][:kept], has_ended)
             completions.append(completion)
         return completions

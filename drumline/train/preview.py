@@ -96,7 +96,10 @@ body {{ color: {foreground}; background: {background}; }} pre {{ white-space: pr
 
 def _page_theme() -> TerminalTheme:
     """Return the terminal's colours with two pale greens: black text on the usual ones is hard to read."""
-    colors = [tuple(DEFAULT_TERMINAL_THEME.ansi_colors[number]) for number in range(16)]
+    colors: list[tuple[int, int, int]] = []
+    for number in range(16):
+        red, green, blue = DEFAULT_TERMINAL_THEME.ansi_colors[number]
+        colors.append((red, green, blue))
     normal, bright = colors[:8], colors[8:]
     normal[GREEN] = (172, 228, 172)
     bright[GREEN] = (208, 242, 208)

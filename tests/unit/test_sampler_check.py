@@ -13,7 +13,7 @@ from drumline.config import rollouts as c
 from drumline.data.batches import Episodes
 from drumline.errors import TrainingStopped
 from drumline.models.templates import special_ids
-from drumline.report.facts import named
+from drumline.report.facts import curve_values
 from drumline.rl.build import generator
 from drumline.rl.generate import Completion, Request, deal
 from drumline.rl.sampler_check import (
@@ -188,10 +188,10 @@ def test_the_gap_is_shown_while_a_run_goes_on_and_left_out_where_the_policy_samp
     del rollout["metrics"]
     assert (
         "sampler off by 0.013" in told(START, rollout)[1]
-        and named(rollout)["sampler gap"] == 0.0125
+        and curve_values(rollout)["sampler gap"] == 0.0125
     )
     rollout["sampler_gap"] = None
-    assert "sampler" not in told(START, rollout)[1] and "sampler gap" not in named(rollout)
+    assert "sampler" not in told(START, rollout)[1] and "sampler gap" not in curve_values(rollout)
 
 
 @pytest.mark.slow
