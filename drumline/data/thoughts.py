@@ -33,8 +33,9 @@ def thoughts_of(messages: list[dict[str, Any]]) -> list[str]:
             if isinstance(message.get(key), str):
                 found.append(message[key])
         content = message.get("content") or ""
-        parts = content
-        if not isinstance(content, list):
+        if isinstance(content, list):
+            parts = content
+        else:
             parts = [{"text": content}]
         for part in parts:
             text = part.get("text") or ""
