@@ -20,6 +20,7 @@ import math
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -471,6 +472,31 @@ def copy_run_files(store: Store, run_dir: Path) -> None:
         path = run_dir / name
         if path.is_file():
             store.put(path, name)
+
+
+def copy_run_files_within(url: str, run_dir: Path, seconds: float) -> None:
+    """Copy plan, config and events of a run to its URL, and wait at most `seconds` for it.
+
+    A store that takes a request and never answers would hold up a run that has ended: clients of
+    stores wait a minute for each of many tries. Raises OSError (TimeoutError if the time is over)
+    and EnvironmentFault.
+    """
+    failures: list[Exception] = []
+
+    def copy() -> None:
+        try:
+            copy_run_files(Store(url), run_dir)
+        except (OSError, EnvironmentFault) as failure:
+            failures.append(failure)
+
+    # A daemon: this process may end while the thread waits.
+    thread = threading.Thread(target=copy, name="last events", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:g} seconds")
+    if failures:
+        raise failures[0]
 
 
 def require_owner(store: Store) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from drumline.checkpoint.remote import Store, copy_run_files
+from drumline.checkpoint.remote import copy_run_files_within
 from drumline.config.resume import Resume, resume_option
 from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
@@ -55,6 +55,8 @@ STATUS_OF_ERRORS: dict[type[BaseException], str] = {
     Preempted: "preempted",
     TrainingStopped: "stopped",
 }
+# How long a run that has ended waits for its store to take the last events.
+LAST_COPY_SECONDS = 60.0
 
 
 def main(
@@ -355,7 +357,7 @@ class MainReporter(Reporter):
         url = self.plan.config.checkpoint.url
         if url is not None:
             try:
-                copy_run_files(Store(url), Path(self.plan.run_dir))
+                copy_run_files_within(url, Path(self.plan.run_dir), LAST_COPY_SECONDS)
             except (OSError, EnvironmentFault) as failure:
                 # The run is over, and its own folder has the events.
                 say(f"note: the last events did not reach {url}: {failure}")

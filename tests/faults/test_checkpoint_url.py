@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from drumline.checkpoint.remote import (
     Store,
     at_hand,
     choose,
+    copy_run_files_within,
     manifests,
     require_unused,
     state_at,
@@ -313,3 +315,17 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_url(tmp_path: Path, url: st
     there: list[bytes] = [store.fs.cat_file(path) for path in store.fs.find(store.root)]
     files: list[Any] = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(SECRET.encode() in each for each in (*there, *files))
+
+
+def test_a_store_that_never_answers_does_not_hold_up_a_run_that_has_ended(tmp_path: Path) -> None:
+    clients = pytest.importorskip("s3fs").S3FileSystem
+    clients.clear_instance_cache()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with (
+            environment(f"http://127.0.0.1:{port}"),
+            pytest.raises(TimeoutError, match=r"no answer within 0\.5 seconds"),
+        ):
+            copy_run_files_within(f"s3://{BUCKET}/one", tmp_path, 0.5)
+    # Whoever opens the store next must not get the client of the silent one.
+    clients.clear_instance_cache()

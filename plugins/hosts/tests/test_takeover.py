@@ -189,8 +189,10 @@ def apart_config(folder: Path, ssh: Path, keep: str = "replicas: 1") -> Path:
 @contextmanager
 def store(host: Host) -> Iterator[None]:
     """One that speaks S3, on a host, with a bucket."""
+    # It writes a line for each request, and would wait for ever once nobody reads a pipe that is full.
+    port = STORE.rpartition(":")[2]
     process = host.start(
-        sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", STORE.rpartition(":")[2]
+        *("bash", "-c", f"exec {sys.executable} -m moto.server -H 0.0.0.0 -p {port} &> /dev/null")
     )
     make = f"import urllib.request as u; u.urlopen(u.Request('{STORE}/bucket', method='PUT'), timeout=10)"
     try:
