@@ -221,6 +221,15 @@ def _content_of_source(source: Source, base_dir: Path, streams: bool) -> Any:
     return imported(partial(read, base_dir), source.label, "data source", doing="reading")
 
 
+def hash_files(sources: list[Source], base_dir: Path) -> list[Any]:
+    """Return what identifies the content of all sources that are files. Raises DataError."""
+    contents = []
+    for source in sources:
+        if isinstance(source, FileSource | SavedSource):
+            contents.append(_content_of_source(source, base_dir, streams=False))
+    return contents
+
+
 def _saved_content(folder: Path) -> list[tuple[str, str]]:
     """Return the path and the hash of each file of a saved dataset. Raises DataError."""
     if not folder.is_dir():

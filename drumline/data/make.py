@@ -90,7 +90,13 @@ class Task:
         return all(read_info(folder) is not None for folder in self.folders)
 
 
-def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) -> None:
+def make(
+    task: Task,
+    tokenizer_path: str,
+    base_dir: Path,
+    progress: Progress,
+    require_unchanged: Callable[[], None],
+) -> None:
     """Make the caches of a task.
 
     Args:
@@ -98,6 +104,8 @@ def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) ->
         tokenizer_path: the folder of the tokenizer.
         base_dir: the folder that paths of the config are relative to.
         progress: called with the phases "tokenise" and "pack".
+        require_unchanged: called once all rows are read; raises DataError if their files have
+            changed since the caches were named.
 
     Raises DataError for input that cannot be used.
     """
@@ -109,6 +117,7 @@ def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) ->
         temporary_folder(root) as held_out,
     ):
         stage = _tokenise(task, staging, tokenizer_path, base_dir, progress)
+        require_unchanged()
         # Before rows are held out: a held-out row must have no copy among the others.
         if task.role == "train" and duplicates is not None:
             drop_copies(stage)

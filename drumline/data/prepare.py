@@ -15,7 +15,7 @@ from drumline.data.blocks import begin, is_begun, read_ledger
 from drumline.data.cache import TokenCache, left_out, read_info, verify
 from drumline.data.encode import OWN
 from drumline.data.files import root_of
-from drumline.data.fingerprint import cache_key, identify
+from drumline.data.fingerprint import cache_key, hash_files, identify
 from drumline.data.images import lacks_images
 from drumline.data.make import Progress, Task, make
 from drumline.data.sources import domains
@@ -60,13 +60,43 @@ def prepare(
             is_damaged = check and _is_damaged(folder)
             if is_damaged or _lacks_images(folder):
                 shutil.rmtree(folder)
+    if all(map(_is_done, tasks)):
+        return _plan(tasks)
+    files = _Files(config, base_dir)
+    # The names again, of files that are as `files` has seen them, or that have changed since.
+    tasks = _tasks(config, tokenizer_path, base_dir, vision)
+    for task in tasks:
         if _is_done(task):
             continue
         if task.streams:
             begin(task, tokenizer_path, base_dir)
         else:
-            make(task, tokenizer_path, base_dir, progress)
+            make(task, tokenizer_path, base_dir, progress, files.require_unchanged)
     return _plan(tasks)
+
+
+class _Files:
+    """The files of rows as they were before a cache got its name.
+
+    A file that changes between the hash that names a cache and the reading of its rows would put
+    other rows into that cache, and each later run with the old file would train on them.
+    """
+
+    def __init__(self, config: Config, base_dir: Path) -> None:
+        self.base_dir = base_dir
+        self.sources = list(config.data.train)
+        for sources in config.data.eval_sets.values():
+            self.sources += sources
+        self.before = hash_files(self.sources, base_dir)
+
+    def require_unchanged(self) -> None:
+        """Raise DataError if a file has changed since."""
+        if hash_files(self.sources, self.base_dir) != self.before:
+            raise DataError(
+                "a file of rows has changed while it was read",
+                where="data",
+                fix="start again once nothing writes to it",
+            )
 
 
 def _ignore_progress(phase: str, done: int, total: int | None) -> None:

@@ -332,6 +332,25 @@ def test_progress_knows_the_total_of_tasks(tmp_path: Path, tokenizer_dir: str) -
 # ------------------------------------------------------------------------------------------------------------ the cache
 
 
+def test_a_file_that_changes_while_it_is_read_makes_no_cache(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
+    """Its name would be that of the old rows, which a later run would get the new ones for."""
+    write_rows(tmp_path, 20)
+    old = (tmp_path / "rows.jsonl").read_text()
+    wanted = config(tmp_path)
+
+    def change(phase: str, done: int, total: int | None) -> None:
+        if phase == "tokenise":
+            write_rows(tmp_path, 21)
+
+    with pytest.raises(DataError, match="has changed while it was read"):
+        prepare_data(wanted, tokenizer_dir, tmp_path, change)
+    assert folders(tmp_path) == []
+    (tmp_path / "rows.jsonl").write_text(old)
+    assert completions(prepare(wanted, tokenizer_dir, tmp_path).train) == [*range(20)]
+
+
 def test_a_second_call_is_a_hit(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 10)
     wanted = config(tmp_path, holdout=2)
