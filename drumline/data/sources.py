@@ -530,10 +530,14 @@ def _checked(
     Raises DataError for a value of another type.
     """
     if part == "label":
+        if isinstance(value, float) and value.is_integer():
+            # A table in which another row has no label holds whole numbers as floats.
+            return int(value)
         if not isinstance(value, str | int):
-            found = type(value).__name__
-            what = f"row {number}: column {name!r} is {found}, not the name or number of a class"
-            raise DataError(what, where=origin)
+            found = _describe_type(value)
+            what = f"row {number}: column {name!r} is {found}, not a label"
+            fix = "give each row one: true or false for an answer, the name or number of a class"
+            raise DataError(what, where=origin, fix=fix)
         return value
     if part == "image" and value is not None and not isinstance(value, str):
         # The bytes of an image, or a picture: `files.image_path` reads them.

@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drumline.dist.copies import copied_to
@@ -94,6 +95,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
+
+
+def nonfinite_weight(model: nn.Module) -> str | None:
+    """Return the name of a weight with NaN or infinity on this rank; None without one."""
+    for name, weight in model.named_parameters():
+        own_part = local(weight.detach())
+        # Types of fewer bits are codes, and have no test for NaN.
+        is_plain = own_part.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        if is_plain and not bool(torch.isfinite(own_part).all()):
+            return name
+    return None
 
 
 def cut_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

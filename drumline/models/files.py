@@ -49,6 +49,8 @@ COUNTS = re.compile(
 # Beyond the largest counts that are known: in transformers, Doge has 16,384 experts; ImageNet-21k
 # has 21,843 labels.
 MOST_PARTS = 2**15
+# Keys of probabilities with which values are dropped.
+SHARES = re.compile(r"(.*_)?dropout(_prob|_rate)?|(attn|embd|resid|summary_first)_(pdrop|dropout)")
 # Keys of sizes at any depth: a whole number from 1 on, or null. A list has one for each layer.
 SIZES = re.compile(
     r"vocab_size|hidden_size|intermediate_size|head_dim|max_position_embeddings|n_(embd|head|layer|positions|ctx)"
@@ -411,6 +413,9 @@ def _check_count(key: str, value: Any, where: str) -> None:
     if value is not None and SIZES.fullmatch(key) and not _is_size(value):
         what = f"{key} is {str(value)[:40]}, a whole number from 1 on is wanted"
         raise ModelError(what, where=where, fix=fix)
+    if type(value) in (int, float) and SHARES.fullmatch(key) and not 0 <= value <= 1:
+        what = f"{key} is {str(value)[:40]}, a number from 0 to 1 is wanted"
+        raise ModelError(what, where=where, fix=fix)
     if isinstance(value, int | float) and COUNTS.fullmatch(key) and value > MOST_PARTS:
         what = f"{key} is {value:g}: no model has more than {MOST_PARTS}"
         raise ModelError(what, where=where, fix=fix)
@@ -485,6 +490,12 @@ def _loading_error(
             " or model.trust_remote_code: true to a YAML of your own"
         )
         return ModelError(what, where=path, fix=fix)
+    if isinstance(error, KeyError) and path == "model.config":
+        key = _key_of(model.config, error.args[0])
+        if key is not None:
+            what = f"transformers has no {error.args[0]!r}"
+            fix = "write a name that it has"
+            return ModelError(what, where=f"model.config.{key}", fix=fix)
     reason = first_line(error)
     if reason == PICKLE:
         fix = "ask for these weights as safetensors, or convert them where you trust the file"
@@ -507,6 +518,18 @@ def _loading_error(
         what = "cannot be had"
         fix = "check the id and the network, or give a local folder"
     return ModelError(f"{what}: {reason}", where=path, fix=fix)
+
+
+def _key_of(values: dict[str, Any], wanted: Any) -> str | None:
+    """Return the key whose value is `wanted`, as `outer.inner` if it lies deeper; None without one."""
+    for key, value in values.items():
+        if value == wanted:
+            return key
+        if isinstance(value, dict):
+            inner = _key_of(value, wanted)
+            if inner is not None:
+                return f"{key}.{inner}"
+    return None
 
 
 def _no_class_error(text: str, path: str, auto_class: str, kind: str) -> ModelError:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from drumline.dist.mesh import first_row
+from drumline.errors import ModelError
 from drumline.models import kernels
 from drumline.models.attention import attending
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
@@ -288,6 +289,10 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
         changed_BT[:, -1] = ids_BT[:, 0]
         before_last = small(input_ids=ids_BT, use_cache=False).logits[:, :-1]
         before_changed = small(input_ids=changed_BT, use_cache=False).logits[:, :-1]
+        if not torch.isfinite(before_last).all():
+            what = f"{type(model).__name__} computes no finite numbers with this configuration"
+            fix = "look at rope_parameters, the eps of its norms and its other numbers"
+            raise ModelError(what, where="model", fix=fix)
         if not close(before_last, before_changed):
             raise bidirectional(model)
         return not packed or _keeps_documents_apart(small, ids_BT)

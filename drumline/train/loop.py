@@ -19,6 +19,7 @@ from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather, Gathered
 from drumline.dist.seeds import seed_step
 from drumline.engine.engine import DeviceSums, Engine
+from drumline.engine.norms import nonfinite_weight
 from drumline.errors import ConfigError, TrainingStopped
 from drumline.models.router import router_metrics
 from drumline.plan.plan import Plan
@@ -522,12 +523,26 @@ class Loop:
         skips = self.state.skips
         if pending.is_finite:
             self.metric = None
+        fix = FIX
+        if not pending.is_finite:
+            fix = self._fix_of_nonfinite()
         check_finite(
-            pending, self.plan, self.state, self.engine.rescales(), self.emit, "health.on_nan", FIX
+            pending, self.plan, self.state, self.engine.rescales(), self.emit, "health.on_nan", fix
         )
         if pending.is_finite:
             can_go_back = self.rewind is not None and self.saver.saved_step >= 0
             self.state.skips = self.spikes.judge(pending, skips, can_go_back)
+
+    def _fix_of_nonfinite(self) -> str:
+        """Return what helps against numbers that are not finite.
+
+        A step without an update leaves the weights as they were, so weights that are not finite
+        now were not when the run began.
+        """
+        weight = nonfinite_weight(self.engine.model)
+        if weight is None:
+            return FIX
+        return f"the weights were not finite before, {weight} for one: start from others"
 
     def _log_step(self, pending: PendingStep, seconds: float) -> None:
         """Emit the event of a step, and that of the devices."""

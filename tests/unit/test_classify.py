@@ -342,7 +342,7 @@ BAD: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any],
         [{"text": "a", "label": ["x"]}],
         [],
         {},
-        "not the name or number of a class",
+        "not a label",
     ),
 }
 

@@ -26,6 +26,7 @@ from drumline.data.batches import TokenBatch
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, seed_step
+from drumline.engine.norms import nonfinite_weight
 from drumline.errors import ConfigError, Preempted, TrainingStopped
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
 from drumline.telemetry.events import Event
@@ -392,3 +393,11 @@ def test_goodput_adds_up() -> None:
     assert sum(report.values()) - report["elapsed"] == pytest.approx(
         max(report["elapsed"], 11), abs=0.5
     )
+
+
+def test_weights_that_were_not_finite_before_are_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    assert nonfinite_weight(model) is None
+    with torch.no_grad():
+        model[1].bias[0] = math.nan
+    assert nonfinite_weight(model) == "1.bias"

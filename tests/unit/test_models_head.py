@@ -110,6 +110,13 @@ BERT = {
 }
 
 
+def test_a_config_that_computes_nan_is_not_called_bidirectional() -> None:
+    rope = {"rope_type": "default", "rope_theta": 0.0}
+    config = ModelConfig(id=None, config={"model_type": "llama", **BERT, "rope_parameters": rope})
+    with pytest.raises(ModelError, match="computes no finite numbers"):
+        require_next_token(build_model(None, config, seed=0), "cpu", packed=False)
+
+
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "big_bird"])
 def test_an_encoder_is_no_model_of_next_tokens(kind: str) -> None:
     """What its config says is refused when the run is planned, and by trying, and neither sends the user to data.packing."""

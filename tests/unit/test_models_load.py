@@ -85,6 +85,8 @@ def test_kinds_of_layers_follow_their_number(tmp_path: Path) -> None:
             "hidden_size is wide, a whole number from 1 on is wanted",
         ),
         (LLAMA | {"hidden_size": 33}, "not a multiple"),
+        (LLAMA | {"attention_dropout": -1}, "attention_dropout is -1, a number from 0 to 1"),
+        (LLAMA | {"hidden_act": "geluu"}, "model.config.hidden_act: transformers has no 'geluu'"),
         ({"model_type": "vit"}, "no causal language model: transformers has none for ViTConfig"),
     ],
 )
