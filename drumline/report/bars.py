@@ -1,7 +1,7 @@
 """Progress bars for what happens before a run, such as converting a model or tokenising; and notes.
 
-All of it goes to standard error or to a console of the caller's, so that a command's result on standard
-output stays alone.
+All of it goes to standard error or to a console of the caller's, so that a command's result on
+standard output stays alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from rich.table import Column
 from drumline.errors import printable
 from drumline.system.output import Verbosity, lossy, say_note, verbosity
 
-# Called with a phase, how much of it is done, and how much there is in all; None if that is not known.
+# Called with a phase, how much of it is done, and how much there is in all; None if that is not
+# known.
 OnProgress = Callable[[str, int, int | None], None]
 # Phases of planning that take long for large models on many devices.
 COMPARING = "comparing plans"
@@ -67,8 +68,8 @@ def notes(lines: Iterable[str]) -> None:
 def title_of(phase: str, rows: int | None) -> str:
     """Return what a phase is called in the terminal: `Tokenising 40 rows`.
 
-    `rows`: how much the phase has in all; None if that is not known. A phase that is not in TITLES is
-    called by its name.
+    `rows`: how much the phase has in all; None if that is not known. A phase that is not in TITLES
+    is called by its name.
     """
     capitalised = phase[:1].upper() + phase[1:]
     plain, counted = TITLES.get(phase, (capitalised, ""))

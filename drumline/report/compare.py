@@ -1,7 +1,7 @@
 """`drumline compare A B`: compare two sides of runs, each a run or several seeds of it.
 
-It prints the keys of the config that differ, the final value of each curve on both sides, which side
-is better, and whether there are enough seeds to tell the difference from chance.
+It prints the keys of the config that differ, the final value of each curve on both sides, which
+side is better, and whether there are enough seeds to tell the difference from chance.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def _runs(folder: Path) -> list[RunFacts]:
         )
     inside = sorted(path.parent for path in folder.glob("*/plan.json"))
     is_run = (folder / "plan.json").exists()
-    # A folder with neither is read as a run, too: RunFacts raises the error that says what is missing.
+    # A folder with neither is read as a run, too: RunFacts raises the error that says what is
+    # missing.
     if is_run or not inside:
         return [RunFacts(folder)]
     return [RunFacts(path) for path in inside]
@@ -337,7 +338,7 @@ def _section_text(section: str, side: list[RunFacts], other: list[RunFacts]) -> 
 
 
 def _section_text_of_run(section: str, run: RunFacts, keys_of_other: set[str]) -> str:
-    """Describe a section of one run: its kind, and the values of keys that are not at their defaults.
+    """Describe a section of one run: its kind, and its keys that are not at their defaults.
 
     `keys_of_other`: keys of the other side. They are left out, since they have rows of their own if
     they differ.
@@ -464,8 +465,8 @@ def _at_common_steps(traces: list[Trace]) -> list[Trace]:
 def _mean_by_seed(runs: list[RunFacts], values: list[float]) -> list[float]:
     """Return the mean value of each seed.
 
-    Repeats of one seed differ by rounding alone, so they are not independent samples. `values`: one of
-    each run.
+    Repeats of one seed differ by rounding alone, so they are not independent samples. `values`: one
+    of each run.
     """
     values_by_seed: dict[str, list[float]] = {}
     for run, value in zip(runs, values, strict=True):

@@ -1,7 +1,8 @@
 """The charts of a page.
 
 A long curve is thinned out to means of bins. Runs that differ in their seed alone are one mean with
-a band. Nothing is drawn that was not measured, and the note of a chart says what its lines stand for.
+a band. Nothing is drawn that was not measured, and the note of a chart says what its lines stand
+for.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def thin_out(points: Points, most: int) -> Series:
     """Return a curve with at most `most` points, for draw.js.
 
     The result has the keys `x` (steps), `y` (values) and `of`, the number of points that the curve
-    had. A curve with more than `most` points is cut into bins of equal size. Then `y` is the mean of
-    a bin and `x` its last step, and there are also the bin's `low` and `high`, and `size`, the
+    had. A curve with more than `most` points is cut into bins of equal size. Then `y` is the mean
+    of a bin and `x` its last step, and there are also the bin's `low` and `high`, and `size`, the
     number of points of a bin.
     """
     total = len(points)
@@ -125,8 +126,8 @@ def band(repeated: list[Points], most: int) -> Series:
 def groups(runs: list[RunFacts]) -> list[list[int]]:
     """Return groups of runs that differ in their seed alone and have different seeds.
 
-    Each run is given by its place in `runs`. A repeat of a seed begins another group, so that no group
-    has two runs of one seed.
+    Each run is given by its place in `runs`. A repeat of a seed begins another group, so that no
+    group has two runs of one seed.
     """
     places_by_group: dict[tuple[str, int], list[int]] = {}
     runs_of_seed: Counter[tuple[str, str]] = Counter()
@@ -159,7 +160,8 @@ def charts(runs: list[RunFacts], names: list[str]) -> list[Chart]:
 def _charts_of_one_run(run: RunFacts, names: Iterable[str]) -> list[Chart]:
     """Return the charts of one run, in the order of `names`.
 
-    A score of several evaluation sets is one chart, with a line for each set beside that of all sets.
+    A score of several evaluation sets is one chart, with a line for each set beside that of all
+    sets.
     """
     # The name of each chart → the curves of sets that are drawn in it.
     sets_by_chart: dict[str, list[str]] = {name: [] for name in names}

@@ -143,8 +143,8 @@ def _draw_phases(run: RunFacts, drawings: Drawings) -> list[Chart]:
 def _draw_step_seconds(run: RunFacts, drawings: Drawings) -> list[Chart]:
     """Draw what the seconds of a step were spent on.
 
-    Without a measured time of waiting for other ranks, which counts as computing then, the chart has a
-    note about it.
+    Without a measured time of waiting for other ranks, which counts as computing then, the chart
+    has a note about it.
     """
     lines = []
     for color, (field, name) in enumerate(STEP_SECONDS.items()):
@@ -380,7 +380,7 @@ def faults(run: RunFacts, drawings: Drawings) -> Attempts | None:
 
 
 def _attempt_row(attempt: Attempt) -> list[Any]:
-    """Return the cells of an attempt, without its number, in the order of the headers of `faults`."""
+    """Return the cells of an attempt, without its number, in the order of `faults`' headers."""
     reach = "none"
     steps = attempt.steps
     if steps:

@@ -622,9 +622,10 @@ def differences(runs: list[RunFacts]) -> list[str]:
 
 
 def short_names(runs: list[RunFacts]) -> list[str]:
-    """Return a different name for each run: its folder's, with as many parents as needed, at most 7.
+    """Return a different name for each run.
 
-    If that is not enough, the names are the whole paths.
+    It is the folder's, with as many parents as needed to tell the runs apart, at most 7. If that is
+    not enough, the names are the whole paths.
     """
     folders = [run.folder.resolve() for run in runs]
     for length in range(1, 9):

@@ -40,8 +40,8 @@ SPARK_VALUES = 24
 SAME = 0.01
 # Characters of the live display.
 WIDEST = 100
-# Of what the model writes on held-out prompts: how many samples are shown, and how many characters of
-# the end of each prompt and of the start of each text.
+# Of what the model writes on held-out prompts: how many samples are shown, and how many characters
+# of the end of each prompt and of the start of each text.
 SAMPLES_SHOWN = 2
 PROMPT_CHARACTERS = 40
 TEXT_CHARACTERS = 100
@@ -423,7 +423,10 @@ class Progress:
             self._print(line)
 
     def _on_save(self, event: events.Save) -> None:
-        """Print what went wrong with a checkpoint; a verbose display also prints those that went well."""
+        """Print what went wrong with a checkpoint.
+
+        A verbose display also prints those that went well.
+        """
         if event.path:
             self.save = event
         if event.error:
@@ -963,7 +966,7 @@ def _speed(step: events.Step) -> str:
 
 
 def _speed_line(step: events.Step) -> str:
-    """Return the speed in all its units: tokens, samples, and the share of the devices' peak (MFU)."""
+    """Return the speed in tokens, in samples, and as the share of the devices' peak (MFU)."""
     parts = [_speed(step)]
     # Without tokens `_speed` is the samples already.
     if events.has_tokens(step.tokens, step.samples):

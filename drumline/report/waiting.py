@@ -43,7 +43,10 @@ def duration(seconds: float) -> str:
 
 
 class Waits:
-    """How long the phases between steps take, learned from this run and from earlier ones of its kind."""
+    """How long the phases between steps take.
+
+    It is learned from this run and from earlier ones of its kind.
+    """
 
     def __init__(
         self, ranks: Callable[[], list[dict[str, Any]]] = list, memory: Path | None = None
@@ -104,7 +107,7 @@ class Waits:
         return kinds
 
     def line(self) -> str | None:
-        """Return a line on the rank that has been in its phase for longest, with the ETA of the phase.
+        """Return a line on the rank that has been in its phase for longest, with its ETA.
 
         None while steps go on, or if it is not known what ranks do.
         """

@@ -145,7 +145,7 @@ class Live:
             self.fresh[kind] = {"step": event.get("step"), "shown": event.get(kind)}
 
     def _note_plan(self, event: dict[str, Any]) -> None:
-        """Update the state by what was predicted: a device's memory, and how much of it is needed."""
+        """Update the state by the plan: a device's memory, and how much of it is needed."""
         memory = as_mapping(event.get("memory"))
         self.state["limit"] = as_number(event.get("limit"))
         self.state["planned"] = as_number(memory.get("reserved"))
@@ -189,7 +189,10 @@ class Live:
         self.text.write(f"rank {rank}: {error} → {action}\n")
 
     def _goodput(self) -> float | None:
-        """Return the goodput so far, as `RunFacts.goodput` defines it; None before the first step."""
+        """Return the goodput so far, as `RunFacts.goodput` defines it.
+
+        None before the first step.
+        """
         spent = self.last - self.began - self.idle
         if not self.seconds or spent <= 0:
             return None
@@ -364,7 +367,8 @@ def _token_of_query(query: str) -> str:
 class Server(ThreadingHTTPServer):
     """The HTTP server of the page.
 
-    Its `token` is required of each browser; it is empty if the server listens to this machine alone.
+    Its `token` is required of each browser; it is empty if the server listens to this machine
+    alone.
     """
 
     # A stream that is still open does not keep the process from ending.
@@ -397,8 +401,8 @@ class Server(ThreadingHTTPServer):
     def is_ours(self, host: str) -> bool:
         """Return whether a request came by an address of this machine.
 
-        A name that somebody else has pointed to this machine is refused (DNS rebinding). `host`: the
-        header of that name, which has the name or address that the browser opened.
+        A name that somebody else has pointed to this machine is refused (DNS rebinding). `host`:
+        the header of that name, which has the name or address that the browser opened.
         """
         name = urlsplit(f"//{host}").hostname or ""
         if name in ("localhost", LOOPBACK, "::1", self.host.lower()):
@@ -416,7 +420,8 @@ class Server(ThreadingHTTPServer):
     def is_token(self, given: str) -> bool:
         """Return whether a browser has sent the right token.
 
-        It takes the same time for all wrong ones, so that the token cannot be found letter by letter.
+        It takes the same time for all wrong ones, so that the token cannot be found letter by
+        letter.
         """
         given_bytes = given.encode(errors="replace")
         return hmac.compare_digest(given_bytes, self.token.encode())

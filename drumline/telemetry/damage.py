@@ -1,7 +1,7 @@
 """Reading lines of events.jsonl that anybody may have written.
 
-A line may be torn, of another version, or made to do harm: nested a million times, or with a number of
-a million digits. Readers get values of the types that an event declares, or none.
+A line may be torn, of another version, or made to do harm: nested a million times, or with a number
+of a million digits. Readers get values of the types that an event declares, or none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The load, temperature and energy of each rank's device.
 
-Those of a GPU come from NVML (nvidia-ml-py), and the energy of a host's CPUs from RAPL. What no counter
-gives is not known, and nothing is estimated. NVML is experimental: this has run on no GPU yet.
+Those of a GPU come from NVML (nvidia-ml-py), and the energy of a host's CPUs from RAPL. What no
+counter gives is not known, and nothing is estimated. NVML is experimental: this has run on no GPU
+yet.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Gpu:
         return self.read(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu))
 
     def values(self) -> list[float]:
-        """Return the values of NAMES without the CPUs', in their order; NaN for what is not known."""
+        """Return the values of NAMES but for the CPUs', in their order; NaN if not known."""
         utilisation = self.read(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
         celsius = self.read(
             lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)

@@ -1,10 +1,11 @@
 """events.jsonl: one JSON object a line, appended and flushed at once.
 
-It is the source of truth of a run; displays and trackers only repeat it. Each kind of event is a class.
-On disk its fields are beside `t` (unix seconds), `kind`, and what it has besides (`metrics`).
+It is the source of truth of a run; displays and trackers only repeat it. Each kind of event is a
+class. On disk its fields are beside `t` (unix seconds), `kind`, and what it has besides
+(`metrics`).
 
-The reference of events is made from the classes: a class's docstring describes the kind, and a comment
-beside or above a field the field.
+The reference of events is made from the classes: a class's docstring describes the kind, and a
+comment beside or above a field the field.
 """
 
 from __future__ import annotations
@@ -174,8 +175,9 @@ class Measured(Event, kind="measured"):
 class Step(Event, kind="step"):
     """An optimizer step was done.
 
-    `metrics`: an algorithm's own; of a mixture of experts whose router loss is trained `router_loss` (a
-    part of `loss`, without its coefficient) and `expert_load`: each expert's share of all choices.
+    `metrics`: an algorithm's own; of a mixture of experts whose router loss is trained
+    `router_loss` (a part of `loss`, without its coefficient) and `expert_load`: each expert's share
+    of all choices.
     """
 
     step: int  # optimizer steps done, from 1; one that is done again after a restart has a second event, and the last one counts
@@ -228,7 +230,10 @@ def has_groups(prompts: float | None, episodes: float | None) -> bool:
 
 
 class Rollout(Event, kind="rollout"):
-    """Episodes were drawn, to be learned from. `metrics`: reward/DOMAIN, and those of the KL penalty."""
+    """Episodes were drawn, to be learned from.
+
+    `metrics`: reward/DOMAIN, and those of the KL penalty.
+    """
 
     step: int  # steps done after those that learn from it
     prompts: int
@@ -411,8 +416,8 @@ def last_measurement(events: list[Event]) -> Measurement | None:
 class EventLog:
     """Appends events to a file.
 
-    A run that was killed in the middle of a line goes on after it on a new one. A full disk costs no
-    event and stops no run: what could not be written waits in memory for the next one.
+    A run that was killed in the middle of a line goes on after it on a new one. A full disk costs
+    no event and stops no run: what could not be written waits in memory for the next one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -428,8 +433,8 @@ class EventLog:
     def emit(self, event: Event) -> Event:
         """Write one event and return it as it was written.
 
-        It is redacted, NaN is null, and inf is a string. Raises OSError if the file cannot be written for
-        another reason than a full disk.
+        It is redacted, NaN is null, and inf is a string. Raises OSError if the file cannot be
+        written for another reason than a full disk.
         """
         values: dict[str, Any] = plain(event.values())
         text = json.dumps(values, allow_nan=False, ensure_ascii=False)
@@ -456,8 +461,8 @@ def read(path: Path) -> list[Event]:
 def examine(path: Path) -> list[tuple[int, Event | None, bool]]:
     """Return number (from 1), event, and whether the line is sound, of each line of a file of events.
 
-    The event is None for a line that is torn by a kill, or damaged. A line is not sound, either, if a
-    field of its event is of another type than its kind declares.
+    The event is None for a line that is torn by a kill, or damaged. A line is not sound, either, if
+    a field of its event is of another type than its kind declares.
     """
     text = _bytes(path).decode("utf-8", errors="replace")
     lines = []
@@ -559,9 +564,10 @@ def series(events: list[Event], name: str, kind: type[Event] = Step) -> dict[int
 
 @contextmanager
 def tail(path: Path, on_event: Emit, offset: int | None = None) -> Iterator[None]:
-    """Call `on_event` with each event that another process appends to a file, as long as the context is open.
+    """Call `on_event` with each event that another process appends to a file.
 
-    `offset`: the place in the file to begin at, in bytes; None: at its end.
+    It does so as long as the context is open. `offset`: the place in the file to begin at, in
+    bytes; None: at its end.
     """
     rest = b""
 

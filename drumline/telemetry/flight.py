@@ -1,7 +1,7 @@
 """The collectives that ranks have begun, and the first one about which ranks disagree.
 
-They come from torch's flight recorder, which gloo and NCCL write to. The launcher compares them when
-ranks hang.
+They come from torch's flight recorder, which gloo and NCCL write to. The launcher compares them
+when ranks hang.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def recent(after: Mapping[str, int] | None = None, most: int = RECENT) -> list[E
     It may be called from any thread, also while another waits in a collective.
 
     Args:
-        after: Library → the `id` of an entry, as `newest` returns them. Only collectives after these
-            are returned.
+        after: Library → the `id` of an entry, as `newest` returns them. Only later collectives are
+            returned.
         most: How many collectives are returned, at most.
     """
     # The launcher, which reads what ranks report, does without torch.
@@ -108,7 +108,8 @@ def _entry(raw: dict[str, Any], torch_folder: str) -> Entry:
 def describe(entry: Entry) -> str:
     """Return a collective in words.
 
-    For example: `all_reduce Float [4, 5] (number 7 of group 0 default_pg) at FILE:LINE in FUNCTION`.
+    `all_reduce Float [4, 5] (number 7 of group 0 default_pg) at FILE:LINE in FUNCTION`, for
+    example.
     """
     tensors = zip(entry["dtypes"], entry["sizes"], strict=False)
     shapes = ", ".join(f"{dtype} {size}" for dtype, size in tensors)

@@ -1,9 +1,9 @@
 """What a run really takes, compared with its plan: memory by category, host memory, seconds, bytes sent.
 
-A run has two `measured` events: one as soon as enough steps are timed, and one at its end. One step of
-each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on a CPU
-telemetry.memory_tracker). It is slower, and its seconds are reported separately. Everything else is
-read between operators. No result changes.
+A run has two `measured` events: one as soon as enough steps are timed, and one at its end. One step
+of each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on a
+CPU telemetry.memory_tracker). It is slower, and its seconds are reported separately. Everything
+else is read between operators. No result changes.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class Measure:
 
         Args:
             step: Steps done so far.
-            phase: None for forward and backward, then `clip` for the norm, and `step` for the update.
+            phase: None for forward and backward, then `clip` for the norm, and `step` for the
+                update.
         """
         is_counted = self.traffic.due(step)
         began = time.time()
@@ -165,8 +166,8 @@ class Measure:
     ) -> tuple[int | None, str | None]:
         """End a step, and return the bytes that it sent, and the name for its seconds that `took` needs.
 
-        Collective if the step was counted. The bytes are None if they are not known. The name is None
-        for a step that is neither counted nor timed.
+        Collective if the step was counted. The bytes are None if they are not known. The name is
+        None for a step that is neither counted nor timed.
 
         Args:
             step: Steps done before.
@@ -201,14 +202,12 @@ class Measure:
         return sent, "total"
 
     def took(self, step: int, name: str | None, seconds: float) -> None:
-        """Note that a step took `seconds` without waiting for data, and report once enough steps are timed.
-
-        Collective.
+        """Note the seconds of a step, and report once enough steps are timed. Collective.
 
         Args:
             step: Steps done, with this one.
             name: As `end_step` returned it.
-            seconds: That the step took on this rank.
+            seconds: That the step took on this rank, without waiting for data.
         """
         if name is not None:
             self.seconds[name].append(seconds)

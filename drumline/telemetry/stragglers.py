@@ -71,8 +71,8 @@ class Stragglers:
             tokens: Of its global batch.
             data: Seconds that each rank waited for its own data.
             communication: Seconds that each rank waited for other ranks. NaN: that is not measured
-                (models that are cut wait within their computation, on a GPU FSDP2 and ZeRO do, too),
-                and only the data's seconds are compared.
+                (models that are cut wait within their computation, on a GPU FSDP2 and ZeRO do,
+                too), and only the data's seconds are compared.
         """
         if len(data) == 1:
             # A single rank holds up nobody.

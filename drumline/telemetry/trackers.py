@@ -4,8 +4,8 @@ A tracker shows the run's metrics and samples: TensorBoard, W&B, MLflow, trackio
 through its own library. events.jsonl stays the source of truth. A run that is started again goes on
 in the same run of each tracker: RUN/trackers.json has their ids.
 
-Callbacks are classes of the user's own (`run.callbacks`), whose methods get the events of a run. They
-cannot change a number of it.
+Callbacks are classes of the user's own (`run.callbacks`), whose methods get the events of a run.
+They cannot change a number of it.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class Sink:
 def metrics(event: Event) -> dict[str, float]:
     """Return the numbers of an event without `t` and `step`, as name → number.
 
-    Of the experts' loads it has the least and the most. Of the ranks' memory and devices it has each
-    of a few ranks, or the least and the most.
+    Of the experts' loads it has the least and the most. Of the ranks' memory and devices it has
+    each of a few ranks, or the least and the most.
     """
     values = event.values()
     numbers: dict[str, float] = {}
@@ -209,8 +209,8 @@ def _numbers_by_rank(values: dict[str, Any]) -> dict[str, dict[int, float]]:
 def check_installed(report_to: Sequence[str], base_dir: Path = Path()) -> None:
     """Check that the trackers of `run.report_to` can be opened.
 
-    Raises EnvironmentFault for a tracker whose library is not installed, and ConfigError for one of the
-    user's own that cannot be imported.
+    Raises EnvironmentFault for a tracker whose library is not installed, and ConfigError for one of
+    the user's own that cannot be imported.
     """
     for name in report_to:
         if name not in LIBRARIES:
@@ -252,8 +252,8 @@ def open_sinks(
 ) -> list[Sink]:
     """Open the trackers of `run.report_to`; only rank 0 opens them.
 
-    Raises EnvironmentFault for a library that is not installed, and, at the first start of a run, for
-    a tracker that does not start. A run that has begun goes on without a tracker that cannot be
+    Raises EnvironmentFault for a library that is not installed, and, at the first start of a run,
+    for a tracker that does not start. A run that has begun goes on without a tracker that cannot be
     reached.
 
     Args:
@@ -325,8 +325,8 @@ def _line(error: BaseException) -> str:
 def find_callbacks(paths: Sequence[str], base_dir: Path) -> list[Any]:
     """Return an instance of each class of `run.callbacks`.
 
-    Raises ConfigError for a path that leads to no class with one of the methods of HOOKS, or whose class
-    cannot be made without arguments.
+    Raises ConfigError for a path that leads to no class with one of the methods of HOOKS, or whose
+    class cannot be made without arguments.
     """
     methods = HOOKS.values()
     callbacks = []

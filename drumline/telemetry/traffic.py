@@ -1,9 +1,9 @@
 """Bytes that a rank sends to others, counted at the collectives that really run.
 
 Whatever calls them (DDP's C++ reducer, FSDP2, DTensor, pipelines, DeepSpeed), each goes through
-torch's dispatcher as an operator of c10d, and a dispatch mode sees it with its tensors. A mode costs
-microseconds for each operator, so one step of each kind is counted, and its bytes stand for the
-others.
+torch's dispatcher as an operator of c10d, and a dispatch mode sees it with its tensors. A mode
+costs microseconds for each operator, so one step of each kind is counted, and its bytes stand for
+the others.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ _BY_FUNCTIONAL_NAME = {name: collective for collective in _RING for name in coll
 class CommunicatedBytes(TorchDispatchMode):
     """A mode that counts the bytes that this rank sends, in `total`.
 
-    It sees the collectives of this thread and of its backward. The share of a collective that leaves
-    a rank is that of the ring algorithm.
+    It sees the collectives of this thread and of its backward. The share of a collective that
+    leaves a rank is that of the ring algorithm.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class CommunicatedBytes(TorchDispatchMode):
 
 
 def _volume(func: Any, args: tuple[Any, ...]) -> float:
-    """Return the bytes that one call of an operator sends from this rank; 0 if it is no collective."""
+    """Return the bytes that a call of an operator sends from this rank; 0 for no collective."""
     name = func.overloadpacket.__name__
     if func.namespace == "c10d" and name in _BY_C10D_NAME:
         collective = _BY_C10D_NAME[name]
@@ -181,9 +181,10 @@ class Traffic:
         return self._mode
 
     def end_step(self, step: int, whole: bool) -> int | None:
-        """End the step after `step` steps, and return the bytes that it sent; None if they are not known yet.
+        """End the step after `step` steps, and return the bytes that it sent.
 
-        Collective. `whole` is False if the step was broken off: then it counts for nothing.
+        Collective. The bytes are None if they are not known yet. `whole` is False if the step was
+        broken off: then it counts for nothing.
         """
         kind = self.kind(step)
         is_counted = self.due(step) and whole

@@ -82,7 +82,7 @@ class Comparison(Frozen):
 
     @property
     def off(self) -> float:
-        """Return measured / predicted − 1; infinite if nothing was predicted, but something measured."""
+        """Return measured / predicted − 1; infinite if only the prediction is 0."""
         if self.predicted:
             return self.measured / self.predicted - 1
         if self.measured:
@@ -93,8 +93,8 @@ class Comparison(Frozen):
     def warns(self) -> bool:
         """Return whether the difference is worth a warning.
 
-        It is if it is large both as a share of the prediction and in bytes or seconds, and if no note
-        explains it.
+        It is if it is large both as a share of the prediction and in bytes or seconds, and if no
+        note explains it.
         """
         if self.note:
             return False
@@ -165,8 +165,8 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Comparison]:
 def _compare_memory(estimate: Estimate, measured: Measurement) -> list[Comparison]:
     """Return the comparisons of device memory.
 
-    Predictions are brought down to what was measured: to the tokens of the micro-batches that came, and
-    to the phases that the tracker sees.
+    Predictions are brought down to what was measured: to the tokens of the micro-batches that came,
+    and to the phases that the tracker sees.
     """
     memory = estimate.memory
     predicted: dict[str, float] = {name: getattr(memory, name) for name in MEMORY}

@@ -68,8 +68,11 @@ class Straggler(Event, kind="straggler"):
 
 
 def ranks_named(ranks: list[int]) -> str:
-    """rank 3, or ranks 1, 3."""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+    """Return ranks in words: `rank 3`, or `ranks 1, 3`."""
+    listed = ", ".join(map(str, ranks))
+    if len(ranks) == 1:
+        return f"rank {listed}"
+    return f"ranks {listed}"
 
 
 class WeightsDiffer(Event, kind="weights_differ"):
