@@ -114,9 +114,9 @@ def grams(text: str, size: int) -> UInt64s:
         uint64[n] hashes, ascending. n is at least 1.
     """
     # A text without a word, such as a row of punctuation, is one word.
-    words = _WORD.findall(text.casefold()) or [text]
-    length = len(words)
-    checksums = (zlib.crc32(word.encode(errors="surrogatepass")) for word in words)
+    word_list = _WORD.findall(text.casefold()) or [text]
+    length = len(word_list)
+    checksums = (zlib.crc32(word.encode(errors="surrogatepass")) for word in word_list)
     hashes = mix(np.fromiter(checksums, np.uint64, length))
 
     # All grams at once, by Horner's rule: Σ hash[word] · base^(place from the right), modulo 2^64.

@@ -192,8 +192,8 @@ class Job:
             digests.append(self._digest(row, encoded))
             lengths.append(sum(len(segment.tokens) for segment in encoded.segments))
         table = np.zeros(len(rows), ROW)
-        words = np.frombuffer(b"".join(digests), "<u8")
-        table["digest"] = words.reshape(-1, 2)
+        digest_words = np.frombuffer(b"".join(digests), "<u8")
+        table["digest"] = digest_words.reshape(-1, 2)
         table["source"] = [row.source for row in rows]
         table["segments"] = [len(encoded.segments) for encoded in samples]
         table["first"] = _starts(table["segments"])
