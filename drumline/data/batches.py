@@ -348,8 +348,7 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
             ids[index, start:stop] = tokens
             # The last token of a segment has no target: what follows is another document.
             next_tokens = tokens[1:].astype(np.int64)
-            is_learned = learn[1:] != 0
-            targets[index, start : stop - 1] = np.where(is_learned, next_tokens, IGNORE)
+            targets[index, start : stop - 1] = np.where(learn[1:] != 0, next_tokens, IGNORE)
             # To the end of the row, since padding continues the positions of the last segment.
             positions[index, start:] = np.arange(width - start)
             start = stop
