@@ -21,7 +21,7 @@ from drumline.plan.plan import Plan
 
 Tokens = npt.NDArray[np.int64]
 IGNORE = -100  # a target that carries no loss, as torch's cross_entropy has it
-# Tokens of a row without a sample: one that is read, and one that could be predicted from it.
+# Tokens of a row without a sample.
 FILLER_WIDTH = 2
 # Each field of an `EpisodeBatch` that has a number for each token, and the field of `Episodes`
 # that it is taken from.

@@ -85,7 +85,8 @@ def cache_key(
     """
     data = config.data
     is_for_training = role != "eval"
-    # An item that is added here makes every cache again, unless it is only there with a new setting.
+    # An item that is added here gives every cache another name, and all are made again. So an item of
+    # a new setting is only there with that setting.
     parts: dict[str, Any] = {
         "version": VERSION,
         "sources": _identify_sources(config, sources, base_dir, is_for_training),

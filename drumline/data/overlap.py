@@ -38,8 +38,8 @@ PERMUTATIONS = _BANDS * _IN_BAND
 _BAND_ROW_BYTES = _BANDS * np.dtype(np.uint64).itemsize  # of a row in bands.bin
 _PIECE = 2048  # grams that are permuted at once, and pairs of rows that are compared at once
 _MOST_SORTED = 1 << 20  # keys in memory
-# Kana, two blocks of CJK ideographs, compatibility ideographs and Hangul syllables: scripts that
-# put no blanks between words, or few, so that each character counts as a word.
+# Kana, two blocks of CJK ideographs, compatibility ideographs and Hangul syllables. Each of their
+# characters counts as a word.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 # The base of the polynomial hash of a gram's words: 2^64 / golden ratio, which is odd.
