@@ -21,7 +21,7 @@ from drumline.plan.plan import Plan
 
 Tokens = npt.NDArray[np.int64]
 IGNORE = -100  # a target that carries no loss, as torch's cross_entropy has it
-# Tokens of a row without a sample: one that is read, and one that could be predicted from it.
+# Tokens of a row without a sample.
 FILLER_WIDTH = 2
 # Each field of an `EpisodeBatch` that has a number for each token, and the field of `Episodes`
 # that it is taken from.
@@ -348,8 +348,7 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
             ids[index, start:stop] = tokens
             # The last token of a segment has no target: what follows is another document.
             next_tokens = tokens[1:].astype(np.int64)
-            is_learned = learn[1:] != 0
-            targets[index, start : stop - 1] = np.where(is_learned, next_tokens, IGNORE)
+            targets[index, start : stop - 1] = np.where(learn[1:] != 0, next_tokens, IGNORE)
             # To the end of the row, since padding continues the positions of the last segment.
             positions[index, start:] = np.arange(width - start)
             start = stop

@@ -39,7 +39,7 @@ from drumline.data.filters import RawRows
 from drumline.data.make import Task, finish, job_of, require_rows, rows_of, token_type
 from drumline.data.sources import Row, describe
 from drumline.data.stage import TRAIN, Ints, Stage
-from drumline.data.stream import GlobalOrder, interleaved, mix, places_before
+from drumline.data.stream import GlobalOrder, interleave, mix, places_before
 from drumline.data.workers import encode_all
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
 from drumline.system import heartbeat
@@ -224,7 +224,7 @@ class Maker:
             rows_of_sources.append(self._repeat([number], skip))
         for first in count(start, _ROWS):
             places = np.arange(first, first + _ROWS, dtype=np.int64) % cycle_size
-            numbers, _ = interleaved(places, counts)
+            numbers, _ = interleave(places, counts)
             for number in numbers.tolist():
                 yield next(rows_of_sources[number])
 
@@ -425,7 +425,7 @@ class Blocks:
         unmixed = np.asarray([self.seed % 2**64 ^ number], np.uint64)
         block_seed = int(mix(unmixed)[0])
         order = GlobalOrder(size, block_seed, shuffle=True)
-        return order.at(places)
+        return order.ids_at(places)
 
     def _begin(self, number: int) -> int:
         """Return the position at which a block begins that `number_of` has found."""

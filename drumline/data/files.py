@@ -67,7 +67,7 @@ def read_file(file: DataFile, source: FileSource) -> Iterator[Raw]:
         yield from reader(file, source)
 
 
-def _lines(file: DataFile) -> Iterator[tuple[int, str]]:
+def _read_lines(file: DataFile) -> Iterator[tuple[int, str]]:
     """Yield the number (from 1) and the text of each line, with its newline.
 
     Decodes line by line, so that an error of UTF-8 has a line. Raises DataError.
@@ -97,7 +97,7 @@ def _lines(file: DataFile) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def _row(value: Any, where: str) -> Raw:
+def _require_object(value: Any, where: str) -> Raw:
     """Return a row with its origin. Raises DataError for a value that is no JSON object."""
     if not isinstance(value, dict):
         raise DataError(
@@ -106,24 +106,24 @@ def _row(value: Any, where: str) -> Raw:
     return where, value
 
 
-def _jsonl(file: DataFile, source: FileSource) -> Iterator[Raw]:
+def _read_jsonl(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """Yield the objects of a file with one object a line."""
     fix = "each line must be one JSON object"
-    for number, line in _lines(file):
+    for number, line in _read_lines(file):
         if line.strip():
             where = f"{file.name}:{number}"
             value = parse_json(line, where, DataError, fix=fix, once=True)
-            yield _row(value, where)
+            yield _require_object(value, where)
 
 
-def _json(file: DataFile, source: FileSource) -> Iterator[Raw]:
+def _read_json(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """Yield the objects of an array; or those line by line, as many `.json` files have them."""
     if not _is_array(file):
-        yield from _jsonl(file, source)
+        yield from _read_jsonl(file, source)
         return
     lines = []
     size = 0
-    for _, line in _lines(file):
+    for _, line in _read_lines(file):
         lines.append(line)
         size += len(line)
         if size > MOST_ARRAY:
@@ -134,26 +134,26 @@ def _json(file: DataFile, source: FileSource) -> Iterator[Raw]:
             )
     values = parse_json("".join(lines), file.name, DataError, lines=True, once=True)
     for number, value in enumerate(values, 1):
-        yield _row(value, f"{file.name} row {number}")
+        yield _require_object(value, f"{file.name} row {number}")
 
 
 def _is_array(file: DataFile) -> bool:
     """Return whether a JSON file begins with an array."""
-    for _, line in _lines(file):
+    for _, line in _read_lines(file):
         text = line.lstrip()
         if text:
             return text.startswith("[")
     return False
 
 
-def _table(file: DataFile, delimiter: str) -> Iterator[Raw]:
+def _read_table(file: DataFile, delimiter: str) -> Iterator[Raw]:
     """Yield the rows of a CSV or TSV with a header line.
 
     Quoted fields may have newlines; a row's line is its first.
     """
     # Python's own limit, 128 KiB, is shorter than many a document.
     csv.field_size_limit(2**31 - 1)
-    lines = (line for _, line in _lines(file))
+    lines = (line for _, line in _read_lines(file))
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line = 1
@@ -164,7 +164,7 @@ def _table(file: DataFile, delimiter: str) -> Iterator[Raw]:
             if not fields:
                 continue
             if header is None:
-                header = _header(fields, where)
+                header = _check_header(fields, where)
                 continue
             if len(fields) != len(header):
                 raise DataError(
@@ -177,24 +177,24 @@ def _table(file: DataFile, delimiter: str) -> Iterator[Raw]:
         raise DataError(f"not a table: {error}", where=f"{file.name}:{line}") from error
 
 
-def _csv(file: DataFile, source: FileSource) -> Iterator[Raw]:
+def _read_csv(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """Yield the rows of a table with commas."""
-    return _table(file, ",")
+    return _read_table(file, ",")
 
 
-def _tsv(file: DataFile, source: FileSource) -> Iterator[Raw]:
+def _read_tsv(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """Yield the rows of a table with tabs."""
-    return _table(file, "\t")
+    return _read_table(file, "\t")
 
 
-def _header(names: list[str], where: str) -> list[str]:
+def _check_header(names: list[str], where: str) -> list[str]:
     """Return the names of a table's columns. Raises DataError if a name comes twice."""
     if len(set(names)) < len(names):
         raise DataError(f"the header names a column twice: {', '.join(names)}", where=where)
     return names
 
 
-def _batches(
+def _read_batches(
     file: DataFile, what: str, open_batches: Callable[[IO[bytes]], Iterator[Any]]
 ) -> Iterator[Raw]:
     """Yield the rows of Arrow's record batches.
@@ -221,17 +221,17 @@ def _batches(
                 yield f"{file.name} row {number}", TableRow(values)
 
 
-def _parquet(file: DataFile, source: FileSource) -> Iterator[Raw]:
+def _read_parquet(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """Yield the rows of a Parquet file."""
     import pyarrow.parquet as parquet
 
     def batches(stream: IO[bytes]) -> Iterator[Any]:
         return parquet.ParquetFile(stream).iter_batches(batch_size=BATCH_ROWS)
 
-    return _batches(file, "not a Parquet file", batches)
+    return _read_batches(file, "not a Parquet file", batches)
 
 
-def _arrow(file: DataFile, source: FileSource) -> Iterator[Raw]:
+def _read_arrow(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """Yield the rows of Arrow's file format (Feather), or its stream format (of `datasets`)."""
     import pyarrow
 
@@ -243,10 +243,10 @@ def _arrow(file: DataFile, source: FileSource) -> Iterator[Raw]:
         whole = pyarrow.ipc.open_file(stream)
         return (whole.get_batch(index) for index in range(whole.num_record_batches))
 
-    return _batches(file, "not an Arrow file", batches)
+    return _read_batches(file, "not an Arrow file", batches)
 
 
-def _excel(file: DataFile, source: FileSource) -> Iterator[Raw]:
+def _read_excel(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """Yield the rows of a sheet of a workbook, which is read whole.
 
     Its first row names the columns, and all cells are text.
@@ -266,7 +266,7 @@ def _excel(file: DataFile, source: FileSource) -> Iterator[Raw]:
     rows = table.values.tolist()
     if not rows:
         return
-    header = _header(rows[0], f"{file.name} row 1")
+    header = _check_header(rows[0], f"{file.name} row 1")
     for number, cells in enumerate(rows[1:], 2):
         if any(cells):
             yield f"{file.name} row {number}", dict(zip(header, cells, strict=True))
@@ -306,12 +306,12 @@ def _choose_sheet(sheets: list[str], wanted: str | None, name: str) -> str:
     raise DataError(what, where=name, fix=f"set `sheet` of the source to {known}")
 
 
-def _text(file: DataFile, source: FileSource) -> Iterator[Raw]:
+def _read_text(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """Yield documents separated by blank lines, with the line ends of this machine."""
     start = 0
     document = ""
     # An empty line at the end closes the last document.
-    for number, line in chain(_lines(file), [(0, "")]):
+    for number, line in chain(_read_lines(file), [(0, "")]):
         if line.strip():
             if not document:
                 start = number
@@ -322,14 +322,14 @@ def _text(file: DataFile, source: FileSource) -> Iterator[Raw]:
 
 
 _READERS: dict[str, Callable[[DataFile, FileSource], Iterator[Raw]]] = {
-    ".jsonl": _jsonl,
-    ".json": _json,
-    ".csv": _csv,
-    ".tsv": _tsv,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-    ".xlsx": _excel,
-    ".txt": _text,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".xlsx": _read_excel,
+    ".txt": _read_text,
 }
 
 
@@ -558,10 +558,10 @@ def _candidates(
         if other != number and isinstance(answer, str):
             yield answer
     for _ in range(_EDITS_TRIED):
-        yield _edited(own, draw)
+        yield _change_one_character(own, draw)
 
 
-def _edited(answer: str, draw: random.Random) -> str:
+def _change_one_character(answer: str, draw: random.Random) -> str:
     """Return an answer with a letter or digit replaced by another of its kind.
 
     An answer without any gets a digit at its end.

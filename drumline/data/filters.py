@@ -42,7 +42,7 @@ _CLOSED: dict[str, Any] = {
 }
 
 
-def where(
+def filter_rows(
     rows: RawRows, conditions: Sequence[tuple[str, str]], dropped: Callable[[int], None]
 ) -> RawRows:
     """Yield the rows for which all conditions are true.

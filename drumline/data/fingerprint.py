@@ -35,7 +35,7 @@ from drumline.data.files import no_reasoning_gym
 from drumline.data.formats import judges_answers
 from drumline.data.places import hash_file, locate
 from drumline.data.sources import call_hub, domains
-from drumline.data.sql import content
+from drumline.data.sql import hash_rows
 from drumline.errors import DataError, ModelError
 from drumline.foreign import expanded, first_line
 from drumline.hardware.detect import cache_dir
@@ -85,12 +85,13 @@ def cache_key(
     """
     data = config.data
     is_for_training = role != "eval"
-    # An item that is added here makes every cache again, unless it is only there with a new setting.
+    # An item that is added here gives every cache another name, and all are made again. So an item of
+    # a new setting is only there with that setting.
     parts: dict[str, Any] = {
         "version": VERSION,
-        "sources": _source_parts(config, sources, base_dir, is_for_training),
+        "sources": _identify_sources(config, sources, base_dir, is_for_training),
         "tokenizer": None,
-        "algorithm": _algorithm(config),
+        "algorithm": _identify_algorithm(config),
         "settings": {name: getattr(data, name) for name in _SETTINGS},
         "kept_free": config.algorithm.new_tokens,
         "role": role,
@@ -98,10 +99,10 @@ def cache_key(
         **config.algorithm.cache_parts(),
     }
     if not config.images_alone:
-        parts["tokenizer"] = _tokenizer(config, tokenizer_path, base_dir)
+        parts["tokenizer"] = _identify_tokenizer(config, tokenizer_path, base_dir)
     if is_for_training:
         parts["holdout"] = data.holdout
-        parts["chosen"] = _chosen(config, sources, base_dir)
+        parts["chosen"] = _identify_choices(config, sources, base_dir)
     if is_for_training and data.holdout and judges_answers(config.algorithm.forms):
         # Older versions held out rows of such an algorithm one by one.
         parts["holdout"] = ["whole prompts", data.holdout]
@@ -109,14 +110,14 @@ def cache_key(
         # Prompts carry the name of their domain, which may be that of their file.
         parts["domains"] = [sorted(domains(source)) for source in sources]
     if vision is not None or config.images_alone:
-        parts["folders"] = _folders(sources, base_dir)
+        parts["folders"] = _image_folders(sources, base_dir)
     if vision is not None:
         parts["vision"] = {"token": vision.token_id, "processor": vision.processor.to_dict()}
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
 
-def _source_parts(
+def _identify_sources(
     config: Config, sources: list[Source], base_dir: Path, is_for_training: bool
 ) -> list[dict[str, Any]]:
     """Return the settings and the content of each source, with data.where if it holds for them."""
@@ -127,11 +128,11 @@ def _source_parts(
     parts = []
     for source in sources:
         conditioned = source.model_copy(update={"where": source.where or where})
-        parts.append(_source(conditioned, base_dir, streams))
+        parts.append(_identify_source(conditioned, base_dir, streams))
     return parts
 
 
-def _algorithm(config: Config) -> str:
+def _identify_algorithm(config: Config) -> str:
     """Return the algorithm's kind. A kind in a user's file counts with its code, which may change."""
     kind = config.algorithm.kind
     # `path/of/file.py:name` for such a kind.
@@ -141,14 +142,14 @@ def _algorithm(config: Config) -> str:
     return kind
 
 
-def _chosen(config: Config, sources: list[Source], base_dir: Path) -> dict[str, Any]:
+def _identify_choices(config: Config, sources: list[Source], base_dir: Path) -> dict[str, Any]:
     """Return what decides which rows of the training data become samples."""
     data = config.data
     parts = {name: getattr(data, name) for name in _CHOICES}
     # Evaluation rows decide which training rows are left out.
     parts["eval"] = []
     if data.decontaminate:
-        parts["eval"] = [_source(source, base_dir) for source in data.eval]
+        parts["eval"] = [_identify_source(source, base_dir) for source in data.eval]
     parts["by"] = data.curriculum and data.curriculum.by
     parts["stream"] = None
     if data.stream is not None:
@@ -158,7 +159,7 @@ def _chosen(config: Config, sources: list[Source], base_dir: Path) -> dict[str, 
     return parts
 
 
-def _folders(sources: list[Source], base_dir: Path) -> list[str]:
+def _image_folders(sources: list[Source], base_dir: Path) -> list[str]:
     """Return the folders that paths of images in the rows may be relative to."""
     folders = [str(base_dir.absolute())]
     for source in sources:
@@ -168,7 +169,7 @@ def _folders(sources: list[Source], base_dir: Path) -> list[str]:
     return folders
 
 
-def _source(source: Source, base_dir: Path, streams: bool = False) -> dict[str, Any]:
+def _identify_source(source: Source, base_dir: Path, streams: bool = False) -> dict[str, Any]:
     """Return the settings of a source and its content, without the paths of its files.
 
     With `streams` the user's own rows may be without end, and only their code counts.
@@ -179,11 +180,11 @@ def _source(source: Source, base_dir: Path, streams: bool = False) -> dict[str, 
         settings = source.model_dump(exclude=_APART)
     else:
         settings = source.model_dump(exclude={"path", *_APART})
-    settings["content"] = _content_of_source(source, base_dir, streams)
+    settings["content"] = _identify_content(source, base_dir, streams)
     return settings
 
 
-def _content_of_source(source: Source, base_dir: Path, streams: bool) -> Any:
+def _identify_content(source: Source, base_dir: Path, streams: bool) -> Any:
     """Return what identifies the rows of a source.
 
     It is a hash of all content if that is here to read, and otherwise what its place tells of it.
@@ -191,7 +192,7 @@ def _content_of_source(source: Source, base_dir: Path, streams: bool) -> Any:
     Args:
         source: the source.
         base_dir: the folder that paths of the config are relative to.
-        streams: see `_source`.
+        streams: see `_identify_source`.
 
     Raises DataError and EnvironmentFault.
     """
@@ -209,12 +210,12 @@ def _content_of_source(source: Source, base_dir: Path, streams: bool) -> Any:
         except metadata.PackageNotFoundError as error:
             raise no_reasoning_gym() from error
     if isinstance(source, SqlSource):
-        return content(source, base_dir)
+        return hash_rows(source, base_dir)
     if isinstance(source, DigitsSource):
         # Rows name the image files, which lie there.
         return str(cache_dir())
     if isinstance(source, SavedSource):
-        return _saved_content(base_dir / expanded(source.path))
+        return _hash_saved_dataset(base_dir / expanded(source.path))
     read = source.content
     if streams and source.limit is None:
         read = source.code
@@ -230,7 +231,7 @@ def hash_files(sources: list[Source], base_dir: Path) -> list[Any]:
     return contents
 
 
-def _saved_content(folder: Path) -> list[tuple[str, str]]:
+def _hash_saved_dataset(folder: Path) -> list[tuple[str, str]]:
     """Return the path and the hash of each file of a saved dataset. Raises DataError."""
     if not folder.is_dir():
         raise DataError(
@@ -247,9 +248,9 @@ def _saved_content(folder: Path) -> list[tuple[str, str]]:
     return hashes
 
 
-def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str, Any]:
+def _identify_tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str, Any]:
     """Return the hashes of the tokenizer's files and of the chat template. Raises ModelError."""
-    folder = _tokenizer_files(config, tokenizer_folder(tokenizer_path))
+    folder = _find_tokenizer_files(config, tokenizer_folder(tokenizer_path))
     # The folder may be that of a model: its weights are not read.
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     hashes = {}
@@ -269,7 +270,7 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
     return identity
 
 
-def _tokenizer_files(config: Config, path: str) -> Path:
+def _find_tokenizer_files(config: Config, path: str) -> Path:
     """Return the folder of a tokenizer; for a hub id, of its downloaded snapshot. Raises ModelError."""
     if Path(path).is_dir():
         return Path(path)
@@ -308,8 +309,8 @@ def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
         return (
             "what gives the rows (a function or a file) has changed, and the compared rows have not"
         )
-    before = _rows(old)
-    after = _rows(new)
+    before = _read_row_hashes(old)
+    after = _read_row_hashes(new)
     if before is None or after is None:
         # The sums of the rows' hashes are equal in any order.
         if old.row_set == new.row_set:
@@ -354,7 +355,7 @@ def _row_changes(before: npt.NDArray[np.uint64], after: npt.NDArray[np.uint64]) 
     return ", ".join(changes)
 
 
-def _rows(identity: DataIdentity) -> npt.NDArray[np.uint64] | None:
+def _read_row_hashes(identity: DataIdentity) -> npt.NDArray[np.uint64] | None:
     """Return the hashes of the rows, in order; None if that cache is gone."""
     folder = Path(identity.cache)
     info = read_info(folder)

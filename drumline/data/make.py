@@ -21,10 +21,10 @@ from drumline.config.config import Config
 from drumline.config.data import Source, TasksSource
 from drumline.data.cache import Column, Layout, bounds, commit, read_info, temporary_folder
 from drumline.data.files import DIGITS, IMAGES, root_of
-from drumline.data.filters import RawRows, where
+from drumline.data.filters import RawRows, filter_rows
 from drumline.data.formats import judges_answers
 from drumline.data.images import count_images, folders_of, join_metas
-from drumline.data.overlap import Evaluation, drop_copies, drop_near_copies
+from drumline.data.overlap import EvaluationGrams, drop_copies, drop_near_copies
 from drumline.data.packing import cut, pack
 from drumline.data.sources import OPTIONAL, Keep, Row, describe, read_rows
 from drumline.data.stage import HELD_OUT, TRAIN, Ints, Rows, Segments, Stage
@@ -235,7 +235,7 @@ class _RawFilter:
         """Return the rows that fulfil the conditions."""
         if self.absent:
             raw = self._note_columns(raw)
-        return where(self.seen(raw), self.conditions, self._count_dropped)
+        return filter_rows(self.seen(raw), self.conditions, self._count_dropped)
 
     def _note_columns(self, raw: RawRows) -> RawRows:
         """Yield raw rows, and strike the columns that they have from `absent`."""
@@ -287,7 +287,7 @@ def job_of(task: Task, folder: Path, tokenizer_path: str, base_dir: Path) -> Job
             counts = Stage(folder, np.dtype(np.uint16))
             rows = _rows_of_all(held_out, base_dir, counts)
             wanted = data.decontaminate
-            evaluation = Evaluation.of(rows, wanted.ngram, wanted.overlap, folder)
+            evaluation = EvaluationGrams.write(rows, wanted.ngram, wanted.overlap, folder)
     else:
         # Held-out rows are in no order of a curriculum, so they need no column for it.
         data = data.model_copy(update={"curriculum": None})

@@ -38,13 +38,13 @@ PERMUTATIONS = _BANDS * _IN_BAND
 _BAND_ROW_BYTES = _BANDS * np.dtype(np.uint64).itemsize  # of a row in bands.bin
 _PIECE = 2048  # grams that are permuted at once, and pairs of rows that are compared at once
 _MOST_SORTED = 1 << 20  # keys in memory
-# Kana, two blocks of CJK ideographs, compatibility ideographs and Hangul syllables: scripts that
-# put no blanks between words, or few, so that each character counts as a word.
+# Kana, two blocks of CJK ideographs, compatibility ideographs and Hangul syllables. Each of their
+# characters counts as a word.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 # The base of the polynomial hash of a gram's words: 2^64 / golden ratio, which is odd.
 _BASE = np.uint64(0x9E3779B97F4A7C15)
-# Each permutation is x → (x · factor + shift) mod 2^64, see `print_of`. The constants are hashes of
+# Each permutation is x → (x · factor + shift) mod 2^64, see `minhash`. The constants are hashes of
 # fixed numbers, so that every process has the same permutations.
 _SEEDS = np.arange(1, PERMUTATIONS + 1, dtype=np.uint64)
 # Odd: an even factor would not be invertible modulo 2^64.
@@ -114,9 +114,9 @@ def grams(text: str, size: int) -> UInt64s:
         uint64[n] hashes, ascending. n is at least 1.
     """
     # A text without a word, such as a row of punctuation, is one word.
-    words = _WORD.findall(text.casefold()) or [text]
-    length = len(words)
-    checksums = (zlib.crc32(word.encode(errors="surrogatepass")) for word in words)
+    word_list = _WORD.findall(text.casefold()) or [text]
+    length = len(word_list)
+    checksums = (zlib.crc32(word.encode(errors="surrogatepass")) for word in word_list)
     hashes = mix(np.fromiter(checksums, np.uint64, length))
 
     # All grams at once, by Horner's rule: Σ hash[word] · base^(place from the right), modulo 2^64.
@@ -127,7 +127,7 @@ def grams(text: str, size: int) -> UInt64s:
     return np.unique(mix(polynomials))
 
 
-def print_of(text: str, apart: bytes = b"") -> npt.NDArray[np.uint32]:
+def minhash(text: str, apart: bytes = b"") -> npt.NDArray[np.uint32]:
     """Return the MinHash print of a text.
 
     The permutations are multiply-shift (Dietzfelbinger et al. 1997).
@@ -153,7 +153,7 @@ def print_of(text: str, apart: bytes = b"") -> npt.NDArray[np.uint32]:
     return smallest
 
 
-def bands_of(prints: npt.NDArray[np.uint32]) -> UInt64s:
+def hash_bands(prints: npt.NDArray[np.uint32]) -> UInt64s:
     """Return uint64[rows, 32]: a hash of each band of the prints uint32[rows, 128]."""
     bands = np.zeros((len(prints), _BANDS), np.uint64)
     for offset in range(_IN_BAND):
@@ -253,7 +253,7 @@ def _pairs_of_band(stage: Stage, band: int) -> Iterator[_Pairs]:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationGrams:
     """The grams of evaluation rows, which training rows are compared with.
 
     Attributes:
@@ -271,13 +271,13 @@ class Evaluation:
     sizes: Ints
 
     @classmethod
-    def of(cls, rows: Iterator[Row], ngram: int, overlap: float, folder: Path) -> Path:
+    def write(cls, rows: Iterator[Row], ngram: int, overlap: float, folder: Path) -> Path:
         """Write the grams of evaluation rows to a file, so that each worker can load them.
 
         Args:
             rows: the evaluation rows.
             ngram: words of a gram.
-            overlap: see `Evaluation`.
+            overlap: see `EvaluationGrams`.
             folder: the folder to write to.
 
         Returns:
@@ -305,8 +305,8 @@ class Evaluation:
         return path
 
     @classmethod
-    def load(cls, path: Path) -> Evaluation:
-        """Return the grams in the file that `of` has written."""
+    def load(cls, path: Path) -> EvaluationGrams:
+        """Return the grams in the file that `write` has written."""
         with np.load(path, allow_pickle=False) as file:
             return cls(
                 ngram=int(file["ngram"]),
@@ -316,7 +316,7 @@ class Evaluation:
                 sizes=file["sizes"],
             )
 
-    def within(self, row: Row) -> bool:
+    def is_held_by(self, row: Row) -> bool:
         """Return whether a row holds at least the part `overlap` of an evaluation row's grams."""
         grams_of_row = grams(text_of(row), self.ngram)
         # The range of each gram in the sorted grams of all evaluation rows; empty for most grams.

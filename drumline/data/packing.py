@@ -42,18 +42,18 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> lis
     order = np.argsort(-sizes, kind="stable")
     for row, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         # The smallest room that holds the row.
-        index = bisect_left(rooms, size)
-        if index == len(rooms):
+        at = bisect_left(rooms, size)
+        if at == len(rooms):
             group = len(groups)
             groups.append([row])
             left = capacity - size
         else:
-            room = rooms[index]
+            room = rooms[at]
             group = groups_by_room[room].pop()
             groups[group].append(row)
             left = room - size
             if not groups_by_room[room]:
-                del rooms[index]
+                del rooms[at]
                 del groups_by_room[room]
         # A full group takes no further row.
         if left:

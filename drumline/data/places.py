@@ -112,7 +112,7 @@ class DataFile:
         if self.fs is None:
             raw: Any = open_plain(Path(self.place), DataError)
         else:
-            with reached(self.name):
+            with translate_errors(self.name):
                 raw = self.fs.open(self.place, "rb")
         if self.fs is None and not is_packed:
             return cast("IO[bytes]", raw)
@@ -153,7 +153,7 @@ class DataFile:
         """
         if self.fs is None:
             return hash_file(Path(self.place))
-        with reached(self.name):
+        with translate_errors(self.name):
             info = self.fs.info(self.place)
         state = {}
         for key in _STATE:
@@ -232,7 +232,7 @@ def _unpacked(raw: IO[bytes], ending: str) -> IO[bytes]:
 
 
 @contextmanager
-def reached(where: str) -> Iterator[None]:
+def translate_errors(where: str) -> Iterator[None]:
     """Turn whatever requests of fsspec raise into an error of one line without secrets.
 
     Raises EnvironmentFault for a missing package, else DataError.
@@ -361,7 +361,7 @@ def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
     """Return the files of a source at a URL, see `locate`. Raises DataError and EnvironmentFault."""
     import fsspec
 
-    with reached(source.path):
+    with translate_errors(source.path):
         fs, place = fsspec.core.url_to_fs(source.path, use_listings_cache=False)
         if "*" in place or "[" in place:
             places = sorted(fs.glob(place))

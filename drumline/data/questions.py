@@ -65,7 +65,7 @@ def prepend_system(prompt: Any, present: Values) -> tuple[Any, set[str]]:
     column. `prompt`: a text, messages, or None for a row without a prompt.
     """
     messages, used = read_system(present)
-    turns = []
+    turns: Messages = []
     if prompt is not None:
         turns = as_messages(prompt, "user")
     if not messages or not isinstance(turns, list):

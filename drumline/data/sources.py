@@ -412,7 +412,7 @@ def _normalise(
         if name not in values:
             what = f"row {number} has no column {name!r}; its columns are: {existing}"
             raise DataError(what, where=origin, fix=f"map it with `columns.{part}`")
-        result[part] = _checked(part, name, values[name], origin, number, is_padded)
+        result[part] = _convert_part(part, name, values[name], origin, number, is_padded)
     for part in ("margin", "images"):
         value = _get_optional(values, names[part])
         if value is not None:
@@ -514,7 +514,7 @@ def _lack(values: dict[str, Any], name: str) -> int:
     return 0
 
 
-def _checked(
+def _convert_part(
     part: str, name: str, value: Any, origin: str, number: int, padded: bool = False
 ) -> Any:
     """Return the value of a column as a part takes it: a text, messages, a label or an image.
@@ -614,7 +614,7 @@ def _check_part(part: Any, label: str, origin: str, number: int) -> None:
     if isinstance(part, dict):
         text = part.get("text")
         if is_image(part) or isinstance(text, str):
-            _checked("text", label, text or "", origin, number)
+            _convert_part("text", label, text or "", origin, number)
             return
         found = part.get("type")
     else:
@@ -646,7 +646,7 @@ def _clean_message(
         # Chat templates write arguments as JSON; OpenAI's format has them as text.
         calls = _parse_json(message["tool_calls"])
         if padded:
-            calls = unpadded(calls)
+            calls = drop_null_keys(calls)
         if isinstance(calls, list):
             calls = [parse_arguments(call, label, origin) for call in calls]
         message["tool_calls"] = calls
@@ -720,16 +720,16 @@ def read_tools(value: Any, name: str, origin: str, padded: bool) -> Tools | None
         )
         raise DataError(f"column {name!r} is no list of tools", where=origin, fix=fix)
     if padded:
-        return [unpadded(tool) for tool in tools]
+        return [drop_null_keys(tool) for tool in tools]
     return tools
 
 
-def unpadded(value: Any) -> Any:
+def drop_null_keys(value: Any) -> Any:
     """Return `value` without null keys, at any depth."""
     if isinstance(value, dict):
-        return {key: unpadded(item) for key, item in value.items() if item is not None}
+        return {key: drop_null_keys(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [unpadded(item) for item in value]
+        return [drop_null_keys(item) for item in value]
     return value
 
 

@@ -55,7 +55,7 @@ def read_sql(source: SqlSource, base_dir: Path) -> Iterator[dict[str, Any]]:
         yield from table
 
 
-def content(source: SqlSource, base_dir: Path) -> str:
+def hash_rows(source: SqlSource, base_dir: Path) -> str:
     """Return a hash of all rows."""
     digest = hashlib.sha256()
     for row in read_sql(source, base_dir):

@@ -55,9 +55,9 @@ class GlobalOrder:
     def ids(self, start: int, stop: int) -> Ints:
         """Return the sample ids int64[stop - start] at global positions [start, stop)."""
         positions = np.arange(start, stop, dtype=np.int64)
-        return self.at(positions)
+        return self.ids_at(positions)
 
-    def at(self, positions: Ints) -> Ints:
+    def ids_at(self, positions: Ints) -> Ints:
         """Return the sample ids int64[n] at any n global positions."""
         epochs, places = np.divmod(positions, self.size)
         if not self.shuffle:
@@ -154,11 +154,11 @@ class MixedOrder:
         is_rising = epochs < self.rising
 
         # The source of each position, and the place in that source's places of the epoch.
-        slots = self.places.at(positions)
+        slots = self.places.ids_at(positions)
         sources = np.searchsorted(self.slots, slots, side="right") - 1
         places = slots - self.slots[sources]
         rising_places = positions[is_rising] % self.size
-        sources[is_rising], places[is_rising] = interleaved(rising_places, self.counts)
+        sources[is_rising], places[is_rising] = interleave(rising_places, self.counts)
 
         # The number of the sample in its source.
         found = np.empty(len(positions), np.int64)
@@ -166,7 +166,7 @@ class MixedOrder:
             is_source = sources == source
             is_drawn = is_source & ~is_rising
             draws = epochs[is_drawn] * count + places[is_drawn]
-            found[is_drawn] = self.orders[source].at(draws)
+            found[is_drawn] = self.orders[source].ids_at(draws)
             is_in_order = is_source & is_rising
             # Even steps through the source; in an epoch of fewer places than samples the next one
             # takes others.
@@ -178,7 +178,7 @@ class MixedOrder:
         return found + self.firsts[sources]
 
 
-def interleaved(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
+def interleave(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
     """Deal the places of an epoch to sources, as evenly spread as whole numbers allow.
 
     Halves of the list of sources share the places by a line of Bresenham (1965), and their halves
@@ -204,16 +204,16 @@ def interleaved(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
     # How many places a half has had before a place is the number of that place in the half.
     if is_left.any():
         places_in_left = to_left[is_left]
-        sources[is_left], before[is_left] = interleaved(places_in_left, counts[:half])
+        sources[is_left], before[is_left] = interleave(places_in_left, counts[:half])
     if is_right.any():
         places_in_right = (places - to_left)[is_right]
-        sources_of_right, before[is_right] = interleaved(places_in_right, counts[half:])
+        sources_of_right, before[is_right] = interleave(places_in_right, counts[half:])
         sources[is_right] = sources_of_right + half
     return sources, before
 
 
 def places_before(place: int, counts: Sequence[int]) -> list[int]:
-    """Return how many places of each source come before `place`, as `interleaved` deals them.
+    """Return how many places of each source come before `place`, as `interleave` deals them.
 
     Args:
         place: a place in the epoch.

@@ -345,8 +345,8 @@ class Encoder:
         """
         for index in turns:
             start, stop = self._span(messages, index, tokens.text, row)
-            first_token = tokens.at(start, row.origin)
-            stop_token = tokens.at(stop, row.origin)
+            first_token = tokens.token_at(start, row.origin)
+            stop_token = tokens.token_at(stop, row.origin)
             stop_token = self._end_of_turn(tokens, first_token, stop_token)
             learn[first_token:stop_token] = value
 

@@ -100,8 +100,8 @@ def mask_thoughts(
         stretch = tokens.text[characters[start] : characters[stop]]
         end_of_last = 0
         for first, last in _find_spans(stretch, begun, own, untagged):
-            first_token = tokens.at(first_character + first, origin)
-            stop_token = tokens.at(first_character + last, origin)
+            first_token = tokens.token_at(first_character + first, origin)
+            stop_token = tokens.token_at(first_character + last, origin)
             # A token that begins before the stretch is none of its targets.
             learn[max(start, first_token) : stop_token] = 0
             end_of_last = max(end_of_last, last)

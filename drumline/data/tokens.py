@@ -36,14 +36,14 @@ class Tokens:
         if tokenizer.is_fast:
             self.starts = _starts(encoded["offset_mapping"])
 
-    def at(self, char: int, origin: str) -> int:
+    def token_at(self, char: int, origin: str) -> int:
         """Return the index of the first token with a character from `char` on.
 
         Raises DataError, with the row's `origin`, if the tokenizer gives no offsets and joins
         characters before and behind `char` to one token.
         """
         if self.starts is not None:
-            return _index_at(self.starts, char, len(self.text))
+            return _find_token(self.starts, char, len(self.text))
         # Without offsets: the tokens of the text before `char`, if they begin those of the whole.
         encoded_head = self.tokenizer(self.text[:char], add_special_tokens=False)
         head = list(encoded_head["input_ids"])
@@ -70,7 +70,7 @@ def _starts(spans: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
     return np.maximum.accumulate(starts)
 
 
-def _index_at(starts: npt.NDArray[np.int64], char: int, size: int) -> int:
+def _find_token(starts: npt.NDArray[np.int64], char: int, size: int) -> int:
     """Return the index of the first token with a character from `char` on, in a text of `size`."""
     index = int(np.searchsorted(starts, char))
     if index == 0 or char >= size:

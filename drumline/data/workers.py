@@ -25,7 +25,7 @@ from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.data import DataConfig
 from drumline.config.model import ModelConfig
 from drumline.data.encode import RowEncoder
-from drumline.data.overlap import PERMUTATIONS, Evaluation, bands_of, print_of, text_of
+from drumline.data.overlap import PERMUTATIONS, EvaluationGrams, hash_bands, minhash, text_of
 from drumline.data.sources import Row
 from drumline.data.stage import ROW, Chunk
 from drumline.data.templates import Encoded
@@ -62,7 +62,7 @@ class Job:
         algorithm: the algorithm, which names the encoder of its rows.
         data: the settings of `data`.
         vision: the images of a vision-language model.
-        evaluation: the file of evaluation rows that no row may hold, see `overlap.Evaluation`.
+        evaluation: the file of evaluation rows that no row may hold, see `overlap.EvaluationGrams`.
     """
 
     tokenizer_path: str
@@ -92,7 +92,7 @@ class Job:
         """The test whether a row holds a row of data.eval."""
         if self.evaluation is None:
             return _is_never_contaminated
-        return Evaluation.load(self.evaluation).within
+        return EvaluationGrams.load(self.evaluation).is_held_by
 
     @property
     def finds_near_copies(self) -> bool:
@@ -192,8 +192,8 @@ class Job:
             digests.append(self._digest(row, encoded))
             lengths.append(sum(len(segment.tokens) for segment in encoded.segments))
         table = np.zeros(len(rows), ROW)
-        words = np.frombuffer(b"".join(digests), "<u8")
-        table["digest"] = words.reshape(-1, 2)
+        digest_words = np.frombuffer(b"".join(digests), "<u8")
+        table["digest"] = digest_words.reshape(-1, 2)
         table["source"] = [row.source for row in rows]
         table["segments"] = [len(encoded.segments) for encoded in samples]
         table["first"] = _starts(table["segments"])
@@ -226,9 +226,9 @@ class Job:
                 # Prompts with other columns for the rewards are not alike, whatever their text.
                 salt = _hash(row.extra)[:8]
             text = text_of(row)
-            prints.append(print_of(text, salt))
+            prints.append(minhash(text, salt))
         prints_NP = np.asarray(prints, np.uint32).reshape(-1, PERMUTATIONS)
-        return {"prints": prints_NP, "bands": bands_of(prints_NP)}
+        return {"prints": prints_NP, "bands": hash_bands(prints_NP)}
 
 
 def _is_never_contaminated(row: Row) -> bool:

@@ -17,7 +17,7 @@ from drumline.config.config import Config
 from drumline.config.mixing import Mixed, epoch_counts
 from drumline.data import places
 from drumline.data.cache import TokenCache
-from drumline.data.overlap import grams, print_of
+from drumline.data.overlap import grams, minhash
 from drumline.data.prepare import prepare
 from drumline.data.stream import MixedOrder
 from drumline.errors import DataError
@@ -271,7 +271,7 @@ def test_copies_and_near_copies_fall(tmp_path: Path, tokenizer: str) -> None:
     assert texts(near.train_cache)[-2:] == ["a b", "b a"]
     one, two = (set(grams(text, 5).tolist()) for text in (long[0], changed[0]))
     index = len(one & two) / len(one | two)
-    assert index == pytest.approx((print_of(long[0]) == print_of(changed[0])).mean(), abs=0.15)
+    assert index == pytest.approx((minhash(long[0]) == minhash(changed[0])).mean(), abs=0.15)
     strict = made(tmp_path, tokenizer, [file], duplicates={"kind": "near", "threshold": 1.0})
     assert strict.sources[0].duplicates == 3, "case and punctuation do not count"
 
