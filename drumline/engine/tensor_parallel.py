@@ -210,12 +210,14 @@ class _SavedPart:
             self.storage = None
 
     def pack(self, tensor: Tensor) -> Any:
+        """Return what autograd keeps of a tensor: of a view of the gathered one, only its form."""
         if tensor.untyped_storage() is not self.storage:
             return tensor
         self.saved += 1
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor that backward asks for. The first view gathers, the last one frees."""
         if isinstance(packed, Tensor):
             return packed
         if self.gathered_again is None:
@@ -233,7 +235,11 @@ def _on_all_tokens(stream: Stream, forward: Callable[..., Any]) -> Callable[...,
     """Return a region's forward that is given this rank's tokens and runs on those of all ranks."""
 
     def run(*given: Any, **options: Any) -> Any:
-        part_BtD = given[0] if given else options.pop("hidden_states")
+        """Gather the first input, and run the region's own forward on it."""
+        if given:
+            part_BtD = given[0]
+        else:
+            part_BtD = options.pop("hidden_states")
         # A mixture may give its shared expert rows end to end.
         is_flat = part_BtD.ndim == 2
         if is_flat:

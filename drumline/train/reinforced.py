@@ -90,7 +90,9 @@ def reinforced(
         ahead=algorithm.lookahead > 0,
         check=check,
     )
-    held_out = {name: TokenCache.open(folder) for name, folder in data.eval_caches.items()}
+    held_out: dict[str, TokenCache] = {}
+    for name, folder in data.eval_caches.items():
+        held_out[name] = TokenCache.open(folder)
     shuffles = config.data.order == "shuffle"
     rollouts = Rollouts(
         plan=plan,
@@ -116,8 +118,8 @@ def product_precision(plan: Plan) -> str:
 
     It is what `sampler_check.expected_rounding_gap` takes.
     """
-    is_tf32 = plan.precision == "fp32" and plan.device == "cuda" and plan.config.precision.tf32
-    if is_tf32:
+    is_fp32_on_gpu = plan.precision == "fp32" and plan.device == "cuda"
+    if is_fp32_on_gpu and plan.config.precision.tf32:
         # TF32 has as many bits of precision as fp16.
         return "fp16"
     return plan.precision
@@ -133,15 +135,14 @@ def build_readers(
 ) -> Readers:
     """Return what reads numbers of episodes from each model.
 
-    Collective: the frozen models are built.
-
-    `tail`: as `last_scores` takes it.
+    Collective: the frozen models are built. `tail`: as `last_scores` takes it.
     """
     temperature = algorithm.generator.temperature
     log_probs = log_probs_of(algorithm.loss_chunk, temperature)
     has_value_head = algorithm.head == "valued"
     has_kl = algorithm.kl.coefficient > 0
 
+    # The policy is read before the update if the loss or the reward needs its numbers from then.
     policy: Score | None = None
     if has_value_head or has_kl or not algorithm.on_policy:
         with_values = log_probs_of(algorithm.loss_chunk, temperature, has_value_head)
@@ -155,6 +156,7 @@ def build_readers(
         # The policy without its adapter is the model that it was.
         reference = partial(reading.read, engine, read=log_probs, adapter=False)
 
+    # A value model of its own is trained beside the policy.
     value: Score | None = None
     if isinstance(engine, CompositeEngine):
         value = partial(reading.read, engine.engines["value"], read=values_of)
@@ -178,6 +180,7 @@ def _reward_readers(
     for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True):
         if reward.kind == "model":
             names.append(name)
+    # The plan has a role for each reward by a model, in the order of the config.
     roles = [role for role in plan.roles if role.startswith("reward")]
     readers: dict[str, Score] = {}
     for name, role in zip(names, roles, strict=True):

@@ -146,6 +146,7 @@ class Session:
         self._has_ended = False
 
     def __enter__(self) -> Self:
+        """Join the process group, and claim the run folder. Collective."""
         die_with_launchers()
         plan = self.plan
         if plan.config.run.deterministic:
@@ -162,7 +163,9 @@ class Session:
         # torch has put a hook of its own around ours, which drops what a hook prints that ends the
         # process.
         sys.excepthook = print_error
-        self.device = f"cuda:{gpu(self.ranks)}" if plan.device == "cuda" else "cpu"
+        self.device = "cpu"
+        if plan.device == "cuda":
+            self.device = f"cuda:{gpu(self.ranks)}"
         counts = plan.mesh.counts(self.ranks.rank)
         self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=counts)
         try:
@@ -170,6 +173,7 @@ class Session:
                 lambda: own.claim_run_folder(plan, self.resume, self.allow, self.stack)
             )
         except EnvironmentFault:
+            # Python calls `__exit__` only for a session that was entered.
             self.stack.close()
             if self.owns:
                 stop()
@@ -183,6 +187,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
+        """Save the last step if nothing was raised, report what was, and leave the process group."""
         try:
             if error is None and self._models:
                 self._save_last()
@@ -216,7 +221,11 @@ class Session:
         session_checks.require_one_model(self.plan, len(pairs))
         memory = memory_of(self.plan, self.resume == Resume())
         start = self._find_start(memory)
-        unfrozen = own.unfrozen_weights(start.path if start is not None else None, pairs)
+        checkpoint: Path | None = None
+        if start is not None:
+            checkpoint = start.path
+        unfrozen = own.unfrozen_weights(checkpoint, pairs)
+        # With several models a backward may go through forwards of more than one of them.
         overlaps = len(pairs) == 1
         for name, pair in pairs.items():
             self._models[name] = self._build_model(name, pair, start, unfrozen[name], overlaps)
@@ -270,11 +279,14 @@ class Session:
         are reduced while backward still runs.
         """
         build, make_optimizer = pair
+        checkpoint_keys = frozenset[str]()
+        if start is not None:
+            checkpoint_keys = start.keys_of(name)
         engine = build_module(
             own.plan_of_model(self.plan, name),
             build,
             self.device,
-            start.keys_of(name) if start is not None else frozenset(),
+            checkpoint_keys,
             make_optimizer=make_optimizer,
             units=self.units,
             tp_plan=self.tp_plan,

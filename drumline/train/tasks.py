@@ -97,6 +97,7 @@ def require(options: EvalConfig, base_dir: Path) -> None:
 
 def _require_metric(metric: str, loaded: dict[str, Any]) -> None:
     """Raise ConfigError if loaded tasks do not have a metric. `metric`: tasks/NAME/METRIC."""
+    # A metric that is not given is "".
     _, name, kind = (*metric.split("/", 2), "")[:3]
     if name in loaded.get("groups", {}):
         # What a group measures is known only when it is scored.
@@ -125,12 +126,12 @@ class Tasks:
     def is_due(self, before: int, step: int) -> bool:
         """Whether an evaluation after `step` steps scores the tasks.
 
-        `before`: the steps of the last evaluation.
-
-        The steps of a rollout may pass over a multiple.
+        `before`: the steps of the last evaluation. The steps of a rollout may pass over a multiple.
         """
         every = self.options.tasks_every
-        return every is None or step in (0, self.plan.steps) or is_due(every, before, step)
+        if every is None or step in (0, self.plan.steps):
+            return True
+        return is_due(every, before, step)
 
     def score(self) -> dict[str, float]:
         """Return tasks/NAME/METRIC of the current weights, the same on all ranks.
@@ -144,19 +145,23 @@ class Tasks:
             """A model over which lm-eval shares out the questions of a task to the ranks."""
 
             def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+                """Return the numbers of all ranks, by rank."""
                 return torch.tensor(from_all(tensor.tolist()))
 
             def gather_object(self, obj: Any, dst: int = 0) -> Any:
+                """Return the objects of all ranks, by rank, on each of them."""
                 return from_all(obj)
 
             def barrier(self) -> None:
                 """Nothing to wait for: what follows is gathered."""
 
             def _model_call(self, *arguments: Any, **options: Any) -> Any:
+                """Run a forward, which may take as long as it likes."""
                 alive(math.inf)
                 return super()._model_call(*arguments, **options)
 
             def _model_generate(self, *arguments: Any, **options: Any) -> Any:
+                """Generate, which may take as long as it likes."""
                 alive(math.inf)
                 return super()._model_generate(*arguments, **options)
 
@@ -182,7 +187,10 @@ class Tasks:
                     log_samples=False,
                 )
         # Only the first rank gets results.
-        metrics_by_rank = from_all(metrics_of(found["results"]) if found else None)
+        own_metrics: dict[str, dict[str, float]] | None = None
+        if found:
+            own_metrics = metrics_of(found["results"])
+        metrics_by_rank = from_all(own_metrics)
         metrics_by_task = next(metrics for metrics in metrics_by_rank if metrics is not None)
         scores = {}
         for task, metrics in metrics_by_task.items():
