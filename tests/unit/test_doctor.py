@@ -15,7 +15,7 @@ import pytest
 
 from drumline.doctor import command, host
 from drumline.doctor.check import Check, Host, differences
-from drumline.doctor.command import as_text, asked_by, doctor
+from drumline.doctor.command import as_text, doctor, read_question
 from drumline.doctor.diagnose import (
     Finding,
     advice,
@@ -578,7 +578,7 @@ def test_a_config_says_what_is_needed(
     config = write_config(
         tmp_path, model, launch={"port": 29512}, cluster={"device": "cpu", "inter": "25Gb"}
     )
-    question, inter, _ = asked_by(config)
+    question, inter, _ = read_question(config)
     assert question.model == str(model) and question.port == 29512 and inter == "25Gb"
     assert [Path(path).name for path in question.data] == [
         "train.jsonl",
