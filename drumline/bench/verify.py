@@ -155,9 +155,9 @@ def compare(
     """Train under each strategy and on one process, and return how far the numbers lie apart.
 
     Without a `tolerance` it is 1e-5, or four times the distance between two runs of one process that
-    cut the same batch in two ways, if that is more: training itself may magnify rounding. It is never
-    more than a tenth of a sample's share of the batch. The second run is made only if a strategy lies
-    beyond 1e-5.
+    cut the same batch in two ways, if that is more: training itself may magnify rounding. Such a
+    distance counts up to a tenth of a sample's share of the batch. The second run is made only if a
+    strategy lies beyond 1e-5.
 
     Args:
         config: A path or the keys themselves.
