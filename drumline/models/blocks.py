@@ -195,21 +195,23 @@ def common_facts(model: Any) -> dict[str, Any]:
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     batch_norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    class_names = {type(module).__name__ for module in model.modules()}
     block_parameters: list[int] = []
     found = block_list(model)
     if found is not None:
         _, module_list = found
         block_parameters = [count_entries(block.parameters()) for block in module_list]
     block_weights, end_weights = _weights_by_block(model)
+    can_recompute = getattr(model, "supports_gradient_checkpointing", False)
     return {
         "parameters": count_entries(model.parameters()),
         "frozen": count_entries(frozen),
         "batch_norms": len(batch_norms),
-        "classes": frozenset(type(module).__name__ for module in model.modules()),
+        "classes": frozenset(class_names),
         "block_parameters": tuple(block_parameters),
         "block_weights": block_weights,
         "end_weights": end_weights,
-        "recomputes": bool(getattr(model, "supports_gradient_checkpointing", False)),
+        "recomputes": bool(can_recompute),
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
     }
 
@@ -373,6 +375,7 @@ def _styles_by_layer(model: Any) -> dict[int, str]:
     embedding, head = vocabulary(model)
     if head is not None:
         styles[id(whole_layer(head))] = "head"
+    # After the plan's styles, which may name experts too: these win.
     styles |= experts
     styles[id(whole_layer(embedding))] = "embedding"
     return styles
