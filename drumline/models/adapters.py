@@ -161,7 +161,7 @@ def _layers_by_endings(
     `all_layers`: candidates, and layers that are trained whole. Raises ModelError for an ending of
     no candidate's.
     """
-    chosen = set()
+    chosen: set[str] = set()
     for ending in endings:
         with_ending = {name for name in candidates if has_ending(name, ending)}
         chosen |= with_ending
