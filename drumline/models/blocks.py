@@ -235,12 +235,8 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
     modules = dict(model.named_modules())
     has_passed_blocks = False
     for name, parameter in model.named_parameters():
-        *path, last = name.split(".")
-        # The modules around the parameter, the outermost first.
-        enclosing = []
-        for depth in range(len(path)):
-            module_name = ".".join(path[: depth + 1])
-            enclosing.append(modules[module_name])
+        path = name.split(".")
+        enclosing = _enclosing_modules(modules, path)
         style = ""
         if enclosing:
             style = styles.get(id(enclosing[-1]), "")
@@ -251,7 +247,7 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
         shape = tuple(parameter.shape)
         if depths:
             has_passed_blocks = True
-            name_in_block = ".".join([*path[first_owner + 1 :], last])
+            name_in_block = ".".join(path[first_owner + 1 :])
             weight = Weight(name_in_block, shape, parameter.requires_grad, style, owners)
             index = block_index[id(enclosing[first_owner])]
             in_blocks[index].append(weight)
@@ -263,13 +259,32 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
         elif has_passed_blocks:
             place = "after"
         outside.append(Weight(name, shape, parameter.requires_grad, style, owners, place))
-    # Equal blocks share one tuple: a model has up to a hundred of them.
+    return _share_equal_blocks(in_blocks), tuple(outside)
+
+
+def _enclosing_modules(modules: dict[str, nn.Module], path: list[str]) -> list[nn.Module]:
+    """Return the modules around a parameter, the outermost first, without the model itself.
+
+    `modules`: by their names. `path`: the parts of the parameter's name.
+    """
+    enclosing = []
+    for depth in range(1, len(path)):
+        module_name = ".".join(path[:depth])
+        enclosing.append(modules[module_name])
+    return enclosing
+
+
+def _share_equal_blocks(in_blocks: list[list[Weight]]) -> tuple[tuple[Weight, ...], ...]:
+    """Return the weights of each block as tuples.
+
+    Equal blocks share one tuple: a model has up to a hundred of them.
+    """
     distinct: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
     block_weights = []
     for weights in in_blocks:
         as_tuple = tuple(weights)
         block_weights.append(distinct.setdefault(as_tuple, as_tuple))
-    return tuple(block_weights), tuple(outside)
+    return tuple(block_weights)
 
 
 def _parameters_in_both_ends(model: Any) -> set[int]:
@@ -521,7 +536,8 @@ def whole_stream(model: Any) -> str:
     modules = dict(model.named_modules())
     region_names = regions(model)
     for region in region_names:
-        styles = {style for layer, style in plan.items() if layer.startswith(f"{region}.")}
+        prefix = f"{region}."
+        styles = {style for layer, style in plan.items() if layer.startswith(prefix)}
         if styles and styles <= WHOLE_OUTPUTS:
             return f"{type(modules[region]).__name__} of its blocks gives whole sequences"
     inside_cut: set[int] = set()
