@@ -1,4 +1,7 @@
-"""Specs to derive from, for algorithms that learn from text, pairs or prompts. No torch at the top."""
+"""Specs to derive from, for algorithms that learn from text, pairs or prompts.
+
+No torch at the top: commands that only read a config do without its import.
+"""
 
 from __future__ import annotations
 
