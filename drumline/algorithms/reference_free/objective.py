@@ -1,6 +1,7 @@
 """Learning from pairs without a reference model.
 
 ORPO is by Hong et al. 2024, SimPO by Meng et al. 2024.
+
 p is the mean log-probability of an answer's tokens; w the chosen answer, l the rejected one.
 
     ORPO   −p_w − β log σ(log odds_w − log odds_l), log odds = p − log(1 − e^p)   equations 4 to 7;
