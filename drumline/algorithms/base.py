@@ -1,8 +1,8 @@
-"""What an algorithm is: an objective over a model's outputs, which knows neither model nor strategy.
+"""What an algorithm is: an objective over a model's outputs.
 
-Everything that an objective returns is a *sum* over its micro-batch. Only the engine divides, by
-one denominator counted over the whole global batch. So the numbers do not depend on how the batch
-was cut.
+It knows neither the model nor the strategy. Everything that an objective returns is a *sum* over
+its micro-batch. Only the engine divides, by one denominator counted over the whole global batch. So
+the numbers do not depend on how the batch was cut.
 """
 
 from __future__ import annotations

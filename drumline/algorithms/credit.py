@@ -141,9 +141,9 @@ def gae(
 
 
 def whiten(values_NM: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
-    """Return `values_NM` with mean 0 and variance (n − 1) 1 over the places of `mask_NM`, 0 elsewhere.
+    """Return `values_NM` with mean 0 and variance (n − 1) 1 over the places of `mask_NM`.
 
-    If all values are alike, or there is one, they become 0.
+    They are 0 elsewhere. If all values are alike, or there is one, they become 0.
     """
     values_1N = values_NM.reshape(1, -1)
     mask_1N = mask_NM.reshape(1, -1)

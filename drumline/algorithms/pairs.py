@@ -1,4 +1,7 @@
-"""What learning from preference pairs has in common: the two sides of a batch, and metrics of sums."""
+"""What learning from preference pairs has in common.
+
+These are the two sides of a batch, and metrics of sums.
+"""
 
 from __future__ import annotations
 

@@ -38,10 +38,11 @@ def sum_where(is_counted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def divergence(
     log_probs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> torch.Tensor:
-    """Return estimates of KL(π ‖ π_ref) at tokens drawn from π (Schulman 2020, "Approximating KL divergence").
+    """Return estimates of KL(π ‖ π_ref) at tokens drawn from π.
 
-    k1 = log π/π_ref, k2 = k1²/2, k3 = π_ref/π − 1 − log π_ref/π. k1 and k3 are unbiased, k2 and k3
-    never negative. As a loss, only k2 has the gradient of the KL. In k3 π_ref/π is at most e^80.
+    Schulman 2020, "Approximating KL divergence": k1 = log π/π_ref, k2 = k1²/2, k3 = π_ref/π − 1 −
+    log π_ref/π. k1 and k3 are unbiased, k2 and k3 never negative. As a loss, only k2 has the
+    gradient of the KL. In k3 π_ref/π is at most e^80.
     """
     log_ratio = log_probs - reference
     if estimator == "k1":
@@ -205,9 +206,9 @@ def clipped(
     clip_high: float,
     delta: float | None = None,
 ) -> TokenLoss:
-    """Return PPO's loss of each token, −min(ρA, clamp(ρ, 1 − clip_low, 1 + clip_high) A), ρ = exp(log_ratio).
+    """Return PPO's loss of each token, −min(ρA, clamp(ρ, 1 − clip_low, 1 + clip_high) A).
 
-    Schulman et al. 2017, equation 7.
+    ρ = exp(log_ratio). Schulman et al. 2017, equation 7.
 
     `delta`: ρ itself is at most this, so that a bad token's loss is bounded too (INTELLECT-2, Prime
     Intellect 2025, two-sided clip). Without it ρ is at most e^80: fp32 ends at e^88, and inf · 0 is

@@ -1,4 +1,7 @@
-"""Specs to derive from, for algorithms that learn from text, pairs or prompts. No torch at the top."""
+"""Specs to derive from, for algorithms that learn from text, pairs or prompts.
+
+No torch at the top: commands that only read a config do without its import.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ class TextSpec(ChunkedSpec):
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.batches import collate, learned_segment
 
+        # One document that fills the row.
         row = [learned_segment(length)]
         if plan.config.packs:
             # Two documents, so that attention is given a mask.
@@ -56,6 +60,7 @@ class PairSpec(AlgorithmSpec):
     shares_prompts: ClassVar[bool] = True
     columns: ClassVar[str] = "`prompt`, `chosen` and `rejected`"
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
+    # The two answers are two rows of a batch.
     rows_per_sample: ClassVar[int] = 2
 
     @property

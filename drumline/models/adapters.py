@@ -161,7 +161,7 @@ def _layers_by_endings(
     `all_layers`: candidates, and layers that are trained whole. Raises ModelError for an ending of
     no candidate's.
     """
-    chosen = set()
+    chosen: set[str] = set()
     for ending in endings:
         with_ending = {name for name in candidates if has_ending(name, ending)}
         chosen |= with_ending
@@ -645,10 +645,10 @@ def _require_same_products(name: str, base: Any, products: torch.Tensor) -> None
 def require_trained(model: nn.Module) -> None:
     """Raise ModelError for a model without adapters, or with adapters that all add zero."""
     # The factors that begin at zero: of linear layers, and of an embedding.
-    zero_at_first = re.compile(r"\.lora_B\.|\.lora_embedding_A\.")
+    zero_at_first = (".lora_B.", ".lora_embedding_A.")
     factors = []
     for name, parameter in model.named_parameters():
-        if is_adapter(name) and zero_at_first.search(name):
+        if is_adapter(name) and any(part in name for part in zero_at_first):
             factors.append(parameter)
     if not factors:
         raise ModelError(
@@ -712,6 +712,7 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
         peft_config.revision = revision
         peft_config.inference_mode = True
         peft_config.save_pretrained(target)
+        # Copies, since safetensors refuses tensors that share memory, as tied ones do.
         copies = {}
         for name, value in tensors.items():
             copies[f"base_model.model.{name}"] = value.detach().clone().contiguous()
@@ -754,9 +755,10 @@ def _name_whole_modules(model: Any, options: Any, whole: set[str]) -> None:
     options.modules_to_save = sorted({name.rpartition(".")[0] for name in whole})
     named = list(model.named_parameters(remove_duplicate=False))
     names_per_parameter = Counter(id(parameter) for _, parameter in named)
-    options.ensure_weight_tying = any(
-        names_per_parameter[id(parameter)] > 1 for name, parameter in named if name in whole
-    )
+    options.ensure_weight_tying = False
+    for name, parameter in named:
+        if name in whole and names_per_parameter[id(parameter)] > 1:
+            options.ensure_weight_tying = True
 
 
 def _began_in_base_layer(model: Any) -> bool:
@@ -903,8 +905,12 @@ def _ends_of_vocabulary(model: Any) -> dict[str, Any]:
     """Return name → layer, of the embedding and the head that PEFT has adapters for."""
     if reads_images(model):
         return {}
-    ends = [layer for layer in vocabulary(model) if isinstance(layer, nn.Embedding | nn.Linear)]
-    return {name: module for name, module in model.named_modules() if module in ends}
+    layers = vocabulary(model)
+    found = {}
+    for name, module in model.named_modules():
+        if module in layers and isinstance(module, nn.Embedding | nn.Linear):
+            found[name] = module
+    return found
 
 
 def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) -> None:
@@ -994,7 +1000,9 @@ def _token_rows(
         raise ModelError(what, where="adapter.trainable_tokens", fix=fix)
     if is_tied or layers == [embedding]:
         return [*tokens]
-    return {names[id(layer)]: [*tokens] for layer in layers} or None
+    if not layers:
+        return None
+    return {names[id(layer)]: [*tokens] for layer in layers}
 
 
 def trains_rows(model: Any, adapter: LoRAConfig) -> bool:

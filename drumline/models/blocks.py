@@ -195,21 +195,23 @@ def common_facts(model: Any) -> dict[str, Any]:
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     batch_norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    class_names = {type(module).__name__ for module in model.modules()}
     block_parameters: list[int] = []
     found = block_list(model)
     if found is not None:
         _, module_list = found
         block_parameters = [count_entries(block.parameters()) for block in module_list]
     block_weights, end_weights = _weights_by_block(model)
+    can_recompute = getattr(model, "supports_gradient_checkpointing", False)
     return {
         "parameters": count_entries(model.parameters()),
         "frozen": count_entries(frozen),
         "batch_norms": len(batch_norms),
-        "classes": frozenset(type(module).__name__ for module in model.modules()),
+        "classes": frozenset(class_names),
         "block_parameters": tuple(block_parameters),
         "block_weights": block_weights,
         "end_weights": end_weights,
-        "recomputes": bool(getattr(model, "supports_gradient_checkpointing", False)),
+        "recomputes": bool(can_recompute),
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
     }
 
@@ -233,12 +235,8 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
     modules = dict(model.named_modules())
     has_passed_blocks = False
     for name, parameter in model.named_parameters():
-        *path, last = name.split(".")
-        # The modules around the parameter, the outermost first.
-        enclosing = []
-        for depth in range(len(path)):
-            module_name = ".".join(path[: depth + 1])
-            enclosing.append(modules[module_name])
+        path = name.split(".")
+        enclosing = _enclosing_modules(modules, path)
         style = ""
         if enclosing:
             style = styles.get(id(enclosing[-1]), "")
@@ -249,7 +247,7 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
         shape = tuple(parameter.shape)
         if depths:
             has_passed_blocks = True
-            name_in_block = ".".join([*path[first_owner + 1 :], last])
+            name_in_block = ".".join(path[first_owner + 1 :])
             weight = Weight(name_in_block, shape, parameter.requires_grad, style, owners)
             index = block_index[id(enclosing[first_owner])]
             in_blocks[index].append(weight)
@@ -261,13 +259,32 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
         elif has_passed_blocks:
             place = "after"
         outside.append(Weight(name, shape, parameter.requires_grad, style, owners, place))
-    # Equal blocks share one tuple: a model has up to a hundred of them.
+    return _share_equal_blocks(in_blocks), tuple(outside)
+
+
+def _enclosing_modules(modules: dict[str, nn.Module], path: list[str]) -> list[nn.Module]:
+    """Return the modules around a parameter, the outermost first, without the model itself.
+
+    `modules`: by their names. `path`: the parts of the parameter's name.
+    """
+    enclosing = []
+    for depth in range(1, len(path)):
+        module_name = ".".join(path[:depth])
+        enclosing.append(modules[module_name])
+    return enclosing
+
+
+def _share_equal_blocks(in_blocks: list[list[Weight]]) -> tuple[tuple[Weight, ...], ...]:
+    """Return the weights of each block as tuples.
+
+    Equal blocks share one tuple: a model has up to a hundred of them.
+    """
     distinct: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
     block_weights = []
     for weights in in_blocks:
         as_tuple = tuple(weights)
         block_weights.append(distinct.setdefault(as_tuple, as_tuple))
-    return tuple(block_weights), tuple(outside)
+    return tuple(block_weights)
 
 
 def _parameters_in_both_ends(model: Any) -> set[int]:
@@ -373,6 +390,7 @@ def _styles_by_layer(model: Any) -> dict[int, str]:
     embedding, head = vocabulary(model)
     if head is not None:
         styles[id(whole_layer(head))] = "head"
+    # After the plan's styles, which may name experts too: these win.
     styles |= experts
     styles[id(whole_layer(embedding))] = "embedding"
     return styles
@@ -518,7 +536,8 @@ def whole_stream(model: Any) -> str:
     modules = dict(model.named_modules())
     region_names = regions(model)
     for region in region_names:
-        styles = {style for layer, style in plan.items() if layer.startswith(f"{region}.")}
+        prefix = f"{region}."
+        styles = {style for layer, style in plan.items() if layer.startswith(prefix)}
         if styles and styles <= WHOLE_OUTPUTS:
             return f"{type(modules[region]).__name__} of its blocks gives whole sequences"
     inside_cut: set[int] = set()

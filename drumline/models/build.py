@@ -96,6 +96,7 @@ def lay_out(
         return built, replace(files, rest=drawn)
     except NeedsFullModel as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
+    # A head that the files lack is drawn too, the same on each rank.
     with drawing(seed):
         if pretrained is None:
             built = _draw_whole_model(path, model, config, options, head)
@@ -170,6 +171,7 @@ def _build_on_meta(
     stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     for tensor in stored.values():
         tensor._is_hf_initialized = True
+    # These buffers, such as rotary frequencies, are in no file: the model's rules write them anew.
     for name, buffer in list(built.named_non_persistent_buffers()):
         owner, _, key = name.rpartition(".")
         built.get_submodule(owner)._buffers[key] = torch.empty_like(buffer, device="cpu")
@@ -194,6 +196,7 @@ def _read_whole_model(
     Raises ModelError if the files lack weights of a language model, and with `draws` False of a
     head.
     """
+    # transformers reads the files by a config of their own number of rows; `grow_whole` adds the rest.
     stored = config
     if growth is not None and growth.added:
         stored = deepcopy(config)
@@ -201,6 +204,7 @@ def _read_whole_model(
     reading = options | hub_options(path, model)
     reading |= {"config": stored, "output_loading_info": True}
     if head not in LM:
+        # The files may have a head of other classes, which is drawn anew.
         reading["ignore_mismatched_sizes"] = True
 
     def read() -> Any:
@@ -209,6 +213,7 @@ def _read_whole_model(
     built, report = from_hub(path, model, read)
     if growth is not None and growth.changes_rows:
         grow_whole(built, growth)
+    # Both kinds were drawn by transformers, which only warns of it.
     lacking = set(report["missing_keys"])
     for name, *_ in report["mismatched_keys"]:
         lacking.add(name)

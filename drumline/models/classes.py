@@ -47,7 +47,8 @@ def of_layers(config: Any, key: str) -> list[Any]:
 
     transformers refuses to read such a key from the whole config.
     """
-    if key in (getattr(config, "per_layer_attributes", None) or ()):
+    by_layer = getattr(config, "per_layer_attributes", None) or ()
+    if key in by_layer:
         return [getattr(layer, key, None) for layer in config.per_layer_config]
     return [getattr(config, key, None)]
 
@@ -76,6 +77,7 @@ def in_own_order(config: Any, labels: tuple[str, ...]) -> tuple[str, ...]:
     they are.
     """
     own = _class_names(config)
+    # As sets, since the data's classes come in an order of their own.
     if set(own) == set(labels):
         return own
     return labels
@@ -126,6 +128,7 @@ def is_encoder(model: Any) -> bool:
 
     Other bidirectional models are found by trying.
     """
+    # Other configs may have the key too: only a module that acts by it keeps its value.
     if getattr(model.config, "is_decoder", None) is not False:
         return False
     return any(getattr(module, "is_decoder", None) is False for module in model.modules())

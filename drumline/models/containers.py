@@ -43,6 +43,7 @@ def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
         items = dict(value)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
+            # A constructor of its own may not have set it.
             if hasattr(value, field.name):
                 items[field.name] = getattr(value, field.name)
     changed = {}
@@ -50,14 +51,17 @@ def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
         new_item = each_tensor(change, item)
         if new_item is not item:
             changed[key] = new_item
+    # Without a tensor in it the object stays the same one.
     if not changed:
         return value
+    # The caller's own object keeps its tensors.
     copied = copy.copy(value)
     for key, new_item in changed.items():
         if is_mapping:
             copied[key] = new_item
         else:
-            object.__setattr__(copied, key, new_item)  # a dataclass may be frozen
+            # A dataclass may be frozen.
+            object.__setattr__(copied, key, new_item)
     return copied
 
 

@@ -68,6 +68,7 @@ def try_cut(model: Any) -> CutTrial:
     ranks = _smallest_cut(model)
     if ranks is None or not plan or not TP_STYLES.issuperset(plan.values()):
         return CutTrial()
+    # First the model as it is: if it does not run on the meta device, the trial tells nothing.
     try:
         trial = _copy_on_meta(model)
         # Products of experts need values, and are computed rank by rank in any case.
@@ -98,6 +99,7 @@ def weights_on_parts(model: Any) -> list[str]:
     trial = try_cut(model)
     if trial.failure:
         raise PlanError(trial.failure, where="strategy.tp", fix="use strategy=fsdp2")
+    # The trial had fewer layers: the weights of all layers of a kind behave alike.
     kinds = {_mask_numbers(name) for name in trial.on_parts}
     return [name for name, _ in model.named_modules() if _mask_numbers(name) in kinds]
 
@@ -125,6 +127,7 @@ def _smallest_cut(model: Any) -> int | None:
 def _innermost_module(error: BaseException) -> str:
     """Return the class of the module in whose code an error was raised."""
     name = "the model"
+    # The traceback begins with the outermost call: the last module is the innermost one.
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
@@ -168,6 +171,7 @@ def _cut_layers(trial: Any, plan: dict[str, str], ranks: int, graph: _Graph) -> 
     embedding, _ = vocabulary(trial)
     embedding.forward = _forward_with_full_output(embedding.forward, graph)
     for name, style in plan.items():
+        # These layers run whole on each rank, on whatever they get.
         if style in ("replicate", "replicated_with_grad_allreduce"):
             continue
         layer = trial.get_submodule(name)
@@ -232,6 +236,7 @@ def _row_parallel_forward(
         if x.shape[-1] != expected:
             raise ValueError(f"{name} is given {x.shape[-1]} features and not {expected}")
         graph.row_parallel_inputs.add(x.grad_fn)
+        # Zeros in the places of the other ranks' features: the layer itself is whole here.
         out: Tensor = forward(nn.functional.pad(x, (0, features - expected)))
         graph.replicated.add(out.grad_fn)
         return out
@@ -241,6 +246,7 @@ def _row_parallel_forward(
 
 def _pass_tokens_on(hidden: Tensor, *_choices: Any) -> Tensor:
     """Return the tokens as a new tensor, in place of the experts' output of the same shape."""
+    # A product, since the tensor itself would have no node of its own in the graph.
     return hidden * 1
 
 

@@ -106,6 +106,7 @@ def export(
     checkpoint = _choose_checkpoint(run_dir / "checkpoints", which)
     _require_free(to)
     progress("export", 0, 4)
+    # All is checked that can be before the model is built, which may take minutes.
     source = _use_default_attention(plan.config.model)
     model = _build_trained_model(plan, source, checkpoint, merged=not adapter)
     value = _take_value_head(model)
@@ -116,6 +117,7 @@ def export(
     fix = "choose a folder on a disk with space, or one that is yours"
     with beside(to, "cannot write", to, fix) as temporary:
         _require_space(to.parent, trainable)
+        # Before the weights, since it may set the padding id in the model's config.
         _save_reader(plan, source, model, temporary)
         if base is not None:
             adapters.save_adapter(model, temporary, _portable_name(source, base), source.revision)
@@ -493,6 +495,7 @@ def _choose_checkpoint(root: Path, which: Which) -> Path:
     if path is not None:
         check(path, verify=True, alone=True)
         return path
+    # The newest that is whole: a run may have been killed as it wrote the last one.
     found = newest(root, verify=True, alone=True)
     if found.path is None:
         what = "no whole checkpoint"

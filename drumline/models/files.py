@@ -110,8 +110,10 @@ def weights_digest(path: str | None) -> str | None:
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         return None
+    # The zero byte, which no name has, keeps names and digests apart.
     names_and_digests = [f"{file.name}\0{digest(file)}\0" for file in files]
-    return hashlib.sha256("".join(names_and_digests).encode()).hexdigest()
+    joined = "".join(names_and_digests)
+    return hashlib.sha256(joined.encode()).hexdigest()
 
 
 def tokenizer_folder(name: str) -> str:
@@ -204,6 +206,7 @@ def _convert_package(name: str, on_progress: OnProgress, named: str = "model.id 
         raise ModelError(f"the package {name!r} is not installed", where=where, fix=fix) from None
     file = _gguf_file(distribution, name, where)
     version = distribution.version
+    # Another version of the package, or of the conversion, gets a folder of its own.
     contents = f"{name} {version} {file.name} {file.stat().st_size} {CONVERSION}"
     key = hashlib.sha256(contents.encode()).hexdigest()[:12]
     target = cache_dir() / "models" / f"{name}-{version}-{key}"
@@ -245,6 +248,7 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # Here, for a message of ours: transformers' own would not say what to install.
     try:
         import gguf  # noqa: F401 - transformers reads the file with it
     except ImportError:

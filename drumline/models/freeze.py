@@ -87,6 +87,7 @@ def keep_low(
             is_chosen = trainable or not parameter.requires_grad
             has_chosen_shape = vectors or parameter.ndim >= 2
             if is_chosen and has_chosen_shape and parameter.is_floating_point():
+                # `data` keeps the parameter the same object, which tied layers share.
                 parameter.data = parameter.data.to(dtype)
 
 
@@ -96,6 +97,7 @@ def give_fp32(model: nn.Module) -> None:
     Under autocast the residual stream keeps the type in which it begins. Embeddings with trainable
     rows of tokens compute by themselves, and return fp32 too.
     """
+    # By a hook, so that the weight itself stays low.
     for module in model.modules():
         is_low = isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32
         if is_low or "token_adapter" in module._modules:

@@ -135,6 +135,7 @@ def _config_of_values(model: ModelConfig) -> Any:
         what = "neither an id nor a config with model_type"
         fix = "set model.id, model.shape, or model.config.model_type"
         raise ModelError(what, where="model", fix=fix)
+    # First without values, for the keys that this type of model has.
     try:
         config = AutoConfig.for_model(model_type)
     except (ValueError, TypeError):
@@ -167,6 +168,7 @@ def _set_values(config: Any, values: dict[str, Any]) -> Any:
         fix = "leave it out, or set model.id: null for a new model of model.config alone"
         raise ModelError(what, where="model.config.model_type", fix=fix)
     _require_known(config, values)
+    # Before the values are set: afterwards the old head size fits no more.
     head_dim_follows = _is_head_dim_derived(config)
     with _report_value_errors():
         for key, value in values.items():
@@ -176,7 +178,9 @@ def _set_values(config: Any, values: dict[str, Any]) -> Any:
         layer_types = getattr(config, "layer_types", None)
         layers = getattr(config, "num_hidden_layers", None)
         if layer_types and layers and "layer_types" not in values:
-            config.layer_types = [layer_types[i % len(layer_types)] for i in range(layers)]
+            period = len(layer_types)
+            config.layer_types = [layer_types[number % period] for number in range(layers)]
+        # Setting one value at a time has skipped transformers' checks of how they fit each other.
         if hasattr(config, "validate"):
             config.validate()
     return config
@@ -307,8 +311,12 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     layers = int(text_config.num_hidden_layers)
     hidden = int(text_config.hidden_size)
     heads = int(text_config.num_attention_heads)
-    head_dim = max(int(size or hidden // heads) for size in of_layers(text_config, "head_dim"))
+    # The largest, if layers differ.
+    head_dim = 0
+    for size in of_layers(text_config, "head_dim"):
+        head_dim = max(head_dim, int(size or hidden // heads))
     width = heads * head_dim
+    positions = getattr(text_config, "max_position_embeddings", None)
     is_bidirectional_classifier = head == "text" and is_bidirectional(model)
     position_of_first: int | None = 0
     if is_bidirectional_classifier:
@@ -319,6 +327,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         flops_per_image_token = tower_flops(model)
     experts = _experts_of(text_config)
     products = _product_flops(model, experts, has_tower)
+    attention_flops = 12 * width * length
     if not expert_modules(model):
         # No module holds all experts of a layer: for strategies it is no mixture.
         experts = _Experts(0, 0)
@@ -330,9 +339,9 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         **counts,
         **_cut_facts(model),
         name=str(text_config.model_type),
-        flops_per_token=float(products + 12 * layers * width * length),
+        flops_per_token=float(products + layers * attention_flops),
         vocab_size=int(text_config.vocab_size),
-        max_positions=int(getattr(text_config, "max_position_embeddings", None) or 0) or None,
+        max_positions=int(positions or 0) or None,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -340,7 +349,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         head_dim=head_dim,
         embedding_parameters=outside_blocks - count_entries(only_in_head),
         head_parameters=count_entries(head_parameters),
-        attention_flops=float(12 * width * length),
+        attention_flops=float(attention_flops),
         bidirectional=is_bidirectional_classifier,
         first_position=position_of_first,
         vision_language=has_tower,
@@ -406,6 +415,7 @@ def _head_parameters(model: Any) -> list[torch.nn.Parameter]:
     parameters: dict[int, torch.nn.Parameter] = {}
     for layer in (model.get_output_embeddings(), score_head(model)):
         if layer is not None:
+            # By their ids, since the two heads may share a weight.
             for parameter in layer.parameters():
                 parameters[id(parameter)] = parameter
     return list(parameters.values())

@@ -64,6 +64,7 @@ def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
 
     `cut`: ranks keep parts of its weights, or of their optimizer's state.
     """
+    # Extra states that JSON cannot hold are left out here, and found by that below.
     saved = extra_states(model)
     for path, module in model.named_modules():
         _require_trainable_module(path or "it", module, is_saved=path in saved, cut=cut)
@@ -155,6 +156,7 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     The module is in eval mode on the CPU. `which`: best, or last. Raises CheckpointError if the run has no checkpoint.
     """
     root = run_dir / "checkpoints"
+    # None if the run has saved no checkpoint.
     if which == "best":
         checkpoint = best_or_latest(root)
     else:
@@ -168,6 +170,7 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     freeze(module, plan.config.model.freeze)
     check(checkpoint, verify=True, alone=True)
     load(checkpoint, canonical_tensors(module), alone=True)
+    # What modules return from `get_extra_state` lies in the engine's part of a checkpoint.
     engine_state = read_state(checkpoint).get("engine", {})
     set_extra_states(module, engine_state.get("modules", {}))
     return module.eval(), checkpoint
@@ -186,5 +189,6 @@ def export_weights(plan: Plan, which: str) -> Path:
         types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         module.to(types[dtype])
     folder.mkdir(exist_ok=True)
+    # `save_model` writes tied weights once, which `save_file` refuses.
     save_model(module, str(folder / "model.safetensors"))
     return folder

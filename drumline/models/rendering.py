@@ -128,6 +128,7 @@ def _size_with(value: Any, known: dict[int, int]) -> int:
         return value.bit_length()
     if not isinstance(value, list | tuple | dict):
         return 1
+    # A template may put one list into another many times: each is measured once.
     if id(value) not in known:
         # Ends the recursion of a value that contains itself.
         known[id(value)] = 0
@@ -252,6 +253,7 @@ def _sized_visit(name: str) -> Callable[[Any, Any, Any], None]:
     return visit
 
 
+# Expressions that make a value from others; calls and operators have hooks of their own below.
 for _name in ("visit_Concat", "visit_Filter", "visit_List", "visit_Tuple", "visit_Dict"):
     setattr(_Counting, _name, _sized_visit(_name))
 
@@ -281,6 +283,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         after = arguments[value_place + 1 :]
         is_iterator = hasattr(value, "__next__")
         if name in ("join", "sum"):
+            # Of these the size of all items has to be known before the call.
             if is_iterator or not isinstance(value, str):
                 value = list(_limit_items(value))
         elif is_iterator:
@@ -304,6 +307,7 @@ def _limited_from_string(
     """Replacement for `Sandbox.from_string`: compile a template whose filters are limited."""
     if len(source) > MOST_SOURCE:
         raise TooMuch(f"a template of {len(source)} characters is none")
+    # It writes texts of any length.
     self.globals.pop("lipsum", None)
     filters = {}
     for name, function in self.filters.items():

@@ -21,6 +21,7 @@ from drumline.models.small import close, try_small
 # Config keys for the number of experts that take a token, and for the coefficient of the loss.
 CHOSEN = ("num_experts_per_tok", "moe_k", "top_k")
 COEFFICIENT = ("router_aux_loss_coef", "aux_loss_coef")
+# Each layer's router logits, and the batch → the loss, and sums for metrics.
 RouterLoss = Callable[[Sequence[torch.Tensor], Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 # Prefix of sums over a micro-batch: the number of tokens that an expert took, over all layers.
 LOAD = "expert_load/"
@@ -162,8 +163,9 @@ def _is_loss_of_transformers(
     length = ids_BT.shape[1]
     # The weights of one document's tokens add up to 1.
     weights_BT = torch.full((1, length), 1 / length)
+    positions_T = torch.arange(length)
     document = SimpleNamespace(
-        position_ids_BT=torch.arange(length)[None],
+        position_ids_BT=positions_T[None],
         lengths_B=torch.tensor([length]),
         token_weights=lambda: weights_BT,
     )
@@ -183,7 +185,10 @@ def loads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     These are over the layers whose experts are cut over ranks (engine.experts); {} without such
     layers.
     """
-    loads: list[Any] = [module.load_E for module in model.modules() if hasattr(module, "load_E")]
+    loads: list[Any] = []
+    for module in model.modules():
+        if hasattr(module, "load_E"):
+            loads.append(module.load_E)
     if not loads:
         return {}
     total_E = torch.stack(loads).sum(0)

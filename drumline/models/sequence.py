@@ -38,6 +38,7 @@ class SequencePart:
         self.group = group
         self.index = dist.get_rank(group)
         self.parts = dist.get_world_size(group)
+        # Its context replaces the attention of layers by one over all parts.
         self.around = around
         # The numbers of each rank's stretches.
         self.stretches = [[rank] for rank in range(self.parts)]
@@ -96,8 +97,10 @@ class SequencePart:
 
         Each rank gets the gradient of its own part (see `_Total`).
         """
-        if part_Bt.dtype == torch.bool:  # gloo has no collectives for bool
-            return self._gather(part_Bt.to(torch.uint8)).bool()
+        if part_Bt.dtype == torch.bool:
+            # gloo has no collectives for bool.
+            whole_as_bytes = self._gather(part_Bt.to(torch.uint8))
+            return whole_as_bytes.bool()
         whole_BT: torch.Tensor = _Gathered.apply(part_Bt, self)
         return whole_BT
 

@@ -163,7 +163,7 @@ class _Tape(TorchDispatchMode):
         new = _keys(outs) - _keys((args, kwargs))
         overwritten = None
         if operator.overloadpacket in OVERWRITES:
-            overwritten, *_ = _tensors(args)
+            overwritten = _tensors(args)[0]
         self._note_values(args, kwargs, new, overwritten)
         writes = _changed_keys(operator, args, kwargs) | new
         draws = torch.Tag.nondeterministic_seeded in operator.tags

@@ -17,7 +17,9 @@ from drumline.errors import ConfigError, ModelError
 from drumline.foreign import read_text
 from drumline.models.rendering import MOST_SOURCE
 
+# The templates that were written for Drumline.
 FOLDER = Path(__file__).with_name("chat")
+# The special tokens that a template names at its start, separated by spaces.
 _NEEDS = re.compile(r"\{#-?[^#]*?special tokens:([^#]*?)-?#\}")
 
 
@@ -97,9 +99,11 @@ def turn_tail(tokenizer: Any) -> list[int]:
         text = tokenizer.apply_chat_template(conversation, tokenize=False)
     except Exception:  # noqa: BLE001 - a template for other conversations; rows show its error
         return []
+    # The last one, since a template may have the word in a text of its own.
     behind_answer = text[text.rfind(answer) + len(answer) :]
     ids: list[int] = tokenizer(behind_answer, add_special_tokens=False)["input_ids"]
     special = special_ids(tokenizer)
+    # What stands between the answer and the token that ends it, such as a space, is left out.
     for place, token_id in enumerate(ids):
         if token_id in special:
             return ids[place:]
@@ -129,6 +133,7 @@ def end_ids(tokenizer: Any) -> set[int]:
 
 def special_ids(tokenizer: Any) -> set[int]:
     """Return the ids of the special tokens."""
+    # Tokens with a role, such as the end of a sequence, and others that are marked as special.
     ids = set(tokenizer.all_special_ids)
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special:

@@ -43,8 +43,11 @@ def read_tokenizer(path: str | None, model: ModelConfig) -> Any:
         what = "a model written out by its config has no tokenizer"
         raise ModelError(what, where="model.tokenizer", fix="name a folder or hub id that has one")
     folder = tokenizer_folder(source)
+    # Before transformers reads the files, which a pipe or a device among them would make hang.
     check_folder(Path(folder))
+    # The tokenizer's chat template is a program of a stranger.
     limit()
+    # A tokenizer of another repository has revisions of its own.
     own_model = model.model_copy(update={"revision": revision})
 
     def read() -> Any:
@@ -65,6 +68,7 @@ def add_new_tokens(tokenizer: Any, model: ModelConfig) -> dict[str, int]:
     if not tokens:
         return {}
     tokenizer.add_tokens(tokens)
+    # `add_tokens` leaves out without a word what it does not take.
     vocabulary = tokenizer.get_vocab()
     for token in tokens:
         if token not in vocabulary:
@@ -80,6 +84,7 @@ def _try_methods(tokenizer: Any) -> Any:
     """
     ids = list(tokenizer("a b", add_special_tokens=True)["input_ids"])
     tokenizer.decode(ids)
+    # Ids that no text has, but that rows are filled with or ended by.
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             ids.append(token_id)
@@ -87,6 +92,7 @@ def _try_methods(tokenizer: Any) -> Any:
     if len(tokenizer) == 0:
         raise ValueError("it has no tokens")
     template = tokenizer.chat_template
+    # transformers allows several templates by their names.
     if template is None:
         texts = []
     elif isinstance(template, dict):

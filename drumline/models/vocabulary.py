@@ -194,7 +194,7 @@ class GrownRows:
 
 def vocabulary_parameter_ids(model: Any) -> set[int]:
     """Return Python's ids of the parameters with a row for each token: of embedding and head."""
-    ids = set()
+    ids: set[int] = set()
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if layer is not None:
             ids |= {id(parameter) for parameter in layer.parameters()}

@@ -1,4 +1,7 @@
-"""Classification: one class for each text or image. B samples, L of them with a label, C classes."""
+"""Classification: one class for each text or image.
+
+B samples, L of them with a label, C classes.
+"""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ class ClassifyConfig(AlgorithmSpec):
     @field_validator("labels")
     @classmethod
     def _labels_are_distinct(cls, labels: list[str] | None) -> list[str] | None:
+        """Refuse fewer than two classes, blank names, and a name that stands there twice."""
         if labels is None:
             return None
         has_duplicates = len(set(labels)) < len(labels)
@@ -65,9 +66,11 @@ class ClassifyConfig(AlgorithmSpec):
         return self.modality
 
     def cache_parts(self) -> dict[str, Any]:
+        """Return the classes: a prepared sample has its class's number among them."""
         return {"labels": self.labels}
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
+        """Return what makes samples of rows: token ids and a label, or an image's path and a label."""
         from drumline.data.encode import LabelledImages, LabelledTexts
 
         if self.modality == "text":
@@ -75,13 +78,16 @@ class ClassifyConfig(AlgorithmSpec):
         return LabelledImages(self.labels, data)
 
     def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
+        """Return the classes of the config, or else those of the training data."""
         from drumline.data.encode import classes
 
         return classes(train, held_out, self.labels)
 
     def measures(self, labels: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of the held-out metrics for these classes."""
         if len(labels) >= 2 * TOP:
             return self.metrics
+        # The last one is the accuracy of the first five.
         return self.metrics[:-1]
 
     def collator(self, plan: Plan, width: int | None) -> Collator:
@@ -90,6 +96,7 @@ class ClassifyConfig(AlgorithmSpec):
         return labelled_collator(plan, width, self.image_size)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
+        """Return a batch for the planner's trace. `length`: tokens, or pixels of an image's side."""
         from drumline.data.batches import labelled_texts
         from drumline.data.images import labelled_images
 

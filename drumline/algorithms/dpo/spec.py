@@ -74,6 +74,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
         """Loss → its weight."""
         if self.loss_weights:
             return {str(kind): weight for kind, weight in self.loss_weights.items()}
+        # One loss is a sum of one, with the weight 1.
         return {self.loss: 1.0}
 
     @model_validator(mode="after")

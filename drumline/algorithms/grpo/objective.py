@@ -75,7 +75,7 @@ class GRPO(PolicyGradient):
         return TokenLoss(corrected_BT, token_loss.clipped_BT), sums
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the policy's metrics, and the mean and the largest c over tokens if it is not 1."""
+        """Return the policy's metrics, and mean and maximum of c if it is not 1."""
         metrics = super().step_metrics(sums)
         if "importance" in sums:
             tokens = max(1.0, sums["tokens"])

@@ -1,4 +1,6 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7) and its variant of APO.
+"""Kahneman-Tversky optimisation and its variant of APO.
+
+Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7.
 
 A score s is log π(y | x) − log π_ref(y | x), summed over the tokens of an answer y to a prompt x.
 w is `desirable_weight` or `undesirable_weight`.

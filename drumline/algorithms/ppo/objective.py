@@ -1,4 +1,7 @@
-"""Proximal policy optimisation with a learned value (Schulman et al. 2017; on language models Ziegler et al. 2019)."""
+"""Proximal policy optimisation with a learned value.
+
+Schulman et al. 2017; on language models Ziegler et al. 2019.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ LEAST_VARIANCE = 1e-12
 
 
 class PPO(PolicyGradient):
-    """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over the tokens of completions.
+    """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over tokens.
 
-    The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it is in
-    the batch's advantages and returns; here it is only a metric. If the value is a separate model,
-    policy and value are two objectives.
+    The tokens are those of completions. The divergence from the reference is a cost in the rewards
+    (Ziegler et al. 2019), so it is in the batch's advantages and returns; here it is only a metric.
+    If the value is a separate model, policy and value are two objectives.
     """
 
     spec: PPOConfig

@@ -65,7 +65,9 @@ class PPOConfig(PromptSpec):
         """Fill a partly given section `kl` with PPO's own defaults."""
         if not isinstance(values, dict) or not isinstance(values.get("kl"), dict):
             return values
-        return {**values, "kl": {**KL_DEFAULTS, **values["kl"]}}
+        # Before validation, which would fill the rest with KLConfig's own defaults.
+        kl = {**KL_DEFAULTS, **values["kl"]}
+        return {**values, "kl": kl}
 
     @model_validator(mode="after")
     def _has_a_value(self) -> PPOConfig:
@@ -90,6 +92,7 @@ class PPOConfig(PromptSpec):
         """Return role → model of the reference, and of the value if that is separate."""
         models = super().auxiliary_models(config)
         if self.value == "separate":
+            # Of the value's learning rate to the policy's, which share one schedule.
             lr_ratio = 1.0
             if self.value_lr is not None:
                 lr_ratio = self.value_lr / config.optimizer.lr

@@ -133,7 +133,8 @@ def _neutral_value(name: str, value: torch.Tensor) -> torch.Tensor:
 def _mistake_in(loss_sum: Any, sums: Any) -> str | None:
     """Return what is wrong with the loss and sums of a user's objective; None if nothing is."""
     if not isinstance(loss_sum, torch.Tensor) or loss_sum.ndim:
-        return f"{type(loss_sum).__name__}{tuple(getattr(loss_sum, 'shape', ()))}"
+        shape = tuple(getattr(loss_sum, "shape", ()))
+        return f"{type(loss_sum).__name__}{shape}"
     if not isinstance(sums, dict):
         return f"a loss and {type(sums).__name__}"
     for value in sums.values():

@@ -51,7 +51,10 @@ class PythonConfig(AlgorithmSpec):
         return find_object(path, base_dir, f"algorithm.{name}", "function")
 
     def _find_checked(self, name: str, base_dir: Path) -> Callable[..., Any] | None:
-        """Return the function that a key names, whose errors name the key; None if it is not set."""
+        """Return the function that a key names; None if it is not set.
+
+        Errors of the function name the key.
+        """
         function = self.find(name, base_dir)
         if function is None:
             return None

@@ -1,4 +1,6 @@
-"""Learning from pairs without a reference model: ORPO (Hong et al. 2024) and SimPO (Meng et al. 2024).
+"""Learning from pairs without a reference model.
+
+ORPO is by Hong et al. 2024, SimPO by Meng et al. 2024.
 
 p is the mean log-probability of an answer's tokens; w the chosen answer, l the rejected one.
 

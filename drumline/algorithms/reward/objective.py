@@ -21,10 +21,10 @@ SIDES = ("chosen", "rejected")
 
 
 class RewardModel(Algorithm):
-    """The reward of an answer is the score head's value at its last token. Losses are summed over pairs.
+    """The reward of an answer is the score head's value at its last token.
 
-    A margin in the data overrides the config's. `center` weighs (r(chosen) + r(rejected))²
-    (Eisenstein et al. 2023).
+    Losses are summed over pairs. A margin in the data overrides the config's. `center` weighs
+    (r(chosen) + r(rejected))² (Eisenstein et al. 2023).
     """
 
     def __init__(self, spec: RewardModelConfig) -> None:

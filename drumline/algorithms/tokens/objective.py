@@ -26,7 +26,7 @@ class NextToken(Algorithm):
         self.answers = answers
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        """Return the summed loss alone: the first choices, which training does not use, cost time."""
+        """Return the summed loss alone: first choices, which training does not use, cost time."""
         loss_sum = outputs.summed_loss(batch.targets_BT, self.chunk)
         return LossOut(loss_sum)
 
@@ -60,10 +60,10 @@ class NextToken(Algorithm):
 def _sequence_sums(
     position_ids_BT: torch.Tensor, learned_N: torch.Tensor, correct_N: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the number of sequences with learned tokens, and of those among them that are all correct.
+    """Return the numbers of sequences with learned tokens, and of exact ones among them.
 
-    A sequence starts wherever positions start again at 0. `learned_N`, `correct_N` bool: of each
-    token.
+    In an exact one all learned tokens are correct. A sequence starts wherever positions start again
+    at 0. `learned_N`, `correct_N` bool: of each token.
     """
     starts_sequence_N = (position_ids_BT == 0).reshape(-1)
     # The number of each token's sequence, from 0 on.
