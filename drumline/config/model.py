@@ -276,7 +276,7 @@ class ModelConfig(Section):
         return self.id is not None and self.init == "pretrained" and not self.config
 
 
-def _as_id(value: Any) -> Any:
+def _expand_id(value: Any) -> Any:
     """Return the section that a text alone is short for; any other value as it is."""
     if isinstance(value, str):
         return {"id": value}
@@ -284,4 +284,4 @@ def _as_id(value: Any) -> Any:
 
 
 # `model: ID` is short for `model: {id: ID}`.
-Model = Annotated[ModelConfig, Short(_as_id, {"type": "string"})]
+Model = Annotated[ModelConfig, Short(_expand_id, {"type": "string"})]

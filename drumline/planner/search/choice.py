@@ -132,7 +132,7 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
     samples = first.layout.batch.global_samples
     best = first
     while 2 * samples * tokens <= MOST_TOKENS_A_STEP:
-        question = _with_batch(answer.question, 2 * samples)
+        question = _set_batch(answer.question, 2 * samples)
         doubled = look_at(question, first.layout.strategy)
         if isinstance(doubled, Refused):
             break
@@ -143,7 +143,7 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
     if best is first:
         return None
     # The adapter may gain from the larger batch, too. It keeps the faster of its two plans.
-    at_larger = _with_batch(other.answer.question, samples)
+    at_larger = _set_batch(other.answer.question, samples)
     rival = look_at(at_larger, other.answer.ranked[0].layout.strategy)
     fastest = _speed(other)
     if isinstance(rival, Candidate):
@@ -151,7 +151,7 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
     return LargerBatch(samples, best, fastest / _speed_of(best))
 
 
-def _with_batch(question: Question, samples: int) -> Question:
+def _set_batch(question: Question, samples: int) -> Question:
     """Return the question with another global batch, which may have been set in tokens."""
     return question.with_values("batch", global_tokens=None, global_samples=samples)
 
