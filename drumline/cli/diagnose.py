@@ -36,7 +36,8 @@ def doctor(
     """
     from drumline.doctor.command import doctor as run
 
-    raise typer.Exit(run(place, bandwidth, as_json))
+    exit_code = run(place, bandwidth, as_json)
+    raise typer.Exit(exit_code)
 
 
 def verify(
@@ -69,7 +70,16 @@ def verify(
     from drumline.bench.verify import verify as run
 
     wanted = read_list(strategies, "--strategies", "ddp,fsdp2")
-    raise typer.Exit(run(config, overrides or [], list(wanted), steps, nproc, tolerance, keep))
+    exit_code = run(
+        config_path=config,
+        overrides=overrides or [],
+        wanted=list(wanted),
+        steps=steps,
+        nproc=nproc,
+        tolerance=tolerance,
+        keep=keep,
+    )
+    raise typer.Exit(exit_code)
 
 
 def calibrate(
@@ -96,7 +106,8 @@ def calibrate(
     """
     from drumline.bench.calibrate import calibrate as run
 
-    raise typer.Exit(run(quick, nproc, out))
+    exit_code = run(quick, nproc, out)
+    raise typer.Exit(exit_code)
 
 
 def bench(
@@ -144,16 +155,17 @@ def bench(
     from drumline.bench.scaling import bench as run
 
     options = Options(
-        _numbers(nproc or ["1,2"], "--nproc"),
-        read_list(strategies, "--strategies", "ddp,fsdp2"),
-        _numbers(nodes, "--nodes"),
-        steps,
-        rounds,
-        weak,
-        read_list(predict, "--predict", "8xh100-80g"),
-        to,
+        nproc=_numbers(nproc or ["1,2"], "--nproc"),
+        strategies=read_list(strategies, "--strategies", "ddp,fsdp2"),
+        nodes=_numbers(nodes, "--nodes"),
+        steps=steps,
+        rounds=rounds,
+        weak=weak,
+        predict=read_list(predict, "--predict", "8xh100-80g"),
+        to=to,
     )
-    raise typer.Exit(run(config, overrides or [], options))
+    exit_code = run(config, overrides or [], options)
+    raise typer.Exit(exit_code)
 
 
 def _numbers(texts: list[str] | None, flag: str) -> tuple[int, ...]:
@@ -163,6 +175,7 @@ def _numbers(texts: list[str] | None, flag: str) -> tuple[int, ...]:
     """
     parts = read_list(texts, flag, "1,2,4")
     for part in parts:
+        # Not `isdecimal`, which takes digits of other alphabets, too.
         if not re.fullmatch("0*[1-9][0-9]{0,3}", part):
             raise UserError(
                 f"{part[:40]!r} given, whole numbers from 1 to 9,999 are wanted",

@@ -64,8 +64,17 @@ def init(
     from drumline.planner.init import Answers
     from drumline.planner.init import init as run
 
-    answers = Answers(model, cluster, length, adapter, batch, algorithm, data=data)
-    raise typer.Exit(run(config, answers, yes))
+    answers = Answers(
+        model=model,
+        cluster=cluster,
+        length=length,
+        adapter=adapter,
+        batch=batch,
+        algorithm=algorithm,
+        data=data,
+    )
+    exit_code = run(config, answers, yes)
+    raise typer.Exit(exit_code)
 
 
 def plan(
@@ -179,13 +188,24 @@ def plan(
     if check is not None:
         from drumline.planner.report.check import check as run_check
 
-        raise typer.Exit(run_check(check, as_json))
+        exit_code = run_check(check, as_json)
+        raise typer.Exit(exit_code)
     from drumline.planner.command import Options, Trial
     from drumline.planner.command import plan as run
     from drumline.planner.question import Flags
     from drumline.planner.report.table import Kind
 
-    flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price, mtbf_hours)
+    flags = Flags(
+        model=model,
+        cluster=cluster,
+        length=length,
+        adapter=adapter,
+        batch=batch,
+        algorithm=algorithm,
+        precision=precision,
+        price=price,
+        mtbf_hours=mtbf_hours,
+    )
     if max_seq and max_batch:
         raise UserError(
             "--max-seq and --max-batch cannot be combined",
@@ -199,24 +219,26 @@ def plan(
         most = "max_batch"
     trial: Trial | None = None
     if probe:
+        # The planner may not import from `train`, so the command hands the trial over.
         from drumline.train.probe import probe as trial
     options = Options(
-        config,
-        overrides or [],
-        flags,
-        tokens,
-        as_json,
-        top,
-        everything,
-        explain,
-        devices,
-        figure,
-        most,
-        what_if,
-        trial,
-        trace,
+        config=config,
+        overrides=overrides or [],
+        flags=flags,
+        tokens=tokens,
+        as_json=as_json,
+        top=top,
+        everything=everything,
+        explain=explain,
+        devices=devices,
+        figure=figure,
+        most=most,
+        what_if=what_if,
+        probe=trial,
+        trace=trace,
     )
-    raise typer.Exit(run(options))
+    exit_code = run(options)
+    raise typer.Exit(exit_code)
 
 
 def strategies(

@@ -11,8 +11,15 @@ from drumline.config.section import MOST_RANKS, Count, PathText, Section, Short
 
 # Chat templates that come with Drumline, models/chat/NAME.jinja.
 TEMPLATES = ("chatml", "llama-3", "mistral", "gemma", "qwen", "phi", "zephyr", "alpaca", "deepseek")
-# The head: next-token logits; logits and a value per token; a score per token; classes of a text; classes of an image.
+# What a model ends in:
+# - lm: next-token logits
+# - valued: logits and a value per token
+# - score: a score per token
+# - text: classes of a text
+# - image: classes of an image
 Head = Literal["lm", "valued", "score", "text", "image"]
+# The largest multiple that the rows of an embedding can be set to.
+MOST_MULTIPLE = 10**6
 
 
 class ModelShape(Section):
@@ -41,14 +48,13 @@ class ModelShape(Section):
 
     @model_validator(mode="after")
     def _divides(self) -> ModelShape:
+        """Raise ValueError if the heads do not divide the width, or those of keys the heads."""
         if self.hidden % self.heads:
             raise ValueError(f"hidden {self.hidden} is no multiple of heads {self.heads}")
-        if self.heads % (self.kv_heads or self.heads):
+        kv_heads = self.kv_heads or self.heads
+        if self.heads % kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} is no divisor of heads {self.heads}")
         return self
-
-
-MOST_MULTIPLE = 10**6  # of the rows of an embedding
 
 
 class NewToken(Section):
@@ -64,12 +70,22 @@ class NewToken(Section):
 
 
 def _as_new_tokens(value: Any) -> Any:
-    """`[TOKEN, …]` and `{TOKEN: TEXT, …}` as a list of sections."""
+    """Return `[TOKEN, …]` and `{TOKEN: TEXT, …}` as a list of sections.
+
+    Any other value is returned as it is, for the schema to refuse.
+    """
     if isinstance(value, dict):
         return [{"token": token, "text": text} for token, text in value.items()]
-    if isinstance(value, list | tuple):
-        return [{"token": each} if isinstance(each, str) else each for each in value]
-    return value
+    if not isinstance(value, list | tuple):
+        return value
+    sections = []
+    for each in value:
+        if isinstance(each, str):
+            sections.append({"token": each})
+        else:
+            # A section already: the config of a plan is read once more.
+            sections.append(each)
+    return sections
 
 
 _NEW_TOKENS_SCHEMA = {
@@ -178,65 +194,94 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _shape_without_id(cls, values: Any) -> Any:
-        """A shape, or a function, replaces the default id."""
-        replaces = isinstance(values, dict) and (
-            values.get("shape") is not None or values.get("kind", "hf") != "hf"
-        )
-        return {"id": None, **values} if replaces else values
+        """Leave out the default id if a shape or a function says what the model is.
+
+        An id that the user gives stays, so that `_one_origin` refuses it.
+        """
+        if not isinstance(values, dict):
+            return values
+        has_shape = values.get("shape") is not None
+        is_function = values.get("kind", "hf") != "hf"
+        if has_shape or is_function:
+            return {"id": None, **values}
+        return values
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
+        """Raise ValueError if more than one key says what the model is."""
         if (self.kind == "python") != (self.path is not None):
             raise ValueError(
                 "kind python and `path` belong together: {kind: python, path: mine.py:build}"
             )
-        if self.builder is not None and (
-            self.id is not None or self.config or self.shape is not None
-        ):
+        has_id = self.id is not None
+        has_shape = self.shape is not None
+        if self.builder is not None and (has_id or self.config or has_shape):
             raise ValueError(
-                f"kind {self.kind} takes no id, config or shape: a function makes the model, `options` are its arguments"
+                f"kind {self.kind} takes no id, config or shape: a function makes the model,"
+                " `options` are its arguments"
             )
-        if self.shape is not None and (self.id is not None or self.config.get("model_type")):
+        if has_shape and (has_id or self.config.get("model_type")):
             raise ValueError("give a shape, or an id or model_type, not both")
         return self
 
     @model_validator(mode="after")
     def _new_tokens_fit(self) -> ModelConfig:
+        """Raise ValueError for new tokens that the model cannot get."""
         tokens = [new.token for new in self.new_tokens]
-        twice = [token for token in tokens if tokens.count(token) > 1]
-        if twice:
-            raise ValueError(f"{twice[0]!r} stands twice in new_tokens")
+        for token in tokens:
+            if tokens.count(token) > 1:
+                raise ValueError(f"{token!r} stands twice in new_tokens")
         if tokens and self.builder is not None:
             what = "a function makes the module, and there is no tokenizer"
             raise ValueError(f"kind {self.kind} takes no new_tokens: {what}")
-        if self.init == "random" and any(new.text for new in self.new_tokens):
+        has_texts = any(new.text for new in self.new_tokens)
+        if self.init == "random" and has_texts:
             raise ValueError("init random draws all rows: give new_tokens as a list, without texts")
         return self
 
     @property
     def builder(self) -> str | None:
-        """The function that makes the module: by path, or by its name in an installed package. None for a Hugging Face model."""
-        return {"hf": None, "python": self.path}.get(self.kind, self.kind)
+        """Return the function that makes the module; None for a Hugging Face model.
+
+        It is named by its path, or by its name in an installed package.
+        """
+        if self.kind == "hf":
+            return None
+        if self.kind == "python":
+            return self.path
+        return self.kind
 
     def rows_for(self, needed: int, stored: int) -> int:
-        """The rows of an embedding with `stored` rows, for tokens with ids below `needed`."""
+        """Return the rows of an embedding with `stored` rows, for tokens with ids below `needed`."""
         if needed <= stored:
             return stored
-        return -(-needed // self.vocabulary_multiple) * self.vocabulary_multiple
+        # Rounded up.
+        multiples = -(-needed // self.vocabulary_multiple)
+        return multiples * self.vocabulary_multiple
 
     @property
     def may_grow(self) -> bool:
-        """Whether its vocabulary may be larger than that of its files: only its tokenizer tells."""
+        """Return whether its vocabulary may be larger than that of its files.
+
+        Whether it is, only its tokenizer tells.
+        """
         return bool(self.new_tokens) or self.tokenizer is not None
 
     @property
     def as_published(self) -> bool:
-        """Whether training starts from exactly the weights that `id` names, so that others can load them too."""
+        """Return whether training starts from exactly the weights that `id` names.
+
+        Then others can load them, too.
+        """
         return self.id is not None and self.init == "pretrained" and not self.config
 
 
+def _expand_id(value: Any) -> Any:
+    """Return the section that a text alone is short for; any other value as it is."""
+    if isinstance(value, str):
+        return {"id": value}
+    return value
+
+
 # `model: ID` is short for `model: {id: ID}`.
-Model = Annotated[
-    ModelConfig,
-    Short(lambda value: {"id": value} if isinstance(value, str) else value, {"type": "string"}),
-]
+Model = Annotated[ModelConfig, Short(_expand_id, {"type": "string"})]

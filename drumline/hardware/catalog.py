@@ -1,10 +1,12 @@
 """Devices and links by name, as their makers' datasheets have them.
 
-Rates are those of dense matrix products, without sparsity, in FLOP/s; a link's is of one direction. The fp32 rate is that of TF32 where
-the device has it, since that is how fp32 matrix products run by default here (`precision.tf32`).
+Rates are those of dense matrix products, without sparsity, in FLOP/s; a link's is of one direction.
+The fp32 rate is that of TF32 if the device has it, since that is how fp32 matrix products run by
+default here (`precision.tf32`).
 
-Memory is what torch reports as the device's total (it stands in its out-of-memory errors: "total capacity of 79.14 GiB"), the least that
-was seen for that kind of device in public issues: error correction and the driver keep a part of what is on the box.
+Memory is what torch reports as the device's total (it stands in its out-of-memory errors: "total
+capacity of 79.14 GiB"), the least that was seen for that kind of device in public issues: error
+correction and the driver keep a part of what is on the box.
 """
 
 from __future__ import annotations
@@ -15,14 +17,22 @@ import re
 
 from drumline.hardware.cluster import DeviceSpec, Link
 
-TERA, GIGA, GIB = 1e12, 1e9, 2**30
+TERA = 1e12
+GIGA = 1e9
+GIB = 2**30
 
-# What large products reach of the datasheet (bf16; S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS", 2025). The
-# 4090's 158.6 of 165.2 TFLOP/s are of fp16 (github.com/mli/transformers-benchmarks, issue 4); other GeForce cards are taken for like it.
-REACHED_A100, REACHED_H100, REACHED_MI300X, REACHED_4090 = 0.869, 0.803, 0.514, 0.96
-# Of the datasheet, what FlashAttention 2 reaches, which torch's attention is: on an A100 50 to 73% (Dao 2023), on an H100 35% (Shah et al.
-# 2024); devices since Hopper are taken for like it.
-ATTENTION, ATTENTION_HOPPER = 0.60, 0.35
+# What large products reach of the datasheet (bf16; S. Bekman, Machine Learning Engineering, "Maximum
+# Achievable Matmul FLOPS", 2025). The 4090's 158.6 of 165.2 TFLOP/s are of fp16
+# (github.com/mli/transformers-benchmarks, issue 4); other GeForce cards are taken for like it.
+REACHED_A100 = 0.869
+REACHED_H100 = 0.803
+REACHED_MI300X = 0.514
+REACHED_4090 = 0.96
+# Of the datasheet, what FlashAttention 2 reaches, which torch's attention is: on an A100 50 to 73%
+# (Dao 2023), on an H100 35% (Shah et al. 2024); devices since Hopper are taken for like it.
+ATTENTION = 0.60
+ATTENTION_HOPPER = 0.35
+# Beginnings of the names of devices since Hopper.
 HOPPER = ("h100", "h200", "b200", "gb200", "mi300x")
 # Beginnings of the names of devices that multiply in fp8.
 FP8 = ("h", "b200", "gb200", "l40s", "4090", "5090", "6000-ada", "mi300x")
@@ -46,15 +56,21 @@ def _gpu(
 ) -> DeviceSpec:
     """Return a GPU of the catalog.
 
-    `half_tflops`: of bf16 and fp16; `full_tflops`: of fp32; `links`: among the devices of a host, and to it; `reached`:
-    the share of the rates that large matrix products reach.
+    `memory_gib`: as torch reports it.
+    `half_tflops`: of bf16 and fp16; `full_tflops`: of fp32.
+    `links`: among the devices of a host, and to it.
+    `reached`: the share of the rates that large matrix products reach.
     """
     half = half_tflops * TERA
     flops = {"bf16": half, "fp16": half, "fp32": full_tflops * TERA}
     if name.startswith(FP8):
-        flops["fp8"] = 2 * half_tflops * TERA  # of each of these, as its datasheet has it
+        # Twice as much as in 16 bits, as the datasheet of each of these has it.
+        flops["fp8"] = 2 * half_tflops * TERA
     if name in WITHOUT_BF16:
         del flops["bf16"]
+    attention = ATTENTION
+    if name.startswith(HOPPER):
+        attention = ATTENTION_HOPPER
     intra, host_link = links
     return DeviceSpec(
         name=name,
@@ -64,7 +80,7 @@ def _gpu(
         flops=flops,
         source=source,
         efficiency=reached,
-        attention=ATTENTION_HOPPER if name.startswith(HOPPER) else ATTENTION,
+        attention=attention,
         intra=intra,
         host_link=host_link,
     )
@@ -395,7 +411,8 @@ LINKS: dict[str, Link] = {
             per_peer=64 * GIGA,
             source="AMD MI300X platform data sheet: 7 × 128 GB/s both ways",
         ),
-        # Two processes on 2 cores of an EPYC at 2.6 GHz, torch 2.13: 67 MB all-reduced in 58 ms, 1 kB in 0.46 ms.
+        # Two processes on 2 cores of an EPYC at 2.6 GHz, torch 2.13: 67 MB all-reduced in 58 ms, 1 kB
+        # in 0.46 ms.
         Link(
             "loopback",
             bandwidth=1.15 * GIGA,
@@ -409,8 +426,9 @@ NETWORK = re.compile(r"^(?:(\d+)x)?(\d+(?:\.\d+)?)gb(?:e|ps|it)?$")
 # Of 400 Gb/s, 340 are reached in all-reduce tests (AWS EFA v1; Bekman, Networking).
 NETWORK_EFFICIENCY = 0.85
 
-# What people call a device → its name in the catalog. Memory as the box has it tells nothing where the catalog has one size alone.
+# Words that `plain` leaves out of a device's name.
 _VENDORS = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|hbm\d?e?|gpu"
+# Names with the memory that the box has, of devices of which the catalog has one size alone.
 _WITH_MEMORY = (
     "a6000-48g",
     "6000-ada-48g",
@@ -429,6 +447,7 @@ _WITH_MEMORY = (
     "5090-32g",
     "mi300x-192g",
 )
+# What people call a device → its name in the catalog.
 _SAME = {name: name.rpartition("-")[0] for name in _WITH_MEMORY}
 _SAME |= {
     "a100": "a100-80g",
@@ -438,7 +457,13 @@ _SAME |= {
     "h100-94g": "h100-nvl",
     "6000-ada-generation": "6000-ada",
 }
-_SAME_LINKS = {"xgmi": "infinity-fabric", "gloo": "loopback", "lo": "loopback", "pcie": "pcie4"}
+# What people call a link → its name in the catalog.
+_SAME_LINKS = {
+    "xgmi": "infinity-fabric",
+    "gloo": "loopback",
+    "lo": "loopback",
+    "pcie": "pcie4",
+}
 # Names that several devices share: the user reads which one was taken.
 AMBIGUOUS = {
     "a100": "a100-80g (there is a100-40g, too)",
@@ -448,10 +473,14 @@ AMBIGUOUS = {
 
 
 def plain(name: str) -> str:
-    """Return a device's name without its maker's: `NVIDIA RTX-4090` is 4090, `A100-SXM4-80GB` is a100-80g."""
+    """Return a device's name without its maker's.
+
+    `NVIDIA RTX-4090` is 4090, and `A100-SXM4-80GB` is a100-80g.
+    """
     dashed = re.sub(r"[\s_]+", "-", name.strip().lower())
     without_vendors = re.sub(rf"\b(?:{_VENDORS})(?=-|\d|\b)", "", dashed)
     short_memory = re.sub(r"(\d+)gi?b\b", r"\1g", without_vendors)
+    # What was left out leaves dashes behind.
     return re.sub(r"-+", "-", short_memory).strip("-")
 
 
@@ -465,7 +494,7 @@ def device(name: str) -> DeviceSpec | None:
 
 
 def usual_host_memory(spec: DeviceSpec) -> tuple[int, str]:
-    """Return the host memory that a plan assumes where nobody has set it, and its source.
+    """Return the host memory that a plan assumes if nobody has set it, and its source.
 
     It is in bytes for each device of this kind.
     """
@@ -479,9 +508,10 @@ def usual_host_memory(spec: DeviceSpec) -> tuple[int, str]:
 
 
 def usual_network(intra: str, per_node: int) -> tuple[str, str]:
-    """Return the network that a plan assumes between hosts where nobody has set it, and its source.
+    """Return the network that a plan assumes between hosts if nobody has set it, and its source.
 
-    `intra`: the link between the devices of a host, by its catalog name; `per_node`: devices of a host.
+    `intra`: the link between the devices of a host, by its catalog name.
+    `per_node`: devices of a host. Only boards of eight have a usual network.
     """
     if per_node == BOARD and intra in HOST_NETWORK:
         return HOST_NETWORK[intra]
@@ -501,6 +531,7 @@ def link(name: str) -> Link | None:
     if network is None:
         return None
     cards = int(network[1] or 1)
+    # A second, of one card.
     gigabits = float(network[2])
     if cards <= 0 or gigabits <= 0:
         return None
@@ -519,6 +550,7 @@ def nearest(name: str, known: list[str]) -> list[str]:
     close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)
     if close:
         return close
+    # Such as all that begin with h1 for an h150.
     return [other for other in known if other[:2] == wanted[:2]]
 
 
@@ -561,6 +593,7 @@ def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec |
     found = [driver for driver in DRIVERS if f" {driver} " in text]
     if not found or NOT_DEVICES & set(parts):
         return None
+    # The longest name is the most exact: H100 NVL goes before H100.
     known = plain(max(found, key=len))
     specs = [spec for name, spec in DEVICES.items() if re.sub(r"-\d+g$", "", name) == known]
     memory = memory_bytes or 0
@@ -568,7 +601,10 @@ def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec |
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the FLOP/s of one device at a precision, by the name that its driver gives; None if it is not known."""
+    """Return the FLOP/s of one device at a precision; None if it is not known.
+
+    `device_name`: as the driver gives it, or of the catalog.
+    """
     spec = by_driver(device_name) or DEVICES.get(device_name)
     if spec is None:
         return None

@@ -22,15 +22,19 @@ from drumline.hardware.cluster import (
 )
 from drumline.hardware.detect import Machine
 
-# FLOP of fp32 in a cycle of one core: two fused multiply-adds on eight numbers each (AVX2: Intel's and AMD's optimisation manuals).
-# Wider units are not counted on, nor 16-bit ones: `drumline calibrate` measures what they do.
+# FLOP of fp32 in a cycle of one core: two fused multiply-adds on eight numbers each (AVX2: Intel's
+# and AMD's optimisation manuals). Wider units are not counted on, nor 16-bit ones: `drumline
+# calibrate` measures what they do.
 FLOP_PER_CYCLE = 32
-CLOCK = 2.5e9  # cycles a second
-CHANNEL = 25.6e9  # bytes a second of one channel of DDR4-3200 (JEDEC)
+# Cycles a second.
+CLOCK = 2.5e9
+# Bytes a second of one channel of DDR4-3200 (JEDEC).
+CHANNEL = 25.6e9
 PROCESSOR_SOURCE = "AVX2 at 2.5 GHz, one channel of DDR4-3200"
 # A GPU that the catalog lacks is planned for as if it were this one, the slowest that has bf16.
 STAND_IN = "3090"
-MANY_NODES = 64  # from here on networks have switches over switches, which many hosts share
+# From this number of hosts on, networks have switches over switches, which many hosts share.
+MANY_NODES = 64
 
 
 def cluster_of(
@@ -41,10 +45,12 @@ def cluster_of(
 ) -> Cluster:
     """Return the cluster that the YAML describes, completed with what this machine has.
 
-    `described`: None for this machine as it is; `processes`: ranks of this machine, where it is the one to plan
-    for; `calibration`: of this machine. A calibration counts where the device is the one that is here, on any
-    number of hosts; a file that the YAML names goes before it. Raises EnvironmentFault if that file is damaged or
-    missing.
+    `described`: the section `cluster` of the YAML; None for this machine as it is.
+    `processes`: ranks of this machine, if it is the one to plan for.
+    `calibration`: of this machine. It counts if the device is the one that is here, on any number of
+    hosts; a file that the YAML names goes before it.
+
+    Raises EnvironmentFault if that file is damaged or missing.
     """
     if described is None:
         return found(machine, processes, calibration)
@@ -53,9 +59,11 @@ def cluster_of(
     named = _named_calibration(described, base.device, machine)
     if named.calibration is None:
         measured = base.calibration
-        if described.intra is not None:  # this machine has measured its own link alone
+        if described.intra is not None:
+            # This machine has measured its own link alone.
             measured = replace(measured, collectives={})
     elif base.device.kind == "cpu":
+        # The file has the rates of a whole host, of which each rank has its part.
         measured = named.calibration.shared(ranks)
     else:
         measured = named.calibration
@@ -64,8 +72,11 @@ def cluster_of(
     intra = base.intra
     if described.intra is not None:
         intra = described.link(described.intra)
-    network = described.inter or catalog.usual_network(intra.name, per_node)[0]
+    usual_network, _ = catalog.usual_network(intra.name, per_node)
+    network = described.inter or usual_network
     assumed = network_assumed(described, described.nodes, network)
+    # It is this machine if only the number of ranks could differ, and does not.
+    is_found = base.found and described.nodes == 1 and per_node == base.per_node
     return replace(
         base,
         device=host.device,
@@ -81,7 +92,7 @@ def cluster_of(
         repair_hours=described.repair_hours,
         pod=described.pod,
         oversubscription=described.oversubscription,
-        found=base.found and described.nodes == 1 and per_node == base.per_node,
+        found=is_found,
         calibration=measured,
         notes=(*base.notes, *named.notes, *assumed),
     )
@@ -90,7 +101,10 @@ def cluster_of(
 def _with_device(
     described: ClusterConfig, machine: Machine, ranks: int, calibration: Calibration | None
 ) -> Cluster:
-    """Return this machine if the YAML names no device or the one that is here, else one host of the named device."""
+    """Return one host with the device that the YAML names.
+
+    It is this machine if the YAML names no device, or the one that is here.
+    """
     here = found(machine, ranks, calibration)
     spec = described.spec()
     if spec is None and described.device is not None and here.device.kind == "cuda":
@@ -102,9 +116,11 @@ def _with_device(
     intra = described.link(spec.intra)
     host_link = described.link(spec.host_link)
     if spec.name == here.device.name:
-        if is_own:  # the device that is here, as the user describes it
+        if is_own:
+            # The device that is here, as the user describes it.
             return replace(here, device=spec, intra=intra, host_link=host_link)
         return here
+    # A name such as "a100" stands for several devices of the catalog.
     notes: tuple[str, ...] = ()
     taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or ""))
     if taken is not None and not is_own:
@@ -114,15 +130,20 @@ def _with_device(
 
 
 class _HostMemory(NamedTuple):
-    """The memory of a host in bytes, whether nobody has set it, and the device with its share if it is a CPU."""
+    """The memory of a host in bytes."""
 
     bytes_: int
+    # Nobody has set it, and the host is not here to be asked.
     is_assumed: bool
+    # The device. A CPU has its share of this memory.
     device: DeviceSpec
 
 
 def _host_memory(described: ClusterConfig, base: Cluster, per_node: int) -> _HostMemory:
-    """Return the memory of a host: as set in the YAML, else as found, else what such hosts usually have."""
+    """Return the memory of a host with `per_node` devices.
+
+    It is as set in the YAML, else as found, else what such hosts usually have.
+    """
     device = base.device
     set_bytes = None
     if described.host_memory_gb:
@@ -146,7 +167,8 @@ class _Named(NamedTuple):
 def _named_calibration(described: ClusterConfig, device: DeviceSpec, machine: Machine) -> _Named:
     """Return the calibration of the file that the YAML names, with a note if it is of another device.
 
-    None without a file, and for the rates of a CPU where there are GPUs, or the other way round: these say nothing.
+    None without a file. None also for the rates of a CPU if GPUs are planned for, or the other way
+    round: these say nothing.
     """
     if described.calibration is None:
         return _Named(None, ())
@@ -155,23 +177,32 @@ def _named_calibration(described: ClusterConfig, device: DeviceSpec, machine: Ma
     is_of_processor = is_processor(named.hardware)
     if is_of_processor != (device.kind == "cpu"):
         lacking = "no GPU" if is_of_processor else "no CPU"
-        return _Named(None, (f"{about}, which is {lacking}: it is not used for {device.name}",))
+        note = f"{about}, which is {lacking}: it is not used for {device.name}"
+        return _Named(None, (note,))
     if is_of_processor:
         # The name `cpu` in a YAML names no model, so any processor is the same.
         is_same = described.device is not None or named.hardware == hardware(machine)
         user = "this machine"
     else:
         known = catalog.by_driver(named.hardware, device.memory_bytes)
-        measured_name = named.hardware if known is None else known.name
-        is_same = described.device in described.devices or device.name == measured_name
+        measured_name = named.hardware
+        if known is not None:
+            measured_name = known.name
+        # A device that the user describes may have any name, so it is taken for the same.
+        is_own = described.device in described.devices
+        is_same = is_own or device.name == measured_name
         user = device.name
     if is_same:
         return _Named(named, ())
-    return _Named(named, (f"{about}, and used for {user}",))
+    note = f"{about}, and used for {user}"
+    return _Named(named, (note,))
 
 
 def usual_inter(intra: str, per_node: int) -> Link:
-    """Return the link that is assumed between hosts of `per_node` devices. `intra`: the name of the link within one."""
+    """Return the link that is assumed between hosts of `per_node` devices.
+
+    `intra`: the name of the link within a host.
+    """
     network, _ = catalog.usual_network(intra, per_node)
     return ClusterConfig().link(network)
 
@@ -181,18 +212,22 @@ def cluster_here(
 ) -> tuple[Cluster, list[str]]:
     """Return the devices that `world` processes have, and notes for the user.
 
-    These are the devices of the YAML if it describes what is here, else those that are found, with a note. `device`:
-    what the run computes on, which may be the CPU of a host with GPUs.
+    These are the devices of the YAML if it describes what is here, else those that are found, with a
+    note.
+
+    `device`: what the run computes on, which may be the CPU of a host with GPUs.
     """
     if device != machine.device:
         machine = machine.without_devices()
     measured = calibration_for(machine)
     host_ranks = config.launch.host_ranks()
-    ranks = world  # of one host
+    # Ranks of one host. Hosts with unequal numbers are split into equal parts.
+    ranks = world
     if sum(host_ranks) == world:
         ranks = math.gcd(*host_ranks)
     described = cluster_of(config.cluster, machine, ranks, measured)
-    here = _split_into_hosts(cluster_of(None, machine, ranks, measured), ranks, world)
+    this_host = cluster_of(None, machine, ranks, measured)
+    here = _split_into_hosts(this_host, ranks, world)
     is_here = (
         described.world_size == world
         and described.device.kind == here.device.kind
@@ -206,15 +241,20 @@ def cluster_here(
         planned = f"{described.world_size} × {described.device.name}"
         actual = f"{world} × {here.device.name}"
         lines.append(
-            f"strategy auto: the cluster of the YAML ({planned}) is not the one here ({actual}), which was planned for"
+            f"strategy auto: the cluster of the YAML ({planned}) is not the one here ({actual}),"
+            " which was planned for"
         )
     lines += network_assumed(None, here.nodes, here.inter.name)
     return here, lines
 
 
 def _split_into_hosts(here: Cluster, ranks: int, world: int) -> Cluster:
-    """Return the first `world` devices of a host, or as many equal hosts as they need. `ranks`: of one host."""
+    """Return the first `world` devices of a host, or as many equal hosts as they need.
+
+    `ranks`: of one host.
+    """
     per_node = min(here.per_node, ranks)
+    # A cluster has the same number of devices on each host.
     while world % per_node != 0:
         per_node -= 1
     inter = usual_inter(here.intra.name, per_node)
@@ -227,10 +267,12 @@ def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
 
 
 def network_assumed(described: ClusterConfig | None, nodes: int, network: str) -> tuple[str, ...]:
-    """Return notes on what is assumed of the network between hosts, which matters more to plans than anything else.
+    """Return notes on what is assumed of the network between hosts.
 
-    There is one if nobody has set the link between several hosts, and one if so many hosts usually share links.
-    `network`: what is planned with between hosts.
+    It matters more to plans than anything else. There is a note if nobody has set the link between
+    several hosts, and one if so many hosts usually share links.
+
+    `network`: the name of the link that is planned with between hosts.
     """
     described = described or ClusterConfig()
     notes = []
@@ -241,25 +283,29 @@ def network_assumed(described: ClusterConfig | None, nodes: int, network: str) -
         notes.append(f"{usual}; set what there is, such as cluster.inter=400Gb or 8x400Gb")
     if nodes >= MANY_NODES and described.pod is None:
         notes.append(
-            f"cluster.pod is not set: no link between {nodes} hosts is taken to be congested; see cluster.oversubscription"
+            f"cluster.pod is not set: no link between {nodes} hosts is taken to be congested;"
+            " see cluster.oversubscription"
         )
     return tuple(notes)
 
 
 class _Devices(NamedTuple):
-    """The devices of a host: their kind, their number, what was measured of them, and notes for the user."""
+    """The devices of a host."""
 
+    # What each of them is.
     spec: DeviceSpec
     number: int
+    # What was measured of them.
     calibration: Calibration
+    # For the user.
     notes: tuple[str, ...]
 
 
 def found(machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
     """Return this machine as a cluster that `processes` ranks share.
 
-    A rank has a GPU of its own, or its part of the cores and of the memory. More ranks than GPUs need more hosts
-    like this one.
+    A rank has a GPU of its own, or its part of the cores and of the memory. More ranks than GPUs need
+    more hosts like this one.
     """
     measured = calibration or Calibration()
     if machine.devices:
@@ -283,28 +329,36 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
 
 
 def _gpus(machine: Machine, processes: int, calibration: Calibration) -> _Devices:
-    """Return the first `processes` GPUs, all taken for the one with the least memory."""
+    """Return the first `processes` GPUs, all taken for the one with the least memory.
+
+    A run needs the same plan to fit on all of them.
+    """
     used = machine.devices[:processes]
     least = min(used, key=lambda device: device.memory_bytes)
     names = dict.fromkeys(device.name for device in used)
     notes = []
     if len(names) > 1:
         notes.append(
-            f"there are GPUs of several kinds ({', '.join(names)}): planned as if all were {least.name}, of the least memory"
+            f"there are GPUs of several kinds ({', '.join(names)}): planned as if all were"
+            f" {least.name}, of the least memory"
         )
-    if least.name != used[0].name:  # the calibration is of the first one
+    if least.name != used[0].name:
+        # The calibration is of the first one.
         calibration = Calibration()
     known = catalog.by_driver(least.name, least.memory_bytes) or catalog.DEVICES.get(least.name)
     if known is None and not calibration.matmul:
         notes.append(
-            f"{least.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it"
+            f"{least.name} is not in the catalog: taken for as fast as a {STAND_IN};"
+            " `drumline calibrate` measures it"
         )
     if known is None:
         spec = replace(catalog.DEVICES[STAND_IN], name=least.name)
     else:
         spec = known
+    # As the driver says, which is a little less than the catalog has.
     spec = replace(spec, memory_bytes=least.memory_bytes)
-    if "PCIE" in least.name.upper():  # drivers write both: A100-PCIE-40GB, H100 PCIe
+    # Drivers write both: A100-PCIE-40GB, H100 PCIe.
+    if "PCIE" in least.name.upper():
         spec = replace(spec, intra=spec.host_link)
     return _Devices(spec, len(used), calibration, tuple(notes))
 

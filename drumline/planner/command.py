@@ -33,9 +33,13 @@ from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
 
-MOST_TRACED = 3  # of the best candidates
+# How many of the best candidates are traced.
+MOST_TRACED = 3
+# More tokens than any run has.
 MOST_TOKENS = 1e18
-SHORT, LONG = 3, 8  # plans that a screen shows, and --all
+# Plans that one screen shows, and that --all shows.
+SHORT = 3
+LONG = 8
 
 Trial = Callable[[Answer, Loaded, OnProgress], Answer]
 
@@ -44,9 +48,13 @@ Trial = Callable[[Answer, Loaded, OnProgress], Answer]
 class Options:
     """The options of the command line.
 
-    `tokens`: of the whole run, where data and steps do not give them; `top`: plans to show; `most`: what the
-    largest value is wanted of, the length or the batch; `what_if`: such as `nodes=2,4,8`; `everything`: show
-    more than a screen; `explain`: the name or row number of a candidate.
+    `tokens`: of the whole run, if data and steps do not give them.
+    `top`: plans to show.
+    `everything`: show more than a screen.
+    `explain`: the name or row number of a candidate.
+    `most`: what the largest value is wanted of, the length or the batch.
+    `what_if`: such as `nodes=2,4,8`.
+    `probe`: runs the best candidates (`train.probe.probe`).
     """
 
     config: Path | None = None
@@ -61,17 +69,20 @@ class Options:
     figure: Path | None = None
     most: table.Kind | None = None
     what_if: str | None = None
-    probe: Trial | None = None  # runs the best candidates: `train.probe.probe`
+    probe: Trial | None = None
     trace: bool = False
 
 
 def plan(options: Options) -> int:
     """Plan as the options request it, and return the exit code of `drumline plan`.
 
-    Tracing corrects the activations of the best few plans. A probe corrects all estimates by some real steps of
-    the best. Raises UserError for options that exclude one another, PlanError behind the answer if nothing fits,
+    Tracing corrects the activations of the best few plans. A probe corrects all estimates by some
+    real steps of the best.
+
+    Raises UserError for options that exclude one another, PlanError behind the answer if nothing fits,
     and EnvironmentFault for a probe if the cluster is not this machine.
     """
+    # Answers go to stdout, notes and progress to stderr, so that --json can be piped.
     console = Console(highlight=False)
     aside = Console(stderr=True, highlight=False)
     if options.devices:
@@ -81,7 +92,9 @@ def plan(options: Options) -> int:
             show_devices(console)
         return 0
     _check_options(options)
-    hosts = None if options.what_if is None else parse_what_if(options.what_if)
+    hosts = None
+    if options.what_if is not None:
+        hosts = parse_what_if(options.what_if)
     loaded = load_with_flags(options.config, options.overrides, options.flags)
     with bars(aside) as on_progress:
         request = ask(loaded, on_progress)
@@ -110,7 +123,7 @@ def plan(options: Options) -> int:
 
 
 def _check_options(options: Options) -> None:
-    """Raise UserError for options of which one would be ignored, and for a number of tokens that cannot be."""
+    """Raise UserError for options of which one would be ignored, and for too many tokens."""
     alone = {
         "--max-seq or --max-batch": options.most,
         "--what-if": options.what_if,
@@ -142,7 +155,7 @@ def _check_options(options: Options) -> None:
 def _find_answer(
     question: Question, policy: Found, loaded: Loaded, options: Options, aside: Console
 ) -> Answer:
-    """Return the answer of the search, corrected by a trace and by a probe where the options request them."""
+    """Return the answer of the search, corrected by a trace and by a probe if the options say so."""
     if options.probe is not None:
         require_here(question.cluster)
     with line_if_slow(aside, COMPARING):
@@ -196,7 +209,10 @@ def _show_answer(
     console: Console,
     aside: Console,
 ) -> None:
-    """Show an answer as the options request it. `question`: before any correction. Raise PlanError if nothing fits."""
+    """Show an answer as the options request it.
+
+    `question`: before any correction. Raises PlanError, after the answer is shown, if nothing fits.
+    """
     changes: tuple[Change, ...] = ()
     if not answer.ranked:
         with line_if_slow(aside, LOOKING_FOR_HELP):

@@ -293,8 +293,8 @@ def _resized(facts: ModelFacts, old: Dimensions, new: Dimensions, length: int) -
     for weight in (*old_block, *facts.end_weights):
         if _shape(weight, old) != weight.shape:
             return None
-    block = _reshaped(old_block, new)
-    ends = _reshaped(facts.end_weights, new)
+    block = _reshape(old_block, new)
+    ends = _reshape(facts.end_weights, new)
     experts = new.get("experts", 1)
     # transformers lets a token choose all experts at most.
     experts_per_token = min(new.get("experts_per_token", 1), experts)
@@ -335,7 +335,7 @@ def _resized(facts: ModelFacts, old: Dimensions, new: Dimensions, length: int) -
     )
 
 
-def _reshaped(weights: Iterable[Weight], sizes: Dimensions) -> tuple[Weight, ...]:
+def _reshape(weights: Iterable[Weight], sizes: Dimensions) -> tuple[Weight, ...]:
     """Return the weights with the shapes that they have for these dimensions."""
     return tuple(weight._replace(shape=_shape(weight, sizes)) for weight in weights)
 
@@ -396,11 +396,11 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
         classes=facts.classes | {"ModuleDict", "ParameterDict", dropout},
         block_weights=blocks,
         block_parameters=tuple(parameters_of_blocks[ahead:]),
-        end_weights=_frozen(facts.end_weights),
+        end_weights=_freeze(facts.end_weights),
     )
 
 
-def _frozen(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+def _freeze(weights: Iterable[Weight]) -> tuple[Weight, ...]:
     """Return the weights without gradients."""
     return tuple(weight._replace(trainable=False) for weight in weights)
 
@@ -453,7 +453,7 @@ def _adapted(block: tuple[Weight, ...], adapter: LoRAConfig) -> Iterator[Weight]
     Names, order and owners are those of PEFT's modules, which `models.load.facts` would count.
     """
     for layer, parts in groupby(block, _layer_name):
-        weights = _frozen(parts)
+        weights = _freeze(parts)
         owners = weights[0].owners
         by_name = {weight.name.rpartition(".")[2]: weight for weight in weights}
         is_linear = owners[-1:] == ("Linear",) and "weight" in by_name

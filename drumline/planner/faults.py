@@ -1,7 +1,12 @@
-"""What faults cost a run: how often to save, which share of the time is training, and how many spare hosts pay. Pure.
+"""Predict what faults cost a run.
 
-Faults come independently, at a constant rate a device. The interval is Daly's (A higher order estimate of the optimum checkpoint interval
-for restart dumps, FGCS 22, 2006; its first term is Young's, CACM 17, 1974), the goodput follows from his expected time of a segment.
+That is how often to save, which share of the time is training, and how many spare hosts pay.
+
+Faults come independently, at a constant rate a device. The interval is Daly's (A higher order
+estimate of the optimum checkpoint interval for restart dumps, FGCS 22, 2006; its first term is
+Young's, CACM 17, 1974), the goodput follows from his expected time of a segment.
+
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -15,18 +20,24 @@ from drumline.plan.facts import ModelFacts
 from drumline.planner.cost.memory import checkpoint_bytes
 from drumline.planner.search.answer import Candidate
 
-HOUR = 3600  # seconds
+# Seconds of an hour, and of a day.
+HOUR = 3600
 DAY = 24 * HOUR
-# Llama 3 (Dubey et al. 2024, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs; 78% were hardware, confirmed or
-# suspected. These count as a lost host, whose memory is lost with it.
+# Llama 3 (Dubey et al. 2024, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs;
+# 78% were hardware, confirmed or suspected. These count as a lost host, whose memory is lost with it.
 MTBF_HOURS = 54 * 24 * 16384 / 419
 HOST_LOST = 0.78
-# Seconds (ARCHITECTURE.md, "Faults"): a dead rank is seen at once, a host that is cut off is given up. And from a kill to the first step,
-# as measured with two processes and a tiny model: 5.0 to 7.5. Larger models take longer: cluster.restart_seconds sets it.
-NOTICE_RANK, NOTICE_HOST = 0.1, 6.0
+# Seconds until a fault is noticed (ARCHITECTURE.md, "Faults"): a dead rank is seen at once, and a
+# host that is cut off is given up after a while.
+NOTICE_RANK = 0.1
+NOTICE_HOST = 6.0
+# Seconds from a kill to the first step, as measured with two processes and a tiny model: 5.0 to 7.5.
+# Larger models take longer: cluster.restart_seconds sets it.
 RESTART = 7.5
+# Spare hosts up to which more are tried.
 MOST_SPARES = 1000
-# Times the mean time between faults: an interval as long gets no training done, and exp overflows at 709.
+# Times the mean time between faults: an interval as long gets no training done, and exp overflows at
+# 709.
 HOPELESS = 500
 
 
@@ -34,8 +45,10 @@ HOPELESS = 500
 class Level:
     """A kind of save, and the faults after which a run goes back to it; all times in seconds.
 
-    `stall`: for which a save holds the steps up; `lag`: until the save can be gone back to, while steps go on;
-    `restart`: from the fault to the first step; `mtbf`: between such faults.
+    `stall`: for which a save holds the steps up.
+    `lag`: until the save can be gone back to, while steps go on.
+    `restart`: from the fault to the first step.
+    `mtbf`: the mean time between such faults.
     """
 
     stall: float
@@ -49,6 +62,7 @@ class Level:
         It is one step at least (`step` seconds), and a save ends before the next one begins.
         """
         if self.stall >= 2 * self.mtbf:
+            # A save takes twice as long as there is between faults; Daly's series holds below this.
             return self.mtbf
         root = math.sqrt(self.stall / (2 * self.mtbf))
         young = math.sqrt(2 * self.stall * self.mtbf)
@@ -56,9 +70,10 @@ class Level:
         return max(daly, self.lag - self.stall, step)
 
     def goodput(self, interval: float) -> float:
-        """Return the expected share of the time that is training, with a save after each `interval` seconds of it.
+        """Return the expected share of the time that is training.
 
-        A fault while a save is under way goes back to the save before. On average that costs `lag` seconds more.
+        `interval`: seconds of training between two saves. A fault while a save is under way goes back
+        to the save before. On average that costs `lag` seconds more.
         """
         restart = (self.restart + self.lag) / self.mtbf
         segment = (interval + self.stall) / self.mtbf
@@ -71,8 +86,11 @@ class Level:
 class Campaign:
     """A run on devices that fail.
 
-    `step`: seconds; `disk`: saves on disk; `memory`: saves in host memory (checkpoint.in_memory_every), None
-    without; `hosts_lost`: an hour, over all hosts; `repair_hours`: of a host.
+    `step`: seconds of a step.
+    `disk`: saves on disk.
+    `memory`: saves in host memory (checkpoint.in_memory_every); None without.
+    `hosts_lost`: in an hour, over all hosts.
+    `repair_hours`: of a host.
     """
 
     devices: int
@@ -85,7 +103,7 @@ class Campaign:
 
     @property
     def faults_a_day(self) -> float:
-        """The expected faults of a day, over all devices."""
+        """Return the expected faults of a day, over all devices."""
         rate = 1 / self.disk.mtbf
         if self.memory is not None:
             rate += 1 / self.memory.mtbf
@@ -93,12 +111,12 @@ class Campaign:
 
     @property
     def every(self) -> int:
-        """The best checkpoint.every, in steps."""
+        """Return the best checkpoint.every, in steps."""
         return max(1, round(self.disk.best(self.step) / self.step))
 
     @property
     def in_memory_every(self) -> int | None:
-        """The best checkpoint.in_memory_every, in steps; None without saves in memory."""
+        """Return the best checkpoint.in_memory_every, in steps; None without saves in memory."""
         if self.memory is None:
             return None
         return max(1, round(self.memory.best(self.step) / self.step))

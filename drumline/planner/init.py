@@ -1,6 +1,7 @@
-"""`drumline init`: five questions or flags become a plan and a commented YAML, with the schema beside it for editors.
+"""`drumline init`: five questions or flags become a plan and a commented YAML.
 
-The length of rows, the holdout, and when to save and evaluate follow from the rows that are here.
+The schema is written beside it, for editors. The length of rows, the holdout, and when to save and
+evaluate follow from the rows that are here.
 """
 
 from __future__ import annotations
@@ -37,18 +38,22 @@ from drumline.planner.search.choice import choose_adapter, slow_lines, why_adapt
 from drumline.planner.search.search import Answer, search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
 
-BATCH = 32  # samples, or the next multiple of the devices
+# Samples of a step if nobody has set them, or the next multiple of the devices.
+BATCH = 32
 
 
 @dataclass(frozen=True)
 class Answers(Flags):
-    """The answers to the questions of `init`; None: not given. `data`: see SourceSpec.long."""
+    """The answers to the questions of `init`; None: not given.
+
+    `data`: a source in short, see SourceSpec.long.
+    """
 
     data: str | None = None
 
 
 class Query(NamedTuple):
-    """A question: the answer that it has where nobody gives one, and its text."""
+    """A question: the answer that it has if nobody gives one, and its text."""
 
     default: str
     text: str
@@ -76,9 +81,11 @@ QUESTIONS = {
 def init(path: Path, answers: Answers, yes: bool) -> int:
     """Write the YAML at `path`, and return the exit code of `drumline init`.
 
-    `answers`: those that flags give; `yes`: no question is put, and what was not given has its default. Raises
-    EnvironmentFault for a file that is there already, UserError for an answer that cannot be, and PlanError if
-    nothing fits.
+    `answers`: those that flags give.
+    `yes`: no question is put, and what was not given has its default.
+
+    Raises EnvironmentFault for a file that is there already, UserError for an answer that cannot be,
+    and PlanError if nothing fits.
     """
     if path.exists():
         raise EnvironmentFault(
@@ -96,7 +103,8 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     else:
         planned = _plan_by_interview(answers, path, console)
     text = commented_yaml(planned.answer, str(path))
-    load_text(text, [], str(path))  # what is written can be read
+    # It raises now, if what is written could not be read.
+    load_text(text, [], str(path))
     with disk_errors("cannot be written", str(path), EnvironmentFault, "choose another place"):
         with path.open("x", encoding="utf-8") as new:
             new.write(text)
@@ -111,7 +119,8 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
 def _plan_by_interview(answers: Answers, path: Path, console: Console) -> Planned:
     """Put the questions that no flag answers, and plan.
 
-    If nothing fits, a terminal gets the questions that decide it again. Raises PlanError where flags decide it.
+    If nothing fits, a terminal gets the questions that decide it again. Raises PlanError if flags
+    decide it.
     """
     full = _interview(answers, path, console)
     while True:
@@ -146,7 +155,10 @@ def _print_choice(planned: Planned) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A question to plan for, notes for the user, and the first rows of the data; None: the data are not here yet."""
+    """A question to plan for, and notes for the user.
+
+    `first_rows`: of the data; None: the data are not here yet.
+    """
 
     question: Question
     notes: tuple[str, ...]
@@ -156,7 +168,9 @@ class Prepared:
 def _prepare(config: Config, path: Path, on_progress: OnProgress) -> Prepared:
     """Return the question of a config, with a length that its rows fit in and a global batch.
 
-    `path`: of the YAML that is to be written. Raises UserError for a model whose weights nobody can find.
+    `path`: of the YAML that is to be written.
+
+    Raises UserError for a model whose weights nobody can find.
     """
     model = _model_of(config, on_progress)
     first_rows = read_first_rows(config, model, path.absolute().parent, on_progress)
@@ -182,7 +196,10 @@ def _with_batch(question: Question) -> Question:
 
 
 def _with_adapters(prepared: Prepared, console: Console) -> tuple[Adapted, ...]:
-    """Return the plans for training all weights, LoRA and QLoRA; empty if the question is of an adapter."""
+    """Return the plans for training all weights, LoRA and QLoRA.
+
+    There are none if the question is of an adapter.
+    """
     if prepared.question.config.adapter.kind != "none":
         return ()
     with line_if_slow(console, COMPARING):
@@ -198,8 +215,8 @@ def _show_choices(adapted: Sequence[Adapted], choice: Adapted, console: Console)
 def _usual_adapter(answers: Answers, path: Path, console: Console) -> str:
     """Return the answer to the question about adapters that Enter gives: what an expert would choose.
 
-    Where that is an adapter, the choices are shown. It is full if an earlier answer is wrong, which is reported at
-    the end.
+    If that is an adapter, the choices are shown. It is full if an earlier answer is wrong, which is
+    reported at the end.
     """
     full = replace(answers, adapter="full")
     try:
@@ -257,7 +274,10 @@ def _plan_for(answers: Answers, path: Path, console: Console, may_take_adapter: 
 
 
 def _model_of(config: Config, on_progress: OnProgress) -> Found:
-    """Return where a model's config is. Raise UserError if only the shape of a model with this name is known."""
+    """Return where a model's config is.
+
+    Raises UserError if only the shape of a model with this name is known: it could not be trained.
+    """
     model = find_model(config.model, on_progress)
     name = config.model.id
     if model.path is None and name is not None and "/" not in name:
@@ -278,7 +298,8 @@ def _write_schema(path: Path) -> str:
     An older schema of Drumline is overwritten, any other file stays.
     """
     content = schema()
-    with suppress(EnvironmentFault):  # of a file that is no JSON
+    # `read_object` raises for a file that is no JSON, which is not Drumline's.
+    with suppress(EnvironmentFault):
         is_free = not path.exists()
         if is_free or read_object(path, EnvironmentFault).get("title") == content["title"]:
             path.write_text(json.dumps(content, indent=1) + "\n")
@@ -289,8 +310,8 @@ def _write_schema(path: Path) -> str:
 def _interview(answers: Answers, path: Path, console: Console) -> Answers:
     """Put each question that no flag answers, and return all answers.
 
-    After a wrong answer a terminal gets the question again; otherwise the command ends. Raises UserError for a wrong
-    flag before any question is put.
+    After a wrong answer a terminal gets the question again; otherwise the command ends. Raises
+    UserError for a wrong flag before any question is put.
     """
     _config(answers, path)
     for number, (field, query) in enumerate(QUESTIONS.items(), start=1):
@@ -320,7 +341,10 @@ def _interview(answers: Answers, path: Path, console: Console) -> Answers:
 
 
 def _read_line(text: str) -> str:
-    """Return the line that the user types. Raise UserError at the end of the input. `text`: of the question."""
+    """Return the line that the user types. Raise UserError at the end of the input.
+
+    `text`: of the question.
+    """
     try:
         return input("     > ").strip()
     except EOFError:
@@ -499,8 +523,10 @@ def _encoder(config: Config, model: Found) -> Any:
 def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Config:
     """Return the config with what follows from its rows.
 
-    That is a length that they fit in, if none was given, a holdout, and when to save and evaluate. `first`: None if
-    the data are not here yet; `positions`: the longest row that the model takes.
+    That is a length that they fit in, if none was given, a holdout, and when to save and evaluate.
+
+    `first`: None if the data are not here yet.
+    `positions`: the longest row that the model takes.
     """
     data: dict[str, Any] = {}
     if not config.data.eval:
@@ -514,6 +540,7 @@ def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Co
         if not first.more:
             every = _steps_between_saves(config, first, length)
     if isinstance(config.data.train[0], DigitsSource):
+        # The digits have a test split of their own.
         data = {"eval": [DigitsSource(split="test")]}
     saves = {"every": every}
     sections = {
@@ -527,7 +554,7 @@ def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Co
 
 
 def _holdout(first: FirstRows | None) -> int:
-    """Return the rows to hold out for evaluation."""
+    """Return the rows to hold out for evaluation: a share of all, as far as their number is known."""
     if first is None:
         return FEW
     if first.rows < FEW:
@@ -538,6 +565,7 @@ def _holdout(first: FirstRows | None) -> int:
 
 
 def _global_samples(config: Config) -> int:
+    """Return the samples of a step, BATCH if they are not set."""
     return config.batch.global_samples or BATCH
 
 
@@ -549,7 +577,8 @@ def _length_for(config: Config, first: FirstRows, positions: int | None) -> int:
     length = STEP * math.ceil(max(first.lengths) / STEP)
     tokens = sum(first.lengths)
     if first.more:
-        tokens *= 2  # at least as many rows are taken to follow
+        # At least as many rows are taken to follow.
+        tokens *= 2
     if config.packs and tokens / PACK >= ENOUGH_STEPS * _global_samples(config):
         length = max(length, PACK)
     if positions:
@@ -558,7 +587,10 @@ def _length_for(config: Config, first: FirstRows, positions: int | None) -> int:
 
 
 def _steps_between_saves(config: Config, first: FirstRows, length: int) -> int:
-    """Return the steps between two saves, so that an epoch has LEAST_SAVES of them. `length`: tokens of a row."""
+    """Return the steps between two saves, so that an epoch has LEAST_SAVES of them.
+
+    `length`: tokens of a row.
+    """
     samples: float = first.rows
     if config.packs and first.lengths:
         samples = sum(first.lengths) / length

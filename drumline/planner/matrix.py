@@ -80,12 +80,18 @@ def matrix(device: str) -> Matrix:
     specs = strategies()
     table: Matrix = {}
     for option, sections in FEATURES.items():
-        table[option] = {kind: _cell(kind, spec, sections, device) for kind, spec in specs.items()}
+        row = {}
+        for kind, spec in specs.items():
+            row[kind] = _cell(kind, spec, sections, device)
+        table[option] = row
     return table
 
 
 def strategies() -> dict[str, type[StrategyConfig]]:
-    """Return the strategies by kind, except those for which the planner puts another one."""
+    """Return the strategies by kind, except those for which the planner puts another one.
+
+    Such a kind is `auto`.
+    """
     return {kind: spec for kind, spec in kinds(StrategyConfig).items() if not spec.planned}
 
 
@@ -120,6 +126,7 @@ def _cell(kind: str, spec: type[StrategyConfig], sections: dict[str, Any], devic
     try:
         check_rules(_case(config, spec, device))
     except PlanError as error:
+        # The message begins with the name of the strategy, which the table has as a column.
         _, _, reason = error.what.partition(": ")
         return Cell(reason or error.what, error.fix or "")
     return Cell()
@@ -153,7 +160,10 @@ def as_text(device: str) -> str:
     lines = ["strategy".ljust(left) + "goes with"]
     table = matrix(device)
     for kind in strategies():
-        supported = [option for option, row in table.items() if not row[kind].reason]
+        supported = []
+        for option, row in table.items():
+            if not row[kind].reason:
+                supported.append(option)
         lines.append(_beside(kind, _listed(supported), left))
     unsupported = []
     for option, row in table.items():

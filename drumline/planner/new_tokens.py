@@ -17,7 +17,7 @@ from drumline.planner.sizes import Found
 def shape_of(known: shapes.Known, model: ModelConfig) -> ModelConfig:
     """Return the model by the config values of a known shape, with rows for its new tokens.
 
-    Only a tokenizer tells which rows of the embedding no token uses. Where it is not here, each new
+    Only a tokenizer tells which rows of the embedding no token uses. If it is not here, each new
     token gets a row of its own.
     """
     found = shapes.with_config(known, model)
@@ -33,15 +33,23 @@ def shape_of(known: shapes.Known, model: ModelConfig) -> ModelConfig:
         return found
     rows = model.rows_for(stored + len(model.new_tokens), stored)
     if model.tokenizer is not None:
+        # A tokenizer that cannot be read leaves the estimate above.
         with suppress(ModelError):
             growth = growth_of(config, None, model)
-            rows = stored if growth is None else growth.rows
+            if growth is None:
+                rows = stored
+            else:
+                rows = growth.rows
+    # The rows are in the config now, so they are not to be added once more.
     values = _with_rows(found.config, rows)
     return found.model_copy(update={"config": values, "new_tokens": (), "tokenizer": None})
 
 
 def _with_rows(values: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Return a config's values with another size of the vocabulary, as `set_rows` sets it."""
+    """Return a config's values with another size of the vocabulary, as `set_rows` sets it.
+
+    A model of several parts has the size in its `text_config`, and may have it beside that, too.
+    """
     changed = dict(values)
     if "text_config" in values:
         changed["text_config"] = {**values["text_config"], "vocab_size": rows}
@@ -58,8 +66,10 @@ def with_new_rows(config: Config, policy: Found) -> Config:
     adapter = config.adapter
     if not isinstance(adapter, LoRAConfig) or not config.model.new_tokens:
         return config
-    every = (adapter, *adapter.more.values())
-    if adapter.modules_to_save or any(isinstance(each.targets, list) for each in every):
+    adapters = (adapter, *adapter.more.values())
+    names_modules = any(isinstance(each.targets, list) for each in adapters)
+    if adapter.modules_to_save or names_modules:
+        # Only the model's modules tell whether these names include embedding or head.
         from drumline.models.adapters import trains_rows
         from drumline.models.load import on_meta
 
@@ -68,11 +78,17 @@ def with_new_rows(config: Config, policy: Found) -> Config:
     if policy.model.new_tokens:
         from drumline.models.tokenizer import add_new_tokens, read_tokenizer
 
-        ids = [*add_new_tokens(read_tokenizer(policy.path, policy.model), policy.model).values()]
-    else:  # a known shape, of which only the number of rows counts
-        ids = [*range(len(config.model.new_tokens))]
-    new = [number for number in ids if number not in adapter.trainable_tokens]
-    adapter = adapter.model_copy(update={"trainable_tokens": (*adapter.trainable_tokens, *new)})
+        tokenizer = read_tokenizer(policy.path, policy.model)
+        ids_by_token = add_new_tokens(tokenizer, policy.model)
+        ids = list(ids_by_token.values())
+    else:
+        # A known shape, of which only the number of rows counts.
+        ids = list(range(len(config.model.new_tokens)))
+    trained = list(adapter.trainable_tokens)
+    for number in ids:
+        if number not in adapter.trainable_tokens:
+            trained.append(number)
+    adapter = adapter.model_copy(update={"trainable_tokens": tuple(trained)})
     return config.model_copy(update={"adapter": adapter})
 
 
@@ -94,17 +110,23 @@ def rows_notes(config: Config, policy: Found) -> list[str]:
         if len(growth.already_known) > 1:
             its_row_stays = "their rows begin as they are"
         lines.append(f"new tokens: the tokenizer has {names} already, and {its_row_stays}")
-    rollout = config.algorithm.rollout
-    generator = None if rollout is None else rollout.generator
-    if (
-        growth.added
-        and isinstance(generator, VLLMGenerator)
-        and generator.url is not None
-        and generator.weights != "none"
-    ):
-        size = {"vocab_size": growth.rows}
+    if growth.added and _samples_on_server_with_weights(config):
+        size: dict[str, Any] = {"vocab_size": growth.rows}
         is_nested = policy.hf_config.get_text_config() is not policy.hf_config
-        overrides = json.dumps({"text_config": size} if is_nested else size)
-        options = f"--load-format dummy --hf-overrides '{overrides}'"
+        if is_nested:
+            size = {"text_config": size}
+        # The server makes an embedding of this many rows without reading the stored one.
+        options = f"--load-format dummy --hf-overrides '{json.dumps(size)}'"
         lines.append(f"vLLM: start its server with {options}: this run gives it all weights")
     return lines
+
+
+def _samples_on_server_with_weights(config: Config) -> bool:
+    """Return whether rollouts are sampled by a vLLM server that this run sends its weights to."""
+    rollout = config.algorithm.rollout
+    if rollout is None:
+        return False
+    generator = rollout.generator
+    if not isinstance(generator, VLLMGenerator):
+        return False
+    return generator.url is not None and generator.weights != "none"

@@ -22,8 +22,13 @@ from drumline.system.yaml_lines import write_yaml
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """One plan that fits. `verdict`: fits or tight; `memory_bytes`: reserved on the fullest device; `seconds`: of a step; `tokens_per_s`:
-    over all devices."""
+    """One plan that fits.
+
+    `verdict`: fits or tight.
+    `memory_bytes`: reserved on the fullest device.
+    `seconds`: of a step.
+    `tokens_per_s`: of all devices.
+    """
 
     name: str
     verdict: str
@@ -35,29 +40,36 @@ class RankedPlan:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The YAML's keys: what was planned for, and this plan's sections over it. `drumline.train` takes it."""
+        """Return the YAML's keys: what was planned for, with this plan's sections over it.
+
+        `drumline.train` takes it.
+        """
         return full_config(self.answer.question.config, self.candidate)
 
     def yaml(self) -> str:
-        """The same as the text of a YAML."""
+        """Return the config as the text of a YAML."""
         return write_yaml(self.config)
 
     def hours(self, tokens: float | None = None) -> float | None:
-        """Hours of the run, or for `tokens`; None where neither is known."""
+        """Return the hours of the run, or those for `tokens`; None if neither is known."""
         return self.candidate.hours(tokens)
 
     def cost(self, tokens: float | None = None) -> float | None:
-        """The price of those hours on all devices; None where there is no price."""
-        return self.candidate.cost(self.answer.question.cluster.price_per_device_hour, tokens)
+        """Return the price of those hours on all devices; None if there is no price."""
+        price = self.answer.question.cluster.price_per_device_hour
+        return self.candidate.cost(price, tokens)
 
     def explain(self) -> str:
-        """The explanation of memory and time by category."""
+        """Return the explanation of memory and time by category, as text."""
         return explain(self.answer, self.candidate.name)
 
 
 @dataclass(frozen=True)
 class Plans:
-    """The plans that fit, the best first, and those that do not, with their reason. `notes`: what the planner assumed."""
+    """The plans that fit, the best first, and the families that do not, with their reason.
+
+    `notes`: what the planner assumed.
+    """
 
     ranked: tuple[RankedPlan, ...]
     refused: tuple[Refused, ...]
@@ -66,7 +78,7 @@ class Plans:
 
     @property
     def best(self) -> RankedPlan:
-        """Raises PlanError, with what would help, where nothing fits."""
+        """Return the best plan. Raises PlanError, with what would help, if nothing fits."""
         if not self.ranked:
             raise refusal(self.answer, nothing_fits(self.answer))
         return self.ranked[0]
@@ -87,16 +99,36 @@ def plan(
     price: float | None = None,
     display: bool = False,
 ) -> Plans:
-    """All plans that fit. Nothing is launched, and no weights and no data are needed. Give a config (a path, or its keys), or a model and
-    the devices, or both: the options are those of `drumline plan`. Raises UserError and its kinds."""
-    flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
+    """Return all plans that fit. Nothing is launched, and no weights and no data are needed.
+
+    Give a config (a path, or its keys), or a model and the devices, or both: the options are those of
+    `drumline plan`. Raises UserError and its kinds.
+    """
+    flags = Flags(
+        model=model,
+        cluster=cluster,
+        length=length,
+        adapter=adapter,
+        batch=batch,
+        algorithm=algorithm,
+        precision=precision,
+        price=price,
+    )
     loaded = load_with_flags(config, overrides_of(overrides), flags)
     with aside(display) as on_progress:
         found = ask(loaded, on_progress)
     answer, _ = heuristic_first(search(found.question))
-    ranked = ((c, c.estimate) for c in answer.ranked)
-    plans = tuple(
-        RankedPlan(c.name, e.verdict, e.memory.reserved, e.seconds.total, e.tokens_per_s, c, answer)
-        for c, e in ranked
-    )
-    return Plans(plans, answer.refused, found.notes, answer)
+    plans = []
+    for candidate in answer.ranked:
+        estimate = candidate.estimate
+        ranked_plan = RankedPlan(
+            name=candidate.name,
+            verdict=estimate.verdict,
+            memory_bytes=estimate.memory.reserved,
+            seconds=estimate.seconds.total,
+            tokens_per_s=estimate.tokens_per_s,
+            candidate=candidate,
+            answer=answer,
+        )
+        plans.append(ranked_plan)
+    return Plans(tuple(plans), answer.refused, found.notes, answer)

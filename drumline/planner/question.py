@@ -59,8 +59,10 @@ ADAPTERS = {"none": "none", "full": "none", "lora": "lora", "qlora": "{kind: lor
 class Flags:
     """The flags that stand beside a YAML; None: not given.
 
-    `length`: tokens of a row; `batch`: samples of a step; `price`: of a device for an hour; `mtbf_hours`: between
-    two faults of one device.
+    `length`: tokens of a row.
+    `batch`: samples of a step.
+    `price`: of a device for an hour.
+    `mtbf_hours`: the mean hours between two faults of one device.
     """
 
     model: str | None = None
@@ -98,7 +100,10 @@ class Flags:
 
 
 def _cluster_value(cluster: str) -> str:
-    """Return the value of `--cluster` as one of a YAML, written as keys so that an override can add more."""
+    """Return the value of `--cluster` as one of a YAML.
+
+    It is written as keys, so that an override can add more.
+    """
     if not cluster.strip():
         raise UserError(
             "is empty", where="--cluster", fix=f"{CLUSTER_FORM}; leave it out for this machine"
@@ -141,8 +146,9 @@ def load_with_flags(
 ) -> Loaded:
     """Return the config to plan for: that of a YAML or of its keys, under flags and overrides.
 
-    Without one the flags need a model at least, and the data is a file that need not exist. Raises ConfigError or
-    UserError.
+    Without one the flags need a model at least, and the data is a file that need not exist.
+
+    Raises ConfigError or UserError.
     """
     # The first word may be an override, if there is no YAML at all.
     if isinstance(config, str | Path) and _is_override(str(config)):
@@ -180,9 +186,10 @@ def _algorithm_of_images(flags: Flags) -> dict[str, str]:
 
 
 def in_turn(flags: list[str], overrides: list[str]) -> list[str]:
-    """Return overrides behind flags, except that whole sections go before the flags that set a key in them.
+    """Return overrides behind flags, in the order in which they are applied.
 
-    Such an override is `cluster=8xh100`.
+    But an override of a whole section, such as `cluster=8xh100`, goes before the flags that set a key
+    in it: it would undo them.
     """
     keys = {override: override.partition("=")[0] for override in (*flags, *overrides)}
     sections_of_flags = set()
@@ -210,8 +217,8 @@ class PlanRequest:
 def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     """Return the question of a config.
 
-    Raises ModelError for a model of unknown shape, PlanError where the run is on the CPU and the cluster has GPUs,
-    and what the config's own mistakes raise.
+    Raises ModelError for a model of unknown shape, PlanError if the run is on the CPU and the cluster
+    has GPUs, and what the config's own mistakes raise.
     """
     config = loaded.config
     policy = find_model(config.model, on_progress)

@@ -284,11 +284,11 @@ def _buffers(
     buffers = replace(buffers, block=block, backward=backward)
     adapter = layout.config.adapter
     if adapter.kind == "lora" and adapter.trainable_tokens:
-        return _with_trained_rows(layout, facts, buffers)
+        return _add_trained_rows(layout, facts, buffers)
     return buffers
 
 
-def _with_trained_rows(layout: Layout, facts: ModelFacts, buffers: Buffers) -> Buffers:
+def _add_trained_rows(layout: Layout, facts: ModelFacts, buffers: Buffers) -> Buffers:
     """Return the buffers with those of an adapter that trains rows of the embedding.
 
     PEFT lays the trained rows over a copy of the embedding, which has a gradient. A head, tied or

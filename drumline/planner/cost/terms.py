@@ -44,13 +44,15 @@ TOPK_ENTRY = 8
 # weights and moments in bf16, and with torch's own AdamW and SGD.
 PURE_STEP_COPIES = 6
 SINGLE_STEP_COPIES = 3
-# A step number at which every compression has begun.
+# A step number at which every compression has begun. Compression may begin after a warm-up.
 LATE_STEP = 10**9
 # fp32: everything is fp32. autocast: weights and the residual stream are fp32, products are in a low
 # precision. low: weights and everything between them are in the low precision.
 Kind = Literal["fp32", "autocast", "low"]
-# gradients: replicate × shard × ep × cp. shard: with ep and cp.
+# The axis of the mesh along which a collective runs. `gradients` stands for all ranks that average
+# gradients: replicate × shard × ep × cp. `shard` includes ep and cp.
 Axis = Literal["pp", "replicate", "shard", "ep", "cp", "tp", "gradients"]
+# What is computed while a collective runs; `last`: the backward of the last micro-batch.
 Beside = Literal["forward", "backward", "last", "steps", "nothing"]
 
 

@@ -1,4 +1,8 @@
-"""The report of `drumline plan --explain`: each number of a candidate's estimate, and what it is made of."""
+"""The report of `drumline plan --explain`: each number of a candidate's estimate, and its parts.
+
+The report has sections, such as memory and seconds. A section has lines of three columns: what is
+counted, its amount, and where the amount comes from.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from drumline.config.registry import nearest
 from drumline.errors import UserError
 from drumline.plan.attention import choice_of
 from drumline.plan.explain import checkpointing, count
-from drumline.plan.plan import Layout
 from drumline.planner.cost.terms import entry_bytes, low_moments
 from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, UNKNOWN, gradients_at_peak
@@ -21,13 +24,17 @@ FP32_BYTES = 4
 HALF_BYTES = 2
 # Bytes of the fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits.
 MASTER_BYTES = 4
-# GB of gradients from which on it is worth a remark that they come after the peak: half of the last printed digit.
+# GB of gradients from which on it is worth a remark that they come after the peak: half of the last
+# printed digit.
 LEAST_SHOWN_GB = 0.005
-# A share of bytes is given as parameters / ranks where the number of ranks is this near to a whole one.
+# A share of bytes is given as parameters / ranks if the number of ranks is this near to a whole one.
+# It is not exact where parts are padded.
 NEAR_WHOLE = 0.02
 PETA = 1e15
 TERA = 1e12
-MOST_NAMES = 8  # of candidates that an error lists
+# Names of candidates that an error lists.
+MOST_NAMES = 8
+# Phases of a step (cost.memory) in plain words.
 PHASES = {
     "forward": "through the blocks, the last one running",
     "loss": "the loss, from the head's logits",
@@ -39,6 +46,7 @@ PHASES = {
     "average": "gradients averaged behind backward, where neither DDP nor FSDP2 does it",
     "rollout": "sampling from the policy",
 }
+# Phases of a run, by the fields of HostMemory.
 HOST = {
     "load": "while weights are read",
     "train": "while it trains",
@@ -65,10 +73,13 @@ class Picked(NamedTuple):
 def pick(answer: Answer, name: str) -> Picked:
     """Return the candidate with this name or row number.
 
-    Raises UserError for a name that there is not, and for a family that a rule refuses, which has no estimate.
+    Raises UserError for a name that there is not, and for a family that a rule refuses, which has no
+    estimate.
     """
-    if name.isdecimal() and 1 <= int(name) <= len(answer.ranked):
-        return Picked(answer.ranked[int(name) - 1], None)
+    if name.isdecimal():
+        row = int(name)
+        if 1 <= row <= len(answer.ranked):
+            return Picked(answer.ranked[row - 1], None)
     for candidate in answer.ranked:
         if candidate.name == name:
             return Picked(candidate, None)
@@ -82,9 +93,8 @@ def pick(answer: Answer, name: str) -> Picked:
                 where="--explain",
                 fix="there are no numbers of what a rule refuses",
             )
-    raise UserError(
-        f"no candidate {name!r}", where="--explain", fix=_propose_candidate(answer, name)
-    )
+    fix = _propose_candidate(answer, name)
+    raise UserError(f"no candidate {name!r}", where="--explain", fix=fix)
 
 
 def _propose_candidate(answer: Answer, name: str) -> str:
@@ -107,11 +117,10 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     found, refused = pick(answer, name)
     question = answer.question
     memory = found.estimate.memory
+    memory_title = f"Memory of the fullest device, GB, at its peak in {memory.phase}"
     sections = {
         "What runs": _explain_run_settings(found, question),
-        f"Memory of the fullest device, GB, at its peak in {memory.phase}": _explain_memory(
-            question, found
-        ),
+        memory_title: _explain_memory(question, found),
         "The same, phase by phase, GB": _explain_phases(found),
         "Memory of a host, GB": _explain_host(found),
         "Seconds of a step": _explain_seconds(question, found),
@@ -120,17 +129,23 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     }
     text = [_describe_verdict(found, refused)]
     for title, lines in sections.items():
+        # One device sends nothing, so its traffic has no lines.
         if lines:
-            text += ["", title, *_aligned(lines)]
+            text += ["", title]
+            text += _aligned(lines)
     return "\n".join(text)
 
 
 def _describe_verdict(found: Candidate, refused: str | None) -> str:
-    """Return the verdict on a candidate, and what it means, as the first line."""
+    """Return the verdict on a candidate, and what it means, as the first line.
+
+    `refused`: why the candidate is out; None if it is not.
+    """
     estimate = found.estimate
     verdict = f"{found.name}: {estimate.verdict}"
     if refused:
         verdict += f", refused: {refused}"
+    # It may be above 100%.
     share = estimate.memory.reserved / estimate.limit
     scale = "it fits where the upper end does, and is tight where that does not"
     if estimate.verdict == "tight":
@@ -144,8 +159,10 @@ def _aligned(lines: list[Line]) -> list[str]:
     left = max(len(line.what) for line in lines)
     right = max(len(line.amount) for line in lines)
     aligned = []
-    for what, amount, source in lines:
-        aligned.append(f"  {what:<{left}}  {amount:>{right}}  {source}".rstrip())
+    for line in lines:
+        what = line.what.ljust(left)
+        amount = line.amount.rjust(right)
+        aligned.append(f"  {what}  {amount}  {line.source}".rstrip())
     return aligned
 
 
@@ -153,9 +170,14 @@ def _explain_run_settings(found: Candidate, question: Question) -> list[Line]:
     """Return what runs: the mesh, the engine, the batch, and what is recomputed and compiled."""
     layout = found.layout
     mesh = layout.mesh
-    ranks = " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items())
+    dimensions = []
+    for name, size in mesh.model_dump().items():
+        dimensions.append(f"{name} {size}")
+    ranks = " × ".join(dimensions)
     rows = f"rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most"
-    compiled = "each block" if layout.config.compile.enabled else "nothing"
+    compiled = "nothing"
+    if layout.config.compile.enabled:
+        compiled = "each block"
     settings = {
         "mesh": f"{ranks} = {mesh.world_size} ranks",
         "engine": f"{layout.engine}, {layout.precision} on {layout.device}",
@@ -169,9 +191,11 @@ def _explain_run_settings(found: Candidate, question: Question) -> list[Line]:
     if mesh.tp > 1:
         stream = describe_stream(layout, question.facts, question.cluster)
         settings["sequence parallel"] = stream
-    if layout.pipeline is not None:
-        blocks = ", ".join(f"{start}–{end - 1}" for start, end in layout.pipeline.layers)
-        settings["stages"] = f"{layout.pipeline.schedule}; blocks {blocks}"
+    pipeline = layout.pipeline
+    if pipeline is not None:
+        # A stage has the blocks from `start` up to `end`, without `end`.
+        blocks = ", ".join(f"{start}–{end - 1}" for start, end in pipeline.layers)
+        settings["stages"] = f"{pipeline.schedule}; blocks {blocks}"
     return [Line(what, "", text) for what, text in settings.items()]
 
 
@@ -180,10 +204,11 @@ def _explain_memory(question: Question, found: Candidate) -> list[Line]:
     memory = found.estimate.memory
     facts = question.facts
     lines = []
-    sources = _state_sources(question, found) | _activation_sources(question, found)
+    sources = _state_sources(question, found)
+    sources |= _activation_sources(question, found)
     for part in CATEGORIES:
-        amount = f"{getattr(memory, part) / GB:.2f}"
-        lines.append(Line(part, amount, sources[part]))
+        bytes_ = getattr(memory, part)
+        lines.append(Line(part, _gb(bytes_), sources[part]))
     if facts.roles:
         roles = [f"{name} {count(role.parameters)}" for name, role in facts.roles.items()]
         lines.append(Line("roles", "", f"counted in: {', '.join(roles)}"))
@@ -192,9 +217,14 @@ def _explain_memory(question: Question, found: Candidate) -> list[Line]:
     if allocated > memory.peak:
         unusable = (allocated - memory.peak) / GB
         factor = f"{unusable:.2f} for what the allocator cannot use again, + overhead"
-    lines.append(Line("peak", f"{memory.peak / GB:.2f}", "of tensors"))
-    lines.append(Line("needs", f"{memory.reserved / GB:.2f}", factor))
+    lines.append(Line("peak", _gb(memory.peak), "of tensors"))
+    lines.append(Line("needs", _gb(memory.reserved), factor))
     return lines
+
+
+def _gb(bytes_: float) -> str:
+    """Return bytes as GB with two digits."""
+    return f"{bytes_ / GB:.2f}"
 
 
 def _state_sources(question: Question, found: Candidate) -> dict[str, str]:
@@ -202,6 +232,8 @@ def _state_sources(question: Question, found: Candidate) -> dict[str, str]:
     memory = found.estimate.memory
     facts = question.facts
     layout = found.layout
+    world_size = layout.mesh.world_size
+    # Bytes of an entry of each.
     weight_bytes = entry_bytes(layout)
     gradient_bytes = weight_bytes
     moment_bytes = FP32_BYTES * layout.config.optimizer.slots
@@ -210,37 +242,39 @@ def _state_sources(question: Question, found: Candidate) -> dict[str, str]:
         moment_bytes += MASTER_BYTES
     # Pure bf16 keeps moments in bf16, and no fp32 copy.
     moment_bytes = low_moments(layout) or moment_bytes
+
     parameters = facts.parameters + sum(role.parameters for role in facts.roles.values())
+    trainable = facts.trainable
+    weights = _describe_share(memory.parameters, parameters, weight_bytes, "parameters", world_size)
     gradients = _describe_share(
-        memory.gradients, facts.trainable, gradient_bytes, "trainable", layout
+        memory.gradients, trainable, gradient_bytes, "trainable", world_size
     )
     at_peak = gradients_at_peak(memory)
     if memory.gradients - at_peak >= LEAST_SHOWN_GB * GB:
-        gradients += f"; {at_peak / GB:.2f} of them are there at the peak"
-    return {
-        "parameters": _describe_share(
-            memory.parameters, parameters, weight_bytes, "parameters", layout
-        ),
-        "gradients": gradients,
-        "optimizer": _describe_share(
-            memory.optimizer, facts.trainable, moment_bytes, "trainable", layout
-        ),
-    }
+        gradients += f"; {_gb(at_peak)} of them are there at the peak"
+    moments = _describe_share(memory.optimizer, trainable, moment_bytes, "trainable", world_size)
+    return {"parameters": weights, "gradients": gradients, "optimizer": moments}
 
 
 def _activation_sources(question: Question, found: Candidate) -> dict[str, str]:
-    """Return what activations, logits, buffers and overhead are made of, by category."""
+    """Return what activations, logits, buffers and overhead are made of, by category.
+
+    Activations are given in bytes of an entry of the hidden states, which compares with published
+    counts such as 34 (Korthikanti et al. 2022).
+    """
     memory = found.estimate.memory
     facts = question.facts
     layout = found.layout
     tokens = layout.rows * layout.length
     rows = f"{plural(layout.rows, 'row')} × {layout.length:,} tokens"
+    # A model of images has no hidden width.
     entries = max(1, tokens * facts.layers * facts.hidden)
     bytes_an_entry = memory.activations / entries
     size = f"{facts.layers} layers × width {facts.hidden:,} × {bytes_an_entry:.1f} bytes"
     if memory.logits:
         logits = f"{tokens:,} tokens × {facts.vocab_size:,} words"
     else:
+        # The peak is in a phase without logits.
         chunk = getattr(layout.config.algorithm, "loss_chunk", None)
         logits = f"made {chunk} tokens at a time, never kept"
     return {
@@ -251,20 +285,22 @@ def _activation_sources(question: Question, found: Candidate) -> dict[str, str]:
     }
 
 
-def _describe_share(bytes_: int, parameters: int, unit: int, kind: str, layout: Layout) -> str:
+def _describe_share(bytes_: int, parameters: int, unit: int, kind: str, world_size: int) -> str:
     """Return what bytes of a device are made of.
 
-    It is `unit` bytes × parameters / ranks if that is exact, else the bytes of each parameter. `kind`: of the
-    parameters, as text.
+    It is `unit` bytes × parameters / ranks if that is exact, else the bytes of each parameter.
+    `kind`: of the parameters, as text.
     """
     if not bytes_ or not parameters:
         return "none on the device"
+    named = f"{count(parameters)} {kind}"
+    # The number of ranks over which the parameters are cut, if each has `unit` bytes.
     ranks = unit * parameters / bytes_
     whole = round(ranks)
     is_whole = ranks > 1 - NEAR_WHOLE and abs(ranks - whole) < NEAR_WHOLE * ranks
-    if not is_whole or layout.mesh.world_size % whole != 0:
-        return f"{bytes_ / parameters:.2f} bytes for each of {count(parameters)} {kind}"
-    text = f"{unit} bytes × {count(parameters)} {kind}"
+    if not is_whole or world_size % whole != 0:
+        return f"{bytes_ / parameters:.2f} bytes for each of {named}"
+    text = f"{unit} bytes × {named}"
     if whole > 1:
         text += f" / {whole} ranks"
     return text
@@ -282,7 +318,7 @@ def _explain_phases(found: Candidate) -> list[Line]:
         source = PHASES.get(phase, "")
         if bytes_ == memory.peak:
             source += " ← the peak"
-        lines.append(Line(phase, f"{bytes_ / GB:.2f}", source))
+        lines.append(Line(phase, _gb(bytes_), source))
     return lines
 
 
@@ -296,8 +332,8 @@ def _explain_host(found: Candidate) -> list[Line]:
         limit += ", which is assumed"
     lines = []
     for part, text in HOST.items():
-        amount = f"{getattr(estimate.host, part) / GB:.1f}"
-        lines.append(Line(part, amount, f"{text} {limit}"))
+        bytes_ = getattr(estimate.host, part)
+        lines.append(Line(part, f"{bytes_ / GB:.1f}", f"{text} {limit}"))
     return lines
 
 
@@ -318,17 +354,22 @@ def _explain_seconds(question: Question, found: Candidate) -> list[Line]:
     lines = []
     for part in SECONDS:
         if part in sources:
-            lines.append(Line(part, number(getattr(seconds, part)), sources[part]))
+            amount = number(getattr(seconds, part))
+            lines.append(Line(part, amount, sources[part]))
     if estimate.startup:
-        lines.append(Line("compiling", number(estimate.startup), "once, before the first step"))
+        amount = number(estimate.startup)
+        lines.append(Line("compiling", amount, "once, before the first step"))
+    # Speed is highest if a step takes the fewest seconds.
     fastest, slowest = estimate.seconds_range
-    speed = ranged(estimate.tokens_per_s, (1 / slowest, 1 / fastest), _whole_number)
+    speed_range = (1 / slowest, 1 / fastest)
+    speed = ranged(estimate.tokens_per_s, speed_range, _whole_number)
     total = ranged(seconds.total, estimate.seconds_range)
     lines.append(Line("step", total, f"{speed} tokens/s of all devices"))
     return lines
 
 
 def _whole_number(value: float) -> str:
+    """Return a number without decimal places, with commas between thousands."""
     return f"{value:,.0f}"
 
 
@@ -354,17 +395,22 @@ def _explain_traffic(question: Question, found: Candidate) -> list[Line]:
     lines = []
     for kind, bytes_ in volumes.items():
         if bytes_:
-            lines.append(Line(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", ""))
+            name = kind.replace("_", "-")
+            lines.append(Line(name, f"{bytes_ / GB:.3g}", ""))
     if lines:
         links = cluster.intra.name
         if cluster.nodes > 1:
             links += f", {cluster.inter.name} between hosts"
-        lines.append(Line("in all", f"{traffic.total / GB:.3g}", f"over {links}"))
+        total = f"{traffic.total / GB:.3g}"
+        lines.append(Line("in all", total, f"over {links}"))
     return lines
 
 
 def _explain_run(question: Question, found: Candidate, tokens: float | None) -> list[Line]:
-    """Return the MFU, and the hours and the cost of the run if its length is known."""
+    """Return the MFU, and the hours and the cost of the run if its length is known.
+
+    `tokens`: of the whole run; None: those of its steps.
+    """
     estimate = found.estimate
     mfu = UNKNOWN
     if estimate.mfu is not None:
@@ -373,11 +419,15 @@ def _explain_run(question: Question, found: Candidate, tokens: float | None) -> 
     lines = [Line("MFU", mfu, about_mfu)]
     hours = found.hours(tokens)
     if hours is not None:
-        length = f"{count(tokens)} tokens" if tokens else f"{found.layout.steps:,} steps"
-        lines.append(Line("hours", ranged(hours, estimate.seconds_range), length))
+        length = f"{found.layout.steps:,} steps"
+        if tokens:
+            length = f"{count(tokens)} tokens"
+        amount = ranged(hours, estimate.seconds_range)
+        lines.append(Line("hours", amount, length))
     price = question.cluster.price_per_device_hour
     cost = found.cost(price, tokens)
     if cost is not None:
         paid = f"{found.devices} devices at {price:g} an hour"
-        lines.append(Line("cost", ranged(cost, estimate.seconds_range), paid))
+        amount = ranged(cost, estimate.seconds_range)
+        lines.append(Line("cost", amount, paid))
     return lines

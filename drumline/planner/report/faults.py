@@ -15,7 +15,9 @@ from drumline.planner.report.table import billing, plain_table, show_headline
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, number
 
+# Numbers of devices of the table, besides that of the plan itself.
 SIZES = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000, 100_000)
+# Heads of its columns.
 HEADS = (
     "devices",
     "faults\na day",
@@ -31,9 +33,10 @@ HEADS = (
 class Outcome(NamedTuple):
     """What a campaign comes to; the fields are the keys of the JSON.
 
-    `every`, `in_memory_every`: steps between two saves; `goodput`: the share of time that is training;
-    `available`: the share of time in which enough hosts work; `hours`, `cost`: of the run with faults,
-    None where it never ends.
+    `every`, `in_memory_every`: steps between two saves.
+    `goodput`: the share of time that is training.
+    `available`: the share of time in which enough hosts work.
+    `hours`, `cost`: of the run with faults; None if it never ends.
     """
 
     devices: int
@@ -79,10 +82,13 @@ def _outcome(found: Campaign, hours: float, price: float | None, devices: int) -
     `price`: of a device for an hour. Spare hosts are paid for, too.
     """
     spares = found.spares
-    spent: float | None = found.hours(hours * devices / found.devices)
+    # More devices take less time for the same tokens.
+    hours_without_faults = hours * devices / found.devices
+    spent: float | None = found.hours(hours_without_faults)
     paid_devices = found.devices * (1 + spares / found.hosts)
     cost = None
     if spent is not None and not math.isfinite(spent):
+        # JSON has no infinity.
         spent = None
     if price is not None and spent is not None:
         cost = price * spent * paid_devices

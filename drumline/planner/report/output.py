@@ -1,4 +1,7 @@
-"""The planner's answer as JSON, as overrides of a YAML, and as the YAML that `drumline init` writes. Pure."""
+"""The planner's answer as JSON, as overrides of a YAML, and as the YAML that `drumline init` writes.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from drumline.planner.search.auto import disagreements, risk, with_little_room
 from drumline.system.yaml_lines import write_yaml
 from drumline.version import __version__
 
-VERSION = 1  # of the JSON, whose keys stay
+# Version of the JSON. Scripts read it, so its keys keep their names, also older words such as `guides`.
+VERSION = 1
 # Sections that a layout sets. All other sections of a candidate's config are the user's own.
 LAYOUT_SECTIONS = ("strategy", "batch", "memory", "precision", "compile")
 SCHEMA = "drumline.schema.json"
@@ -51,28 +55,37 @@ SECTIONS = {
 def describe_use(
     config: Config, candidate: Candidate, path: Path | None, given: Iterable[str] = ()
 ) -> str:
-    """Return the text that says how to train by a candidate: a command if a YAML was given, else a YAML.
+    """Return the text that says how to train by a candidate.
 
-    `path`: the YAML that was planned for; None: there was none. `given`: the overrides of that YAML.
+    It is a command if a YAML was given, else a YAML.
+
+    `path`: the YAML that was planned for; None: there was none.
+    `given`: the overrides of that YAML.
     """
     if path is None:
         return _yaml_to_use(config, candidate)
+    # The candidate's own strategy takes the place of the user's.
     kept = [override for override in given if not _sets_strategy(override)]
     command = ["drumline", "train", str(path), *kept, *overrides(config, candidate)]
     return f"To train by {candidate.name}:\n  {shlex.join(command)}"
 
 
 def _sets_strategy(override: str) -> bool:
+    """Return whether an override such as `strategy.tp=2` sets a key of the section `strategy`."""
     key = override.partition("=")[0]
     section = key.partition(".")[0]
     return section == "strategy"
 
 
 def _yaml_to_use(config: Config, candidate: Candidate) -> str:
+    """Return the YAML that trains by a candidate, as indented lines below a heading."""
     lines = [f"To train by {candidate.name}, in a YAML (`drumline init` writes it):"]
-    for line in write_yaml(full_config(config, candidate)).splitlines():
-        is_placeholder = line.endswith("path: data.jsonl")
-        remark = "  # yours" if is_placeholder else ""
+    text = write_yaml(full_config(config, candidate))
+    for line in text.splitlines():
+        remark = ""
+        # A plan by flags alone has a placeholder in the place of the data.
+        if line.endswith("path: data.jsonl"):
+            remark = "  # yours"
         lines.append(f"  {line}{remark}")
     return "\n".join(lines)
 
@@ -86,6 +99,7 @@ def needs_gb(estimate: Estimate, digits: int = 1) -> str:
     low, high = estimate.needs
     low_gb = low / GB
     high_gb = high / GB
+    # A range without width is none.
     if low_gb == high_gb:
         return needed
     return f"{needed} ({low_gb:.{digits}f}-{high_gb:.{digits}f})"
@@ -111,7 +125,9 @@ def explain_choice(answer: Answer) -> str:
 
 
 def commented_yaml(answer: Answer, name: str) -> str:
-    """Return the YAML that `drumline init` writes: what was planned for and the first plan, with comments.
+    """Return the YAML that `drumline init` writes.
+
+    It has what was planned for and the first plan, with comments.
 
     `name`: of the file, for the commands in its head.
     """
@@ -131,6 +147,7 @@ def commented_yaml(answer: Answer, name: str) -> str:
         f"# Written by `drumline init` {__version__}. See all plans: drumline plan {name}",
         f"# Train: drumline train {name} (--dry-run only shows what would happen)",
     ]
+    # Known sections in their order, then the others.
     for section in dict.fromkeys([*SECTIONS, *values]):
         if section in values:
             lines.append("")
@@ -185,7 +202,9 @@ def sections_of_layout(candidate: Candidate) -> dict[str, Any]:
 
 
 def full_config(config: Config, candidate: Candidate) -> dict[str, Any]:
-    """Return the keys of a config that trains by a candidate: all that the user set, then the layout's sections.
+    """Return the keys of a config that trains by a candidate.
+
+    They are all that the user set, then the layout's sections.
 
     `config`: the one that was planned for.
     """
@@ -194,7 +213,8 @@ def full_config(config: Config, candidate: Candidate) -> dict[str, Any]:
     made |= sections_of_layout(candidate)
     ranks = _ranks_to_name(config, candidate)
     if ranks is not None:
-        made["launch"] = {**made.get("launch", {}), "nproc": ranks}
+        launch = made.get("launch", {})
+        made["launch"] = {**launch, "nproc": ranks}
     return {key: value for key, value in made.items() if value not in ({}, None)}
 
 
@@ -207,7 +227,9 @@ def _ranks_to_name(config: Config, candidate: Candidate) -> int | None:
     nproc = config.launch.nproc
     world_size = candidate.layout.mesh.world_size
     if nproc is not None:
-        hosts = 1 if described is None else described.nodes
+        hosts = 1
+        if described is not None:
+            hosts = described.nodes
         ranks = max(1, world_size // hosts)
         if ranks == nproc:
             return None
@@ -239,6 +261,7 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
 
 
 def _batch_overrides(config: Config, candidate: Candidate) -> list[str]:
+    """Return the overrides of the section `batch` that a candidate needs."""
     made = []
     for key in ("global_samples", "micro_batch", "accumulation"):
         # A batch that is set in tokens has its number of samples from these.
@@ -257,11 +280,14 @@ def answer_as_json(
 ) -> dict[str, Any]:
     """Return the answer of `drumline plan --json`, in bytes, seconds, tokens and FLOPs, never scaled.
 
-    `tokens`: of the whole run; None: those of its steps. `changes`: what would make it fit, where nothing does.
+    `tokens`: of the whole run; None: those of its steps.
+    `changes`: what would make it fit, if nothing does.
+    `adapted`: the best plans of full training, LoRA and QLoRA.
     """
     question = answer.question
 
     def as_json(found: Candidate | None) -> dict[str, Any] | None:
+        """Return a candidate with its estimate; None if there is none."""
         if found is None:
             return None
         return candidate_as_json(question, found, tokens)
@@ -272,7 +298,9 @@ def answer_as_json(
         refused.append({"name": family.name, "reason": family.reason, "best": best})
     adapters = []
     for each in adapted:
-        longest = None if each.longest is None else each.longest.number
+        longest = None
+        if each.longest is not None:
+            longest = each.longest.number
         best = as_json(each.best)
         adapters.append({"adapter": each.name.lower(), "best": best, "max_length": longest})
     heuristics = []
@@ -298,6 +326,7 @@ def answer_as_json(
 
 
 def _model_as_json(question: Question) -> dict[str, Any]:
+    """Return the model's sizes, and the modules that an adapter leaves out."""
     facts = question.facts
     unadapted = []
     for group in find_unadapted(facts, question.config.adapter):
@@ -317,6 +346,7 @@ def _model_as_json(question: Question) -> dict[str, Any]:
 
 
 def _cluster_as_json(question: Question) -> dict[str, Any]:
+    """Return the cluster: its devices, links, hosts and price."""
     cluster = question.cluster
     return {
         **_device_as_json(cluster.device),
@@ -333,6 +363,7 @@ def _cluster_as_json(question: Question) -> dict[str, Any]:
 
 
 def _task_as_json(question: Question) -> dict[str, Any]:
+    """Return what is trained on: the algorithm, and what is known of the data."""
     data = None
     if question.data is not None:
         data = question.data.model_dump(mode="json")
@@ -410,6 +441,7 @@ def catalog_as_json() -> dict[str, Any]:
 
 
 def _device_as_json(spec: DeviceSpec) -> dict[str, Any]:
+    """Return a device's datasheet, in bytes and FLOP/s."""
     return {
         "device": spec.name,
         "kind": spec.kind,
@@ -420,4 +452,5 @@ def _device_as_json(spec: DeviceSpec) -> dict[str, Any]:
 
 
 def _link_as_json(link: Link) -> dict[str, Any]:
+    """Return a link's datasheet: bytes per second one way, and seconds of latency."""
     return {"name": link.name, "bytes_per_s": link.bandwidth, "latency_s": link.latency}

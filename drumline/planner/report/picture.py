@@ -1,4 +1,8 @@
-"""The report of `drumline plan --figure`: memory by category beside the device's limit, and time against memory."""
+"""The report of `drumline plan --figure`.
+
+On the left are bars of memory by category beside the device's limit, on the right points of time
+against memory. The bars show why a plan fits, and the points which plan is worth its memory.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,32 @@ from drumline.planner.search.answer import GB, Answer, Candidate, number
 from drumline.report.markup import render, table
 
 KINDS = (".png", ".svg", ".html")
-# The colours of Okabe and Ito, which colour-blind readers can distinguish; what the allocator cannot use is grey.
-COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#999999", "#DDDDDD")
+# The colours of Okabe and Ito, which colour-blind readers can distinguish; what the allocator cannot
+# use is grey.
+COLOURS = (
+    "#0072B2",
+    "#56B4E9",
+    "#009E73",
+    "#E69F00",
+    "#F0E442",
+    "#CC79A7",
+    "#999999",
+    "#DDDDDD",
+)
+# What the allocator reserves and cannot use.
 RESERVE = "reserve"
 PARTS = (*CATEGORIES, RESERVE)
-FIT, NO_FIT, FRONT = "#0072B2", "#D55E00", "#009E73"
-MOST_BARS, MOST_REFUSED = 12, 6
-# Heights along the axis of bars: of a bar, and of the gap between those that fit and those that do not.
-BAR_HEIGHT, GAP = 0.72, 0.6
+# Colours of the points: of what fits, of what does not, and of the Pareto front.
+FIT = "#0072B2"
+NO_FIT = "#D55E00"
+FRONT = "#009E73"
+# Bars of what fits, and of what does not.
+MOST_BARS = 12
+MOST_REFUSED = 6
+# Heights along the axis of bars: of a bar, and of the gap between those that fit and those that do
+# not.
+BAR_HEIGHT = 0.72
+GAP = 0.6
 # So that a line does not run through a number.
 BEHIND = {
     "facecolor": "white",
@@ -31,14 +53,16 @@ BEHIND = {
 }
 # A candidate that needs more than this many times the device's memory is left out of the picture.
 FAR = 1.6
-# A candidate that does not fit and is slower than the slowest that fits by more than this factor has a bar but
-# no point, which would press all others together.
+# A candidate that does not fit and is slower than the slowest that fits by more than this factor has
+# a bar but no point, which would press all others together.
 SLOW = 4
 # The axis of seconds is logarithmic if the slowest candidate takes this many times as long as the fastest.
 WIDE = 4
 MILLION = 1e6
-# Names beside the points: inches from one to the next, and where they begin, as a share of the axes' width.
-NAME_DISTANCE, NAME_LEFT = 0.2, 1.03
+# Names beside the points: inches from one to the next, and their left edge as a share of the axes'
+# width.
+NAME_DISTANCE = 0.2
+NAME_LEFT = 1.03
 # The thin line from a name to its point. Distances from the ends are in points.
 NAME_LINE = {
     "arrowstyle": "-",
@@ -54,8 +78,10 @@ NAME_LINE = {
 class Shown:
     """The candidates to draw.
 
-    `fit`: those that fit or are tight, in the answer's order; `refused`: the nearest that do not fit, the
-    nearest first; `limit`: GB of a device; `left_out`: the number of candidates that are not drawn.
+    `fit`: those that fit or are tight, in the answer's order.
+    `refused`: the nearest that do not fit, the nearest first.
+    `limit`: GB of a device.
+    `left_out`: the number of candidates that are not drawn.
     """
 
     fit: tuple[Candidate, ...]
@@ -111,6 +137,7 @@ def _memory_then_speed(candidate: Candidate) -> tuple[int, float]:
 
 
 def _needed_bytes(candidate: Candidate) -> int:
+    """Return the bytes that a device needs."""
     return candidate.estimate.memory.reserved
 
 
@@ -263,11 +290,13 @@ def _draw_points(axes: Any, shown: Shown) -> None:
     axes.set_xlabel(f"GB that a device needs (line: {shown.limit:.1f} there are)")
     axes.set_ylabel("seconds for 1M tokens")
     axes.set_title("Time against memory", fontsize=10, loc="left")
+    # The answer's first may be part of the front, too.
     named = {candidate.name: candidate for candidate in (*shown.fit[:1], *front)}
     _draw_names(axes, list(named.values()))
 
 
 def _speed(candidate: Candidate) -> float:
+    """Return the tokens/s of all devices."""
     return candidate.estimate.tokens_per_s
 
 

@@ -70,6 +70,7 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
 
 
 def _most_row(most: Most) -> list[str]:
+    """Return the row of a family: its largest number, and the plan at that number."""
     cells = main_cells(most.found)
     shown = [cells[head] for head in SHOWN]
     return [most.found.name, f"{most.number:,}", *shown, checkpointing(most.found.layout)]
@@ -80,6 +81,7 @@ def parse_what_if(text: str) -> list[int]:
     key, _, values = text.partition("=")
     parts = []
     for part in values.split(","):
+        # A comma at the end makes an empty part.
         if part.strip():
             parts.append(part.strip())
     are_counts = all(part.isdecimal() and int(part) > 0 for part in parts)
@@ -126,6 +128,7 @@ def report_what_if(
 
 
 def _print_what_if_json(answers: Sequence[Answer], tokens: float | None) -> None:
+    """Print the first plan on each number of hosts as JSON, null if none fits."""
     found = []
     for answer in answers:
         cluster = answer.question.cluster
@@ -139,13 +142,15 @@ def _print_what_if_json(answers: Sequence[Answer], tokens: float | None) -> None
 def _fitting_row(answer: Answer, base: Answer, tokens: float | None) -> list[str]:
     """Return the row of a number of hosts on which a plan fits.
 
-    `base`: the first such answer, whose speed the gain is measured against; `tokens`: of the whole run.
+    `base`: the first such answer, whose speed the gain is measured against.
+    `tokens`: of the whole run.
     """
     cluster = answer.question.cluster
     first = answer.ranked[0]
     cells = main_cells(first)
     shown = [cells[head] for head in SHOWN]
     speed = first.estimate.tokens_per_s / base.ranked[0].estimate.tokens_per_s
+    # 100% if twice as many devices are twice as fast.
     of_linear = speed * base.question.cluster.world_size / cluster.world_size
     length = tokens
     if not tokens and not first.layout.steps:

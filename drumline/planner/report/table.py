@@ -42,7 +42,13 @@ SHORT = {
     "gradients": "grads",
     "optimizer": "optim",
 }
-VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
+# The colour of each verdict.
+VERDICTS = {
+    "fits": "green",
+    "tight": "yellow",
+    "no": "red",
+}
+# Heads of columns that several tables have.
 VERDICT = "verdict\n(risk)"
 NEEDS = "memory of\na device, GB"
 STEP = "seconds\na step"
@@ -63,6 +69,7 @@ TEXT_COLUMNS = (
     "to host",
 )
 Kind = Literal["max_length", "max_batch"]
+# Columns of `main_cells` that the short tables have.
 SHOWN = (VERDICT, NEEDS, SPEED)
 UNKNOWN = "–"
 BILLION = 1e9
@@ -71,7 +78,8 @@ NEARLY_ALL = 0.99
 # Wider than any table, so that a table is measured without being cut.
 UNLIMITED_WIDTH = 10_000
 
-Columns = dict[str, Sequence[str | Text]]  # head → one cell a row
+# Head of a column → one cell a row.
+Columns = dict[str, Sequence[str | Text]]
 
 
 class ColumnGroup(NamedTuple):
@@ -84,7 +92,8 @@ class ColumnGroup(NamedTuple):
 class Billing(NamedTuple):
     """The length of the run that hours and costs are of.
 
-    `tokens`: None for the steps that a candidate's config sets; `unit`: follows `hours` or `cost` in a head.
+    `tokens`: None for the steps that a candidate's config sets.
+    `unit`: follows `hours` or `cost` in a head.
     """
 
     tokens: float | None
@@ -96,9 +105,9 @@ def billing(candidates: Iterable[Candidate], tokens: float | None) -> Billing:
 
     `tokens`: of the whole run, where the user has given them.
     """
-    is_known = any(candidate.hours(tokens) is not None for candidate in candidates)
-    if is_known:
-        return Billing(tokens, "")
+    for candidate in candidates:
+        if candidate.hours(tokens) is not None:
+            return Billing(tokens, "")
     return Billing(BILLION, " /\n1B tokens")
 
 
@@ -113,13 +122,16 @@ def show(
 ) -> None:
     """Print all of an answer.
 
-    These are the question, full training beside LoRA and QLoRA, the first `top` plans, the families that
-    are out, heuristics that disagree, what would fit (`changes`), and remarks. `tokens`: of the whole run.
+    These are the question, full training beside LoRA and QLoRA, the first `top` plans, the families
+    that are out, heuristics that disagree, what would fit (`changes`), and remarks.
+
+    `tokens`: of the whole run.
     """
     show_headline(answer.question, console)
     show_adapted(adapted, console, tokens)
     ranked = answer.ranked[:top]
-    show_ranges([*ranked, *_best_of(adapted)], console)
+    shown = [*ranked, *_best_of(adapted)]
+    show_ranges(shown, console)
     if ranked:
         for table in tables(answer.question, ranked, console, tokens):
             _print_titled(table, console)
@@ -145,8 +157,14 @@ def _print_titled(table: Table, console: Console) -> None:
 
 def _show_refused(answer: Answer, console: Console) -> None:
     """Print the families that are out, each reason once."""
-    out = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    out = Table(
+        box=None,
+        show_header=False,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
     out.add_column(no_wrap=True, style="bold")
+    # Reasons are sentences: they get the rest of the width, and wrap.
     out.add_column(ratio=1)
     by_reason = grouped((refused.reason, refused.name) for refused in answer.refused)
     for reason, names in by_reason.items():
@@ -168,7 +186,9 @@ def show_short(
     top: int,
     tokens: float | None = None,
 ) -> None:
-    """Print one screen of an answer: the question, full, LoRA and QLoRA, the first `top` plans, and remarks.
+    """Print one screen of an answer.
+
+    It has the question, full training, LoRA and QLoRA, the first `top` plans, and remarks.
 
     `tokens`: of the whole run.
     """
@@ -183,6 +203,7 @@ def show_short(
     }
     columns |= _main_columns(shown)
     layout = _layout_columns(shown)
+    # The name of a plan says what its mesh is.
     del layout["mesh"]
     table = _table(columns | layout)
     if not _fits(table, console):
@@ -190,9 +211,12 @@ def show_short(
     console.print(table)
     show_ranges([*shown, *_best_of(adapted)], console)
     hidden = len(answer.ranked) - len(rows)
-    more = f"{hidden} more, " if hidden > 0 else ""
+    more = ""
+    if hidden > 0:
+        more = f"{hidden} more, "
     console.print(
-        f"{more}memory and seconds by category, what is out and why: --all\n", style="dim"
+        f"{more}memory and seconds by category, what is out and why: --all\n",
+        style="dim",
     )
     _show_remarks(answer, adapted, console, tokens)
 
@@ -212,7 +236,8 @@ def _show_refused_choice(answer: Answer, console: Console) -> None:
 def _rows_to_show(answer: Answer, top: int) -> list[int]:
     """Return the indices in `ranked` of the plans of one screen.
 
-    These are the first `top`, a tight plan that is faster than the first, and the best that fits with room.
+    These are the first `top`, a tight plan that is faster than the first, and the best that fits
+    with room.
     """
     rows = set(range(min(top, len(answer.ranked))))
     for candidate in (answer.tight, answer.with_room):
@@ -234,8 +259,10 @@ def _best_of(adapted: Sequence[Adapted]) -> list[Candidate]:
 def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | None) -> None:
     """Print the best plan of full training, LoRA and QLoRA.
 
-    The table has its memory and speed, the hours and the cost of the run (or of a billion tokens), and the
-    longest row that fits. `tokens`: of the whole run.
+    The table has its memory and speed, the hours and the cost of the run (or of a billion tokens),
+    and the longest row that fits.
+
+    `tokens`: of the whole run.
     """
     shown = [each for each in adapted if each.best is not None]
     if not shown:
@@ -245,11 +272,13 @@ def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | N
         "": [each.name for each in shown],
         "strategy": [candidate.name for candidate in best],
     }
-    columns |= _coloured([main_cells(candidate) for candidate in best], SHOWN)
+    cells = [main_cells(candidate) for candidate in best]
+    columns |= _coloured(cells, SHOWN)
     columns |= _adapted_run_columns(shown, best, tokens)
     if any(each.longest is not None for each in shown):
         columns["longest\nrow"] = [_longest_cell(each) for each in shown]
     if not _fits(_table(columns), console):
+        # The ends of the ranges without decimal places.
         columns[NEEDS] = [needs_gb(candidate.estimate, 0) for candidate in best]
     console.print(_table(columns, styles={"": "bold"}))
     if len(shown) > 1:
@@ -267,9 +296,12 @@ def _adapted_run_columns(
     hours = []
     costs = []
     for each, candidate in zip(shown, best, strict=True):
-        does_fit = bool(each.answer.ranked)
-        hours.append(number(candidate.hours(length)) if does_fit else UNKNOWN)
-        costs.append(number(candidate.cost(price, length)) if does_fit else UNKNOWN)
+        if each.answer.ranked:
+            hours.append(number(candidate.hours(length)))
+            costs.append(number(candidate.cost(price, length)))
+        else:
+            hours.append(UNKNOWN)
+            costs.append(UNKNOWN)
     columns: Columns = {f"hours{unit}": hours}
     if price is not None:
         columns[f"cost{unit}"] = costs
@@ -277,19 +309,23 @@ def _adapted_run_columns(
 
 
 def _longest_cell(each: Adapted) -> str:
+    """Return the tokens of the longest row that fits, as a cell."""
     if each.longest is None:
         return UNKNOWN
     return f"{each.longest.number:,}"
 
 
 def _describe_batches(shown: Sequence[Adapted], best: Sequence[Candidate]) -> str:
-    """Return the micro-batch and checkpointing of each, which explain its memory: `full 1 (full), LoRA 16 (none)`."""
-    each = []
+    """Return the micro-batch and checkpointing of each, such as `full 1 (full), LoRA 16 (none)`.
+
+    They explain why an adapter may need as much memory as full training: it takes more rows at once.
+    """
+    described = []
     for adapted, chosen in zip(shown, best, strict=True):
-        each.append(
-            f"{adapted.name} {chosen.layout.batch.micro_batch} ({checkpointing(chosen.layout)})"
-        )
-    return ", ".join(each)
+        layout = chosen.layout
+        rows = layout.batch.micro_batch
+        described.append(f"{adapted.name} {rows} ({checkpointing(layout)})")
+    return ", ".join(described)
 
 
 def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
@@ -300,15 +336,18 @@ def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
     pairs = []
     for candidate in candidates:
         low, high = candidate.estimate.seconds_range
-        pairs.append((f"{low - 1:+.0%} to {high - 1:+.0%}", group_of(candidate.layout)))
-    each = []
+        ends = f"{low - 1:+.0%} to {high - 1:+.0%}"
+        pairs.append((ends, group_of(candidate.layout)))
+    described = []
     for ends, groups in grouped(pairs).items():
-        if ends != "+0% to +0%":
-            distinct = dict.fromkeys(groups)
-            each.append(f"{', '.join(distinct)} {ends}")
-    if each:
+        if ends == "+0% to +0%":
+            continue
+        # Each group once, in the order of the table.
+        names = ", ".join(dict.fromkeys(groups))
+        described.append(f"{names} {ends}")
+    if described:
         console.print(
-            f"Measured seconds were off the predicted ones by: {'; '.join(each)}",
+            f"Measured seconds were off the predicted ones by: {'; '.join(described)}",
             style="dim",
             markup=False,
         )
@@ -343,6 +382,7 @@ def headline(question: Question) -> tuple[str, str, str]:
 
 
 def _describe_model(question: Question) -> str:
+    """Return the model's name and its number of parameters."""
     facts = question.facts
     path = question.config.model.id or "written out"
     name = path.removeprefix("package:").rstrip("/").rpartition("/")[2]
@@ -353,6 +393,7 @@ def _describe_model(question: Question) -> str:
 
 
 def _describe_task(question: Question) -> str:
+    """Return the algorithm and the length of its rows. Images have no length."""
     config = question.config
     if config.images_alone:
         return config.algorithm.kind
@@ -360,6 +401,7 @@ def _describe_task(question: Question) -> str:
 
 
 def _describe_cluster(question: Question) -> str:
+    """Return the devices with their memory and links, and the memory of a host."""
     cluster = question.cluster
     device = cluster.device
     hosts = ""
@@ -367,9 +409,8 @@ def _describe_cluster(question: Question) -> str:
     if cluster.nodes > 1:
         hosts = f"{cluster.nodes} × "
         links += f", {cluster.inter.name} between hosts"
-    text = (
-        f"{hosts}{cluster.per_node} × {device.name} of {device.memory_bytes / GB:.1f} GB ({links})"
-    )
+    memory = f"{device.memory_bytes / GB:.1f} GB"
+    text = f"{hosts}{cluster.per_node} × {device.name} of {memory} ({links})"
     if device.kind != "cpu" and cluster.host_memory_bytes is not None:
         text += f", {cluster.host_memory_bytes / GB:,.0f} GB a host"
         if cluster.host_memory_assumed:
@@ -382,10 +423,12 @@ def tables(
 ) -> list[Table]:
     """Return the ranked plans in as few tables as the terminal's width allows.
 
-    Each table has the numbers of the rows, the first one also their names, the others where there is room.
+    Each table has the numbers of the rows. The first one also has their names, and so have the others
+    if there is room.
     """
     numbers: Columns = {"#": [str(place) for place in range(1, len(ranked) + 1)]}
     named = numbers | {"strategy": [candidate.name for candidate in ranked]}
+    # The groups of columns of each table. A group that does not fit begins the next table.
     shared: list[list[ColumnGroup]] = [[]]
     for group in _groups(question, ranked, tokens):
         groups = shared[-1]
@@ -435,6 +478,7 @@ def _has_later_gradients(memory: Memory) -> bool:
 
 
 def _main_columns(ranked: Sequence[Candidate]) -> Columns:
+    """Return verdict, memory, seconds, speed and MFU."""
     cells = [main_cells(candidate) for candidate in ranked]
     return _coloured(cells, tuple(cells[0]))
 
@@ -443,9 +487,11 @@ def _run_columns(question: Question, ranked: Sequence[Candidate], tokens: float 
     """Return hours and cost of the run (or of a billion tokens), and the devices if they differ."""
     length, unit = billing(ranked, tokens)
     price = question.cluster.price_per_device_hour
-    columns: Columns = {f"hours{unit}": [number(each.hours(length)) for each in ranked]}
+    hours = [number(each.hours(length)) for each in ranked]
+    columns: Columns = {f"hours{unit}": hours}
     if price is not None:
         columns[f"cost{unit}"] = [number(each.cost(price, length)) for each in ranked]
+    # A plan may leave some devices of the cluster unused.
     devices = [candidate.devices for candidate in ranked]
     if len(set(devices)) > 1:
         columns["devices"] = [str(each) for each in devices]
@@ -454,15 +500,23 @@ def _run_columns(question: Question, ranked: Sequence[Candidate], tokens: float 
 
 def _layout_columns(ranked: Sequence[Candidate]) -> Columns:
     """Return mesh, batch and checkpointing, and compilation if any plan compiles."""
-    batches = [candidate.layout.batch for candidate in ranked]
+    meshes = []
+    batches = []
+    recomputation = []
+    compilation = []
+    for candidate in ranked:
+        layout = candidate.layout
+        meshes.append(_describe_mesh(candidate))
+        batches.append(f"{layout.batch.micro_batch} × {layout.batch.accumulation}")
+        recomputation.append(checkpointing(layout))
+        compilation.append("on" if candidate.config.compile.enabled else "off")
     columns: Columns = {
-        "mesh": [_describe_mesh(candidate) for candidate in ranked],
-        "micro ×\nacc": [f"{batch.micro_batch} × {batch.accumulation}" for batch in batches],
-        "checkpointing": [checkpointing(candidate.layout) for candidate in ranked],
+        "mesh": meshes,
+        "micro ×\nacc": batches,
+        "checkpointing": recomputation,
     }
-    does_compile = [bool(candidate.config.compile.enabled) for candidate in ranked]
-    if any(does_compile):
-        columns["compile"] = ["on" if each else "off" for each in does_compile]
+    if "on" in compilation:
+        columns["compile"] = compilation
     return columns
 
 
@@ -476,6 +530,7 @@ def _describe_mesh(candidate: Candidate) -> str:
 
 
 def _memory_columns(memories: Sequence[Memory]) -> Columns:
+    """Return the GB of a device by category, and at the peak."""
     columns: Columns = {}
     for part in (*CATEGORIES, "peak"):
         head = SHORT.get(part, part)
@@ -484,6 +539,7 @@ def _memory_columns(memories: Sequence[Memory]) -> Columns:
 
 
 def _host_columns(ranked: Sequence[Candidate]) -> Columns:
+    """Return the GB of a host by phase of the run."""
     hosts = [candidate.estimate.host for candidate in ranked]
     columns: Columns = {}
     for part in HostMemory.model_fields:
@@ -492,7 +548,10 @@ def _host_columns(ranked: Sequence[Candidate]) -> Columns:
 
 
 def _seconds_columns(ranked: Sequence[Candidate]) -> Columns:
-    """Return the seconds of each part of a step that takes time in any plan, and the GB that a device sends."""
+    """Return the seconds of a step by part, and the GB that a device sends in it.
+
+    A part that takes no time in any plan has no column.
+    """
     columns: Columns = {}
     for part in SECONDS:
         spent = [getattr(candidate.estimate.seconds, part) for candidate in ranked]
@@ -512,6 +571,7 @@ def _coloured(cells: Sequence[Mapping[str, str]], heads: Sequence[str]) -> Colum
             cell = row[head]
             style = ""
             if head == VERDICT:
+                # Without the risk: `tight 11%`.
                 verdict = cell.partition(" ")[0]
                 style = VERDICTS.get(verdict, "")
             column.append(Text(cell, style=style))
@@ -539,7 +599,7 @@ def _table(
     styles = styles or {}
     for head in columns:
         justify: JustifyMethod = "left" if head in TEXT_COLUMNS else "right"
-        # Where the terminal is too narrow, names take two lines, and each number is whole.
+        # If the terminal is too narrow, names take two lines, and each number is whole.
         can_wrap = head == "strategy"
         table.add_column(head, justify=justify, no_wrap=not can_wrap, style=styles.get(head, ""))
     for cells in zip(*columns.values(), strict=True):
@@ -595,6 +655,7 @@ def gradients_at_peak(memory: Memory) -> int:
     """
     rest = 0
     for name in CATEGORIES:
+        # The peak is of tensors, which the overhead has none of.
         if name not in ("gradients", "overhead"):
             rest += getattr(memory, name)
     return min(memory.gradients, max(0, memory.peak - rest))
@@ -618,13 +679,14 @@ def _show_remarks(
 ) -> None:
     """Print remarks on the first plan.
 
-    They say why it is slow and what is faster, whether compilation pays, what a tight plan risks and how to
-    take one that is not row 1, and what was assumed of the host's memory.
+    They say why it is slow and what is faster, whether compilation pays, what a tight plan risks and
+    how to take one that is not row 1, and what was assumed of the host's memory.
     """
     for line in slow_lines(answer, adapted, tokens):
         console.print(line, markup=False)
     question = answer.question
     first = answer.ranked[0]
+    # The user has not said whether to compile.
     is_open = question.config.compile.enabled is None
     if is_open and is_weighed(first.layout, question.facts, question.cluster):
         steps = first.layout.steps
@@ -660,9 +722,13 @@ def _show_export(answer: Answer, console: Console) -> None:
         console.print(f"Row 1: {without}.\n", markup=False)
     elif estimate.host_limit is not None and estimate.host.export > estimate.host_limit:
         needs = gb(estimate.host.export)
-        line = f"The export at the end of row 1 needs {needs} of host memory; checkpoint.export=none leaves it out"
+        line = (
+            f"The export at the end of row 1 needs {needs} of host memory;"
+            " checkpoint.export=none leaves it out"
+        )
         console.print(
-            f"{line} (`drumline export` writes it later, on another machine).\n", markup=False
+            f"{line} (`drumline export` writes it later, on another machine).\n",
+            markup=False,
         )
 
 
@@ -671,9 +737,13 @@ def _describe_safer(answer: Answer) -> str:
     found = answer.with_room
     if found is None:
         return " No plan fits with more room."
+    first = answer.ranked[0]
     row = 1 + answer.ranked.index(found)
-    times = answer.ranked[0].estimate.tokens_per_s / found.estimate.tokens_per_s
-    return f" The best that fits with room is row {row}, {found.name}: row 1 is {number(times)} × as fast."
+    times = first.estimate.tokens_per_s / found.estimate.tokens_per_s
+    return (
+        f" The best that fits with room is row {row}, {found.name}:"
+        f" row 1 is {number(times)} × as fast."
+    )
 
 
 def _host_matters(answer: Answer) -> bool:
@@ -690,11 +760,15 @@ def _host_matters(answer: Answer) -> bool:
 
 
 def assumed_host(answer: Answer) -> str:
-    """Return the host memory that the plan assumes, the key that sets it, and what row 1 takes if that is much."""
+    """Return the host memory that the plan assumes, as a line that names the key that sets it.
+
+    If row 1 takes much of it, the line also says how much, and in which phase of the run.
+    """
     cluster = answer.question.cluster
     host_bytes = cluster.host_memory_bytes or 0
     bytes_a_device, _ = usual_host_memory(cluster.device)
-    assumed = f"{host_bytes / GB:,.0f} GB assumed, {bytes_a_device / GB:,.0f} GB for each {cluster.device.name}"
+    of_device = f"{bytes_a_device / GB:,.0f} GB for each {cluster.device.name}"
+    assumed = f"{host_bytes / GB:,.0f} GB assumed, {of_device}"
     line = (
         f"Memory of a host: {assumed} (--devices has the source); cluster.host_memory_gb=… sets it."
     )
@@ -708,5 +782,5 @@ def assumed_host(answer: Answer) -> str:
         "while it trains": host.train,
         "while it saves": host.save,
     }
-    most = max(phases, key=lambda phase: phases[phase])
+    most = max(phases, key=phases.__getitem__)
     return f"{line} Row 1 takes {gb(phases[most])} of it {most}."

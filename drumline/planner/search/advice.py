@@ -1,5 +1,8 @@
-"""Advice: the smallest change after which a run fits, the longest row, the largest micro-batch, other
-numbers of hosts, and fallbacks for a run that ran out of memory. Pure."""
+"""Advice on a run that does not fit, and on how far one that fits can grow.
+
+It is the smallest change after which a run fits, the longest row, the largest micro-batch, other
+numbers of hosts, and fallbacks for a run that ran out of memory. All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,23 @@ from drumline.planner.search.answer import (
 from drumline.planner.search.search import CHECKPOINTING, evaluate, fits, search, search_space
 from drumline.planner.strategies.base import cost_of
 
-STEP = 64  # tokens; the length of an advised row is a multiple of it
-SHORT = 512  # tokens; no shorter row is advised
+# The length of an advised row is a multiple of so many tokens.
+STEP = 64
+# No shorter row than of so many tokens is advised.
+SHORT = 512
+# Hosts up to which more are advised, and devices of one host.
 MOST_HOSTS = 1024
-HOST_SIZES = (2, 4, 8)  # devices of one host
-LONGEST = 1 << 20  # tokens of the longest row if the model sets no limit
+HOST_SIZES = (2, 4, 8)
+# Tokens of the longest row if the model sets no limit.
+LONGEST = 1 << 20
+# Rows of the largest micro-batch.
 MOST_ROWS = 1 << 12
-MLP_CHUNK = 8192  # tokens; products of so many rows fill a GPU
-MOST_CHANGES = 3  # that an error names
-DISK = "/nvme"  # stands for a folder that the user has to name
+# Tokens of a chunk of the feed-forward part. Products of so many rows fill a GPU.
+MLP_CHUNK = 8192
+# Changes that an error names.
+MOST_CHANGES = 3
+# Stands for a folder that the user has to name.
+DISK = "/nvme"
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class Adapted:
 
     @property
     def best(self) -> Candidate | None:
-        """The first candidate that fits, or else the one that needs least."""
+        """Return the first candidate that fits, or else the one that needs least."""
         if self.answer.ranked:
             return self.answer.ranked[0]
         return _leanest(refused.best for refused in self.answer.refused)
@@ -106,6 +117,7 @@ def nothing_fits(answer: Answer) -> tuple[Change, ...]:
     """
     changes = []
     for what, changed in _proposals(answer.question):
+        # This ends with the first strategy that fits, so most changes are not searched in full.
         if not fits(changed):
             continue
         ranked = search(changed, with_room=True).ranked
@@ -204,7 +216,10 @@ def _longest_of_all(question: Question) -> Most | None:
     """
 
     def parts(strategy: StrategyConfig) -> int:
-        return int(getattr(strategy, "cp", 1) * getattr(strategy, "tp", 1))
+        """Return into how many parts a strategy cuts what a row needs."""
+        cp = getattr(strategy, "cp", 1)
+        tp = getattr(strategy, "tp", 1)
+        return int(cp * tp)
 
     strategies = sorted(search_space(question), key=parts, reverse=True)
     return _longest(question, strategies)

@@ -46,27 +46,34 @@ FSDP = FSDP2Strategy()
 OFFLOADED = FSDP2Strategy(offload="cpu")
 
 
+# The conditions of the heuristics, each asked of a question.
 def _always(question: Question) -> bool:
+    """Return True: the last rung takes whatever is left."""
     return True
 
 
 def _has_less_than_1b(question: Question) -> bool:
+    """Return whether the model has fewer than a billion parameters."""
     return question.facts.parameters < BILLION
 
 
 def _has_up_to_7b(question: Question) -> bool:
+    """Return whether the model has at most 7 billion parameters."""
     return question.facts.parameters <= 7 * BILLION
 
 
 def _has_few_devices_and_parameters(question: Question) -> bool:
+    """Return whether there are at most 4 devices and 8 billion parameters."""
     return question.cluster.world_size <= 4 and question.facts.parameters <= 8 * BILLION
 
 
 def _fits_on_a_device(question: Question) -> bool:
+    """Return whether a copy of the model fits on each device, by an estimate."""
     return isinstance(look_at(question, DDP), Candidate)
 
 
 def _fits_in_shards(question: Question) -> bool:
+    """Return whether the model fits if it is sharded over all devices, by an estimate."""
     return isinstance(look_at(question, FSDP), Candidate)
 
 
@@ -113,7 +120,10 @@ class Disagreement:
 
 
 def chosen_by(question: Question, heuristic: str) -> tuple[StrategyConfig, str]:
-    """Return the strategy of a heuristic, and the condition that holds. DDP on one device is single."""
+    """Return the strategy of a heuristic, and the condition that holds.
+
+    `heuristic`: a key of HEURISTICS. On one device DDP becomes `single`.
+    """
     rung = next(rung for rung in HEURISTICS[heuristic] if rung.holds(question))
     strategy = rung.strategy
     if question.cluster.world_size == 1 and strategy is DDP:
@@ -332,14 +342,14 @@ def _reason(answer: Answer) -> str:
     if first.estimate.verdict == "tight":
         if answer.with_room is None:
             return "the best, and none fits with room"
-        times = first.estimate.tokens_per_s / answer.with_room.estimate.tokens_per_s
-        return f"the best, {times:.1f} × as fast as the best that fits with room ({answer.with_room.name})"
-    fitting = [candidate for candidate in rest if candidate.estimate.verdict == "fits"]
-    faster_ones = [
-        candidate
-        for candidate in fitting
-        if candidate.estimate.tokens_per_s > first.estimate.tokens_per_s
-    ]
+        other = answer.with_room
+        times = first.estimate.tokens_per_s / other.estimate.tokens_per_s
+        return f"the best, {times:.1f} × as fast as the best that fits with room ({other.name})"
+    faster_ones = []
+    for candidate in rest:
+        estimate = candidate.estimate
+        if estimate.verdict == "fits" and estimate.tokens_per_s > first.estimate.tokens_per_s:
+            faster_ones.append(candidate)
     if not faster_ones:
         return "the fastest predicted to fit"
     if not any(faster(other.estimate, first.estimate) for other in faster_ones):

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from drumline.plan.explain import count
 from drumline.planner.search.advice import Adapted, without_offload
-from drumline.planner.search.answer import Answer, Candidate, Refused, gb, is_offloaded, number
+from drumline.planner.search.answer import (
+    Answer,
+    Candidate,
+    Question,
+    Refused,
+    gb,
+    is_offloaded,
+    number,
+)
 from drumline.planner.search.search import look_at
 
 # An adapter skips at most a third of the arithmetic (the gradients of frozen weights), which makes it
@@ -19,9 +27,16 @@ SLOW = 3.0
 # A doubled global batch is advised if it gains at least a quarter. Then fixed costs take 40% of a step
 # or more.
 WORTH_DOUBLING = 1.25
-MOST_TOKENS_A_STEP = 1 << 20  # few fine-tune with more
-DAY = 86_400  # seconds
-FLAGS = {"full": "--adapter none", "LoRA": "--adapter lora", "QLoRA": "--adapter qlora"}
+# Tokens of a step up to which a larger batch is advised. Few fine-tune with more.
+MOST_TOKENS_A_STEP = 1 << 20
+# Seconds of a day.
+DAY = 86_400
+# The flag that plans for each.
+FLAGS = {
+    "full": "--adapter none",
+    "LoRA": "--adapter lora",
+    "QLoRA": "--adapter qlora",
+}
 
 
 def choose_adapter(adapted: Sequence[Adapted]) -> Adapted | None:
@@ -67,8 +82,9 @@ def slow_lines(
 ) -> list[str]:
     """Return why row 1 is slow, and what to do instead, in a line each.
 
-    The list is empty unless an adapter is more than SLOW times as fast. `tokens`: of the whole run;
-    None: the tokens of row 1's steps, if their number is known.
+    The list is empty unless an adapter is more than SLOW times as fast.
+
+    `tokens`: of the whole run; None: the tokens of row 1's steps, if their number is known.
     """
     first = answer.ranked[0]
     if tokens is None and first.layout.steps is not None:
@@ -90,6 +106,7 @@ def slow_lines(
     if is_offloaded(first.layout.strategy):
         more_devices = without_offload(answer.question)
     if more_devices is not None:
+        # The text names the devices that there are, too: "16 devices in place of 8".
         devices = more_devices.what.partition(" in place of ")[0]
         lines.append(f"  {devices}: {_pace(more_devices.found, tokens)}")
     speed = first.estimate.tokens_per_s
@@ -109,29 +126,34 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
     batch = answer.question.config.batch
     if batch.micro_batch is not None or batch.accumulation is not None:
         return None
+    # A sample may have several rows, such as both answers of a pair.
     rows = first.layout.batch.rows_per_sample
     tokens = first.layout.length * rows
     samples = first.layout.batch.global_samples
     best = first
     while 2 * samples * tokens <= MOST_TOKENS_A_STEP:
-        question = answer.question.with_values(
-            "batch", global_tokens=None, global_samples=2 * samples
-        )
+        question = _set_batch(answer.question, 2 * samples)
         doubled = look_at(question, first.layout.strategy)
-        if isinstance(doubled, Refused) or _speed_of(doubled) < WORTH_DOUBLING * _speed_of(best):
+        if isinstance(doubled, Refused):
+            break
+        if _speed_of(doubled) < WORTH_DOUBLING * _speed_of(best):
             break
         best = doubled
         samples *= 2
     if best is first:
         return None
-    at_larger = other.answer.question.with_values(
-        "batch", global_tokens=None, global_samples=samples
-    )
+    # The adapter may gain from the larger batch, too. It keeps the faster of its two plans.
+    at_larger = _set_batch(other.answer.question, samples)
     rival = look_at(at_larger, other.answer.ranked[0].layout.strategy)
     fastest = _speed(other)
     if isinstance(rival, Candidate):
         fastest = max(fastest, _speed_of(rival))
     return LargerBatch(samples, best, fastest / _speed_of(best))
+
+
+def _set_batch(question: Question, samples: int) -> Question:
+    """Return the question with another global batch, which may have been set in tokens."""
+    return question.with_values("batch", global_tokens=None, global_samples=samples)
 
 
 def _times(answer: Answer, other: Adapted, larger: LargerBatch | None) -> str:
@@ -178,23 +200,26 @@ def _reasons(answer: Answer) -> list[str]:
     if not is_offloaded(first.layout.strategy):
         return []
     fits_on_devices = any(not is_offloaded(each.layout.strategy) for each in answer.ranked)
-    too_large = [refused for refused in answer.refused if _is_too_large(refused)]
-    bests = [refused.best for refused in too_large if refused.best is not None]
-    if fits_on_devices or not bests:
+    too_large = []
+    for refused in answer.refused:
+        if refused.best is not None and _is_too_large(refused.best):
+            too_large.append(refused.best)
+    if fits_on_devices or not too_large:
         return [
-            f"{first.name} waits for copies to and from the devices, and for the optimizer outside of them."
+            f"{first.name} waits for copies to and from the devices, and for the optimizer"
+            " outside of them."
         ]
-    nearest = min(bests, key=lambda best: best.estimate.memory.reserved)
-    needs, limit = gb(nearest.estimate.memory.reserved), gb(nearest.estimate.limit)
+    nearest = min(too_large, key=lambda best: best.estimate.memory.reserved)
+    needs = gb(nearest.estimate.memory.reserved)
+    limit = gb(nearest.estimate.limit)
     return [
         "Optimizer states lie outside of the devices, since nothing fits on the devices alone"
         f" ({nearest.name}, the smallest, needs {needs} of {limit})."
     ]
 
 
-def _is_too_large(refused: Refused) -> bool:
-    """Return whether a family needs more than a device's memory without offloading."""
-    best = refused.best
-    if best is None or is_offloaded(best.layout.strategy):
+def _is_too_large(candidate: Candidate) -> bool:
+    """Return whether a candidate needs more than a device's memory without offloading."""
+    if is_offloaded(candidate.layout.strategy):
         return False
-    return best.estimate.memory.reserved > best.estimate.limit
+    return candidate.estimate.memory.reserved > candidate.estimate.limit

@@ -53,11 +53,13 @@ from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budge
 from drumline.planner.search.compiling import reason_against, set_compile
 from drumline.planner.strategies.base import Space, StrategyCost, cost_of
 
-FEW = 3  # strategies of a family that an answer holds
+# Strategies of a family that an answer holds.
+FEW = 3
 # Speeds of micro-batches of one strategy that differ by less are equal: their predictions share
 # their errors.
 SAME_ERROR = 0.01
-MOST_AT_ONCE = 4 * TOKENS_AT_ONCE  # tokens of the largest micro-batch if no batch is set
+# Tokens of the largest micro-batch if no batch is set.
+MOST_AT_ONCE = 4 * TOKENS_AT_ONCE
 # Keys that candidates choose. What else a user sets of a strategy is set in each candidate.
 _CHOSEN = (
     "tp",
@@ -82,16 +84,17 @@ def search_space(question: Question) -> Iterator[StrategyConfig]:
     given = question.config.strategy
     cluster = question.cluster
     space = Space(
-        cluster.nodes,
-        cluster.per_node,
-        question.facts.layers,
-        question.nvme or getattr(given, "nvme", None),
-        question.facts.experts,
+        nodes=cluster.nodes,
+        per_node=cluster.per_node,
+        layers=question.facts.layers,
+        nvme=question.nvme or getattr(given, "nvme", None),
+        experts=question.facts.experts,
     )
     candidates = []
     for kind in kinds(StrategyConfig).values():
         cost: type[StrategyCost[Any]] = part_class(kind.cost_class)
         candidates.append(cost.candidates(kind, space))
+    # The user's own strategy comes first, so its options count if a candidate has the same name.
     seen = set[str]()
     for strategy in chain(cost_of(given).variants(), *candidates):
         merged = _merge(given, strategy)
@@ -117,6 +120,7 @@ def _merge(given: StrategyConfig, strategy: StrategyConfig) -> StrategyConfig | 
         del fixed["reshard_after_forward"]
     for name in _CHOSEN:
         if name in fixed and fixed[name] != _chosen_value(strategy, name):
+            # The candidate is of another kind than the user wants.
             return None
     if pipeline is not None and getattr(strategy, "pp", 1) > 1:
         options = {name: getattr(pipeline, name) for name in pipeline.model_fields_set}
@@ -154,7 +158,8 @@ def search(
 ) -> Answer:
     """Return the best few candidates of each family, or the reason why none fits.
 
-    `among`: the strategies to estimate; None: all. `with_room`: tight candidates do not count.
+    `among`: the strategies to estimate; None: all.
+    `with_room`: tight candidates do not count.
     """
     estimates = _Estimates(question)
     question = estimates.question
@@ -183,10 +188,12 @@ def _search_families(
         if best is not None:
             family.best = heapq.nlargest(FEW, [*family.best, best], expected_speed)
     if estimates.may_compile:
+        # Only the best candidates are estimated compiled, too.
         for family in families.values():
-            family.best = [
-                estimates.with_compile(candidate, family, with_room) for candidate in family.best
-            ]
+            best = []
+            for candidate in family.best:
+                best.append(estimates.with_compile(candidate, family, with_room))
+            family.best = best
     return families
 
 

@@ -140,7 +140,10 @@ class ZeroCost(StrategyCost[Zero]):
 
     @classmethod
     def candidates(cls, kind: type[Zero], space: Space) -> Iterator[StrategyConfig]:
-        """Yield this stage, and this stage with its optimizer on the host."""
+        """Yield this stage, and this stage with its optimizer on the host.
+
+        One device has nothing to share, so there only the second makes sense.
+        """
         if space.world > 1:
             yield kind()
         yield kind(offload_optimizer=CPU)
