@@ -9,10 +9,8 @@ import pytest
 IS_STAND_IN = "libfakecuda" in os.environ.get("LD_PRELOAD", "")
 COMPILED_CODE = "compiled code: the stand-in runs no kernel of Triton"
 KERNELS_THAT_TAKE_TIME = "kernels that take time: those of the stand-in end at once"
-# tests/fake_gpu/test_runs.py lets a smaller run go out of memory.
-GIGABYTES = (
-    "a run of gigabytes, beside which CUDA's own memory is small: a CPU would compute it too long"
-)
+# tests/fake_gpu has test_sizes.py for plans, and in test_runs.py a small run that is out of memory.
+GIGABYTES = "a run of gigabytes, beside which CUDA's own memory is small: a CPU takes too long"
 # Variables of processes whose large tensors nobody reads. Over the stand-in they are neither
 # computed nor copied, so they take no time and no memory.
 WITHOUT_NUMBERS: dict[str, str] = {}
