@@ -509,9 +509,27 @@ def apply_ddp(
         find_unused_parameters=options.find_unused_parameters,
         **buffers,
     )
+    wrapped.logger = _LoggerWithoutTimings(wrapped.logger)  # type: ignore[assignment]
     if not (options.static_graph or options.find_unused_parameters):
         _lay_out_buckets(wrapped)
     return wrapped
+
+
+class _LoggerWithoutTimings:
+    """DDP's logger without the seconds of forward and backward.
+
+    DDP's own logger asks for them in the first ten steps and in each hundredth, and makes the host wait
+    for the device.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Leave the seconds of the last step unmeasured."""
 
 
 def _lay_out_buckets(ddp: DistributedDataParallel) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from tests.fake_gpu import attention
 from tests.fake_gpu.attention import Mask
 from tests.fake_gpu.ledger import LEDGER
 
+LARGEST_TENSOR = "FAKE_GPU_LARGEST_TENSOR"  # bytes; see `limit_to`
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # Collectives run for real, in the stand-in of NCCL.
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -112,6 +114,8 @@ def limit_to(most_bytes: int) -> None:
 
 def install() -> None:
     """Compute from the moment a device is chosen on, in all threads that are started after it."""
+    if LARGEST_TENSOR in os.environ:
+        limit_to(int(os.environ[LARGEST_TENSOR]))
     set_device = torch.cuda.set_device
     run_thread = threading.Thread.run
     is_installed = False
@@ -217,6 +221,12 @@ def _is_sized_by_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return not is_masked_fill
 
 
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return the device that a call's tensors are on."""
+    tensors = _tensors((args, tuple(kwargs.values())))
+    return next(tensor.device for tensor in tensors if tensor.device.type == "cuda")
+
+
 def _answer_from_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     LEDGER.report_wait(f"size of {_name(func)}")
     LEDGER.count_launch(_name(func))
@@ -225,7 +235,7 @@ def _answer_from_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         result = func(*cpu_args, **cpu_kwargs)
         if _name(func).endswith("_"):
             return args[0]
-        device = torch.cuda.current_device()
+        device = _device_of(args, kwargs)
         return _each(lambda tensor: tensor.to(device), result)
 
 

@@ -28,6 +28,7 @@ def _prepare_torch(torch: Any) -> None:
     enable = torch.backends.cuda.enable_cudnn_sdp
     torch.backends.cuda.enable_cudnn_sdp = lambda enabled: enable(False)
     enable(False)
+    torch.backends.cudnn.enabled = False
     from tests.fake_gpu import compute
 
     compute.install()

@@ -13,6 +13,7 @@ from drumline.algorithms.tokens.objective import NextToken
 from drumline.models.attention import KERNELS, _works, attend_by_documents
 from drumline.models.head import ForwardWithObjective
 from drumline.plan.attention import PACKAGES
+from tests.gpu.stand_in import COMPILED_CODE, IS_STAND_IN
 from tests.unit.test_attention import batch_of, build, layout
 
 pytestmark = pytest.mark.skipif(
@@ -23,6 +24,8 @@ MISSING = {
     for kernel, package in PACKAGES.items()
     if find_spec(package) is None
 }
+if IS_STAND_IN:
+    MISSING["flex_attention"] = f"needs {COMPILED_CODE}"
 
 
 def trained(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:

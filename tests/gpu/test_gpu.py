@@ -14,6 +14,7 @@ from drumline.config.strategy import Compression
 from drumline.data.batches import TokenBatch
 from drumline.system.threads import on_this_gpu
 from drumline.train.streams import Copies
+from tests.gpu.stand_in import COMPILED_CODE, KERNELS_THAT_TAKE_TIME, requires
 from tests.harness import drumline, events, losses, write_config
 from tests.strategies import DDPStrategy
 from tests.tiny import tiny_model_dir
@@ -56,6 +57,7 @@ def test_copies_for_the_background_are_pinned_and_take_no_more() -> None:
     staging.copy({"a": torch.ones(5, device="cuda")})
 
 
+@requires(KERNELS_THAT_TAKE_TIME)
 def test_a_batch_is_copied_beside_a_step() -> None:
     copies, ids = Copies("cuda"), torch.arange(2**20).reshape(64, -1)
     batch = copies.pinned(lambda: TokenBatch(ids, ids + 1, ids % 7, 5))()
@@ -136,6 +138,7 @@ def test_steps_parameter_by_parameter_are_those_of_a_whole_step(
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
+@requires(COMPILED_CODE)
 def test_compiled_blocks_train(tmp_path: Path) -> None:
     assert drumline("train", config(tmp_path, compile={"enabled": True}), timeout=280).code == 0
     figures = losses(tmp_path / "run")
@@ -158,6 +161,7 @@ def test_qlora_learns_over_packed_weights(tmp_path: Path, bits: str, strategy: A
     assert events(tmp_path / "run", "export")[0]["max_logit_difference"] < 1e-5
 
 
+@requires(KERNELS_THAT_TAKE_TIME)
 @pytest.mark.parametrize("kind", ["none", "bf16"])
 def test_the_host_does_not_wait_to_know_how_long_copies_did(kind: Any) -> None:
     import torch.distributed as dist
@@ -182,7 +186,7 @@ def test_the_host_does_not_wait_to_know_how_long_copies_did(kind: Any) -> None:
                     loss.backward()
             return spread.exposed_communication()
 
-        for _ in range(12):  # DDP itself waits in the first ten, for its own log
+        for _ in range(2):
             step(0)
         torch.cuda.synchronize()
         assert 0 <= step(0) < 1

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.stand_in import GIGABYTES, requires
 from tests.harness import ENV, ROOT, drumline, events, losses, write_config
 from tests.tiny import tiny_model_dir
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
+    ),
+    requires(GIGABYTES),
+]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from drumline.config.strategy import Compression, CopyOptions
 from drumline.engine.compress import compress_ddp
@@ -108,3 +109,24 @@ def test_copies_take_what_a_rank_waits_for_a_slower_one(kind: str) -> None:
 def test_fsdp2_takes_what_a_rank_waits_for_a_slower_one() -> None:
     first, second = run(2, waited)
     assert first > second
+
+
+def seconds_of_backward() -> list[float]:
+    """Return what DDP's log has after three steps, with apply_ddp's logger and with DDP's own."""
+    group = dist.group.WORLD
+    assert group is not None
+    seconds = []
+    for ddp in (
+        apply_ddp(nn.Linear(2, 1), CopyOptions(), group),
+        DistributedDataParallel(nn.Linear(2, 1)),
+    ):
+        for _ in range(3):
+            ddp(torch.ones(2, 2)).sum().backward()
+        seconds.append(ddp._get_ddp_logging_data().get("avg_backward_compute_time", 0))
+    return seconds
+
+
+def test_ddp_measures_no_steps_for_its_log() -> None:
+    """On a GPU the host would wait for it."""
+    for ours, own in run(2, seconds_of_backward):
+        assert ours == 0 < own

@@ -1,0 +1,81 @@
+"""The tests of tests/gpu over the stand-in: those that it can run pass, the others say what they need."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from tests.fake_gpu.environment import PYTHON, environment
+from tests.fake_gpu.running import end, said, shared_memory, start
+from tests.gpu.stand_in import COMPILED_CODE, GIGABYTES, KERNELS_THAT_TAKE_TIME
+from tests.harness import ROOT
+
+SECONDS_A_FILE = 2700
+PATIENCE = 4  # see tests/harness.py
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(SECONDS_A_FILE + 60),
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs the CUDA build of torch: make fake-gpu"),
+]
+# File of tests/gpu → how many devices it gets.
+DEVICES = {
+    "test_attention.py": 1,
+    "test_calibrate.py": 2,
+    "test_generate.py": 1,
+    "test_losses.py": 1,
+    "test_planner.py": 1,
+}
+# Files that have not yet run as a whole over the stand-in.
+NOT_YET = {
+    "test_activations.py",
+    "test_context_parallel.py",
+    "test_data_parallel.py",
+    "test_deepspeed.py",
+    "test_fsdp2.py",
+    "test_gpu.py",
+    "test_kernels.py",
+}
+# Why a test may be skipped.
+REASONS = re.compile(
+    rf"needs {COMPILED_CODE}|needs {KERNELS_THAT_TAKE_TIME}|needs {GIGABYTES}|\w+ is not installed"
+    r"|could not import|varlen has no soft caps|needs two GPUs"
+)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_file_passes_but_for_what_the_stand_in_lacks(name: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    output = run_file(name, report, tmp_path / "tests")
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    assert cases, output
+    for case in cases:
+        assert case.find("failure") is None and case.find("error") is None, output[-8000:]
+        skipped = case.find("skipped")
+        if skipped is not None:
+            assert REASONS.search(skipped.get("message", "")), output[-8000:]
+
+
+def test_every_file_is_known() -> None:
+    there = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert DEVICES.keys() | NOT_YET == there
+    assert not DEVICES.keys() & NOT_YET
+
+
+def run_file(name: str, report: Path, base_folder: Path) -> str:
+    """Run a file by a pytest over the stand-in, which writes `report`. Return its output."""
+    options = ["-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={base_folder}"]
+    options += ["-o", f"timeout={SECONDS_A_FILE}"]
+    with shared_memory() as meeting:
+        env = environment(DEVICES[name], meeting, TEST_PATIENCE=PATIENCE)
+        process = start(["-m", "pytest", *options, f"tests/gpu/{name}"], env)
+        try:
+            process.wait(SECONDS_A_FILE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{name} ran out of time:\n{said(process)}") from None
+        finally:
+            end(process)
+        return said(process)
