@@ -227,7 +227,7 @@ def hash_files(sources: list[Source], base_dir: Path) -> list[Any]:
     contents = []
     for source in sources:
         if isinstance(source, FileSource | SavedSource):
-            contents.append(_content_of_source(source, base_dir, streams=False))
+            contents.append(_identify_content(source, base_dir, streams=False))
     return contents
 
 

@@ -539,7 +539,11 @@ class Loop:
         A step without an update leaves the weights as they were, so weights that are not finite
         now were not when the run began.
         """
-        weight = nonfinite_weight(self.engine.model)
+        # An engine of several models has no model of its own.
+        model = getattr(self.engine, "model", None)
+        weight = None
+        if model is not None:
+            weight = nonfinite_weight(model)
         if weight is None:
             return FIX
         return f"the weights were not finite before, {weight} for one: start from others"

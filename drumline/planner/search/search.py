@@ -190,10 +190,10 @@ def _search_families(
     if estimates.may_compile:
         # Only the best candidates are estimated compiled, too.
         for family in families.values():
-            best = []
+            compiled = []
             for candidate in family.best:
-                best.append(estimates.with_compile(candidate, family, with_room))
-            family.best = best
+                compiled.append(estimates.with_compile(candidate, family, with_room))
+            family.best = compiled
     return families
 
 
