@@ -49,7 +49,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sum is taken for a mean", "engine/native.py",
-        "(loss_sum * self.loss_scale.scale(self.averaged_over / denominator", "(loss_sum * self.loss_scale.scale(1 / denominator",
+        "self.loss_scale.scale(self.averaged_over / denominator)", "self.loss_scale.scale(1 / denominator)",
         (f"{PARITY}[ddp 2, accumulation 4-clipped hard]",),
     ),
     Mutation(
@@ -106,12 +106,12 @@ MUTATIONS = [
     ),
     Mutation(
         "k3 with a wrong sign", "algorithms/policy.py",
-        "(max=LARGEST_EXPONENT)) + log_ratio", "(max=LARGEST_EXPONENT)) - log_ratio",
+        "torch.expm1(exponent) + log_ratio", "torch.expm1(exponent) - log_ratio",
         ("tests/unit/test_grpo.py::test_divergence_estimators",),
     ),
     Mutation(
         "a value goes on behind the end of a completion", "algorithms/credit.py",
-        "next_value_N = torch.where(mask_N, values_NM[:, t], 0.0)", "next_value_N = values_NM[:, t]",
+        "next_value_N = torch.where(mask_N, value_N, 0.0)", "next_value_N = value_N",
         ("tests/unit/test_ppo.py::test_gae_is_the_sum_of_discounted_errors",),
     ),
     Mutation(

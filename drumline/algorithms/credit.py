@@ -42,8 +42,8 @@ def group_advantages(
         known_P1 = known_PG.sum(1, keepdim=True)
         # The mean of the others differs from the group's mean by this factor. A group of one has no
         # others: its centred reward is 0, so the clamp only avoids 0 / 0.
-        others_P1 = (known_P1 - 1).clamp(min=1)
-        centred_PG = centred_PG * known_P1 / others_P1
+        siblings_P1 = (known_P1 - 1).clamp(min=1)
+        centred_PG = centred_PG * known_P1 / siblings_P1
     if scale == "none":
         return centred_PG
     if scale == "group":

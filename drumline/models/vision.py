@@ -246,8 +246,8 @@ def side_of(processor: Any, channels: int) -> int:
     """
     from PIL import Image
 
-    tried = Image.new("RGB", (64, 48))
-    _, _, height, width = pixels(processor, [tried], channels).shape
+    sample = Image.new("RGB", (64, 48))
+    _, _, height, width = pixels(processor, [sample], channels).shape
     if height != width:
         what = (
             f"its image processor makes {width} × {height} pixels of 64 × 48,"

@@ -613,10 +613,10 @@ def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
         cells.append([printable(redact(cell)) for cell in row])
     table = Table(box=box.SIMPLE_HEAD)
     for place, header in enumerate(headers):
-        words = header.split()
+        parts = header.split()
         for row_cells in cells:
-            words += row_cells[place].split()
-        longest = max(map(len, words))
+            parts += row_cells[place].split()
+        longest = max(map(len, parts))
         limit = MOST_NAME if place == 0 else MOST_WORD
         min_width = min(longest, limit)
         table.add_column(header, overflow="fold", min_width=min_width)
