@@ -323,12 +323,24 @@ def communication(run: RunFacts, drawings: Drawings) -> Pairs | None:
             pairs.append((f"planned: {collective}", size))
     if sent:
         _, newest = sent[-1]
-        total = sum(value for _, value in sent)
+        total, about = _total_of_steps(run, sent)
         pairs.append(("counted, a step", format_bytes(newest)))
-        pairs.append(("sent by a rank in all", format_bytes(total)))
+        pairs.append(("sent by a rank in all", f"{about}{format_bytes(total)}"))
     waiting = _share_of_waiting(run)
     pairs.append(("waiting for other ranks", waiting))
     return facts(pairs)
+
+
+def _total_of_steps(run: RunFacts, points: Points) -> tuple[float, str]:
+    """Return the sum of a value over all steps, and `about ` if not all of them have an event.
+
+    With `run.log_every` above 1 the steps without an event count with the mean of the others.
+    """
+    steps = as_number(run.last("step").get("step"))
+    total = sum(value for _, value in points)
+    if not points or steps is None or len(points) == steps:
+        return total, ""
+    return total / len(points) * steps, "about "
 
 
 def _share_of_waiting(run: RunFacts) -> str:
@@ -433,9 +445,9 @@ def data(run: RunFacts, drawings: Drawings) -> Data | None:
     if passes is not None:
         pairs.append(("passes over the data", f"{passes:.3g}"))
     if tokens:
-        trained_tokens = sum(value for _, value in run.points("step", "tokens"))
+        trained_tokens, about = _total_of_steps(run, run.points("step", "tokens"))
         if trained_tokens:
-            pairs.append(("tokens trained on", f"{trained_tokens:,.0f}"))
+            pairs.append(("tokens trained on", f"{about}{trained_tokens:,.0f}"))
     sources = _dictionaries(planned.get("sources"))
     table_of_sources = None
     if len(sources) > 1:

@@ -157,6 +157,22 @@ class Lean(StrategyConfig):
     cost_class: ClassVar[str | type] = LeanCost
 
 
+def test_zero_plus_plus_sends_less() -> None:
+    def sent(**switches: bool) -> Traffic:
+        options = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+        strategy = {"kind": "zero3", "zeropp": switches, "options": options}
+        how = layout(strategy, 8, precision="bf16")
+        return flows(how, FACTS).traffic()
+
+    plain = sent()
+    fewer_bits_of_gradients = sent(quantized_gradients=True)
+    fewer_bits_of_weights = sent(quantized_weights=True)
+    assert fewer_bits_of_gradients.reduce_scatter == 0 < plain.reduce_scatter
+    assert fewer_bits_of_gradients.all_to_all > 0
+    assert fewer_bits_of_weights.all_gather < plain.all_gather
+    assert fewer_bits_of_weights.reduce_scatter == plain.reduce_scatter
+
+
 @pytest.mark.claim("a strategy says what it costs, also one of your own")
 def test_a_strategy_of_one_s_own_says_what_it_costs() -> None:
     copies = layout({"kind": "ddp"}, 8)

@@ -14,7 +14,7 @@ from rich.console import Console
 from drumline.cli import main
 from drumline.cli.program import _bare_resume, _own
 from drumline.report.compare import _direction
-from drumline.report.details import _memory_by_rank, repeat
+from drumline.report.details import _memory_by_rank, _total_of_steps, repeat
 from drumline.report.facts import RunFacts
 from drumline.report.progress import Progress
 from drumline.report.sections import _key_numbers
@@ -220,3 +220,13 @@ def test_a_folder_of_somebody_else_s_is_one_line(
     assert end.value.code == 2 and line.startswith(
         "error: /home/other/run/events.jsonl: permission denied"
     ), line
+
+
+@pytest.mark.parametrize(
+    ("logged", "total"), [([1, 2, 3, 4], (400.0, "")), ([2, 4], (400.0, "about ")), ([], (0, ""))]
+)
+def test_steps_without_an_event_count_in_sums(
+    tmp_path: Path, logged: list[int], total: tuple[float, str]
+) -> None:
+    run = run_of(tmp_path / "run", *(at(step(number), number) for number in logged))
+    assert _total_of_steps(run, run.points("step", "tokens")) == total

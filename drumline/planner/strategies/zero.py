@@ -496,7 +496,7 @@ class ZeroCost(StrategyCost[Zero]):
         is_recomputed = layout.activation_checkpointing != "none"
         parts = _parts_of_rank(facts, ranks, threshold, reuse, live, is_recomputed)
         calls = micro_batches * max(1, len(facts.block_weights))
-        plus: ZeroPlusPlus = getattr(self, "zeropp", ZeroPlusPlus())
+        plus: ZeroPlusPlus = getattr(self.strategy, "zeropp", ZeroPlusPlus())
         # Bytes of an entry of a weight on its way.
         gathered = width
         if plus.quantized_weights:
