@@ -367,8 +367,10 @@ def _is_up(set_here: str, names: Iterable[str]) -> bool:
     """
     if set_here.startswith("^"):
         return True
-    first = set_here.lstrip("=").split(",")[0]
-    return any(name.startswith(first) for name in names)
+    listed = tuple(set_here.removeprefix("=").split(","))
+    if set_here.startswith("="):
+        return any(name in listed for name in names)
+    return any(name.startswith(listed) for name in names)
 
 
 def shared_memory(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:

@@ -167,6 +167,8 @@ class Live:
         if self.before is None:
             # No restore came before it, so the run began here.
             self.before = 0
+        # A step that is done again becomes the newest one: `_eta` goes by the last steps.
+        self.seconds.pop(step, None)
         self.seconds[step] = as_number(event.get("seconds")) or 0.0
         state["status"] = "running"
         state["step"] = step

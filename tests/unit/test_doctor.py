@@ -25,7 +25,7 @@ from drumline.doctor.diagnose import (
     rank_without_log,
     search,
 )
-from drumline.doctor.host import Question, examine
+from drumline.doctor.host import Question, _is_up, examine
 from drumline.doctor.hosts import expected, judge_all_reduce
 from drumline.doctor.reduce import rounds
 from drumline.errors import UserError
@@ -597,3 +597,19 @@ def test_a_config_says_what_is_needed(
     (tmp_path / "train.jsonl").unlink()
     assert doctor(str(config), False, False) == 1
     assert "fix: copy it to this host" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("set_here", "is_up"),
+    [
+        ("eth", True),
+        ("ib,eth", True),
+        ("ib", False),
+        ("=eth0", True),
+        ("=eth", False),
+        ("=ib0,eth0", True),
+        ("^docker", True),
+    ],
+)
+def test_a_list_of_interfaces_is_read_as_nccl_reads_it(set_here: str, is_up: bool) -> None:
+    assert _is_up(set_here, ["lo", "eth0"]) is is_up

@@ -102,6 +102,9 @@ def call(
         # The library asserts that the other side speaks its own protocol.
         connection.close()
         raise ConnectionError("who listens there is not this run's launcher") from error
+    except OSError:
+        connection.close()
+        raise
     if seconds:
         return Link(connection)
     return _unlimited(connection)
