@@ -652,9 +652,9 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(name)
     tied = {}
-    for first, *further_names in by_parameter.values():
-        if further_names:
-            tied[first] = further_names
+    for first, *aliases in by_parameter.values():
+        if aliases:
+            tied[first] = aliases
     return tied
 
 

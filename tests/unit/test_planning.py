@@ -310,7 +310,7 @@ def test_training_with_strategy_auto_says_that_a_search_goes_on(
         tell()
         yield
 
-    monkeypatch.setattr("drumline.train.setup.told_if_slow", at_once)
+    monkeypatch.setattr("drumline.train.setup.notify_if_slow", at_once)
     path = write_config(tmp_path, model, strategy="auto")
     code, _, err = run("train", path, "--dry-run")
     assert code == 0 and "Comparing plans\n" in err
