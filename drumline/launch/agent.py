@@ -1,7 +1,8 @@
 """Run one attempt on one host by torch's elastic agent: start the ranks, keep their logs and watch them.
 
-Two parts of torch's agent are not used: its restarts (measured to hang: stale keys in the store) and its shutdown (30 s on SIGTERM).
-`local.py` starts a new agent with a new store for each attempt, and this agent kills the remaining ranks as soon as one has failed.
+Two parts of torch's agent are not used: its restarts (measured to hang: stale keys in the store)
+and its shutdown (30 s on SIGTERM). `local.py` starts a new agent with a new store for each attempt,
+and this agent kills the remaining ranks as soon as one has failed.
 """
 
 from __future__ import annotations
@@ -50,13 +51,15 @@ from drumline.system.sockets import for_store
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
 MONITOR_SECONDS = 0.1
-# After an error the other ranks have this long to end by themselves: their errors may explain more than the first one.
+# After an error the other ranks have this long to end by themselves: their errors may explain more
+# than the first one.
 SETTLE_SECONDS = 2.0
 # For ranks to be gone after SIGKILL: freeing memory takes a while.
 DEATH_SECONDS = 60.0
 # The same if a rank sleeps in the kernel, for a disk that stalls: it dies only when it wakes up.
 ASLEEP_SECONDS = 2.0
-# Exit codes (errors.py) of ends on purpose, to which all ranks come together: some of them later, while they write the checkpoint.
+# Exit codes (errors.py) of ends on purpose, to which all ranks come together: some of them later,
+# while they write the checkpoint.
 TOGETHER = (3, 75, NotSaved.rank_code)
 
 
@@ -74,11 +77,12 @@ class Place:
 def open_store(listener: socket.socket) -> TCPStore:
     """Return the store of the ranks, on a socket that listens already.
 
-    The launcher holds it in the place of rank 0. So the port is taken before anything starts, and cannot be lost to another process while
-    rank 0 imports torch; and the store outlives any rank.
+    The launcher holds it in the place of rank 0. So the port is taken before anything starts, and
+    cannot be lost to another process while rank 0 imports torch; and the store outlives any rank.
     """
     address, port = listener.getsockname()[:2]
-    # torch's newer libuv server cannot be given a socket, and without one it would listen on all interfaces.
+    # torch's newer libuv server cannot be given a socket, and without one it would listen on all
+    # interfaces.
     return TCPStore(
         address,
         port,
@@ -129,7 +133,8 @@ class _Meeting(RendezvousHandler):
 class _Logs(LogsSpecs):
     """The logs of each rank R: FOLDER/rank-R.log for its errors, .out for what it prints, .json for the exception that ended it.
 
-    It also sets the variables of each rank. A rank gets its share of the cores as threads, unless the user has set a number.
+    It also sets the variables of each rank. A rank gets its share of the cores as threads, unless
+    the user has set a number.
     """
 
     def __init__(self, folder: Path, first: int, watch: Watch) -> None:
@@ -163,8 +168,8 @@ class _Logs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Run `command` (Python's arguments) on `nproc` ranks of this host once.
 
-    `meeting` is a socket for a store of these ranks alone, or the place where they meet the ranks of other hosts.
-    `grace` is how many seconds ranks have to save and end after a signal.
+    `meeting` is a socket for a store of these ranks alone, or the place where they meet the ranks
+    of other hosts. `grace` is how many seconds ranks have to save and end after a signal.
     """
 
     def __init__(
@@ -202,7 +207,8 @@ class Agent(LocalElasticAgent):
         # Exit codes of failed ranks of other hosts.
         self.failed_codes_of_other_hosts: set[int] = set()
         self.hang: Hang | None = None
-        # The number of a signal for the ranks of this attempt alone: they save and end, and the launcher goes on.
+        # The number of a signal for the ranks of this attempt alone: they save and end, and the
+        # launcher goes on.
         self.paused = 0
         self._ended: dict[int, float] = {}  # unix seconds at which the end of a rank was first seen
         # Monotonic seconds by which a rank that has noted an error must have ended.
@@ -213,7 +219,8 @@ class Agent(LocalElasticAgent):
 
     def attempt(self) -> list[RankEnd]:
         """Start the ranks, wait until the last has gone, and return how each ended."""
-        # The agent would turn these signals into an exception; the launcher has handlers of its own.
+        # The agent would turn these signals into an exception; the launcher has handlers of its
+        # own.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         groups = Groups.of_this_process()
         kills = groups.oom_kills()
@@ -275,7 +282,8 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Forward the launcher's signals, and end the attempt as soon as it has failed.
 
-        Torch's own method is called only when all ranks have gone: at a failure it would send SIGTERM and wait 30 s.
+        Torch's own method is called only when all ranks have gone: at a failure it would send
+        SIGTERM and wait 30 s.
         """
         self._forward()
         codes = self._exitcodes()
@@ -297,7 +305,8 @@ class Agent(LocalElasticAgent):
     def _settle(self) -> None:
         """Wait for the other ranks after one has failed.
 
-        Not at all after a kill, briefly after an error or an abort, and after an end on purpose for as long as saving may take.
+        Not at all after a kill, briefly after an error or an abort, and after an end on purpose for
+        as long as saving may take.
         """
         codes = (set(self._exitcodes().values()) | self.failed_codes_of_other_hosts) - {None, 0}
         was_killed = min(codes - {-signal.SIGABRT}, default=0) < 0
@@ -360,7 +369,8 @@ class Agent(LocalElasticAgent):
         error = self._error(rank, code)
         was_killed = rank in self.killed
         if error and (was_killed or code == 0):
-            # It had reported why it ends before this agent killed it, or before sys.exit() of the user's own.
+            # It had reported why it ends before this agent killed it, or before sys.exit() of the
+            # user's own.
             code = error["exit_code"]
         if error:
             at = error["time"]

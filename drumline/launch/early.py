@@ -24,9 +24,10 @@ THREADS = "OMP_NUM_THREADS"
 class EarlyRanks:
     """Ranks that wait for a plan, as many as there will most likely be. At the end of the `with` the ranks that still wait are killed.
 
-    So the launcher and its ranks import torch and transformers once, and not each for itself. There are no such ranks if a fork would not
-    be safe: beside other threads, or if this process has used torch already. Nor are there any if an imported library has asked CUDA for
-    its devices: torch's optimizers ask for the current device on a CPU too, and raise in a fork of such a process.
+    So the launcher and its ranks import torch and transformers once, and not each for itself. There
+    are no such ranks if a fork would not be safe: beside other threads, or if this process has used
+    torch already. Nor are there any if an imported library has asked CUDA for its devices: torch's
+    optimizers ask for the current device on a CPU too, and raise in a fork of such a process.
     """
 
     def __init__(self, config: Config) -> None:

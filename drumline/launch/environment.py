@@ -45,7 +45,8 @@ SHELLS = {
 def launched_by() -> str | None:
     """Return the program that started this process as one rank of several; None if none did.
 
-    It is `torchrun`, `srun`, `mpirun`, or `environment` for any other launcher that sets the usual variables.
+    It is `torchrun`, `srun`, `mpirun`, or `environment` for any other launcher that sets the usual
+    variables.
     """
     if not joined():
         return None
@@ -82,8 +83,9 @@ def first_rank_reports() -> Iterator[None]:
 def expandable_segments() -> None:
     """Have CUDA's allocator grow its segments, unless the user has set an option. CUDA reads it as it starts, and ranks inherit it.
 
-    Nothing is set if NVML is missing, as in containers with compute capability alone: torch asks NVML about the device before its first
-    such segment, by a null pointer (c10/cuda/PeerToPeerAccess.cpp).
+    Nothing is set if NVML is missing, as in containers with compute capability alone: torch asks
+    NVML about the device before its first such segment, by a null pointer
+    (c10/cuda/PeerToPeerAccess.cpp).
     """
     is_set = bool(os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
     if not is_set and _loads(NVML):
@@ -102,7 +104,8 @@ def _loads(library: str) -> bool:
 def other_rank_runs(command: str) -> bool:
     """Return whether another rank of the launcher runs this `command`.
 
-    All ranks train. Data are prepared once on each host, and any other command runs on rank 0 alone.
+    All ranks train. Data are prepared once on each host, and any other command runs on rank 0
+    alone.
     """
     if command == "train" or launched_by() is None:
         return False
@@ -120,8 +123,8 @@ def die_with_launchers() -> None:
 def launchers() -> list[ProcessId]:
     """Return the processes above this one that launched it.
 
-    A launcher has this process's arguments at the end of its own, as torchrun, deepspeed (twice) and accelerate have. The parent of a rank
-    is its launcher as well, unless it is a shell.
+    A launcher has this process's arguments at the end of its own, as torchrun, deepspeed (twice)
+    and accelerate have. The parent of a rank is its launcher as well, unless it is a shell.
     """
     import psutil
 
@@ -160,8 +163,8 @@ def listen(
 ) -> socket.socket:
     """Return a listening socket on loopback or another `address` of this host; on any free port if `port` is None.
 
-    The port is taken from now on, so that no other process can take it meanwhile. Raises EnvironmentFault that names the process that
-    has a taken port.
+    The port is taken from now on, so that no other process can take it meanwhile. Raises
+    EnvironmentFault that names the process that has a taken port.
     """
     if ":" in address:
         family = socket.AF_INET6

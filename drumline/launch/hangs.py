@@ -21,7 +21,8 @@ STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
 IDLE = re.compile(
     r'"[^"]*(concurrent/futures/thread|multiprocessing/\w+|selectors|tqdm/_monitor|system/heartbeat)\.py"'
 )
-# Gloo ends a rank by SIGABRT with these words when a message of another rank has an unexpected size.
+# Gloo ends a rank by SIGABRT with these words when a message of another rank has an unexpected
+# size.
 GLOO_SIZE_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 
 
@@ -29,8 +30,8 @@ GLOO_SIZE_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs 
 class Seen:
     """What the watcher knows of one rank when the run hangs.
 
-    `state` and `sleeps_in` are the results of `watch.state_of`, and `stacks` is the text of faulthandler.
-    `collectives` and `samples` are the rank's own answers; None if it did not answer.
+    `state` and `sleeps_in` are the results of `watch.state_of`, and `stacks` is the text of
+    faulthandler. `collectives` and `samples` are the rank's own answers; None if it did not answer.
     """
 
     rank: int
@@ -91,8 +92,8 @@ class Hang:
     def samples(self) -> list[int] | None:
         """Return the samples of the culprit's step; None if no rank could give them.
 
-        A suspended culprit cannot answer. Another rank's samples are of the same step only if that rank stands at
-        the same position.
+        A suspended culprit cannot answer. Another rank's samples are of the same step only if that
+        rank stands at the same position.
         """
         for each in self.seen:
             if each.samples and each.position == self.subject.position:
@@ -252,8 +253,8 @@ def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
     different = first_difference(collectives)
     missing = _missing(seen)
     if different is None:
-        # Ranks may begin the same collectives at different lines of code, so a difference in lines counts only
-        # if nothing else explains the hang.
+        # Ranks may begin the same collectives at different lines of code, so a difference in lines
+        # counts only if nothing else explains the hang.
         by_line = first_difference(collectives, lines=True)
         if by_line and (not missing or LEFT_OUT in blame(by_line, collectives)[1]):
             different = by_line
@@ -267,8 +268,8 @@ def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
 
 def _blame_slowest(seen: list[Seen], has_other_hosts: bool) -> Hang:
     """Blame the ranks with the fewest steps, of those the ones that do not wait in a collective."""
-    # A rank without an answer may have had no core to answer with. Without entries it is not known what a rank
-    # waits for.
+    # A rank without an answer may have had no core to answer with. Without entries it is not known
+    # what a rank waits for.
     sure = not has_other_hosts or any(
         each.collectives and not each.pending_collective for each in seen
     )
@@ -322,7 +323,8 @@ def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
 def aborted(log: Path) -> dict[str, Any] | None:
     """Return the error of a rank that gloo ended by SIGABRT, in the form of `Hang.error`; None for any other end.
 
-    Gloo aborts if a message of another rank has not the expected size. `log` is the rank's standard error.
+    Gloo aborts if a message of another rank has not the expected size. `log` is the rank's standard
+    error.
     """
     try:
         text = log.read_text(errors="replace")

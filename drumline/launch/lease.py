@@ -1,10 +1,11 @@
 """Keep the lease of a run folder: one launcher at a time writes into it, on this host or any other that shares the folder.
 
-- `run.lock` is a line of JSON with its holder, and a counter that its holder raises every two seconds.
-- It appears whole by a hard link, and the lease of a dead holder is removed by a rename, so that network file systems can keep it, too (not
-  tried on one; there is no flock).
-- Whether a holder lives is seen from its process, or else from its counter. The times of files are never used, since clocks differ and
-  jump.
+- `run.lock` is a line of JSON with its holder, and a counter that its holder raises every two
+  seconds.
+- It appears whole by a hard link, and the lease of a dead holder is removed by a rename, so that
+  network file systems can keep it, too (not tried on one; there is no flock).
+- Whether a holder lives is seen from its process, or else from its counter. The times of files are
+  never used, since clocks differ and jump.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ LONGEST = 8192  # bytes; no lease is longer
 class Lease:
     """Holds the run folder while it is entered, and makes the folder if it does not exist.
 
-    `__enter__` raises EnvironmentFault if another process holds the folder, or if it cannot be written to. A holder that finds its lease in
-    other hands (it was suspended, or cut off from the disk) exits immediately, and with it the ranks: the folder is no longer its own.
+    `__enter__` raises EnvironmentFault if another process holds the folder, or if it cannot be
+    written to. A holder that finds its lease in other hands (it was suspended, or cut off from the
+    disk) exits immediately, and with it the ranks: the folder is no longer its own.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class Lease:
     ) -> None:
         """`at` is where the holder listens to agents of other hosts.
 
-        `after` is the token of the only lease that may be followed: once its holder is dead, and not if the holder has given it back.
-        `frozen` is a text of the file, and since when (seconds of this host's monotonic clock) a process of this host has seen no other
-        text there. Its text is None if no process has looked.
+        `after` is the token of the only lease that may be followed: once its holder is dead, and
+        not if the holder has given it back. `frozen` is a text of the file, and since when (seconds
+        of this host's monotonic clock) a process of this host has seen no other text there. Its
+        text is None if no process has looked.
         """
         self.run_dir = run_dir
         self.path = run_dir / NAME
@@ -109,8 +112,8 @@ class Lease:
     def _confirm(self) -> None:
         """Raise EnvironmentFault if another process has this lease's place.
 
-        If several processes wait for one dead holder, one of them may move the lease of the next aside for a moment, and a third may make
-        its own lease in that moment.
+        If several processes wait for one dead holder, one of them may move the lease of the next
+        aside for a moment, and a third may make its own lease in that moment.
         """
         time.sleep(LOOK_SECONDS)
         seen = _read(self.path)
@@ -189,7 +192,8 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            # After an error, as of a full disk or a host that does not answer, it is tried again in two seconds.
+            # After an error, as of a full disk or a host that does not answer, it is tried again in
+            # two seconds.
             with suppress(OSError, EnvironmentFault):
                 self._renew()
                 self._stop_if_requested()

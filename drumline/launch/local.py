@@ -1,6 +1,7 @@
 """Launch the ranks of a plan: start them, report how they fail, and start them again from the newest checkpoint.
 
-The ranks run on this machine, or wherever a launcher's `Ranks` start them. No process is left behind.
+The ranks run on this machine, or wherever a launcher's `Ranks` start them. No process is left
+behind.
 """
 
 from __future__ import annotations
@@ -110,10 +111,12 @@ def launch(
 ) -> int:
     """Run the plan's ranks to the end and return the exit code (errors.py).
 
-    `on_event` gets each line of events.jsonl as it comes. `worker` is the module that is a rank; its arguments are the plan's path and, to
-    go on, `--resume PATH`. `on_oom` is called when a rank ran out of memory; such an end is never tried again with the same plan. With
-    `trial` nothing of the run is worth saving, and a signal ends it at once. `early` are ranks of the plan that wait already. `ranks`
-    starts the ranks; None stands for this machine. Raises EnvironmentFault for a port that is taken.
+    `on_event` gets each line of events.jsonl as it comes. `worker` is the module that is a rank;
+    its arguments are the plan's path and, to go on, `--resume PATH`. `on_oom` is called when a rank
+    ran out of memory; such an end is never tried again with the same plan. With `trial` nothing of
+    the run is worth saving, and a signal ends it at once. `early` are ranks of the plan that wait
+    already. `ranks` starts the ranks; None stands for this machine. Raises EnvironmentFault for a
+    port that is taken.
     """
     options = plan.config.launch
     if ranks is None:
@@ -123,7 +126,8 @@ def launch(
     with LauncherSignals(trial) as signals, tail(launched.events_path, on_event):
         while True:
             launched.past = len(read(launched.events_path))
-            # The folder may show a new name late, so the number of the attempt before counts as well.
+            # The folder may show a new name late, so the number of the attempt before counts as
+            # well.
             attempt = max(attempt + 1, next_attempt(launched.run_dir))
             rank = [worker, str(plan_path)]
             if resume:
@@ -229,12 +233,13 @@ def launch_trial(
 def resume_of_restart(resume: Resume | None, run_dir: Path, apart: bool, since: int = 0) -> Resume:
     """Return what a run resumes from when it is started again.
 
-    Until it has saved a checkpoint after `resume`, that is `resume` once more; then its own newest checkpoint.
-    A checkpoint of its own at which it was to begin has become its newest.
+    Until it has saved a checkpoint after `resume`, that is `resume` once more; then its own newest
+    checkpoint. A checkpoint of its own at which it was to begin has become its newest.
 
     Args:
         resume: What the first start resumed from.
-        apart: Each host has the files of its own checkpoints only, so "its newest" may be another one.
+        apart: Each host has the files of its own checkpoints only, so "its newest" may be another
+        one.
         since: Number of events of earlier starts, which do not count.
     """
     if resume is None or resume.place is None:
@@ -272,7 +277,8 @@ def next_attempt(run_dir: Path) -> int:
 def progress_since(events_path: Path, past: int) -> tuple[int, int]:
     """Return the last step that any attempt finished, and the last step of the attempt that began after `past` events.
 
-    Each is -1 if there is none. Events are not ordered by their times, because hosts have clocks of their own.
+    Each is -1 if there is none. Events are not ordered by their times, because hosts have clocks of
+    their own.
     """
     furthest = -1
     newest = -1
@@ -420,8 +426,8 @@ def report_failure(
 ) -> None:
     """Report a failure on standard error and as an event.
 
-    `reason` says why the run ends; None if it starts again. `again` says how it goes on then. `memory_line` is a line about memory, if
-    that ran out.
+    `reason` says why the run ends; None if it starts again. `again` says how it goes on then.
+    `memory_line` is a line about memory, if that ran out.
     """
     reported = report(cause, ends)
     if memory_line is None:

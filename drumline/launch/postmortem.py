@@ -12,7 +12,8 @@ from typing import Any
 from drumline.plan.out_of_memory import Exhausted
 from drumline.system.redact import redact
 
-# Errors of a rank after another one has ended. Such an error is a consequence, and its own traceback explains nothing.
+# Errors of a rank after another one has ended. Such an error is a consequence, and its own
+# traceback explains nothing.
 CONSEQUENCES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed",
     "NCCL communicator was aborted", "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
@@ -40,7 +41,8 @@ class RankEnd:
     killed: bool = False  # by the launcher, after another rank had failed
     at: float = 0.0  # unix seconds of its error, or of its end
     suspended: bool = False  # somebody had suspended it until the launcher killed it
-    # How many processes the kernel of its host had killed for lack of memory, before the attempt and after it.
+    # How many processes the kernel of its host had killed for lack of memory, before the attempt
+    # and after it.
     kills: tuple[int | None, int | None] = (None, None)
     host: str = ""  # its name, if the run has several
     lines: tuple[str, ...] | None = None  # the end of the log, if that is on another host
@@ -108,8 +110,9 @@ def read_error(path: Path) -> dict[str, Any] | None:
 def root_cause(ends: list[RankEnd]) -> RankEnd:
     """Return the rank to blame.
 
-    A rank that was killed from outside comes first, then the first rank with an error of its own, then a rank that failed or reported that
-    it waited in vain. A rank that the launcher killed and that had reported nothing comes last, because it may have waited as well.
+    A rank that was killed from outside comes first, then the first rank with an error of its own,
+    then a rank that failed or reported that it waited in vain. A rank that the launcher killed and
+    that had reported nothing comes last, because it may have waited as well.
     """
     failed = [end for end in ends if end.exitcode != 0]
     with_own_error = [end for end in failed if not end.is_consequence]
@@ -135,7 +138,8 @@ def exhausted(cause: RankEnd) -> Exhausted | None:
 def report(cause: RankEnd, ends: list[RankEnd]) -> str:
     """Return the failure as text without secrets.
 
-    It has the rank, the cause, the traceback once, the end of the log, and the other ranks in one line.
+    It has the rank, the cause, the traceback once, the end of the log, and the other ranks in one
+    line.
     """
     first = f"{cause.name}: {cause.message}"
     if cause.signal == "SIGKILL" and not cause.killed:
@@ -227,8 +231,9 @@ class Restarts:
     ) -> str | None:
         """Return the reason not to start again; None to start again.
 
-        `reached` is the last step that any attempt finished. `failed_at` is the last step that this attempt finished, -1 if none; it may
-        have started again from an earlier step. `message` is the error that ended `rank`.
+        `reached` is the last step that any attempt finished. `failed_at` is the last step that this
+        attempt finished, -1 if none; it may have started again from an earlier step. `message` is
+        the error that ended `rank`.
         """
         if reached > self.reached:
             self.left = self.limit

@@ -1,7 +1,8 @@
 """List runs, show their logs, follow them and stop them, whoever launched them.
 
-Everything that is known of a run is in its folder: the lease, the events, the logs, and the number of its Slurm job. If the run
-folder lies elsewhere, the folder here has only a note (`launch.submitted`). This module does not import torch.
+Everything that is known of a run is in its folder: the lease, the events, the logs, and the number
+of its Slurm job. If the run folder lies elsewhere, the folder here has only a note
+(`launch.submitted`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ def _where(job: str | None, holder: lease.Holder | None) -> str:
 def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
     """Return the word for the state of a run.
 
-    It is running, queued (also just before it starts or ends), finished, preempted, stopped, failed, lost (its launcher has
-    died), not started, or unknown (Slurm does not answer).
+    It is running, queued (also just before it starts or ends), finished, preempted, stopped,
+    failed, lost (its launcher has died), not started, or unknown (Slurm does not answer).
     """
     if holder is not None and holder.alive:
         return "running"

@@ -1,8 +1,8 @@
 """`drumline launch SCRIPT.py`: the ranks of a user's own training script.
 
-The launcher starts before it knows the run folder, because the script's `drumline.session` names it.
-Ranks therefore begin to log in `runs/SCRIPT/logs`. The session links its own `logs` folder there,
-and the launcher moves the logs into the run folder when the attempt is over.
+The launcher starts before it knows the run folder, because the script's `drumline.session` names
+it. Ranks therefore begin to log in `runs/SCRIPT/logs`. The session links its own `logs` folder
+there, and the launcher moves the logs into the run folder when the attempt is over.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ def stages(run_dir: Path) -> list[dict[str, Any]]:
     holder = lease.holder(run_dir)
     if holder is None or holder.alive is not True or holder.host != socket.gethostname():
         return []
-    # The folder of the board is removed as soon as all ranks have it open (`launch.watch`), but an open file is still found in /proc.
+    # The folder of the board is removed as soon as all ranks have it open (`launch.watch`), but an
+    # open file is still found in /proc.
     boards: list[tuple[float, Path]] = []
     for link in Path(f"/proc/{holder.pid}/fd").glob("*"):
         with suppress(OSError):  # closed meanwhile, or another user's
@@ -49,7 +50,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
             board = bytes(memory)
     finally:
         os.close(handle)
-    # The same words, as integers and as numbers with a fraction: `system.heartbeat` says which is which.
+    # The same words, as integers and as numbers with a fraction: `system.heartbeat` says which is
+    # which.
     ints = memoryview(board).cast("q")
     floats = memoryview(board).cast("d")
     now = time.monotonic()

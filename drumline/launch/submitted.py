@@ -1,6 +1,7 @@
 """Runs whose folder lies elsewhere: the note in a folder here by which their launcher finds them again.
 
-`drumline ps`, `logs`, `follow` and `stop` ask the launcher of the note. This module does not import torch.
+`drumline ps`, `logs`, `follow` and `stop` ask the launcher of the note. This module does not import
+torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Make ranks of the tasks that srun or mpirun has started.
 
-The variables of those programs say which rank this process is, and where rank 0 is. This module does not import torch.
+The variables of those programs say which rank this process is, and where rank 0 is. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from drumline.errors import EnvironmentFault
 from drumline.system.process import output_of
 
 LOOPBACK = "127.0.0.1"
-# Ports from FIRST_PORT on: below the ports that Linux gives to clients (from 32768 on), and above the usual ones of services.
+# Ports from FIRST_PORT on: below the ports that Linux gives to clients (from 32768 on), and above
+# the usual ones of services.
 FIRST_PORT = 15000
 PORTS = 17000
-# Steps of Slurm that are not tasks of the user: the batch script, the shell of salloc, and two of Slurm's own (slurm.h).
+# Steps of Slurm that are not tasks of the user: the batch script, the shell of salloc, and two of
+# Slurm's own (slurm.h).
 NO_TASKS = {str(0xFFFFFFFF - number) for number in range(2, 6)}
 SCONTROL_SECONDS = 30.0
 JOINED = "DRUMLINE_JOINED"  # the program by whose variables a task has become a rank
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 REQUIRED = ("RANK", "WORLD_SIZE", *RENDEZVOUS)
-# How many processes have been started of the same command, and which one this is; mpirun may have started its own helpers by srun.
+# How many processes have been started of the same command, and which one this is; mpirun may have
+# started its own helpers by srun.
 TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 TASK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 PROXIES = ("hydra_", "pmi_proxy")  # of MPICH's and Intel's mpirun, one on each host
@@ -35,7 +39,8 @@ PROXIES = ("hydra_", "pmi_proxy")  # of MPICH's and Intel's mpirun, one on each 
 def join_tasks() -> None:
     """Have this process join the rest as a rank, if it is one task of several.
 
-    It sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless a launcher has set them.
+    It sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless a
+    launcher has set them.
     """
     if not joined():
         os.environ.update(task_variables(os.environ))
@@ -73,8 +78,8 @@ def _task_number() -> int:
 def step_of_allocation() -> list[str]:
     """Return the srun that runs a command in all tasks of the allocation in which it is called, by salloc's shell or a batch script.
 
-    It is empty if there is no allocation, if this is a task of the allocation or of mpirun, and if the allocation has one task alone, on
-    this host.
+    It is empty if there is no allocation, if this is a task of the allocation or of mpirun, and if
+    the allocation has one task alone, on this host.
     """
     env = os.environ
     if joined() or _is_of_mpi(env) or "SLURM_JOB_ID" not in env:
@@ -157,8 +162,8 @@ def become(command: list[str]) -> NoReturn:
 def task_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of this rank.
 
-    They are empty if this process is not one task of several, or cannot know where rank 0 is. MASTER_ADDR and MASTER_PORT stay as the user
-    has set them.
+    They are empty if this process is not one task of several, or cannot know where rank 0 is.
+    MASTER_ADDR and MASTER_PORT stay as the user has set them.
     """
     if _is_of_mpi(env):
         variables = _of_open_mpi(env) or _of_hydra(env)
@@ -174,8 +179,8 @@ def task_variables(env: Mapping[str, str]) -> dict[str, str]:
 def _is_of_mpi(env: Mapping[str, str]) -> bool:
     """Return whether this is a task of mpirun, and not one of srun.
 
-    Mpirun starts its own helpers by srun, so that its tasks see the variables of such a step, too. And srun --mpi=pmi2 sets PMI_SIZE
-    without the local rank.
+    Mpirun starts its own helpers by srun, so that its tasks see the variables of such a step, too.
+    And srun --mpi=pmi2 sets PMI_SIZE without the local rank.
     """
     if _number(env, "OMPI_COMM_WORLD_SIZE") > 1:
         return True
@@ -184,7 +189,8 @@ def _is_of_mpi(env: Mapping[str, str]) -> bool:
 
 def _of_slurm(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a task of srun; empty for any other process."""
-    # In a terminal of srun (--pty) commands are typed in one task; the rest of the step does not hear them.
+    # In a terminal of srun (--pty) commands are typed in one task; the rest of the step does not
+    # hear them.
     if "SLURM_PTY_PORT" in env or env.get("SLURM_STEP_ID") in NO_TASKS:
         return {}
     if _number(env, "SLURM_STEP_NUM_TASKS") < 2:
@@ -244,8 +250,9 @@ def _hosts_of_mpirun(env: Mapping[str, str]) -> list[str]:
 def _of_hydra(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a task of MPICH's or Intel's mpirun; empty for any other process, or if rank 0 cannot be found.
 
-    These programs do not say where rank 0 is, so several hosts need a MASTER_ADDR. Nor do tasks on several hosts have a text of this start
-    alone, so two runs of one user there, of as many ranks, need a MASTER_PORT.
+    These programs do not say where rank 0 is, so several hosts need a MASTER_ADDR. Nor do tasks on
+    several hosts have a text of this start alone, so two runs of one user there, of as many ranks,
+    need a MASTER_PORT.
     """
     numbers = _numbers_of(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if numbers is None:

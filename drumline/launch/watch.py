@@ -20,9 +20,11 @@ from typing import IO, Any, NamedTuple
 from drumline.launch.hangs import Hang, Seen, find_culprits
 from drumline.system import heartbeat as beats
 
-# The longest time that counts between two looks: if this process did not run for longer, ranks may not have run either.
+# The longest time that counts between two looks: if this process did not run for longer, ranks may
+# not have run either.
 MOST_LOOK = 0.5
-# Seconds after a beat at which the waits for a core are read. Most phases are over by then, and nothing has to be read for them.
+# Seconds after a beat at which the waits for a core are read. Most phases are over by then, and
+# nothing has to be read for them.
 STARVED_AFTER = 1.0
 # For other hosts to name a rank of theirs first, or to answer that one is at work.
 ELSEWHERE_SECONDS = 5.0
@@ -60,7 +62,8 @@ class _State(NamedTuple):
 class Watch:
     """Watches `ranks` ranks of this host, of which the first is rank `first` of `world_size`.
 
-    `board` has a place for each rank of the run. Without one, a new board is made for the ranks of this host.
+    `board` has a place for each rank of the run. Without one, a new board is made for the ranks of
+    this host.
     """
 
     def __init__(
@@ -196,8 +199,8 @@ class Watch:
     def _late(self, rank: _Rank) -> float:
         """Return by how many seconds a rank has stood still for longer than its limit; at most 0 if it has not.
 
-        On a host with too much to do, the seconds do not count that a thread of the rank waited for a core: the main thread waits for the
-        threads that compute with it.
+        On a host with too much to do, the seconds do not count that a thread of the rank waited for
+        a core: the main thread waits for the threads that compute with it.
         """
         pulse = self.pulses[rank.place]
         late = pulse.waited - self._limit(rank.place)
@@ -338,7 +341,8 @@ def _list_of(answer: Mapping[str, Any], name: str) -> list[Any] | None:
 def state_of(pid: int) -> _State:
     """Return the state of a process's main thread (proc(5): R, S, D, T, t, Z), and the kernel's function that it sleeps in.
 
-    The state is D if any thread of the process is in state D; then the function is that thread's. It is empty if it cannot be read.
+    The state is D if any thread of the process is in state D; then the function is that thread's.
+    It is empty if it cannot be read.
     """
     states = _threads(pid)
     main = states.get(pid, "")

@@ -1,10 +1,11 @@
 """Watch the ranks of one host that another program has started (torchrun, srun, mpirun and others).
 
-`python -m drumline.launch.watcher POST`: the first rank of the host starts it, and it ends with that rank. It does not import torch.
+`python -m drumline.launch.watcher POST`: the first rank of the host starts it, and it ends with
+that rank. It does not import torch.
 
-Ranks that hang are named on standard error and in the run folder, and killed. The program that started them sees a rank that failed, and
-starts all of them again if it does so. Under `launch.kind: slurm` the hang is noted where the job finds it, which reports it and starts
-again.
+Ranks that hang are named on standard error and in the run folder, and killed. The program that
+started them sees a rank that failed, and starts all of them again if it does so. Under
+`launch.kind: slurm` the hang is noted where the job finds it, which reports it and starts again.
 """
 
 from __future__ import annotations
