@@ -28,10 +28,15 @@ GLOO_SIZE_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the watcher knows of one rank when the run hangs.
+    """The watcher's knowledge of one rank at the time of a hang.
 
-    `state` and `sleeps_in` are the results of `watch.state_of`, and `stacks` is the text of
-    faulthandler. `collectives` and `samples` are the rank's own answers; None if it did not answer.
+    Attributes:
+        state: State letter of the process, from `watch.state_of`.
+        sleeps_in: Kernel function that it sleeps in, from `watch.state_of`.
+        stacks: Text of faulthandler.
+        position: Position in the data at which the samples of the step begin.
+        collectives: The rank's own answer, oldest first; None if it did not answer.
+        samples: Sample ids of the rank's own answer; None if it did not answer.
     """
 
     rank: int
@@ -128,7 +133,11 @@ class Hang:
         return "\n".join(lines)
 
     def error(self) -> dict[str, Any]:
-        """Return an error in the form of `train.failure`, with the event and the stacks that the launcher writes."""
+        """Return the hang as an error in the form of `train.failure`.
+
+        Its key `hang` has the fields of the event, and `stacks` the stacks by rank, both for the
+        launcher to write.
+        """
         culprit = self.subject
         event = {
             "step": culprit.step,
@@ -165,6 +174,7 @@ class Hang:
 
 
 def _sample_names(samples: list[int] | None) -> str:
+    """Return the first sample ids as the end of a line; empty if they are not known."""
     if not samples:
         return ""
     names = ", ".join(map(str, samples[:MAX_SAMPLE_IDS]))
@@ -212,8 +222,12 @@ def _innermost(thread: list[str]) -> list[str]:
 def find_culprits(seen: list[Seen], has_other_hosts: bool) -> Hang:
     """Return which of these ranks cause the hang, and why.
 
-    `seen` are all ranks of this host. `has_other_hosts` says that there are ranks on other hosts.
+    Args:
+        seen: All ranks of this host.
+        has_other_hosts: Whether the run has ranks on other hosts, which are not seen here.
     """
+    # From the surest sign to the weakest: a rank that cannot run, then ranks whose collectives
+    # differ, and only then the ranks with the fewest steps.
     blamed, why = _stopped(seen)
     if not blamed:
         blamed, why = _blame_by_collectives(seen)
@@ -248,7 +262,7 @@ def _stopped(seen: list[Seen]) -> tuple[list[Seen], str]:
 
 
 def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
-    """Return the ranks whose collectives differ from the others', and why; no ranks if none differ."""
+    """Return the ranks whose collectives differ from the rest, and why; no ranks if none differ."""
     collectives = {each.rank: each.collectives for each in seen if each.collectives is not None}
     different = first_difference(collectives)
     missing = _missing(seen)
@@ -267,7 +281,7 @@ def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
 
 
 def _blame_slowest(seen: list[Seen], has_other_hosts: bool) -> Hang:
-    """Blame the ranks with the fewest steps, of those the ones that do not wait in a collective."""
+    """Blame the ranks with the fewest steps, if possible those outside a collective."""
     # A rank without an answer may have had no core to answer with. Without entries it is not known
     # what a rank waits for.
     sure = not has_other_hosts or any(
@@ -302,7 +316,7 @@ def _missing(seen: list[Seen]) -> list[Seen]:
 
 
 def _newest(seen: Seen, group: str) -> int:
-    """Return the number of the newest collective that a rank has begun in a group; -1 if there is none."""
+    """Return the number of a rank's newest collective in a group; -1 if it has begun none."""
     newest = -1
     for entry in seen.collectives or ():
         if entry["group"] == group:
@@ -311,6 +325,7 @@ def _newest(seen: Seen, group: str) -> int:
 
 
 def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
+    """Return the sentence that blames ranks for not coming to a collective."""
     entry = next(each.pending_collective for each in seen if each.pending_collective)
     is_silent = all(each.collectives is None for each in missing)
     if is_silent:
@@ -321,10 +336,10 @@ def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
 
 
 def aborted(log: Path) -> dict[str, Any] | None:
-    """Return the error of a rank that gloo ended by SIGABRT, in the form of `Hang.error`; None for any other end.
+    """Return the error of a rank that gloo aborted, in the form of `Hang.error`.
 
-    Gloo aborts if a message of another rank has not the expected size. `log` is the rank's standard
-    error.
+    Gloo aborts a process if a message of another rank has an unexpected size. The result is None if
+    `log`, the rank's standard error, does not say so.
     """
     try:
         text = log.read_text(errors="replace")

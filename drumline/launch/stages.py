@@ -1,6 +1,6 @@
 """Read what each rank of a run is doing now from the shared memory that its launcher watches.
 
-The run itself is asked nothing.
+The run is not disturbed: its processes neither answer nor notice the reading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drumline.system import heartbeat
 
 
 def stages(run_dir: Path) -> list[dict[str, Any]]:
-    """Return {rank, phase, step, seconds in the phase} of each rank of this host.
+    """Return the rank, phase, step, and seconds in the phase of each rank of this host.
 
     The list is empty if the run has ended, or if its launcher is on another host.
     """
@@ -33,7 +33,8 @@ def stages(run_dir: Path) -> list[dict[str, Any]]:
             if _is_board(str(link.readlink())):
                 boards.append((link.stat().st_ctime, link))
     with suppress(OSError, ValueError):  # closed meanwhile, or there is none
-        _, newest = max(boards)  # an earlier attempt may have left another
+        # The launcher may still have the board of an earlier attempt open.
+        _, newest = max(boards)
         return _read(newest)
     return []
 
@@ -44,14 +45,14 @@ def _is_board(target: str) -> bool:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of one board, by rank."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with mmap.mmap(handle, 0, prot=mmap.PROT_READ) as memory:
             board = bytes(memory)
     finally:
         os.close(handle)
-    # The same words, as integers and as numbers with a fraction: `system.heartbeat` says which is
-    # which.
+    # Each word of eight bytes is an int64 or a float64: `system.heartbeat` says which is which.
     ints = memoryview(board).cast("q")
     floats = memoryview(board).cast("d")
     now = time.monotonic()
