@@ -136,8 +136,8 @@ class Copy:
 def carry(copies: list[Copy], here: Path | None, there: Path | None, ranks: Ranks) -> None:
     """Copy files from folder `here` on one disk to folder `there` on another; each rank its own.
 
-    All ranks walk the same list, and send in one thread and receive in another, so none waits for ever.
-    Collective; raises the ranks' error type on all.
+    All ranks walk the same list, and send in one thread and receive in another, so none waits for
+    ever. Collective; raises the ranks' error type on all.
     """
     if not copies:
         return
@@ -177,8 +177,8 @@ def _pieces(size: int) -> Iterator[torch.Tensor]:
 def _send(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
     """Send a file from a folder and return what went wrong.
 
-    A file that cannot be read is sent nevertheless, as zeros: the other side waits for its bytes, and
-    refuses them.
+    A file that cannot be read is sent nevertheless, as zeros: the other side waits for its bytes,
+    and refuses them.
     """
     mistakes: list[Exception] = []
     with ExitStack() as stack:
@@ -201,7 +201,8 @@ def _send(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
 def _receive(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
     """Receive a file into a folder and return what went wrong.
 
-    If the disk takes no more, the rest is received nevertheless: the other side waits to be rid of it.
+    If the disk takes no more, the rest is received nevertheless: the other side waits to be rid of
+    it.
     """
     mistakes: list[Exception] = []
     with ExitStack() as stack:
@@ -295,8 +296,8 @@ class Gatherer:
     ) -> Found:
         """Make the newest checkpoint that can be had whole on all disks, and return it.
 
-        Also makes the one that `best` chooses, if it can be had. Collective. Raises CheckpointError on all
-        ranks if copying fails, or if the store does not answer.
+        Also makes the one that `best` chooses, if it can be had. Collective. Raises CheckpointError
+        on all ranks if copying fails, or if the store does not answer.
         """
         offers, skipped = self._offers()
         made: Path | None = None
@@ -403,8 +404,8 @@ class Gatherer:
     def _plan_transfers(self, manifest: Manifest, good: list[set[str]]) -> Transfers:
         """Decide from where each wanted disk gets the files that it lacks.
 
-        `good` has the good files of each disk. A file comes from the next disk that has it, else from the
-        store.
+        `good` has the good files of each disk. A file comes from the next disk that has it, else
+        from the store.
         """
         count = len(self.disks.groups)
         copies = []

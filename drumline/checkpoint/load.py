@@ -1,9 +1,9 @@
 """Loads checkpoints: one must be whole, unchanged and of the run's shapes before anything of it is read
 into a run.
 
-`check`, `newest` and `load` are collective if torch.distributed is initialised: the ranks divide the
-hashing and get the same answer. With `alone=True` this process acts by itself nevertheless (an export
-on rank 0).
+`check`, `newest` and `load` are collective if torch.distributed is initialised: the ranks divide
+the hashing and get the same answer. With `alone=True` this process acts by itself nevertheless (an
+export on rank 0).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Found:
 def newest(root: Path, verify: bool, alone: bool = False, to_train: bool = False) -> Found:
     """Return the newest checkpoint under `root` that passes `check`.
 
-    With `to_train` it has more than the weights. Collective unless `alone`. Raises CheckpointError for a
-    `root` that may not be read.
+    With `to_train` it has more than the weights. Collective unless `alone`. Raises CheckpointError
+    for a `root` that may not be read.
     """
     ranks = Ranks.all(alone, CheckpointError)
     candidates, skipped = ranks.first(lambda: _by_age(root))
@@ -84,8 +84,8 @@ def newest(root: Path, verify: bool, alone: bool = False, to_train: bool = False
 def newest_state(root: Path, url: str | None) -> tuple[str, dict[str, Any]] | None:
     """Return (the place, the run's state) of the newest checkpoint on this disk or at a URL.
 
-    The disk may hold only a part of it. None if there is no checkpoint. Only a look: nothing is verified
-    but the state itself. Raises CheckpointError for a URL that does not answer.
+    The disk may hold only a part of it. None if there is no checkpoint. Only a look: nothing is
+    verified but the state itself. Raises CheckpointError for a URL that does not answer.
     """
     here = _newest_here(root)
     if url is not None:
@@ -163,8 +163,9 @@ def best_or_latest(root: Path) -> Path | None:
 def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
     """Return the manifest of a checkpoint whose files are all there, plain and of the right size.
 
-    Always hashes the state and the index; with `verify` the shards too. Collective unless `alone`. Raises
-    CheckpointError that names the file and the reason, also for a shard that does not belong to it.
+    Always hashes the state and the index; with `verify` the shards too. Collective unless `alone`.
+    Raises CheckpointError that names the file and the reason, also for a shard that does not belong
+    to it.
     """
     ranks = Ranks.all(alone, CheckpointError)
     manifest = ranks.first(lambda: _structure(path))
@@ -206,13 +207,13 @@ def load(
 
     The checkpoint may be of any number of ranks. Shapes and dtypes must be the stored ones.
 
-    A section of names (`model.`, `optim.`) is loaded whole or not at all: the ranks together must name
-    all tensors of a section, unless `partly`, for readers that do not train. If the checkpoint lacks an
-    `optional` section, its tensors stay as they are, and so do moments of a weight that learned but had
-    not been stepped.
+    A section of names (`model.`, `optim.`) is loaded whole or not at all: the ranks together must
+    name all tensors of a section, unless `partly`, for readers that do not train. If the checkpoint
+    lacks an `optional` section, its tensors stay as they are, and so do moments of a weight that
+    learned but had not been stepped.
 
-    Collective unless `alone`. Raises CheckpointError on every rank: before it reads anything if names,
-    shapes or dtypes differ; if it is raised later, `tensors` must not be used.
+    Collective unless `alone`. Raises CheckpointError on every rank: before it reads anything if
+    names, shapes or dtypes differ; if it is raised later, `tensors` must not be used.
     """
     ranks = Ranks.all(alone, CheckpointError)
     wanted: dict[str, Tensor] = {}
@@ -294,8 +295,8 @@ def _structure(path: Path) -> Manifest:
         _require_committed(path)
         manifest = read_manifest(path)
         present = {entry.name for entry in path.iterdir()} - {MANIFEST}
-    # A shard too many means that two saves were mixed. Files of desktops and network disks (.DS_Store,
-    # .nfs…) are never read.
+    # A shard too many means that two saves were mixed. Files of desktops and network disks
+    # (.DS_Store, .nfs…) are never read.
     for name in sorted(present - set(manifest.files)):
         if SHARD_NAME.fullmatch(name):
             raise CheckpointError("does not belong to this checkpoint", where=str(path / name))
@@ -398,8 +399,8 @@ def _misfit(manifest: Manifest, tensors: dict[str, Tensor]) -> str | None:
 def _require_whole_sections(path: Path, names: set[str]) -> None:
     """Raise CheckpointError if `names` has only a part of a section.
 
-    Trained tensors would be lost silently. Older checkpoints hold moments of weights that were frozen,
-    and so are not in the checkpoint: these moments are zeros and may be left out.
+    Trained tensors would be lost silently. Older checkpoints hold moments of weights that were
+    frozen, and so are not in the checkpoint: these moments are zeros and may be left out.
     """
     sections = {_section(name) for name in names}
     stored = read_manifest(path).tensors

@@ -9,8 +9,8 @@ step-00000020/
 If several hosts share no disk, a folder may hold a part of these files: then part.json is in the
 manifest's place, and names them.
 
-The files must survive a power cut: they are hashed while they are written, flushed to the device, and
-opened without following links.
+The files must survive a power cut: they are hashed while they are written, flushed to the device,
+and opened without following links.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class TensorRecord(Record):
 class Manifest(Record):
     """The contents of a committed checkpoint.
 
-    `serial` counts the saves of a run folder. It tells which checkpoint is the newest; the step does not,
-    once a run resumed from an older step. `metric` is the value that decides on `best`. `rated` is min or
-    max, and the name of the metric (None: of an older version, or not known).
+    `serial` counts the saves of a run folder. It tells which checkpoint is the newest; the step
+    does not, once a run resumed from an older step. `metric` is the value that decides on `best`.
+    `rated` is min or max, and the name of the metric (None: of an older version, or not known).
     """
 
     format: Literal[1] = 1
@@ -157,8 +157,8 @@ def make_newest(folder: Path) -> None:
 def write_metric(folder: Path, metric: float, rated: str) -> Manifest:
     """Write the metric of a committed checkpoint's weights, and return the new manifest.
 
-    It goes into manifest.json, or part.json. The old file stays until the new one is whole and on the
-    device; no other file changes. Raises CheckpointError and OSError.
+    It goes into manifest.json, or part.json. The old file stays until the new one is whole and on
+    the device; no other file changes. Raises CheckpointError and OSError.
     """
     manifest, present = read_part(folder)
     renewed = manifest.model_copy(update={"metric": metric, "rated": rated})
@@ -254,8 +254,8 @@ def _require_step_of_folder(manifest: Manifest, path: Path) -> None:
 class HashingFile(io.BufferedWriter):
     """A new file that hashes the bytes before the disk gets them, and is on the device once it is closed.
 
-    The file must not exist. `failures` gets each OSError, since torch.save turns one into a message without
-    its errno.
+    The file must not exist. `failures` gets each OSError, since torch.save turns one into a message
+    without its errno.
     """
 
     def __init__(self, path: Path, failures: list[OSError] | None = None) -> None:

@@ -1,10 +1,10 @@
 """Checkpoints in the memory of hosts: files in /dev/shm, which outlive a killed rank and its launcher.
 
-They are made, hashed, copied to a neighbour host's memory and put together again as those on disk are
-(save.py, disks.py). So they are canonical, and none is torn: the new one has its name before the old one
-is removed. The memory belongs to one run from one start on: RUN/memory.json names it, and a start that
-does not go on from the newest state draws another name. What a dead launcher of another run has left is
-removed.
+They are made, hashed, copied to a neighbour host's memory and put together again as those on disk
+are (save.py, disks.py). So they are canonical, and none is torn: the new one has its name before
+the old one is removed. The memory belongs to one run from one start on: RUN/memory.json names it,
+and a start that does not go on from the newest state draws another name. What a dead launcher of
+another run has left is removed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Memory:
     def __init__(self, run_dir: Path, goes_on: bool) -> None:
         """Claim the run's memory on each host.
 
-        `goes_on`: the run goes on from the newest state, in memory or on disk; otherwise what is there is
-        not this run's. Raises CheckpointError.
+        `goes_on`: the run goes on from the newest state, in memory or on disk; otherwise what is
+        there is not this run's. Raises CheckpointError.
         """
         self.ranks = Ranks.all(error_type=CheckpointError)
         disks = Disks.find(run_dir, self.ranks)
@@ -66,7 +66,8 @@ class Memory:
                 shutil.rmtree(HOST_MEMORY / f"{PREFIX}{old}", ignore_errors=True)
 
         self.ranks.each(draw_name)
-        # Hosts with run folders of their own have drawn a name each; any will do, if all take the same.
+        # Hosts with run folders of their own have drawn a name each; any will do, if all take the
+        # same.
         self.folder = HOST_MEMORY / f"{PREFIX}{_token(path)}"
         self.root = self.folder / "checkpoints"
         self.ranks.each(self._claim)

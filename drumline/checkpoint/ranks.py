@@ -16,11 +16,11 @@ from drumline.errors import DrumlineError
 
 T = TypeVar("T")
 
-# A collective of a save waits for the slowest writer, such as one with a large shard on a slow network
-# disk.
+# A collective of a save waits for the slowest writer, such as one with a large shard on a slow
+# network disk.
 SAVE_TIMEOUT = timedelta(hours=2)
-# Mistakes of a program: they come again, however often it is tried. Disks and networks raise OSError,
-# torch RuntimeError.
+# Mistakes of a program: they come again, however often it is tried. Disks and networks raise
+# OSError, torch RuntimeError.
 LASTING = (
     TypeError,
     ValueError,

@@ -8,8 +8,8 @@ URL/checkpoints/latest, best                  names of checkpoints
 URL/checkpoints/step-00000020/manifest.json   without it nothing in that folder counts
 
 An object appears whole under its name or not at all, also one that is sent in parts. Nothing can be
-renamed there: a checkpoint of the same step loses its manifest before the files of the new one come.
-s3fs finds the credentials; no URL that holds any comes here.
+renamed there: a checkpoint of the same step loses its manifest before the files of the new one
+come. s3fs finds the credentials; no URL that holds any comes here.
 """
 
 from __future__ import annotations
@@ -352,8 +352,8 @@ def copy_here(
 def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
     """Return (store, folder in it, manifest) of a checkpoint.
 
-    `url` is a checkpoint, or a run: then `which` is `last`, `best`, a step, or the folder's name. Raises
-    CheckpointError, also for a store that does not answer.
+    `url` is a checkpoint, or a run: then `which` is `last`, `best`, a step, or the folder's name.
+    Raises CheckpointError, also for a store that does not answer.
     """
     mistake = url_mistake(url)
     if mistake and not url.startswith("memory://"):
@@ -432,7 +432,8 @@ def state_at(url: str, which: str | int = "last") -> tuple[str, dict[str, Any]]:
 def at_hand(place: str | Path, which: str | int = "best") -> Iterator[Path]:
     """Give a folder of this machine: `place` itself, or of a URL a copy that is there within.
 
-    The copy of a run has its plan and checkpoint `which`. Raises CheckpointError and EnvironmentFault.
+    The copy of a run has its plan and checkpoint `which`. Raises CheckpointError and
+    EnvironmentFault.
     """
     if not is_url(str(place)):
         yield Path(place)

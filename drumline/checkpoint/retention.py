@@ -30,8 +30,8 @@ BEST = "best"
 class Retention:
     """The committed checkpoints under `root`: the newest `keep`, and with `keep_best` the best by metric.
 
-    Two pointers name the newest and the best. `mode` is min or max, and behind it the name of the metric.
-    `serial` is the smallest serial of a new checkpoint.
+    Two pointers name the newest and the best. `mode` is min or max, and behind it the name of the
+    metric. `serial` is the smallest serial of a new checkpoint.
     """
 
     def __init__(self, root: Path, keep: int, keep_best: bool, mode: str, serial: int = 1) -> None:
@@ -52,8 +52,8 @@ class Retention:
             if entry.name.startswith(TEMP):
                 remove(entry)
             elif step_of(entry.name) is not None:
-                # A checkpoint that cannot be read is not ours to delete: `newest` names it, and a later
-                # save of its step replaces it.
+                # A checkpoint that cannot be read is not ours to delete: `newest` names it, and a
+                # later save of its step replaces it.
                 with suppress(CheckpointError):
                     manifest, _ = read_part(entry)
                     self.known[manifest.step] = manifest
@@ -127,8 +127,8 @@ class Retention:
 def recover(root: Path) -> None:
     """Give checkpoints their names if a kill came between the two renames of `take_name`.
 
-    The new folder gets the name if it is whole, else the folder that made way. Only the holder of the run
-    folder may call it, on several ranks at once.
+    The new folder gets the name if it is whole, else the folder that made way. Only the holder of
+    the run folder may call it, on several ranks at once.
     """
     for mark in TEMP:
         for folder in sorted(root.glob(f"{mark}step-*")):

@@ -2,18 +2,17 @@
 
 A save has five steps, each with one outcome on all ranks (see ranks.py):
 
-    share out   decide which rank stores what; each rank checks the free space; copy for the background
-                (an asynchronous save blocks up to here)
-    folder      rank 0 makes `.tmp-step-00000020-<nonce>`
-    shards      torch.distributed.checkpoint writes; each rank hashes its files while it writes them
-    commit      rank 0 writes state.json and manifest.json, and renames the folder
-    settle      rank 0 moves `latest` and `best`, then prunes
+    share out   decide which rank stores what; each rank checks the free space; copy for the
+    background (an asynchronous save blocks up to here) folder      rank 0 makes
+    `.tmp-step-00000020-<nonce>` shards      torch.distributed.checkpoint writes; each rank hashes
+    its files while it writes them commit      rank 0 writes state.json and manifest.json, and
+    renames the folder settle      rank 0 moves `latest` and `best`, then prunes
 
-A kill at any moment leaves the named folders whole, and at most one folder more. If it comes while a step
-that is already there is saved again, the next start gives one of the two its name (`retention.recover`).
-If hosts share no disk (disks.py), one rank of each disk does rank 0's part there, and each file goes to
-`replicas` further disks before the commit. With a URL (remote.py) each rank then copies its files there;
-the manifest goes last.
+A kill at any moment leaves the named folders whole, and at most one folder more. If it comes while
+a step that is already there is saved again, the next start gives one of the two its name
+(`retention.recover`). If hosts share no disk (disks.py), one rank of each disk does rank 0's part
+there, and each file goes to `replicas` further disks before the commit. With a URL (remote.py) each
+rank then copies its files there; the manifest goes last.
 """
 
 from __future__ import annotations
@@ -62,10 +61,11 @@ from drumline.version import __version__
 
 # Free space that a save requires, as a multiple of its estimated bytes.
 HEADROOM = 1.2
-# Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index); measured
-# 1.6 KB.
+# Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index);
+# measured 1.6 KB.
 OVERHEAD_BYTES = 2048
-# The watcher waits at least so long for a save in the background before it takes this rank for hung.
+# The watcher waits at least so long for a save in the background before it takes this rank for
+# hung.
 PATIENCE_SECONDS = 60.0
 
 
@@ -73,10 +73,10 @@ PATIENCE_SECONDS = 60.0
 class SaveResult:
     """How a save ended.
 
-    It is the same on every rank, apart from the seconds, and from the path if hosts have folders of their
-    own. `path` is None if nothing was committed. `error` beside a path: the checkpoint is whole, but a
-    pointer or the pruning failed. `begun` is false if the disk lacked room, and nothing was written.
-    `lasting`: another try would fail alike.
+    It is the same on every rank, apart from the seconds, and from the path if hosts have folders of
+    their own. `path` is None if nothing was committed. `error` beside a path: the checkpoint is
+    whole, but a pointer or the pruning failed. `begun` is false if the disk lacked room, and
+    nothing was written. `lasting`: another try would fail alike.
     """
 
     step: int
@@ -128,9 +128,9 @@ class _Committed(NamedTuple):
 class Checkpointer:
     """Saves a run's tensors and state under `root`, one save at a time.
 
-    All ranks build it together, after the process group, and call `save` together. `save` does not raise
-    for a full disk or a failed rank: `poll` and `wait` return the results. Call `wait` before the process
-    group is destroyed. A process that ends finishes the save in flight first.
+    All ranks build it together, after the process group, and call `save` together. `save` does not
+    raise for a full disk or a failed rank: `poll` and `wait` return the results. Call `wait` before
+    the process group is destroyed. A process that ends finishes the save in flight first.
     """
 
     def __init__(
@@ -146,8 +146,9 @@ class Checkpointer:
     ) -> None:
         """Open the folder and the URL.
 
-        `serial` is the smallest serial of a save (Manifest). With a `url` or `replicas` hosts may have a
-        `root` of their own each. Raises EnvironmentFault if `root` or the URL cannot be used.
+        `serial` is the smallest serial of a save (Manifest). With a `url` or `replicas` hosts may
+        have a `root` of their own each. Raises EnvironmentFault if `root` or the URL cannot be
+        used.
         """
         self.root = Path(root)
         self.asynchronous = asynchronous
@@ -194,8 +195,8 @@ class Checkpointer:
         """Begin to store `tensors` (by canonical name; plain tensors or DTensors) and `state`.
 
         `state` is JSON; rank 0's is kept. A plain tensor must be equal on all ranks that name it. A
-        `metric` that is not finite counts as none. Waits for a save in flight first. Afterwards training
-        may change the tensors. Collective.
+        `metric` that is not finite counts as none. Waits for a save in flight first. Afterwards
+        training may change the tensors. Collective.
         """
         if metric is not None:
             metric = float(metric)
@@ -239,10 +240,10 @@ class Checkpointer:
     def write_metric(self, step: int, metric: float) -> str | None:
         """Write the metric of a checkpoint's weights beside it, on each disk and at the URL.
 
-        Keeps checkpoints accordingly. No tensor is written. Each manifest is replaced by a whole new one,
-        so a kill leaves the checkpoint readable, with its metric or without. Waits for a save in flight
-        first. Collective. Returns why it could not be done; None if it was done, or if the metric is not
-        finite and counts as none.
+        Keeps checkpoints accordingly. No tensor is written. Each manifest is replaced by a whole
+        new one, so a kill leaves the checkpoint readable, with its metric or without. Waits for a
+        save in flight first. Collective. Returns why it could not be done; None if it was done, or
+        if the metric is not finite and counts as none.
         """
         self._join()
         if not math.isfinite(metric):
@@ -272,8 +273,8 @@ class Checkpointer:
     ) -> tuple[SaveResult, bool]:
         """Store a checkpoint in `folder` instead. Collective.
 
-        Returns the result, and whether it is of the whole checkpoint: if that does not fit, only the
-        weights are stored.
+        Returns the result, and whether it is of the whole checkpoint: if that does not fit, only
+        the weights are stored.
         """
         try:
             rescuer = Checkpointer(
@@ -510,8 +511,8 @@ class Checkpointer:
     def _write_shards(self, job: _Job, folder: Path) -> dict[str, FileRecord]:
         """Store this rank's share and return the files that it wrote. Raises the error of this rank.
 
-        If dcp.save fails on one rank, all get a CheckpointException: the others return nothing, so that
-        only the failed rank reports.
+        If dcp.save fails on one rank, all get a CheckpointException: the others return nothing, so
+        that only the failed rank reports.
         """
         writer = Writer(folder)
         try:
@@ -541,11 +542,11 @@ class _Size(NamedTuple):
 def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], int]:
     """Return the tensors that this rank stores, and the bytes that all ranks store together.
 
-    The bytes are an upper estimate. Every rank that names a plain tensor has all of it, so one of them
-    stores it: the largest first, each to the rank with the fewest bytes. All ranks compute the same
-    answer. DTensors stay with every rank: each has its shard, and the planner of
-    torch.distributed.checkpoint leaves replicas of a shard out. Since this comes before staging, eight
-    replicas on a host need the memory of one. Collective; raises RanksError.
+    The bytes are an upper estimate. Every rank that names a plain tensor has all of it, so one of
+    them stores it: the largest first, each to the rank with the fewest bytes. All ranks compute the
+    same answer. DTensors stay with every rank: each has its shard, and the planner of
+    torch.distributed.checkpoint leaves replicas of a shard out. Since this comes before staging,
+    eight replicas on a host need the memory of one. Collective; raises RanksError.
     """
     mine = {}
     for name, tensor in tensors.items():

@@ -17,8 +17,8 @@ ALIGNED = 64  # bytes: a buffer begins at a multiple of it
 class Staging:
     """Keeps copies of tensors, which each save makes in the same place.
 
-    The place is one arena, pinned for tensors on a GPU. (torch rounds each piece of its own pinned memory
-    up to a power of two.)
+    The place is one arena, pinned for tensors on a GPU. (torch rounds each piece of its own pinned
+    memory up to a power of two.)
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The file layer of torch.distributed.checkpoint with what it lacks.
 
-When writing, these are checksums and the true errno; when reading, an index that cannot run code and file
-names that cannot leave the folder.
+When writing, these are checksums and the true errno; when reading, an index that cannot run code
+and file names that cannot leave the folder.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class _IndexUnpickler(pickle.Unpickler):
 def read_index(folder: Path, manifest: Manifest) -> Metadata:
     """Return the index in .metadata, read without running any code in it.
 
-    It describes the manifest's tensors in the manifest's files. Raises CheckpointError that names the file
-    and the reason.
+    It describes the manifest's tensors in the manifest's files. Raises CheckpointError that names
+    the file and the reason.
     """
     place = str(folder / INDEX)
     try:

@@ -14,8 +14,8 @@ from drumline.dist.timeouts import limit_between_steps, share_timeout
 def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
     """Return the device mesh of a plan, with all dimensions by name, also those of size one. Collective.
 
-    One process alone becomes a process group of one. All models of a run share one mesh: each group of
-    NCCL takes memory of its own on every GPU.
+    One process alone becomes a process group of one. All models of a run share one mesh: each group
+    of NCCL takes memory of its own on every GPU.
     """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -43,8 +43,9 @@ def side_group(_world: dist.ProcessGroup) -> dist.ProcessGroup:
 def data_mesh(whole: DeviceMesh) -> DeviceMesh:
     """Return what FSDP2 spreads over: (shard,), or (replicate, shard) for several copies. Collective.
 
-    Ranks that hold parts of the same sequence hold the same weights, so context-parallel ranks shard
-    with the data ranks. So do ranks that have different experts, except for these (`expert_mesh`).
+    Ranks that hold parts of the same sequence hold the same weights, so context-parallel ranks
+    shard with the data ranks. So do ranks that have different experts, except for these
+    (`expert_mesh`).
     """
     names = ["shard"]
     for name in ("ep", "cp"):

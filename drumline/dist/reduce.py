@@ -76,7 +76,8 @@ class Gather:
         """Begin to sum over all samples.
 
         `sums`: fp64 scalars on the device, the same keys on all ranks. `per_rank`: numbers of this
-        rank. Raises UserError if names that are new here differ between ranks: a user's own sums may.
+        rank. Raises UserError if names that are new here differ between ranks: a user's own sums
+        may.
         """
         self._require_same(tuple(sums))
         # A maximum, or a number of one rank, has a slot for each rank: [numbers, ranks].

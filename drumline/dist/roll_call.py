@@ -32,8 +32,8 @@ class RollCall:
     def ask(self, step: int) -> bool:
         """Return whether another rank answered the question before, and ask again.
 
-        A rank answers if it has done no more steps than `step` and is at work. No rank answers that is
-        suspended, or holds Python's lock.
+        A rank answers if it has done no more steps than `step` and is at work. No rank answers that
+        is suspended, or holds Python's lock.
         """
         answers_before = self.answers_seen
         self.answers_seen = self.store.add(AT_WORK, 0)

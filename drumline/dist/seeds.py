@@ -37,8 +37,8 @@ def seed_step(seed: int, step: int, *stream: int) -> None:
 def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
     """Let what is drawn on `device` come from `seed` within, and restore the generator afterwards.
 
-    `seed` None: the numbers come from wherever they would. Other generators are not touched, those of
-    other ranks' GPUs above all: reading the state of one takes hold of the device.
+    `seed` None: the numbers come from wherever they would. Other generators are not touched, those
+    of other ranks' GPUs above all: reading the state of one takes hold of the device.
     """
     generator = torch.default_generator
     if torch.device(device).type == "cuda":

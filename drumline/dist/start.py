@@ -83,8 +83,8 @@ def rendezvous() -> dist.Store:
     """Return the common store of the ranks, which is made once, within ten minutes.
 
     It listens on loopback alone if all ranks are on this machine. The keys are of this start only:
-    those of a killed one must not be taken for this one's (measured to hang restarts under torchrun).
-    Raises EnvironmentFault if there is no store, or another one.
+    those of a killed one must not be taken for this one's (measured to hang restarts under
+    torchrun). Raises EnvironmentFault if there is no store, or another one.
     """
     global _store
     if _store is None:
@@ -262,9 +262,9 @@ def _await_listener(host: str, port: int) -> None:
 def _agree_on_start(store: dist.Store, ranks: Ranks) -> str:
     """Return a text that the ranks of this start have in common, and no start before it had.
 
-    Launchers' counts of restarts differ by host, so rank 0 draws the text. What other ranks read may be
-    an earlier rank 0's: it holds once the rank 0 that is there now has answered to it, with what each
-    rank drew itself.
+    Launchers' counts of restarts differ by host, so rank 0 draws the text. What other ranks read
+    may be an earlier rank 0's: it holds once the rank 0 that is there now has answered to it, with
+    what each rank drew itself.
     """
     own = secrets.token_hex(8)
     until = time.monotonic() + CONNECT.total_seconds()
@@ -311,10 +311,10 @@ def start(
 ) -> Ranks:
     """Join the run: make the default process group, and return who this process is in it.
 
-    The group has gloo for CPU tensors and, on GPUs, NCCL for the rest. One process alone needs none.
-    `timeout_seconds`: a collective that waits longer fails; None: a limit that may change
-    (`dist.timeouts`). `interface`: the one between hosts; None: the one that leads to rank 0's host.
-    Raises EnvironmentFault if there is no rendezvous.
+    The group has gloo for CPU tensors and, on GPUs, NCCL for the rest. One process alone needs
+    none. `timeout_seconds`: a collective that waits longer fails; None: a limit that may change
+    (`dist.timeouts`). `interface`: the one between hosts; None: the one that leads to rank 0's
+    host. Raises EnvironmentFault if there is no rendezvous.
     """
     ranks = Ranks.from_environment()
     if device == "cuda":
@@ -422,7 +422,8 @@ def stop(failed: bool = False) -> None:
 def leave_process(code: int) -> NoReturn:
     """End this process.
 
-    If gloo still waits for a peer, the interpreter could not end in order: the process ends without.
+    If gloo still waits for a peer, the interpreter could not end in order: the process ends
+    without.
     """
     if _leaving is not None and _leaving.is_alive():
         with suppress(OSError):  # logs on a full disk

@@ -31,8 +31,8 @@ def begin_timeouts(seconds: float | None) -> timedelta:
 def set_timeout(seconds: float) -> None:
     """Let collectives that begin from now on fail after `seconds`, unless the user has set a limit.
 
-    All ranks call it with the same number at the same point. Groups made later get it as well: torch
-    would give those without a number of their own 10 or 30 minutes.
+    All ranks call it with the same number at the same point. Groups made later get it as well:
+    torch would give those without a number of their own 10 or 30 minutes.
     """
     global _seconds
     if _is_fixed or seconds == _seconds:
@@ -47,8 +47,8 @@ def set_timeout(seconds: float) -> None:
 def share_timeout() -> None:
     """Give the limit to all groups of this rank, but for those that have their own (`GROUPS_APART`).
 
-    Needed behind every split as well: torch passes the limit to the NCCL half of the new group alone.
-    Its gloo half, for tensors on the host, begins with gloo's default.
+    Needed behind every split as well: torch passes the limit to the NCCL half of the new group
+    alone. Its gloo half, for tensors on the host, begins with gloo's default.
     """
     if _seconds is None or not dist.is_initialized():
         return

@@ -46,7 +46,7 @@ from drumline.foreign import disk_errors, read_object, require_package
 from drumline.inference.model import Model, exported_folder, open_model, open_plan
 from drumline.launch.early import EarlyRanks
 from drumline.launch.environment import launched_by
-from drumline.launch.local import launch
+from drumline.launch.local import LocalRanks, launch
 from drumline.models.build import lay_out
 from drumline.models.classes import LM, require_classes
 from drumline.models.export import plan_of
@@ -122,7 +122,7 @@ def evaluate(
             events.append,
             "drumline.inference.rank",
             trial=True,
-            early=early,
+            ranks=LocalRanks.of_plan(scratch_plan, early),
         )
         if exit_code != 0:
             # Its logs say why: forget to remove the folder.

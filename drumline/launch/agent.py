@@ -1,7 +1,10 @@
-"""Run one attempt on one host by torch's elastic agent: start the ranks, keep their logs and watch them.
+"""Run one attempt of a run on one host: start the ranks, keep their logs and watch them.
 
-Two parts of torch's agent are not used: its restarts (measured to hang: stale keys in the store) and its shutdown (30 s on SIGTERM).
-`local.py` starts a new agent with a new store for each attempt, and this agent kills the remaining ranks as soon as one has failed.
+The processes are started by torch's elastic agent.
+
+Two parts of torch's agent are not used: its restarts (measured to hang: stale keys in the store)
+and its shutdown (30 s on SIGTERM). `local.py` starts a new agent with a new store for each attempt,
+and this agent kills the remaining ranks as soon as one has failed.
 """
 
 from __future__ import annotations
@@ -50,35 +53,38 @@ from drumline.system.sockets import for_store
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
 MONITOR_SECONDS = 0.1
-# After an error the other ranks have this long to end by themselves: their errors may explain more than the first one.
+# After an error the other ranks have this long to end by themselves: their errors may explain more
+# than the first one.
 SETTLE_SECONDS = 2.0
 # For ranks to be gone after SIGKILL: freeing memory takes a while.
 DEATH_SECONDS = 60.0
 # The same if a rank sleeps in the kernel, for a disk that stalls: it dies only when it wakes up.
 ASLEEP_SECONDS = 2.0
-# Exit codes (errors.py) of ends on purpose, to which all ranks come together: some of them later, while they write the checkpoint.
+# Exit codes (errors.py) of ends on purpose, to which all ranks come together: some of them later,
+# while they write the checkpoint.
 TOGETHER = (3, 75, NotSaved.rank_code)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which ranks of a run are this host's, and where they meet the others."""
+    """The ranks of this host within a run, and the store by which they meet the other ranks."""
 
     address: str  # of the store where all ranks meet, which the launcher holds
     port: int
-    first: int  # this host's ranks begin with this one
+    first: int  # the lowest rank of this host
     world_size: int
-    secret: str  # what a rank must know to use the store; empty if nothing
+    secret: str  # a rank must know it to use the store; empty if the store is open to all
 
 
 def open_store(listener: socket.socket) -> TCPStore:
-    """Return the store of the ranks, on a socket that listens already.
+    """Return the ranks' store, opened on a socket that listens already.
 
-    The launcher holds it in the place of rank 0. So the port is taken before anything starts, and cannot be lost to another process while
-    rank 0 imports torch; and the store outlives any rank.
+    The launcher holds it in the place of rank 0. So the port is taken before anything starts, and
+    cannot be lost to another process while rank 0 imports torch; and the store outlives any rank.
     """
     address, port = listener.getsockname()[:2]
-    # torch's newer libuv server cannot be given a socket, and without one it would listen on all interfaces.
+    # torch's newer libuv server cannot be given a socket, and without one it would listen on all
+    # interfaces.
     return TCPStore(
         address,
         port,
@@ -90,7 +96,10 @@ def open_store(listener: socket.socket) -> TCPStore:
 
 
 class _Meeting(RendezvousHandler):
-    """A rendezvous of this agent with no other: its own store stays in this process. Ranks meet at the address of an existing store."""
+    """A rendezvous with a single participant, this agent.
+
+    The agent's own store stays in this process. The ranks meet at the address of an existing store.
+    """
 
     def __init__(self, address: str, port: int, store: TCPStore | None) -> None:
         self.address = address
@@ -127,9 +136,12 @@ class _Meeting(RendezvousHandler):
 
 
 class _Logs(LogsSpecs):
-    """The logs of each rank R: FOLDER/rank-R.log for its errors, .out for what it prints, .json for the exception that ended it.
+    """Name the log files of each rank, and set the variables of its environment.
 
-    It also sets the variables of each rank. A rank gets its share of the cores as threads, unless the user has set a number.
+    Rank R has FOLDER/rank-R.log for its standard error, rank-R.out for its standard output, and
+    rank-R.json for the exception that ended it.
+
+    A rank gets its share of the cores as threads, unless the user has set a number.
     """
 
     def __init__(self, folder: Path, first: int, watch: Watch) -> None:
@@ -156,15 +168,22 @@ class _Logs(LogsSpecs):
         return LogsDest(stdouts=outputs, stderrs=logs, error_files=errors)
 
     def _files(self, ending: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the file with this ending of each rank of this host, by its local number."""
+        """Return the path of one log of each rank. Keys are the local ranks of this host."""
         return {rank: str(self.folder / f"rank-{self.first + rank}{ending}") for rank in ranks}
 
 
 class Agent(LocalElasticAgent):
-    """Run `command` (Python's arguments) on `nproc` ranks of this host once.
+    """Run a command once on all ranks of this host.
 
-    `meeting` is a socket for a store of these ranks alone, or the place where they meet the ranks of other hosts.
-    `grace` is how many seconds ranks have to save and end after a signal.
+    Args:
+        command: Arguments of the Python interpreter.
+        nproc: Number of ranks on this host.
+        meeting: A listening socket for a store of these ranks alone, or the `Place` of a store that
+            they share with ranks of other hosts.
+        logs: Folder for the logs of the ranks.
+        signals: The signals that the launcher has received.
+        grace: Seconds that ranks have to save and end after a signal.
+        early: Processes that wait to become ranks; None to start all ranks anew.
     """
 
     def __init__(
@@ -198,13 +217,16 @@ class Agent(LocalElasticAgent):
         self.signals = signals
         self.grace_seconds = grace
         self.early = early
-        self.killed: dict[int, bool] = {}  # by this agent: rank → whether it was suspended
+        # Ranks that this agent has killed; each with whether it was suspended at that time.
+        self.killed: dict[int, bool] = {}
         # Exit codes of failed ranks of other hosts.
         self.failed_codes_of_other_hosts: set[int] = set()
         self.hang: Hang | None = None
-        # The number of a signal for the ranks of this attempt alone: they save and end, and the launcher goes on.
+        # A signal number for the ranks of this attempt alone, 0 for none. The ranks save and end,
+        # and the launcher goes on.
         self.paused = 0
-        self._ended: dict[int, float] = {}  # unix seconds at which the end of a rank was first seen
+        # Unix seconds at which this agent first saw that a rank had ended.
+        self._ended: dict[int, float] = {}
         # Monotonic seconds by which a rank that has noted an error must have ended.
         self._raised: dict[int, float] = {}
         self._forwarded = False
@@ -212,8 +234,12 @@ class Agent(LocalElasticAgent):
         self._dead_at: float | None = None  # monotonic seconds at which killed ranks are given up
 
     def attempt(self) -> list[RankEnd]:
-        """Start the ranks, wait until the last has gone, and return how each ended."""
-        # The agent would turn these signals into an exception; the launcher has handlers of its own.
+        """Start the ranks, wait until the last has gone, and return how each ended.
+
+        The ends are ordered by rank. No process is left, and the port of the store is free again.
+        """
+        # The agent would turn these signals into an exception; the launcher has handlers of its
+        # own.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         groups = Groups.of_this_process()
         kills = groups.oom_kills()
@@ -223,32 +249,43 @@ class Agent(LocalElasticAgent):
             self.kill()
             self.meeting.shutdown()
             self.watch.close()
+        # The kernel's counts before and after tell whether it killed a process for lack of memory.
         seen = (kills, groups.oom_kills())
         return [self._end(rank, code, seen) for rank, code in sorted(self._exitcodes().items())]
 
     def kill(self) -> None:
-        """Send SIGKILL to every remaining rank, and to whatever ranks have started, and wait for their end."""
+        """Send SIGKILL to all remaining ranks and their child processes, and wait for their end."""
         self.strike()
         patience = DEATH_SECONDS
         if self.hang is not None and any(seen.state == "D" for seen in self.hang.seen):
             patience = ASLEEP_SECONDS
+        # Called more than once for an attempt: all calls together wait no longer than `patience`.
         if not self._dead_at:
             self._dead_at = time.monotonic() + patience
         for process in self._processes().values():
             wait_for_exit(process, max(0.0, self._dead_at - time.monotonic()))
 
     def strike(self) -> None:
-        """Send SIGKILL without waiting. Each rank is the leader of a session of its own."""
+        """Send SIGKILL to all ranks and their child processes, without waiting for their end.
+
+        Each rank leads a session of its own, so its process group holds what it has started.
+        """
         for rank, process in self._processes().items():
             if process.poll() is None:
+                # Asked before the kill: afterwards nothing shows that the rank was suspended.
                 self.killed[rank] = is_suspended(process.pid)
+            # The group may outlive its leader, so a rank that has ended is no exception.
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Kill the ranks. The method of torch's agent would wait for a process that sleeps in the kernel."""
+        """Kill the ranks.
+
+        This replaces a method of torch's agent, which would wait for a process that sleeps in the
+        kernel.
+        """
         self.kill()
 
     def _assign_worker_ranks(
@@ -258,7 +295,11 @@ class Agent(LocalElasticAgent):
         return [Worker(n, first + n, first + n, size, size) for n in range(spec.local_world_size)]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Use the ranks that wait already; without them start new ones, which get the secret of the store."""
+        """Start the ranks, from the early processes if there are any.
+
+        Torch offers no hook for the start of a process, so `Popen` is replaced within this call.
+        New processes get the secret of the store on their standard input.
+        """
         usual = subprocess_handler.Popen
         try:
             if self.early is not None:
@@ -269,13 +310,16 @@ class Agent(LocalElasticAgent):
         finally:
             subprocess_handler.Popen = usual  # type: ignore[misc]
             if self.early is not None:
-                # There may have been more of them than the plan has.
+                # More processes may have waited than the plan has ranks.
                 self.early.end()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Forward the launcher's signals, and end the attempt as soon as it has failed.
+        """Forward the launcher's signals, and end the attempt once a rank has failed.
 
-        Torch's own method is called only when all ranks have gone: at a failure it would send SIGTERM and wait 30 s.
+        Torch's agent calls this every MONITOR_SECONDS.
+
+        Torch's own method is called only when all ranks have gone: at a failure it would send
+        SIGTERM and wait 30 s.
         """
         self._forward()
         codes = self._exitcodes()
@@ -292,12 +336,14 @@ class Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _is_grace_over(self) -> bool:
+        """Return whether the ranks were signalled and have used up their time to save."""
         return self._kill_at is not None and time.monotonic() > self._kill_at
 
     def _settle(self) -> None:
         """Wait for the other ranks after one has failed.
 
-        Not at all after a kill, briefly after an error or an abort, and after an end on purpose for as long as saving may take.
+        How long depends on the failure: not at all after a kill, SETTLE_SECONDS after an error or
+        an abort, and the grace time after an end on purpose, since other ranks may be saving.
         """
         codes = (set(self._exitcodes().values()) | self.failed_codes_of_other_hosts) - {None, 0}
         was_killed = min(codes - {-signal.SIGABRT}, default=0) < 0
@@ -316,9 +362,9 @@ class Agent(LocalElasticAgent):
             time.sleep(MONITOR_SECONDS / 2)
 
     def _stuck(self) -> bool:
-        """Return whether a rank has noted an error a while ago and has not ended.
+        """Return whether a rank noted an error a while ago and still runs.
 
-        Leaving a process group before the other ranks do may block.
+        It may be blocked: leaving a process group before the other ranks do can wait for them.
         """
         now = time.monotonic()
         for rank, code in self._exitcodes().items():
@@ -333,7 +379,10 @@ class Agent(LocalElasticAgent):
         return any(now > at for at in self._raised.values())
 
     def _hangs(self) -> bool:
-        """Return whether the ranks have stood still for longer than they may. Ranks that are to end have the grace time instead."""
+        """Return whether the ranks have stood still for longer than they may.
+
+        Ranks that were told to end are not checked, because the grace time limits them.
+        """
         if self.hang is None and not (self.signals.number or self.paused):
             running = {}
             for rank, process in self._processes().items():
@@ -343,7 +392,10 @@ class Agent(LocalElasticAgent):
         return self.hang is not None
 
     def _forward(self) -> None:
-        """Hand a signal on to the ranks once. The grace time begins then, and a second Ctrl-C ends it."""
+        """Forward the launcher's signal to the ranks, once.
+
+        The grace time begins with the signal. A second Ctrl-C ends it at once.
+        """
         number = self.signals.number or self.paused
         if number and not self._forwarded:
             self._forwarded = True
@@ -355,12 +407,19 @@ class Agent(LocalElasticAgent):
             self._kill_at = 0.0
 
     def _end(self, rank: int, code: int | None, kills: tuple[int | None, int | None]) -> RankEnd:
-        """Return how a rank ended, by its exit code; None if it has not ended, but dies as soon as it can."""
+        """Return how a rank ended.
+
+        Args:
+            rank: Its number in the run.
+            code: Its exit code; None if it cannot die yet because it sleeps in the kernel.
+            kills: Kills for lack of memory on this host, before and after the attempt.
+        """
         log = self.logs / f"rank-{rank}.log"
         error = self._error(rank, code)
         was_killed = rank in self.killed
         if error and (was_killed or code == 0):
-            # It had reported why it ends before this agent killed it, or before sys.exit() of the user's own.
+            # The rank noted its error first. The kill, or a sys.exit() of the user's code, came
+            # later and hides the exit code that belongs to the error.
             code = error["exit_code"]
         if error:
             at = error["time"]
@@ -372,7 +431,11 @@ class Agent(LocalElasticAgent):
         return RankEnd(rank, code, error, log, was_killed, at, was_suspended, kills)
 
     def _error(self, rank: int, code: int | None) -> dict[str, Any] | None:
-        """Return the error that ended a rank: its hang, what the rank noted, or what gloo wrote as it aborted."""
+        """Return the error that ended a rank; None if none is known.
+
+        It is the hang that this agent found, the error that the rank noted, or the message with
+        which gloo aborted.
+        """
         error = read_error(self.logs / f"rank-{rank}.json")
         if self.hang is not None and rank == self.hang.subject.rank:
             return self.hang.error()
@@ -390,7 +453,10 @@ class Agent(LocalElasticAgent):
         return {first + local: handler.proc for local, handler in handlers.items()}
 
     def _exitcodes(self) -> dict[int, Any]:
-        """Return the exit code of each rank, None while it runs, and note the time at which each end was first seen."""
+        """Return the exit code of each rank; None while it runs.
+
+        The time at which an end is first seen is kept, for ranks that note no time themselves.
+        """
         codes = {rank: process.poll() for rank, process in self._processes().items()}
         for rank, code in codes.items():
             if code is not None:
@@ -401,7 +467,14 @@ class Agent(LocalElasticAgent):
 def _with_secret(
     usual: Callable[..., Any], secret: str, *, env: dict[str, str], **options: Any
 ) -> Any:
-    """Start a rank that reads the secret of its store from standard input (`dist.start`). `usual` is Popen, which this replaces."""
+    """Start a rank that reads the secret of its store from standard input (`dist.start`).
+
+    Args:
+        usual: The original `Popen`, for which this function stands.
+        secret: The secret, which must not be seen in arguments or in the environment.
+        env: Environment of the rank.
+        options: All other arguments of `Popen`.
+    """
     process = usual(env={**env, SECRET_COMES: "1"}, stdin=PIPE, **options)
     # A pipe is broken if the rank has died, which is seen soon.
     with suppress(BrokenPipeError), process.stdin as pipe:

@@ -22,11 +22,14 @@ THREADS = "OMP_NUM_THREADS"
 
 
 class EarlyRanks:
-    """Ranks that wait for a plan, as many as there will most likely be. At the end of the `with` the ranks that still wait are killed.
+    """Forked processes that wait for a plan, as many as the plan will most likely have ranks.
 
-    So the launcher and its ranks import torch and transformers once, and not each for itself. There are no such ranks if a fork would not
-    be safe: beside other threads, or if this process has used torch already. Nor are there any if an imported library has asked CUDA for
-    its devices: torch's optimizers ask for the current device on a CPU too, and raise in a fork of such a process.
+    The launcher imports torch and transformers once, and the forks share them. Processes that still
+    wait at the end of the `with` block are killed.
+
+    No process is forked if that would not be safe: beside other threads, if this process has used
+    torch already, or if an imported library has asked CUDA for its devices. Torch's optimizers ask
+    for the current device on a CPU too, and raise in a fork of such a process.
     """
 
     def __init__(self, config: Config) -> None:
@@ -51,6 +54,8 @@ class EarlyRanks:
             del os.environ[THREADS]
         if not _can_forks_use_cuda():
             return
+        # What is imported by now is never garbage. A collection in a fork that looked at it would
+        # copy the memory that the forks share.
         gc.freeze()
         self.waiting += [Early() for _ in range(number)]
 
@@ -62,6 +67,7 @@ class EarlyRanks:
 
     def end(self) -> None:
         """Kill the ranks that still wait."""
+        # All are killed before any is waited for, so that they end at the same time.
         for early in self.waiting:
             early.kill()
         for early in self.waiting:
@@ -78,20 +84,33 @@ class EarlyRanks:
         stderr: IO[str],
         **options: Any,
     ) -> Any:
-        """Return a rank that waits already, if it has as many threads as the plan's ranks.
+        """Turn a waiting process into a rank, or start a new process if none is fit.
 
-        Otherwise start a process by `usual`, which is Popen: this function takes its place.
+        A waiting process is fit if it has as many threads as the plan's ranks: torch has read the
+        number at its import. This function stands for `Popen`, whose arguments it takes.
+
+        Args:
+            usual: The original `Popen`.
+            args: Command line of the rank.
+            env: Environment of the rank.
+            stdout: Open file whose path the rank writes its output to.
+            stderr: Open file whose path the rank writes its errors to.
+            options: All other arguments of `Popen`.
         """
         while self.waiting and env[THREADS] == self.threads:
             early = self.waiting.pop(0)
             if early.begin(args, env, stdout.name, stderr.name):
                 return early
+            # It has died while it waited.
             early.join()
         return usual(args=args, env=env, stdout=stdout, stderr=stderr, **options)
 
 
 def _can_forks_use_cuda() -> bool:
-    """Return whether torch lets a fork of this process use CUDA, by a fork that tries. It does not if this process has used CUDA."""
+    """Return whether torch lets a fork of this process use CUDA.
+
+    Torch refuses if this process has used CUDA. A trial fork asks, since only a fork can tell.
+    """
     from drumline.vendor.torch import is_in_bad_fork
 
     return in_a_fork(lambda: not is_in_bad_fork())

@@ -1,4 +1,7 @@
-"""Ask and change the environment of this process: its launcher, its machine, its ports. This module does not import torch."""
+"""Find and change the surroundings of this process: its launcher, its variables, its ports.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ SHELLS = {
 def launched_by() -> str | None:
     """Return the program that started this process as one rank of several; None if none did.
 
-    It is `torchrun`, `srun`, `mpirun`, or `environment` for any other launcher that sets the usual variables.
+    The program is `torchrun`, `srun`, `mpirun`, or `environment` for any other launcher that sets
+    the usual variables.
     """
     if not joined():
         return None
@@ -55,7 +59,7 @@ def launched_by() -> str | None:
 
 
 def first_rank() -> bool:
-    """Return whether this process reports for all: it is rank 0, or alone."""
+    """Return whether this process reports for all ranks: it is rank 0, or the only process."""
     return launched_by() is None or os.environ["RANK"] == "0"
 
 
@@ -80,10 +84,12 @@ def first_rank_reports() -> Iterator[None]:
 
 
 def expandable_segments() -> None:
-    """Have CUDA's allocator grow its segments, unless the user has set an option. CUDA reads it as it starts, and ranks inherit it.
+    """Make CUDA's allocator use expandable segments, unless the user has set an allocator option.
 
-    Nothing is set if NVML is missing, as in containers with compute capability alone: torch asks NVML about the device before its first
-    such segment, by a null pointer (c10/cuda/PeerToPeerAccess.cpp).
+    The allocator reads the variable as CUDA starts, and ranks inherit it. Nothing is set if NVML is
+    missing, as in containers with compute capability alone: before its first expandable segment
+    torch asks NVML about the device, through a pointer that is null then
+    (c10/cuda/PeerToPeerAccess.cpp).
     """
     is_set = bool(os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
     if not is_set and _loads(NVML):
@@ -92,6 +98,7 @@ def expandable_segments() -> None:
 
 
 def _loads(library: str) -> bool:
+    """Return whether a shared library can be loaded."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -102,7 +109,8 @@ def _loads(library: str) -> bool:
 def other_rank_runs(command: str) -> bool:
     """Return whether another rank of the launcher runs this `command`.
 
-    All ranks train. Data are prepared once on each host, and any other command runs on rank 0 alone.
+    All ranks train. Data are prepared once on each host, and any other command runs on rank 0
+    alone.
     """
     if command == "train" or launched_by() is None:
         return False
@@ -113,15 +121,15 @@ def other_rank_runs(command: str) -> bool:
 
 
 def die_with_launchers() -> None:
-    """Kill this process if any launcher above it dies, since nobody would watch over it any more."""
+    """Have this process killed when a launcher above it dies: nobody would end it any more."""
     die_with(launchers())
 
 
 def launchers() -> list[ProcessId]:
     """Return the processes above this one that launched it.
 
-    A launcher has this process's arguments at the end of its own, as torchrun, deepspeed (twice) and accelerate have. The parent of a rank
-    is its launcher as well, unless it is a shell.
+    A launcher has this process's arguments at the end of its own, as torchrun, deepspeed (twice)
+    and accelerate have. The parent of a rank is its launcher as well, unless it is a shell.
     """
     import psutil
 
@@ -158,10 +166,17 @@ def _is_starter(pid: int, name: str) -> bool:
 def listen(
     port: int | None, address: str = "127.0.0.1", where: str = "launch.port"
 ) -> socket.socket:
-    """Return a listening socket on loopback or another `address` of this host; on any free port if `port` is None.
+    """Return a listening socket on an address of this host.
 
-    The port is taken from now on, so that no other process can take it meanwhile. Raises EnvironmentFault that names the process that
-    has a taken port.
+    From now on the port is taken, so no other process can take it before the ranks use it.
+
+    Args:
+        port: TCP port; None for any free port.
+        address: IPv4 or IPv6 address of this host.
+        where: Configuration key that an error names.
+
+    Raises:
+        EnvironmentFault: The port cannot be had. The message names the process that has it.
     """
     if ":" in address:
         family = socket.AF_INET6
@@ -185,7 +200,10 @@ def listen(
 
 
 def port_holder(port: int) -> str | None:
-    """Return the process that listens on a port, as `pid 123 (python -m http.server)`; None if there is none, or we may not know."""
+    """Return the process that listens on a TCP port, as `pid 123 (python -m http.server)`.
+
+    None if no process does, or if the system does not tell this user.
+    """
     import psutil
 
     try:
@@ -201,7 +219,10 @@ def port_holder(port: int) -> str | None:
 
 
 def _process_name(pid: int) -> str:
-    """Return a process as `pid 123 (python -m http.server)`, without secrets; without its command if that is not known."""
+    """Return a process as `pid 123 (python -m http.server)`, with secrets redacted.
+
+    The command is left out if it cannot be read.
+    """
     import psutil
 
     try:

@@ -21,16 +21,22 @@ STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
 IDLE = re.compile(
     r'"[^"]*(concurrent/futures/thread|multiprocessing/\w+|selectors|tqdm/_monitor|system/heartbeat)\.py"'
 )
-# Gloo ends a rank by SIGABRT with these words when a message of another rank has an unexpected size.
+# Gloo ends a rank by SIGABRT with these words when a message of another rank has an unexpected
+# size.
 GLOO_SIZE_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the watcher knows of one rank when the run hangs.
+    """The watcher's knowledge of one rank at the time of a hang.
 
-    `state` and `sleeps_in` are the results of `watch.state_of`, and `stacks` is the text of faulthandler.
-    `collectives` and `samples` are the rank's own answers; None if it did not answer.
+    Attributes:
+        state: State letter of the process, from `watch.state_of`.
+        sleeps_in: Kernel function that it sleeps in, from `watch.state_of`.
+        stacks: Text of faulthandler.
+        position: Position in the data at which the samples of the step begin.
+        collectives: The rank's own answer, oldest first; None if it did not answer.
+        samples: Sample ids of the rank's own answer; None if it did not answer.
     """
 
     rank: int
@@ -91,8 +97,8 @@ class Hang:
     def samples(self) -> list[int] | None:
         """Return the samples of the culprit's step; None if no rank could give them.
 
-        A suspended culprit cannot answer. Another rank's samples are of the same step only if that rank stands at
-        the same position.
+        A suspended culprit cannot answer. Another rank's samples are of the same step only if that
+        rank stands at the same position.
         """
         for each in self.seen:
             if each.samples and each.position == self.subject.position:
@@ -127,7 +133,11 @@ class Hang:
         return "\n".join(lines)
 
     def error(self) -> dict[str, Any]:
-        """Return an error in the form of `train.failure`, with the event and the stacks that the launcher writes."""
+        """Return the hang as an error in the form of `train.failure`.
+
+        Its key `hang` has the fields of the event, and `stacks` the stacks by rank, both for the
+        launcher to write.
+        """
         culprit = self.subject
         event = {
             "step": culprit.step,
@@ -164,6 +174,7 @@ class Hang:
 
 
 def _sample_names(samples: list[int] | None) -> str:
+    """Return the first sample ids as the end of a line; empty if they are not known."""
     if not samples:
         return ""
     names = ", ".join(map(str, samples[:MAX_SAMPLE_IDS]))
@@ -211,8 +222,12 @@ def _innermost(thread: list[str]) -> list[str]:
 def find_culprits(seen: list[Seen], has_other_hosts: bool) -> Hang:
     """Return which of these ranks cause the hang, and why.
 
-    `seen` are all ranks of this host. `has_other_hosts` says that there are ranks on other hosts.
+    Args:
+        seen: All ranks of this host.
+        has_other_hosts: Whether the run has ranks on other hosts, which are not seen here.
     """
+    # From the surest sign to the weakest: a rank that cannot run, then ranks whose collectives
+    # differ, and only then the ranks with the fewest steps.
     blamed, why = _stopped(seen)
     if not blamed:
         blamed, why = _blame_by_collectives(seen)
@@ -247,13 +262,13 @@ def _stopped(seen: list[Seen]) -> tuple[list[Seen], str]:
 
 
 def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
-    """Return the ranks whose collectives differ from the others', and why; no ranks if none differ."""
+    """Return the ranks whose collectives differ from the rest, and why; no ranks if none differ."""
     collectives = {each.rank: each.collectives for each in seen if each.collectives is not None}
     different = first_difference(collectives)
     missing = _missing(seen)
     if different is None:
-        # Ranks may begin the same collectives at different lines of code, so a difference in lines counts only
-        # if nothing else explains the hang.
+        # Ranks may begin the same collectives at different lines of code, so a difference in lines
+        # counts only if nothing else explains the hang.
         by_line = first_difference(collectives, lines=True)
         if by_line and (not missing or LEFT_OUT in blame(by_line, collectives)[1]):
             different = by_line
@@ -266,9 +281,9 @@ def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
 
 
 def _blame_slowest(seen: list[Seen], has_other_hosts: bool) -> Hang:
-    """Blame the ranks with the fewest steps, of those the ones that do not wait in a collective."""
-    # A rank without an answer may have had no core to answer with. Without entries it is not known what a rank
-    # waits for.
+    """Blame the ranks with the fewest steps, if possible those outside a collective."""
+    # A rank without an answer may have had no core to answer with. Without entries it is not known
+    # what a rank waits for.
     sure = not has_other_hosts or any(
         each.collectives and not each.pending_collective for each in seen
     )
@@ -301,7 +316,7 @@ def _missing(seen: list[Seen]) -> list[Seen]:
 
 
 def _newest(seen: Seen, group: str) -> int:
-    """Return the number of the newest collective that a rank has begun in a group; -1 if there is none."""
+    """Return the number of a rank's newest collective in a group; -1 if it has begun none."""
     newest = -1
     for entry in seen.collectives or ():
         if entry["group"] == group:
@@ -310,6 +325,7 @@ def _newest(seen: Seen, group: str) -> int:
 
 
 def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
+    """Return the sentence that blames ranks for not coming to a collective."""
     entry = next(each.pending_collective for each in seen if each.pending_collective)
     is_silent = all(each.collectives is None for each in missing)
     if is_silent:
@@ -320,9 +336,10 @@ def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
 
 
 def aborted(log: Path) -> dict[str, Any] | None:
-    """Return the error of a rank that gloo ended by SIGABRT, in the form of `Hang.error`; None for any other end.
+    """Return the error of a rank that gloo aborted, in the form of `Hang.error`.
 
-    Gloo aborts if a message of another rank has not the expected size. `log` is the rank's standard error.
+    Gloo aborts a process if a message of another rank has an unexpected size. The result is None if
+    `log`, the rank's standard error, does not say so.
     """
     try:
         text = log.read_text(errors="replace")

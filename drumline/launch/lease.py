@@ -1,10 +1,13 @@
-"""Keep the lease of a run folder: one launcher at a time writes into it, on this host or any other that shares the folder.
+"""Keep the lease of a run folder, so that one launcher at a time writes into it.
 
-- `run.lock` is a line of JSON with its holder, and a counter that its holder raises every two seconds.
-- It appears whole by a hard link, and the lease of a dead holder is removed by a rename, so that network file systems can keep it, too (not
-  tried on one; there is no flock).
-- Whether a holder lives is seen from its process, or else from its counter. The times of files are never used, since clocks differ and
-  jump.
+The rule holds for launchers of this host and of any other host that shares the folder.
+
+- `run.lock` is a line of JSON with its holder, and a counter that its holder raises every two
+  seconds.
+- It appears whole by a hard link, and the lease of a dead holder is removed by a rename, so that
+  network file systems can keep it, too (not tried on one; there is no flock).
+- Whether a holder lives is seen from its process, or else from its counter. The times of files are
+  never used, since clocks differ and jump.
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ from drumline.system.output import say
 from drumline.system.process import ProcessId, this_process
 
 NAME = "run.lock"
-STOP = f"{NAME}.stop"  # a file beside it: the token of the lease whose holder shall stop
+# A file beside the lease, with the token of the lease whose holder shall stop. A token, so that a
+# request that comes late does not stop the next holder.
+STOP = f"{NAME}.stop"
 RENEW_SECONDS = 2.0
-# A holder is dead if its counter stands still for so long, by the reader's own clock.
+# A holder is dead if its counter stands still for so long, by the reader's own clock. This is four
+# renewals: a slow disk may delay one.
 PATIENCE_SECONDS = 8.0
 LOOK_SECONDS = 0.5
 LONGEST = 8192  # bytes; no lease is longer
@@ -40,8 +46,12 @@ LONGEST = 8192  # bytes; no lease is longer
 class Lease:
     """Holds the run folder while it is entered, and makes the folder if it does not exist.
 
-    `__enter__` raises EnvironmentFault if another process holds the folder, or if it cannot be written to. A holder that finds its lease in
-    other hands (it was suspended, or cut off from the disk) exits immediately, and with it the ranks: the folder is no longer its own.
+    A holder that finds another token in its lease has lost the folder, since it was suspended or
+    cut off from the disk. Its process exits immediately, and its ranks with it.
+
+    Raises:
+        EnvironmentFault: From `__enter__`, if another process holds the folder or if the folder
+            cannot be written to.
     """
 
     def __init__(
@@ -51,11 +61,15 @@ class Lease:
         after: str | None = None,
         frozen: tuple[str | None, float] = (None, 0.0),
     ) -> None:
-        """`at` is where the holder listens to agents of other hosts.
+        """Prepare a lease. Nothing is written before `__enter__`.
 
-        `after` is the token of the only lease that may be followed: once its holder is dead, and not if the holder has given it back.
-        `frozen` is a text of the file, and since when (seconds of this host's monotonic clock) a process of this host has seen no other
-        text there. Its text is None if no process has looked.
+        Args:
+            run_dir: The run folder.
+            at: Address and port on which the holder listens to agents of other hosts.
+            after: Token of the only lease that this one may follow, once its holder is dead. A
+                lease that its holder has given back is not followed. None: follow any dead holder.
+            frozen: A text of the lease file, and since when this host has seen no other text there
+                (seconds of its monotonic clock). The text is None if no process has looked.
         """
         self.run_dir = run_dir
         self.path = run_dir / NAME
@@ -71,7 +85,7 @@ class Lease:
         self._head = json.dumps(owner).encode() + b"\n"
         self._count = 0
         self._ended = threading.Event()
-        self._made = False  # the folder did not exist before
+        self._made = False  # whether the folder did not exist before
 
     def __enter__(self) -> Self:
         self._made = not self.run_dir.exists()
@@ -96,21 +110,24 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        # No longer than that, since the disk may not answer.
+        # The thread may hang in a write: a disk that does not answer must not keep the process.
         self._thread.join(PATIENCE_SECONDS)
-        # A lease that cannot be removed is soon the one of a dead process.
+        # A lease that cannot be removed does no harm: its holder is soon seen to be dead.
         with suppress(OSError):
             if _token(_read(self.path) or b"") == self.token:
                 self.path.unlink()
             if self._made:
-                # This fails if something is in the folder.
+                # A run that has written nothing leaves no folder. With files in it this fails.
                 self.run_dir.rmdir()
 
     def _confirm(self) -> None:
-        """Raise EnvironmentFault if another process has this lease's place.
+        """Make sure that this lease is still in place, shortly after a dead one was removed.
 
-        If several processes wait for one dead holder, one of them may move the lease of the next aside for a moment, and a third may make
-        its own lease in that moment.
+        If several processes wait for one dead holder, one of them may move the lease of the next
+        aside for a moment, and a third may make its own lease in that moment.
+
+        Raises:
+            EnvironmentFault: Another process has the folder.
         """
         time.sleep(LOOK_SECONDS)
         seen = _read(self.path)
@@ -118,12 +135,14 @@ class Lease:
             raise self._in_use(seen)
 
     def _text(self) -> bytes:
+        """Return the lease as text. Its length never changes, so it can be rewritten in place."""
         return self._head + b"%020d\n" % self._count
 
     def _remove_dead_lease(self) -> None:
-        """Remove the present lease if its holder is dead. A lease that is gone needs no removal.
+        """Remove the present lease if its holder is dead. Do nothing if there is none.
 
-        Raises EnvironmentFault if the holder lives.
+        Raises:
+            EnvironmentFault: The holder lives, or the lease is not the one to follow.
         """
         seen = self._read_expected_lease()
         if seen is None:
@@ -131,7 +150,8 @@ class Lease:
         holder = _holder(seen)
         is_alive = holder and holder.alive()
         if is_alive is None:
-            # It can be seen only from the counter whether the holder lives.
+            # The process cannot be seen from here, as on another host. A living holder changes the
+            # counter.
             now = self._lease_after_watching(seen)
             if now is None:
                 return
@@ -141,7 +161,10 @@ class Lease:
         self._take_away(seen)
 
     def _lease_after_watching(self, seen: bytes) -> bytes | None:
-        """Return the lease as soon as it differs from `seen` (None: it is gone), or `seen` after PATIENCE_SECONDS."""
+        """Wait for the lease to differ from `seen`, for at most PATIENCE_SECONDS, and return it.
+
+        None means that the lease is gone.
+        """
         say(
             f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s"
         )
@@ -154,21 +177,23 @@ class Lease:
         return seen
 
     def _stands_since(self, seen: bytes) -> float:
-        """Return since when (monotonic seconds) the file has had this content, as far as this host knows."""
+        """Return the monotonic seconds since which this host has seen only this content."""
         text, since = self.frozen
         if seen.decode(errors="replace") == text:
             return since
         return time.monotonic()
 
     def _in_use(self, seen: bytes) -> EnvironmentFault:
+        """Return the error that names the holder of the lease `seen`."""
         what = f"the run folder is in use by {_holder_text(seen)}"
         fix = "wait for that run's end or stop it, or choose another folder with run.dir=…"
         return EnvironmentFault(what, where=str(self.run_dir), fix=fix)
 
     def _read_expected_lease(self) -> bytes | None:
-        """Return the content of the file; None if there is none.
+        """Return the content of the lease file; None if there is none.
 
-        Raises EnvironmentFault if it is not the lease that this one may follow.
+        Raises:
+            EnvironmentFault: It is not the lease that this one may follow.
         """
         seen = _read(self.path)
         if self.after not in (None, _token(seen or b"")):
@@ -178,26 +203,36 @@ class Lease:
         return seen
 
     def _take_away(self, dead: bytes) -> None:
-        """Remove the file with these contents. A file that another process has put there since is put back."""
+        """Remove the lease file if it still has the content `dead`.
+
+        Between the read and the removal another process may have put its own lease there. The
+        rename takes whichever file is there, in one move, and only then its content is compared. A
+        lease of another process is linked back to its name.
+        """
         aside = self.path.with_name(f"{NAME}.{self.token}")
         with suppress(FileNotFoundError):  # another process has removed it
             self.path.rename(aside)
             if aside.read_bytes() != dead:
+                # If a third process has made its own lease meanwhile, the holder whose lease was
+                # moved aside ends, in `_confirm` or in `_renew`.
                 with suppress(FileExistsError):
                     os.link(aside, self.path)
             aside.unlink()
 
     def _keep(self) -> None:
+        """Renew the lease until it is given back. This is the work of a thread."""
         while not self._ended.wait(RENEW_SECONDS):
-            # After an error, as of a full disk or a host that does not answer, it is tried again in two seconds.
+            # A full disk or a server that does not answer is no reason to end a run: the next turn
+            # tries again.
             with suppress(OSError, EnvironmentFault):
                 self._renew()
                 self._stop_if_requested()
 
     def _renew(self) -> None:
-        """Raise the counter. The file is changed in place, so that a full disk does not end the lease.
+        """Raise the counter in the lease file.
 
-        Exits immediately if another process has the lease.
+        The file is changed in place: a full disk has no room for a new file, but it lets an old one
+        be overwritten. The process exits immediately if another one has the lease.
         """
         self._count += 1
         try:
@@ -209,15 +244,16 @@ class Lease:
                     return
         except FileNotFoundError:
             if not self._ended.is_set():
-                # Somebody has removed the file.
+                # A user has removed the file.
                 create_whole(self.path, self._text())
             return
         lost = f"the run folder was taken over by {_holder_text(there)} — this run ends here"
         say(f"\nerror: {self.run_dir}: {lost}")
+        # Not sys.exit(), which would end this thread alone.
         os._exit(1)
 
     def _stop_if_requested(self) -> None:
-        """Signal this process if its stop was requested: its ranks, or this rank with the rest, save."""
+        """Send SIGTERM to this process if its stop was requested: the run saves and ends."""
         if _read(self.run_dir / STOP) == self.token.encode():
             (self.run_dir / STOP).unlink()
             os.kill(os.getpid(), signal.SIGTERM)
@@ -230,13 +266,13 @@ class Holder:
     token: str
     host: str
     pid: int
-    since: str
-    count: bytes  # the text of the lease, which changes with its counter
-    alive: bool | None  # None if only the counter can show it
+    since: str  # local time at which it took the folder
+    count: bytes  # whole text of the lease, which changes with the counter
+    alive: bool | None  # None if only a change of the counter can show that it lives
 
 
 def holder(run_dir: Path) -> Holder | None:
-    """Return the holder of a run folder by its lease, alive or dead; None if there is none."""
+    """Return the process that the lease of a run folder names, alive or dead; None without one."""
     seen = _read(run_dir / NAME)
     process = seen and _holder(seen)
     if not seen or not process:
@@ -248,9 +284,10 @@ def holder(run_dir: Path) -> Holder | None:
 
 
 def holders(run_dirs: Sequence[Path]) -> dict[Path, Holder]:
-    """Return the holder of each run folder that has one, known to be alive or dead.
+    """Return the holder of each run folder that has one, with `alive` True or False.
 
-    That takes some seconds if one is on another host.
+    This takes RENEW_SECONDS twice if a holder is on another host, since its counter must be seen to
+    change.
     """
     found = {}
     for folder in run_dirs:
@@ -267,7 +304,15 @@ def holders(run_dirs: Sequence[Path]) -> dict[Path, Holder]:
 
 
 def request_stop(run_dir: Path, token: str) -> None:
-    """Have the holder of a run folder stop as by SIGTERM, on any host. Raises EnvironmentFault if that cannot be written."""
+    """Ask the holder of a run folder, on any host, to stop as it does at SIGTERM.
+
+    Args:
+        run_dir: The run folder.
+        token: Token of the lease whose holder shall stop. A later holder ignores the request.
+
+    Raises:
+        EnvironmentFault: The request cannot be written.
+    """
     with disk_errors(
         "cannot be written", str(run_dir / STOP), EnvironmentFault, "stop it as its owner"
     ):
@@ -276,9 +321,9 @@ def request_stop(run_dir: Path, token: str) -> None:
 
 @contextmanager
 def guarded(run_dir: Path) -> Iterator[None]:
-    """Within the block, end this rank when another launcher takes the run folder over.
+    """Within the block, exit this rank if another launcher takes the run folder over.
 
-    The rank's own launcher may be suspended, and cannot end it.
+    The rank's own launcher may be suspended, and then it cannot end its ranks.
     """
     own = None
     ended = threading.Event()
@@ -304,7 +349,7 @@ def guarded(run_dir: Path) -> Iterator[None]:
 
 
 def has_lease(token: str, run_dir: Path, seconds: float) -> bool:
-    """Return whether the lease with this token is in `run_dir`, or appears there within `seconds`."""
+    """Return whether `run_dir` has the lease with this token, or gets it within some seconds."""
     until = time.monotonic() + seconds
     while True:
         with suppress(OSError, EnvironmentFault):  # such as a missing folder
@@ -321,12 +366,20 @@ def token_of(run_dir: Path) -> str | None:
 
 
 def text_of(run_dir: Path) -> str:
-    """Return the text of the lease in a run folder; empty if there is none. Raises OSError, and EnvironmentFault for what is no file."""
+    """Return the text of the lease in a run folder; empty if there is none.
+
+    Raises:
+        OSError: It cannot be read.
+        EnvironmentFault: `run.lock` is not a regular file.
+    """
     return (_read(run_dir / NAME) or b"").decode(errors="replace")
 
 
 def place_of(run_dir: Path) -> tuple[str, int] | None:
-    """Return where the holder of a run folder listens to agents of other hosts; None if it does not."""
+    """Return the address and port on which the holder of a run folder listens to other hosts.
+
+    None if the holder does not listen, or if there is no lease.
+    """
     match _fields(_read(run_dir / NAME) or b"").get("at"):
         case [str(address), int(port)]:
             return address, port
@@ -334,8 +387,13 @@ def place_of(run_dir: Path) -> tuple[str, int] | None:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the bytes of a file; None if it does not exist. Raises EnvironmentFault for what is no file."""
+    """Return the first LONGEST bytes of a file; None if it does not exist.
+
+    Raises:
+        EnvironmentFault: It is not a regular file.
+    """
     try:
+        # Asked before it is opened: opening a pipe would wait for a writer.
         if not stat.S_ISREG(path.lstat().st_mode):
             raise EnvironmentFault(
                 "is no lock of Drumline",
@@ -360,6 +418,7 @@ def _fields(text: bytes) -> dict[str, Any]:
 
 
 def _token(text: bytes) -> str | None:
+    """Return the token of a lease; None for any other text."""
     token = _fields(text).get("token")
     if isinstance(token, str):
         return token
@@ -369,6 +428,7 @@ def _token(text: bytes) -> str | None:
 def _holder(text: bytes) -> ProcessId | None:
     """Return the process that a lease names; None if it names none."""
     fields = _fields(text)
+    # The file may be damaged or made by anybody, so nothing in it is used unchecked.
     kinds = {"host": str, "boot": str, "space": str, "pid": int, "start": int}
     for name, kind in kinds.items():
         if type(fields.get(name)) is not kind:
@@ -379,6 +439,7 @@ def _holder(text: bytes) -> ProcessId | None:
 
 
 def _holder_text(text: bytes) -> str:
+    """Return the holder of a lease as words of a message."""
     holder = _holder(text)
     if holder is None:
         return f"somebody (what {NAME} says cannot be read)"

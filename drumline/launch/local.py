@@ -1,6 +1,9 @@
-"""Launch the ranks of a plan: start them, report how they fail, and start them again from the newest checkpoint.
+"""Launch the ranks of a plan: start them, report their failures, and start them again.
 
-The ranks run on this machine, or wherever a launcher's `Ranks` start them. No process is left behind.
+A new start resumes from the newest checkpoint.
+
+The ranks run on this machine, or wherever a launcher's `Ranks` start them. No process is left
+behind.
 """
 
 from __future__ import annotations
@@ -72,13 +75,25 @@ class Ranks(Protocol):
     def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
         """Start the ranks, wait until the last has ended, and return how each ended.
 
-        `rank` is the module of a rank and its arguments. `logs` is the folder for what ranks print.
-        Raises EnvironmentFault if they cannot be started.
+        Args:
+            rank: Module that each rank runs, followed by its arguments.
+            logs: Folder for the logs of this attempt.
+            signals: The signals that the launcher has received, which the ranks are to get as well.
+
+        Raises:
+            EnvironmentFault: The ranks cannot be started.
         """
 
 
 class LocalRanks:
-    """The ranks of a run on this machine."""
+    """The ranks of a run on this machine.
+
+    Args:
+        nproc: Number of ranks.
+        port: Port of their store; None for any free port.
+        grace: Seconds that ranks have to save and end after a signal.
+        early: Processes that wait to become ranks; None to start all ranks anew.
+    """
 
     def __init__(
         self, nproc: int, port: int | None, grace: float, early: EarlyRanks | None
@@ -88,7 +103,15 @@ class LocalRanks:
         self.grace = grace
         self.early = early
 
+    @classmethod
+    def of_plan(cls, plan: Plan, early: EarlyRanks | None = None) -> LocalRanks:
+        """Return the ranks of a plan, which use the processes of `early` if there are any."""
+        options = plan.config.launch
+        return cls(plan.mesh.world_size, options.port, options.grace_seconds, early)
+
     def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+        """Run all ranks once. Raises EnvironmentFault for a port that is taken."""
+        # The port is taken before the slow import of torch, so a taken port is reported at once.
         listener = listen(self.port)
         from drumline.launch.agent import Agent
 
@@ -105,31 +128,41 @@ def launch(
     worker: str = "drumline.train.entry",
     on_oom: OnOutOfMemory = lambda out, step: ("", "out of memory"),
     trial: bool = False,
-    early: EarlyRanks | None = None,
     ranks: Ranks | None = None,
 ) -> int:
     """Run the plan's ranks to the end and return the exit code (errors.py).
 
-    `on_event` gets each line of events.jsonl as it comes. `worker` is the module that is a rank; its arguments are the plan's path and, to
-    go on, `--resume PATH`. `on_oom` is called when a rank ran out of memory; such an end is never tried again with the same plan. With
-    `trial` nothing of the run is worth saving, and a signal ends it at once. `early` are ranks of the plan that wait already. `ranks`
-    starts the ranks; None stands for this machine. Raises EnvironmentFault for a port that is taken.
+    Args:
+        plan: The plan.
+        plan_path: File of the plan, which the ranks read.
+        resume: Checkpoint or run that the first attempt resumes from; None to start anew.
+        on_event: Gets each event of events.jsonl as it is written.
+        worker: Module that each rank runs. Its arguments are the plan's path and, to resume,
+            `--resume PATH`.
+        on_oom: Called when a rank ran out of memory. Another attempt follows only if it finds
+            another plan.
+        trial: Nothing of the run is worth saving, and a signal ends it at once.
+        ranks: Starts the ranks; None for new processes on this machine.
+
+    Raises:
+        EnvironmentFault: The port of the ranks is taken.
     """
-    options = plan.config.launch
     if ranks is None:
-        ranks = LocalRanks(plan.mesh.world_size, options.port, options.grace_seconds, early)
+        ranks = LocalRanks.of_plan(plan)
     launched = _Launch(plan, Path(plan.run_dir) / "events.jsonl", on_oom)
     attempt = -1
     with LauncherSignals(trial) as signals, tail(launched.events_path, on_event):
         while True:
             launched.past = len(read(launched.events_path))
-            # The folder may show a new name late, so the number of the attempt before counts as well.
+            # A network file system may show the newest folder late. The number before counts too,
+            # so that no attempt writes over the logs of another.
             attempt = max(attempt + 1, next_attempt(launched.run_dir))
             rank = [worker, str(plan_path)]
             if resume:
                 rank += ["--resume", resume]
             logs = launched.run_dir / "logs" / f"attempt-{attempt}"
             ends = ranks.attempt(rank, logs, signals)
+            # Before the end is judged: ranks of a trial that a signal has killed did not fail.
             signals.raise_swallowed()
             code = launched.finish(ends, attempt, signals)
             if code is not None:
@@ -145,7 +178,7 @@ def launch(
 
 
 class _Launch:
-    """The end of each attempt of a launch: what is reported, and whether another one follows."""
+    """Reports the end of each attempt of a launch, and decides whether another one follows."""
 
     def __init__(self, plan: Plan, events_path: Path, on_oom: OnOutOfMemory) -> None:
         self.plan = plan
@@ -162,6 +195,7 @@ class _Launch:
         A signal may come at any time, so `signals` are looked at where each decision is made.
         """
         plan = self.plan
+        # An end on purpose comes first: it is no failure, whatever else the ranks report.
         code = decide_exit_code(ends, signals.number)
         if signals.number and code != 0 and _was_exporting(self.events_path, self.past):
             _report_stopped_export(signals.number, plan, self.events_path)
@@ -213,9 +247,13 @@ class _Launch:
 def launch_trial(
     plan: Plan, plan_path: Path, name: str, on_progress: Callable[[str, int, int | None], None]
 ) -> int:
-    """Launch a run that nobody keeps, and return its exit code.
+    """Launch a run whose results are thrown away, and return its exit code.
 
-    `on_progress` gets `name`, each finished step, and the number of steps.
+    Args:
+        plan: The plan.
+        plan_path: File of the plan.
+        name: Name of the trial, for `on_progress`.
+        on_progress: Gets the name, each finished step, and the number of steps.
     """
 
     def follow(event: Event) -> None:
@@ -227,14 +265,17 @@ def launch_trial(
 
 
 def resume_of_restart(resume: Resume | None, run_dir: Path, apart: bool, since: int = 0) -> Resume:
-    """Return what a run resumes from when it is started again.
+    """Return the checkpoint that a run resumes from when it is started again.
 
-    Until it has saved a checkpoint after `resume`, that is `resume` once more; then its own newest checkpoint.
-    A checkpoint of its own at which it was to begin has become its newest.
+    The result is `resume` until the run has saved a checkpoint of its own, and its own newest
+    checkpoint from then on. A checkpoint in the run's own folder that it resumed from counts as
+    saved, since it is then the newest one there.
 
     Args:
-        resume: What the first start resumed from.
-        apart: Each host has the files of its own checkpoints only, so "its newest" may be another one.
+        resume: The checkpoint that the first start resumed from.
+        run_dir: The run folder.
+        apart: Whether each host has the files of its own checkpoints only, so that the newest
+            checkpoint of one host may be missing on another.
         since: Number of events of earlier starts, which do not count.
     """
     if resume is None or resume.place is None:
@@ -265,14 +306,19 @@ def furthest_step(run_dir: Path) -> int:
 
 
 def next_attempt(run_dir: Path) -> int:
-    """Return the number of the next attempt. Attempts are counted over all launches into a run folder."""
+    """Return the number of the next attempt, counted over all launches into a run folder."""
     return max(numbered(run_dir / "logs", "attempt-"), default=-1) + 1
 
 
 def progress_since(events_path: Path, past: int) -> tuple[int, int]:
-    """Return the last step that any attempt finished, and the last step of the attempt that began after `past` events.
+    """Return the last step that any attempt finished, and the last one of the present attempt.
 
-    Each is -1 if there is none. Events are not ordered by their times, because hosts have clocks of their own.
+    Each is -1 if there is none. Events are taken in the order of the file and not of their times,
+    because hosts have clocks of their own.
+
+    Args:
+        events_path: File of the events.
+        past: Number of events before the present attempt.
     """
     furthest = -1
     newest = -1
@@ -285,22 +331,28 @@ def progress_since(events_path: Path, past: int) -> tuple[int, int]:
 
 
 def _was_exporting(events_path: Path, past: int) -> bool:
-    """Return whether the attempt that began after `past` events had finished its run, and was ended while it exported."""
+    """Return whether an attempt had finished its run and was ended while it exported.
+
+    `past` is the number of events before the attempt.
+    """
     events = read(events_path)[past:]
     return bool(events) and isinstance(events[-1], Exporting)
 
 
 def _report_failed_export(events_path: Path, past: int) -> None:
-    """Print why the attempt that began after `past` events exported nothing, if that failed."""
+    """Print why an attempt exported nothing, if its export failed.
+
+    `past` is the number of events before the attempt.
+    """
     exports = [event for event in read(events_path)[past:] if isinstance(event, Export)]
     if exports and exports[-1].error:
         say(f"note: {exports[-1].error}")
 
 
 def _report_lost_export(cause: RankEnd, plan: Plan, events_path: Path) -> None:
-    """End a run that is finished except for its export, because the rank that wrote the export was killed.
+    """Report a finished run without its export, whose rank was killed.
 
-    A restart would be killed at the same place.
+    The run is not started again: its export would be killed at the same place.
     """
     error = f"{EXPORT_FAILED}: {cause.name} {cause.message.splitlines()[0]}; {way_to_export(plan)}"
     say(f"note: {error}; see {cause.log}")
@@ -308,7 +360,7 @@ def _report_lost_export(cause: RankEnd, plan: Plan, events_path: Path) -> None:
 
 
 def _report_stopped_export(number: int, plan: Plan, events_path: Path) -> None:
-    """End a run that is finished except for its export, which a stop signal to the launcher ended."""
+    """Report a finished run whose export was stopped by a signal to the launcher."""
     name = signal.Signals(number).name
     error = f"{name} in the export: the run is finished and its weights were saved before; {way_to_export(plan)}"
     say(f"stopped: {error}")
@@ -326,9 +378,11 @@ def _note_lost_export(error: str, status: str, code: int, events_path: Path) -> 
 def decide_exit_code(ends: list[RankEnd], stop_signal: int) -> int | None:
     """Return the exit code of a launch that is over; None if a rank failed and must be reported.
 
-    `stop_signal`: the signal that asked the launch to stop; 0 for none.
+    Args:
+        ends: The ends of all ranks.
+        stop_signal: Number of the signal that asked the launch to stop; 0 for none.
     """
-    # A rank that the launcher killed says nothing, unless it had noted an error before.
+    # The exit code of a rank that the launcher killed is not its own, unless it had noted an error.
     codes = {end.exitcode for end in ends if not end.killed or end.error}
     if codes == {0} and not any(end.killed for end in ends):
         return 0
@@ -338,7 +392,7 @@ def decide_exit_code(ends: list[RankEnd], stop_signal: int) -> int | None:
     if not stop_signal:
         return None
     if -stop_signal in codes:
-        # The signal came before the rank had a handler for it. There was nothing to save then.
+        # The rank had no handler for the signal yet, so it had no step to save either.
         return Preempted.exit_code
     has_failed = bool(codes - {0})
     if has_failed:
@@ -348,7 +402,7 @@ def decide_exit_code(ends: list[RankEnd], stop_signal: int) -> int | None:
 
 
 def _with_exit_code(ends: list[RankEnd], code: int) -> list[RankEnd]:
-    """Return the ranks whose error ends a run with an exit code."""
+    """Return the ends of the ranks whose own error asks for this exit code."""
     return [end for end in ends if end.error and end.error.get("exit_code") == code]
 
 
@@ -374,7 +428,10 @@ def _report_end(ends: list[RankEnd], code: int, stop_signal: int, plan: Plan) ->
 
 
 def _report_full_disk(plan: Plan) -> None:
-    """Print that the last checkpoint found no room. The disk had no room for the rank's own error either."""
+    """Print that the disk had no room for the last checkpoint.
+
+    The launcher says so because the rank's own error found no room on the disk either.
+    """
     free = free_bytes(Path(plan.run_dir))
     room = f"about {plan.checkpoint_bytes:,} bytes needed, {free:,} free in {plan.run_dir}"
     fix = "free some, and go on with --resume"
@@ -385,9 +442,9 @@ def _report_full_disk(plan: Plan) -> None:
 
 
 def _note_mistake(ends: list[RankEnd], code: int, attempt: int, events_path: Path) -> None:
-    """Write the event of an error that ended a run for good, if rank 0 did not meet it itself.
+    """Write the event of a mistake that ended a run for good, unless rank 0 met it.
 
-    Rank 0 saw only a lost connection, and ended the run with that.
+    Rank 0 writes the events of a run. Of another rank's mistake it saw only a lost connection.
     """
     reports = _with_exit_code(ends, code)
     is_mistake = code in (UserError.exit_code, TrainingStopped.exit_code)
@@ -420,15 +477,22 @@ def report_failure(
 ) -> None:
     """Report a failure on standard error and as an event.
 
-    `reason` says why the run ends; None if it starts again. `again` says how it goes on then. `memory_line` is a line about memory, if
-    that ran out.
+    Args:
+        cause: The rank to blame.
+        ends: All ranks of the attempt.
+        attempt: Number of the attempt.
+        step: Last step that the attempt finished.
+        reason: Why the run ends; None if it starts again.
+        again: Words about the new start, such as how many restarts are left.
+        events_path: File of the events.
+        memory_line: Line about memory; None if memory did not run out.
     """
     reported = report(cause, ends)
     if memory_line is None:
         say(f"\n{reported}\n")
     hang = hang_of(cause)
     if hang:
-        # On a disk that stalls this waits, so the terminal comes first.
+        # The terminal comes first: on a disk that stalls these writes wait.
         EventLog(events_path).emit(Hang(attempt=attempt, host=cause.host or None, **hang))
         for end in ends:
             write_stacks(end.log.parent, (end.error or {}).get("stacks", {}))

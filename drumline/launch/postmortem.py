@@ -1,4 +1,7 @@
-"""Find which rank failed first and why, report it once with its consequences, and decide whether another start may help."""
+"""Find which rank failed first and why, and decide whether another start may help.
+
+A failure is reported once, with its consequences for the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from typing import Any
 from drumline.plan.out_of_memory import Exhausted
 from drumline.system.redact import redact
 
-# Errors of a rank after another one has ended. Such an error is a consequence, and its own traceback explains nothing.
+# Errors of a rank after another one has ended. Such an error is a consequence, and its own
+# traceback explains nothing.
 CONSEQUENCES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed",
     "NCCL communicator was aborted", "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
@@ -34,13 +38,14 @@ class RankEnd:
     """How one rank ended."""
 
     rank: int
-    exitcode: int
-    error: dict[str, Any] | None
+    exitcode: int  # below 0: the number of the signal that ended it, as in `subprocess`
+    error: dict[str, Any] | None  # in the form of `train.failure`; None if it noted none
     log: Path
     killed: bool = False  # by the launcher, after another rank had failed
     at: float = 0.0  # unix seconds of its error, or of its end
-    suspended: bool = False  # somebody had suspended it until the launcher killed it
-    # How many processes the kernel of its host had killed for lack of memory, before the attempt and after it.
+    suspended: bool = False  # whether it was suspended (SIGSTOP) when the launcher killed it
+    # Number of processes that its host's kernel had killed for lack of memory, before the attempt
+    # and after it. None if that is not known.
     kills: tuple[int | None, int | None] = (None, None)
     host: str = ""  # its name, if the run has several
     lines: tuple[str, ...] | None = None  # the end of the log, if that is on another host
@@ -97,7 +102,10 @@ class RankEnd:
 
 
 def read_error(path: Path) -> dict[str, Any] | None:
-    """Return what `train.failure` noted of an exception: message, traceback, time, exit_code. None if it noted nothing."""
+    """Return the error that `train.failure` noted in a file; None if there is none.
+
+    Its keys are message, traceback, time and exit_code.
+    """
     try:
         noted: dict[str, Any] = json.loads(path.read_text())["message"]["drumline"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -108,8 +116,12 @@ def read_error(path: Path) -> dict[str, Any] | None:
 def root_cause(ends: list[RankEnd]) -> RankEnd:
     """Return the rank to blame.
 
-    A rank that was killed from outside comes first, then the first rank with an error of its own, then a rank that failed or reported that
-    it waited in vain. A rank that the launcher killed and that had reported nothing comes last, because it may have waited as well.
+    The order of blame:
+
+    1. a rank that was killed from outside;
+    2. the rank whose own error came first;
+    3. a rank whose error is a consequence, such as a wait that ran out of time;
+    4. a rank that the launcher killed and that had reported nothing: it may have waited as well.
     """
     failed = [end for end in ends if end.exitcode != 0]
     with_own_error = [end for end in failed if not end.is_consequence]
@@ -119,12 +131,18 @@ def root_cause(ends: list[RankEnd]) -> RankEnd:
 
 
 def _order_of_blame(end: RankEnd) -> tuple[bool, bool, float, int]:
+    """Return the key by which ranks are sorted, the most likely cause first."""
+    # SIGABRT does not come from outside: a library raises it at an error of its own.
     was_killed_from_outside = end.signal not in (None, "SIGABRT") and not end.killed
     return not was_killed_from_outside, not end.suspended, end.at, end.rank
 
 
 def exhausted(cause: RankEnd) -> Exhausted | None:
-    """Return what is known of memory if it ran out; None if it did not."""
+    """Return what is known of memory if it ran out; None if it did not.
+
+    A rank that the kernel kills leaves no report. Such an end shows only in the signal together
+    with the kernel's count of kills, since SIGKILL alone may come from anybody.
+    """
     before, after = cause.kills
     was_killed_from_outside = cause.signal == "SIGKILL" and not cause.killed
     if was_killed_from_outside and before is not None and after is not None and after > before:
@@ -135,7 +153,8 @@ def exhausted(cause: RankEnd) -> Exhausted | None:
 def report(cause: RankEnd, ends: list[RankEnd]) -> str:
     """Return the failure as text without secrets.
 
-    It has the rank, the cause, the traceback once, the end of the log, and the other ranks in one line.
+    The text has the rank and its error, the traceback, the end of the log, a line about the other
+    ranks, and the likely cause with its fix if the doctor knows the error.
     """
     first = f"{cause.name}: {cause.message}"
     if cause.signal == "SIGKILL" and not cause.killed:
@@ -184,7 +203,7 @@ def likely_cause(lines: list[str]) -> tuple[str, str] | None:
 
 
 def _begun(end: RankEnd) -> str:
-    """Return the collective that a rank had begun last, for a line about it; empty if it is not known."""
+    """Return the collective that a rank had begun last, as the end of a line; empty if unknown."""
     if end.error and end.error.get("collective"):
         return f", in {end.error['collective']}"
     return ""
@@ -195,7 +214,10 @@ def _indent(lines: list[str]) -> list[str]:
 
 
 def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
-    """Return the last lines of a rank's log, without the traceback of the error `without`, which is shown already."""
+    """Return the last lines of a rank's log.
+
+    The traceback of the error `without` is left out, because the report shows it already.
+    """
     if end.lines is not None:
         return list(end.lines)
     try:
@@ -212,10 +234,18 @@ def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
 
 
 class Restarts:
-    """A budget of restarts. Progress fills it up again, and the same failure twice at the same step ends it."""
+    """A budget of restarts.
+
+    Progress fills it up again. The same failure twice at the same step ends it.
+    """
 
     def __init__(self, limit: int, why_none: str = "") -> None:
-        """`limit` is the number of restarts without progress. `why_none` says for the message what has set a limit of 0."""
+        """Fill the budget.
+
+        Args:
+            limit: Number of restarts that are allowed without progress.
+            why_none: For the message, the setting that has made the limit 0.
+        """
         self.limit = limit
         self.left = limit
         self.why_none = why_none
@@ -227,8 +257,13 @@ class Restarts:
     ) -> str | None:
         """Return the reason not to start again; None to start again.
 
-        `reached` is the last step that any attempt finished. `failed_at` is the last step that this attempt finished, -1 if none; it may
-        have started again from an earlier step. `message` is the error that ended `rank`.
+        Args:
+            reached: Last step that any attempt finished.
+            failed_at: Last step that this attempt finished, -1 for none. It may be below `reached`,
+                since the attempt resumed from an earlier step.
+            rank: The rank to blame.
+            message: Its error.
+            host: Its host, if the run has several.
         """
         if reached > self.reached:
             self.left = self.limit

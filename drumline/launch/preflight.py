@@ -1,4 +1,7 @@
-"""Check the hosts of a run before it begins, for `launch.preflight`. This module does not import torch."""
+"""Check the hosts of a run before it begins, for `launch.preflight`.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,15 @@ from drumline.plan.plan import Plan
 
 
 def require(reached: Mapping[str, Reached], plan: Plan) -> None:
-    """Check the hosts of a run, and print a note for each doubt. Raises EnvironmentFault with the first check that failed."""
+    """Check the hosts of a run, and print a note for each doubt.
+
+    Args:
+        reached: How to reach each host, by its name.
+        plan: The plan of the run.
+
+    Raises:
+        EnvironmentFault: A check failed. The message is about the first one.
+    """
     run_dir = str(Path(plan.run_dir).absolute())
     question = Question(run_dir=run_dir, interface=plan.config.launch.interface)
     inter = ""

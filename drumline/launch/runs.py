@@ -1,7 +1,8 @@
-"""List runs, show their logs, follow them and stop them, whoever launched them.
+"""List runs, show their logs, follow them and stop them, with any launcher.
 
-Everything that is known of a run is in its folder: the lease, the events, the logs, and the number of its Slurm job. If the run
-folder lies elsewhere, the folder here has only a note (`launch.submitted`). This module does not import torch.
+Everything that is known of a run is in its folder: the lease, the events, the logs, and the number
+of its Slurm job. If the run folder lies elsewhere, the folder here has only a note
+(`launch.submitted`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from drumline.telemetry.events import (
 LOOK_SECONDS = 0.5
 PAUSE_SECONDS = 0.1  # between two looks at the signals
 NO_RUNS = Path("runs")  # the default folder, which does not exist before the first run
-STOP_SECONDS = 30.0  # between two lines while a run saves
-TAKEOVER_SECONDS = 60.0  # for another host to follow a dead launcher, if hosts may come and go
+STOP_SECONDS = 30.0  # between two lines of `drumline stop` while a run saves
+# For another host to take over from a dead launcher, if hosts may come and go.
+TAKEOVER_SECONDS = 60.0
 # A duration is shown in the largest unit of which it has at least two.
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
@@ -56,13 +58,15 @@ class State:
 
 
 def is_run(folder: Path) -> bool:
+    """Return whether a folder is the folder of a run: it has a plan."""
     return (folder / "plan.json").is_file()
 
 
 def require_run(folder: Path) -> SubmittedRun | None:
-    """Return a run whose folder lies elsewhere; None if this is its folder.
+    """Return the run of a folder, if its real folder lies elsewhere; None if this is the real one.
 
-    Raises UserError if the folder belongs to no run.
+    Raises:
+        UserError: The folder belongs to no run.
     """
     if is_run(folder):
         return None
@@ -76,7 +80,8 @@ def require_run(folder: Path) -> SubmittedRun | None:
 def states(folder: Path) -> list[State]:
     """Return the state of the run in `folder`, or of all runs below it, the newest event first.
 
-    Raises UserError if there is no such folder.
+    Raises:
+        UserError: There is no such folder.
     """
     if not folder.is_dir():
         fix = "name a run, or the folder that has runs"
@@ -95,7 +100,7 @@ def states(folder: Path) -> list[State]:
 
 
 def _state_elsewhere(note: Path) -> State:
-    """Return the state of a run by its note. If it cannot be found out, its place says why."""
+    """Return the state of a run by its note. If the note fails, `where` has the error."""
     run = note.parent
     age = max(0.0, time.time() - note.stat().st_mtime)
     try:
@@ -106,6 +111,7 @@ def _state_elsewhere(note: Path) -> State:
 
 
 def _state(run: Path, holder: lease.Holder | None) -> State:
+    """Return the state of a run, with the step of its newest event that has one."""
     events = last(run / "events.jsonl")
     step: int | None = None
     for event in events:
@@ -123,7 +129,7 @@ def _state(run: Path, holder: lease.Holder | None) -> State:
 
 
 def _where(job: str | None, holder: lease.Holder | None) -> str:
-    """Return the job of a run, and the host and process of its launcher."""
+    """Return the Slurm job of a run and the host and process of its launcher, as text."""
     where = ""
     if holder is not None:
         where = f"{holder.host} pid {holder.pid}"
@@ -137,8 +143,8 @@ def _where(job: str | None, holder: lease.Holder | None) -> str:
 def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
     """Return the word for the state of a run.
 
-    It is running, queued (also just before it starts or ends), finished, preempted, stopped, failed, lost (its launcher has
-    died), not started, or unknown (Slurm does not answer).
+    The word is running, queued (also just before the run starts or ends), finished, preempted,
+    stopped, failed, lost (the launcher has died), not started, or unknown (Slurm does not answer).
     """
     if holder is not None and holder.alive:
         return "running"
@@ -158,7 +164,10 @@ def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
 
 
 def _newest(events: list[Event]) -> Event | None:
-    """Return the newest event that tells whether a run has ended. The end of an earlier start does not count."""
+    """Return the newest event that tells whether a run has ended; None if there is none.
+
+    After the end of an earlier start this is the newer `RunStart`.
+    """
     for event in reversed(events):
         if isinstance(event, RunStart | RunEnd | Fault | Step):
             return event
@@ -166,9 +175,14 @@ def _newest(events: list[Event]) -> Event | None:
 
 
 def print_logs(run: Path, rank: int | None) -> None:
-    """Print the logs of the newest attempt: of all ranks, or of one; of each standard output, then standard error.
+    """Print the logs of the newest attempt, rank by rank: standard output, then standard error.
 
-    Raises UserError if there are none.
+    Args:
+        run: Folder of the run.
+        rank: The rank whose logs are printed; None for all ranks.
+
+    Raises:
+        UserError: There are no logs.
     """
     elsewhere = require_run(run)
     if elsewhere is not None:
@@ -221,7 +235,10 @@ def _log_files(logs: Path) -> list[Path]:
 
 
 def _print(path: Path, label: str) -> bool:
-    """Print a log, each line behind a label. Return False once nobody reads standard output any more."""
+    """Print a log with a label before each line, and return whether the next log may follow.
+
+    False means that nobody reads standard output any more, as after `| head`.
+    """
     with open_plain(path, UserError) as file:
         for line in io.TextIOWrapper(file, encoding="utf-8", errors="replace"):
             print(f"{label}{printable(redact(line.rstrip()))}")
@@ -231,7 +248,10 @@ def _print(path: Path, label: str) -> bool:
 
 
 def _job_log(run: Path) -> Path | None:
-    """Return the log in which a run's Slurm job says why no rank has started; None if it says nothing."""
+    """Return the log of a run's Slurm job; None if it is empty or there is none.
+
+    It says why no rank has started.
+    """
     job = queue.job_of(run)
     if job is None:
         return None
@@ -242,7 +262,10 @@ def _job_log(run: Path) -> Path | None:
 
 
 def _order(path: Path) -> tuple[int, bool]:
-    """Return the place of a log in the order of printing: its rank, then standard error after standard output."""
+    """Return the key that sorts logs by rank, with standard error after standard output.
+
+    The rank of other files is -1.
+    """
     number = path.stem.removeprefix("rank-")
     rank = -1
     if number.isdecimal():
@@ -251,7 +274,14 @@ def _order(path: Path) -> tuple[int, bool]:
 
 
 def follow(run: Path, on_event: Emit) -> int:
-    """Show the newest start of a run, and all new events until it ends; return its exit code. Ctrl-C leaves the run alone."""
+    """Show the newest start of a run and all new events until it ends, and return its exit code.
+
+    A signal such as Ctrl-C ends the view and not the run; then the exit code is LEFT.
+
+    Args:
+        run: Folder of the run.
+        on_event: Gets each event.
+    """
     elsewhere = require_run(run)
     if elsewhere is not None:
         return elsewhere.follow()
@@ -295,7 +325,10 @@ def _may_change_hosts(run: Path) -> bool:
 
 
 def _wait_for_holder(run: Path, patience: float, signals: LauncherSignals) -> None:
-    """Wait until the lease is given back, its holder has been dead for `patience` seconds, or a signal comes."""
+    """Wait until a run has no holder any more, or a signal comes.
+
+    `patience` is how many seconds a dead holder may take to be followed by another host.
+    """
     until = time.monotonic() + patience
     while not signals.number:
         holder = lease.holders([run]).get(run)
@@ -318,7 +351,11 @@ def _pause(signals: LauncherSignals, seconds: float) -> None:
 def stop(run: Path) -> None:
     """Have a run save and end, as SIGTERM to its launcher does, and wait until it has ended.
 
-    Raises UserError if it is not under way.
+    A job that is still in Slurm's queue is cancelled instead.
+
+    Raises:
+        UserError: The run is not under way.
+        DrumlineError: A signal ended the wait.
     """
     elsewhere = require_run(run)
     if elsewhere is not None:
@@ -339,9 +376,12 @@ def stop(run: Path) -> None:
 
 
 def _wait_for_end(run: Path, token: str) -> None:
-    """Wait until the holder of a lease has given it back, or has died. Raises DrumlineError at a signal.
+    """Wait until the holder of a lease has given it back, or has died.
 
     A holder on another host counts as dead when its counter stands still.
+
+    Raises:
+        DrumlineError: A signal ended the wait.
     """
     printed = time.monotonic()
     moved = 0.0
@@ -387,6 +427,7 @@ def table(found: list[State]) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Return a duration as text, such as `5 min`."""
     for unit, size in UNITS:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

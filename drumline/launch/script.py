@@ -1,8 +1,8 @@
-"""`drumline launch SCRIPT.py`: the ranks of a user's own training script.
+"""Launch the ranks of a user's own training script, for `drumline launch SCRIPT.py`.
 
-The launcher starts before it knows the run folder, because the script's `drumline.session` names it.
-Ranks therefore begin to log in `runs/SCRIPT/logs`. The session links its own `logs` folder there,
-and the launcher moves the logs into the run folder when the attempt is over.
+The launcher starts before it knows the run folder, because the script's `drumline.session` names
+it. Ranks therefore begin to log in `runs/SCRIPT/logs`. The session links its own `logs` folder
+there, and the launcher moves the logs into the run folder when the attempt is over.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ SESSION_FILE = "session.json"  # in that folder, written by the session: `Sessio
 class SessionOfScript:
     """What a script's session tells the launcher.
 
-    `run_dir`: the session's run folder. `logs`: where in it the logs of this attempt belong.
-    `events_before`: the number of events in `events.jsonl` when the session began.
+    Attributes:
+        run_dir: Run folder of the session.
+        logs: Path below it to which the logs of this attempt belong.
+        events_before: Number of events in `events.jsonl` when the session began.
     """
 
     run_dir: Path
@@ -63,6 +65,7 @@ def link_logs(run_dir: Path) -> None:
     launcher_logs = Path(folder)
     session_file = launcher_logs / SESSION_FILE
     if session_file.exists():
+        # An earlier session of the script has the logs.
         return
     logs = launcher_logs.absolute()
     is_inside = launcher_logs.parent.resolve() == (run_dir / "logs").resolve()
@@ -87,9 +90,16 @@ def launch_script(
     What rank 0 prints is shown. The logs of all ranks are kept in the session's run folder, or in
     `runs/SCRIPT/logs` if the script has no session. A restart resumes from the newest checkpoint.
 
-    `nproc`: number of ranks; None: one a GPU, or one. `max_restarts`: restarts without progress;
-    None: as many as `drumline train` allows if the script has a session, else none, because a
-    script without checkpoints would begin anew. Raises UserError if there is no such script.
+    Args:
+        script: Python file.
+        arguments: Its arguments.
+        nproc: Number of ranks; None for one a GPU, or one without GPUs.
+        max_restarts: Restarts that are allowed without progress. None allows as many as
+            `drumline train` if the script has a session, and none otherwise: a script without
+            checkpoints would begin anew.
+
+    Raises:
+        UserError: There is no such script.
     """
     if not script.is_file():
         raise UserError("there is no such script", where=str(script), fix="name a Python file")
@@ -143,10 +153,14 @@ def _report_failed_attempt(
     session: SessionOfScript | None,
     signal: int,
 ) -> bool:
-    """Report an attempt in which a rank failed. Returns whether it was the last.
+    """Report an attempt in which a rank failed, and return whether it was the last.
 
-    `attempt`: the number of attempts before it. `signal`: what the launcher was asked to stop by,
-    0 if by nothing.
+    Args:
+        ends: All ranks of the attempt.
+        attempt: Number of attempts before it.
+        restarts: The budget of restarts.
+        session: The script's session; None if it has none.
+        signal: Number of the signal that asked the launcher to stop; 0 for none.
     """
     cause = root_cause(ends)
     reached, failed_at = -1, -1

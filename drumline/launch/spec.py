@@ -22,18 +22,24 @@ if TYPE_CHECKING:
 class LocalLauncher(LauncherSpec):
     """Ranks of this machine, watched, and started again from the newest checkpoint."""
 
-    # An enum, not a constant: a section without a kind is of this one.
+    # In the schema `kind` is an enum and not a constant, because it may be left out: a launch
+    # section without it has this launcher.
     kind: Literal["local"] = Field(
         "local", json_schema_extra=lambda schema: schema.update(enum=[schema.pop("const")])
     )
 
     def early(self, config: Config, plan_path: Path) -> EarlyRanks:
+        """Fork the processes that become ranks once there is a plan."""
         from drumline.launch.early import EarlyRanks
 
         return EarlyRanks(config)
 
     def require(self) -> None:
-        """Raises EnvironmentFault for a port that is taken, and an interface that is not here."""
+        """Check the port and the network interface.
+
+        Raises:
+            EnvironmentFault: The port is taken, or this host has no such interface.
+        """
         listen(self.port).close()
         if self.interface is not None:
             require_interface(self.interface)
@@ -47,6 +53,17 @@ class LocalLauncher(LauncherSpec):
         on_oom: Replans,
         early: Any,
     ) -> int:
-        from drumline.launch.local import launch
+        """Run the plan on this machine and return the exit code.
 
-        return launch(plan, plan_path, resume, on_event, on_oom=on_oom, early=early)
+        Args:
+            plan: The plan.
+            plan_path: File of the plan.
+            resume: Checkpoint or run to resume from; None to start anew.
+            on_event: Gets each event of the run.
+            on_oom: Looks for another plan when a rank ran out of memory.
+            early: The processes that the method `early` has forked; None for none.
+        """
+        from drumline.launch.local import LocalRanks, launch
+
+        ranks = LocalRanks.of_plan(plan, early)
+        return launch(plan, plan_path, resume, on_event, on_oom=on_oom, ranks=ranks)

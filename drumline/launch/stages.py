@@ -1,6 +1,6 @@
 """Read what each rank of a run is doing now from the shared memory that its launcher watches.
 
-The run itself is asked nothing.
+The run is not disturbed: its processes neither answer nor notice the reading.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from drumline.system import heartbeat
 
 
 def stages(run_dir: Path) -> list[dict[str, Any]]:
-    """Return {rank, phase, step, seconds in the phase} of each rank of this host.
+    """Return the rank, phase, step, and seconds in the phase of each rank of this host.
 
     The list is empty if the run has ended, or if its launcher is on another host.
     """
     holder = lease.holder(run_dir)
     if holder is None or holder.alive is not True or holder.host != socket.gethostname():
         return []
-    # The folder of the board is removed as soon as all ranks have it open (`launch.watch`), but an open file is still found in /proc.
+    # The folder of the board is removed as soon as all ranks have it open (`launch.watch`), but an
+    # open file is still found in /proc.
     boards: list[tuple[float, Path]] = []
     for link in Path(f"/proc/{holder.pid}/fd").glob("*"):
         with suppress(OSError):  # closed meanwhile, or another user's
             if _is_board(str(link.readlink())):
                 boards.append((link.stat().st_ctime, link))
     with suppress(OSError, ValueError):  # closed meanwhile, or there is none
-        _, newest = max(boards)  # an earlier attempt may have left another
+        # The launcher may still have the board of an earlier attempt open.
+        _, newest = max(boards)
         return _read(newest)
     return []
 
@@ -43,13 +45,14 @@ def _is_board(target: str) -> bool:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of one board, by rank."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with mmap.mmap(handle, 0, prot=mmap.PROT_READ) as memory:
             board = bytes(memory)
     finally:
         os.close(handle)
-    # The same words, as integers and as numbers with a fraction: `system.heartbeat` says which is which.
+    # Each word of eight bytes is an int64 or a float64: `system.heartbeat` says which is which.
     ints = memoryview(board).cast("q")
     floats = memoryview(board).cast("d")
     now = time.monotonic()

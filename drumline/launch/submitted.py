@@ -1,6 +1,7 @@
-"""Runs whose folder lies elsewhere: the note in a folder here by which their launcher finds them again.
+"""Keep notes of runs whose folder lies elsewhere, so that their launcher finds them again.
 
-`drumline ps`, `logs`, `follow` and `stop` ask the launcher of the note. This module does not import torch.
+`drumline ps`, `logs`, `follow` and `stop` ask the launcher of the note. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ FIX = "ask the program that has the run"
 
 
 def note_run(folder: Path, launch: LauncherSpec, run: SubmittedRun) -> None:
-    """Note a run in a folder, and print its place and how to follow it. A note that fails is only printed."""
+    """Note a run in a folder, and print its place and how to follow it.
+
+    A note that cannot be written is no error, since the run is submitted by now: the message says
+    so.
+
+    Args:
+        folder: Folder of the note, which is made if it does not exist.
+        launch: The launcher that has submitted the run.
+        run: The run.
+    """
     note = {"launch": launch.model_dump(mode="json"), "run": run.values()}
     shown = f": drumline follow {folder} shows it, drumline stop {folder} stops it"
     try:
@@ -34,13 +44,18 @@ def note_run(folder: Path, launch: LauncherSpec, run: SubmittedRun) -> None:
 
 
 def notes(folder: Path) -> list[Path]:
-    """Return the notes in a folder and in the folders that it has."""
+    """Return the notes in a folder and in the folders directly below it."""
     found = [folder / NOTE, *sorted(folder.glob(f"*/{NOTE}"))]
     return [path for path in found if path.is_file()]
 
 
 def submitted_run(folder: Path) -> SubmittedRun | None:
-    """Return the run that is noted in a folder; None if there is no note. Raises as `read_note` does."""
+    """Return the run that is noted in a folder; None if there is no note.
+
+    Raises:
+        UserError: The note is damaged.
+        ConfigError: Its launcher is not installed.
+    """
     path = folder / NOTE
     if not path.is_file():
         return None
@@ -50,7 +65,9 @@ def submitted_run(folder: Path) -> SubmittedRun | None:
 def read_note(path: Path) -> SubmittedRun:
     """Return the run of a note.
 
-    Raises UserError for a note that is damaged, and ConfigError if its launcher is not installed.
+    Raises:
+        UserError: The note is damaged.
+        ConfigError: Its launcher is not installed.
     """
     note = read_object(path, UserError, FIX)
     try:
@@ -64,7 +81,9 @@ def read_note(path: Path) -> SubmittedRun:
 def _launcher(section: Any, path: Path) -> LauncherSpec:
     """Return the launcher of a section `launch`.
 
-    Raises UserError for code that the note names by its place: the folder may be a stranger's.
+    Raises:
+        UserError: The section names code by its file. It is not run, because the folder may be a
+            stranger's.
     """
     kind = str(section["kind"])
     if ":" in kind:

@@ -1,6 +1,7 @@
-"""Make ranks of the tasks that srun or mpirun has started.
+"""Turn the tasks that srun or mpirun has started into ranks.
 
-The variables of those programs say which rank this process is, and where rank 0 is. This module does not import torch.
+The variables of those programs say which rank this process is, and where rank 0 is. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -17,37 +18,49 @@ from drumline.errors import EnvironmentFault
 from drumline.system.process import output_of
 
 LOOPBACK = "127.0.0.1"
-# Ports from FIRST_PORT on: below the ports that Linux gives to clients (from 32768 on), and above the usual ones of services.
+# Ports from FIRST_PORT on: below the ports that Linux gives to clients (from 32768 on), and above
+# the usual ones of services.
 FIRST_PORT = 15000
 PORTS = 17000
-# Steps of Slurm that are not tasks of the user: the batch script, the shell of salloc, and two of Slurm's own (slurm.h).
+# Steps of Slurm that are not tasks of the user: the batch script, the shell of salloc, and two of
+# Slurm's own (slurm.h).
 NO_TASKS = {str(0xFFFFFFFF - number) for number in range(2, 6)}
 SCONTROL_SECONDS = 30.0
-JOINED = "DRUMLINE_JOINED"  # the program by whose variables a task has become a rank
+JOINED = "DRUMLINE_JOINED"  # variable: srun or mpirun, whichever made this task a rank
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 REQUIRED = ("RANK", "WORLD_SIZE", *RENDEZVOUS)
-# How many processes have been started of the same command, and which one this is; mpirun may have started its own helpers by srun.
+# Variables with the number of tasks of the same command, and with the number of this task. Open MPI
+# and MPICH come before Slurm: mpirun may have started its own helpers by srun, whose variables the
+# tasks see as well.
 TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 TASK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 PROXIES = ("hydra_", "pmi_proxy")  # of MPICH's and Intel's mpirun, one on each host
 
 
 def join_tasks() -> None:
-    """Have this process join the rest as a rank, if it is one task of several.
+    """Make this process a rank, if it is one task of several.
 
-    It sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless a launcher has set them.
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, unless a
+    launcher has set them.
     """
     if not joined():
         os.environ.update(task_variables(os.environ))
 
 
 def joined() -> bool:
-    """Return whether this process is a rank: it has the variables of torchrun and similar launchers."""
+    """Return whether this process has the variables of a rank, as torchrun sets them."""
     return all(name in os.environ for name in REQUIRED)
 
 
 def require_rendezvous() -> None:
-    """Raise EnvironmentFault if this is one of several tasks that do not know of each other: each would train alone."""
+    """Make sure that this process is not one of several tasks that do not know of each other.
+
+    Each of them would train alone.
+
+    Raises:
+        EnvironmentFault: It is such a task.
+        SystemExit: It is such a task, and another task reports the error.
+    """
     tasks = max(_number(os.environ, name) for name in TASKS)
     if tasks < 2 or joined():
         return
@@ -63,7 +76,7 @@ def require_rendezvous() -> None:
 
 
 def _task_number() -> int:
-    """Return the number of this task, as the first of the programs that has set one says; 0 if none has."""
+    """Return the number of this task, from the first variable that is set; 0 if none is."""
     for name in TASK:
         if name in os.environ:
             return _number(os.environ, name)
@@ -71,10 +84,11 @@ def _task_number() -> int:
 
 
 def step_of_allocation() -> list[str]:
-    """Return the srun that runs a command in all tasks of the allocation in which it is called, by salloc's shell or a batch script.
+    """Return the srun command that runs a program in all tasks of this Slurm allocation.
 
-    It is empty if there is no allocation, if this is a task of the allocation or of mpirun, and if the allocation has one task alone, on
-    this host.
+    The caller is the shell of salloc or a batch script. The command is empty if there is no
+    allocation, if this process is a task of srun or mpirun already, and if the allocation has only
+    one task, on this host.
     """
     env = os.environ
     if joined() or _is_of_mpi(env) or "SLURM_JOB_ID" not in env:
@@ -97,14 +111,19 @@ def step_of_allocation() -> list[str]:
 
 
 def requeued() -> bool:
-    """Return whether this command is of a batch script that Slurm runs again, so that its run has been started before."""
+    """Return whether a batch script that Slurm has requeued runs this command once more."""
     if joined() or "SLURM_JOB_ID" not in os.environ:
         return False
     return _number(os.environ, "SLURM_RESTART_COUNT") > 0
 
 
 def require_one_group() -> None:
-    """Raise EnvironmentFault in a heterogeneous job of Slurm; tasks other than the first exit silently."""
+    """Refuse a heterogeneous job of Slurm.
+
+    Raises:
+        EnvironmentFault: The job is heterogeneous.
+        SystemExit: The same, in tasks other than the first: one report is enough.
+    """
     if _number(os.environ, "SLURM_HET_SIZE") > 1:
         if _number(os.environ, "SLURM_PROCID"):
             raise SystemExit(EnvironmentFault.exit_code)
@@ -115,9 +134,13 @@ def require_one_group() -> None:
 
 
 def torchrun_of_node(count: Callable[[], int]) -> list[str]:
-    """Return the torchrun that starts the ranks of this node, if srun has started one task a node and a node shall have more ranks.
+    """Return the torchrun command that starts the ranks of this node.
 
-    `count` returns how many ranks a node shall have. The command is empty in all other cases.
+    It is for srun with one task a node, if a node shall have several ranks. The command is empty in
+    all other cases.
+
+    Args:
+        count: Returns the number of ranks a node. Called only if srun has started one task a node.
     """
     env = os.environ
     nodes = _number(env, "SLURM_STEP_NUM_NODES")
@@ -142,7 +165,12 @@ def torchrun_of_node(count: Callable[[], int]) -> list[str]:
 
 
 def become(command: list[str]) -> NoReturn:
-    """Replace this process by another program. Raises EnvironmentFault if it is not installed."""
+    """Replace this process by another program.
+
+    Raises:
+        EnvironmentFault: The program is not installed.
+    """
+    # The new program replaces the memory of this one, and what is still in the buffer with it.
     sys.stdout.flush()
     try:
         os.execvp(command[0], command)
@@ -155,10 +183,10 @@ def become(command: list[str]) -> NoReturn:
 
 
 def task_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of this rank.
+    """Return the environment variables that make this task a rank.
 
-    They are empty if this process is not one task of several, or cannot know where rank 0 is. MASTER_ADDR and MASTER_PORT stay as the user
-    has set them.
+    They are empty if this process is not one task of several, or cannot know where rank 0 is.
+    MASTER_ADDR and MASTER_PORT stay as the user has set them.
     """
     if _is_of_mpi(env):
         variables = _of_open_mpi(env) or _of_hydra(env)
@@ -174,8 +202,8 @@ def task_variables(env: Mapping[str, str]) -> dict[str, str]:
 def _is_of_mpi(env: Mapping[str, str]) -> bool:
     """Return whether this is a task of mpirun, and not one of srun.
 
-    Mpirun starts its own helpers by srun, so that its tasks see the variables of such a step, too. And srun --mpi=pmi2 sets PMI_SIZE
-    without the local rank.
+    The two set variables of each other. Mpirun starts its own helpers by srun, so its tasks see the
+    variables of such a step as well. And srun --mpi=pmi2 sets PMI_SIZE, but no local rank.
     """
     if _number(env, "OMPI_COMM_WORLD_SIZE") > 1:
         return True
@@ -184,7 +212,8 @@ def _is_of_mpi(env: Mapping[str, str]) -> bool:
 
 def _of_slurm(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a task of srun; empty for any other process."""
-    # In a terminal of srun (--pty) commands are typed in one task; the rest of the step does not hear them.
+    # In a terminal of srun (--pty) commands are typed in one task; the rest of the step does not
+    # hear them.
     if "SLURM_PTY_PORT" in env or env.get("SLURM_STEP_ID") in NO_TASKS:
         return {}
     if _number(env, "SLURM_STEP_NUM_TASKS") < 2:
@@ -207,7 +236,10 @@ def _of_slurm(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a task of Open MPI's mpirun; empty for any other process, or if rank 0 cannot be found."""
+    """Return the variables of a task of Open MPI's mpirun.
+
+    They are empty for any other process, and if the host of rank 0 cannot be found.
+    """
     numbers = _numbers_of(
         env,
         "OMPI_COMM_WORLD_RANK",
@@ -225,15 +257,17 @@ def _of_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
         host = env.get("MASTER_ADDR") or next(iter(hosts), None)
     if host is None:
         return {}
+    # Rank 0 may be mapped to another host than mpirun's own. It notices, and reports that a
+    # MASTER_ADDR is needed.
     if numbers.rank == "0" and host in hosts and not _is_here(host):
         return {}
     return _rank("mpirun", numbers, host, job)
 
 
 def _hosts_of_mpirun(env: Mapping[str, str]) -> list[str]:
-    """Return the addresses of the host of Open MPI's mpirun, which puts rank 0 on its own host first.
+    """Return the addresses of the host of Open MPI's mpirun, most likely the host of rank 0.
 
-    The variable is `JOB.0;tcp://ADDRESS,ADDRESS:PORT;tcp6://…`.
+    Mpirun fills its own host first. The variable is `JOB.0;tcp://ADDRESS,ADDRESS:PORT;tcp6://…`.
     """
     mpirun = re.search(r";tcp://([^:;]+):\d+", env.get("OMPI_MCA_orte_hnp_uri", ""))
     if mpirun is None:
@@ -242,10 +276,11 @@ def _hosts_of_mpirun(env: Mapping[str, str]) -> list[str]:
 
 
 def _of_hydra(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a task of MPICH's or Intel's mpirun; empty for any other process, or if rank 0 cannot be found.
+    """Return the variables of a task of MPICH's or Intel's mpirun.
 
-    These programs do not say where rank 0 is, so several hosts need a MASTER_ADDR. Nor do tasks on several hosts have a text of this start
-    alone, so two runs of one user there, of as many ranks, need a MASTER_PORT.
+    They are empty for any other process, and if the host of rank 0 cannot be found: these programs
+    do not name it, so several hosts need a MASTER_ADDR. Tasks on several hosts share no text of
+    this start alone either. Two runs of one user there, of equally many ranks, need a MASTER_PORT.
     """
     numbers = _numbers_of(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if numbers is None:
@@ -259,7 +294,11 @@ def _of_hydra(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _proxy() -> int:
-    """Return the process above all ranks of this host: the nearest proxy of mpirun, with scripts in between; else the parent."""
+    """Return the id of a process above all ranks of this host, and of no other start.
+
+    It is the nearest proxy of mpirun, since scripts may come between it and the rank. Without a
+    proxy it is the parent.
+    """
     import psutil
 
     for above in psutil.Process().parents():
@@ -281,7 +320,10 @@ class _Numbers(NamedTuple):
 
 
 def _numbers_of(env: Mapping[str, str], *names: str) -> _Numbers | None:
-    """Return the place of a rank by the names of its four variables; None if one is missing, or if it is not one of several."""
+    """Return the place of a rank by four variables, whose names are in the order of `_Numbers`.
+
+    None if a variable is missing, or if the process is the only one.
+    """
     if not all(name in env for name in names):
         return None
     numbers = _Numbers(*(env[name] for name in names))
@@ -292,7 +334,15 @@ def _numbers_of(env: Mapping[str, str], *names: str) -> _Numbers | None:
 
 
 def _rank(program: str, numbers: _Numbers, host: str, job: str) -> dict[str, str]:
-    """Return the variables of a rank. `job` is a text that all ranks of this start have, and other starts do not."""
+    """Return the variables of a rank.
+
+    Args:
+        program: The program that has started it: srun or mpirun.
+        numbers: Its place among the ranks.
+        host: The host of rank 0.
+        job: A text that all ranks of this start share, and no other start has. The port is derived
+            from it, so that runs on one host do not meet each other.
+    """
     port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
     return {
         "RANK": numbers.rank,
@@ -306,7 +356,7 @@ def _rank(program: str, numbers: _Numbers, host: str, job: str) -> dict[str, str
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    """Return the number in a variable; 0 if it has none."""
+    """Return the number in an environment variable; 0 if it is not set, or not a number."""
     if env.get(name, "").isdecimal():
         return int(env[name])
     return 0
@@ -323,8 +373,9 @@ def _is_here(address: str) -> bool:
 
 
 def expand(hosts: str) -> list[str]:
-    """Return the hosts of Slurm's list, one by one: `n[1-3,07],gpu1` is n1, n2, n3, n07 and gpu1."""
+    """Return the hosts of Slurm's list: `n[1-3,07],gpu1` is n1, n2, n3, n07 and gpu1."""
     found = []
+    # A comma within brackets does not end an item.
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
         names = [""]
         for part in re.findall(r"\[[^\]]*\]|[^\[]+", item):
@@ -356,9 +407,12 @@ def tasks_of_nodes(counts: str) -> list[int]:
 
 
 def address(node: str) -> str:
-    """Return a name or an address by which a node of Slurm is found: its own name, or else the address that Slurm itself uses.
+    """Return a name or an address at which a node of Slurm can be reached.
 
-    Raises EnvironmentFault if there is none.
+    It is the node's name if that can be resolved, and else the address that Slurm itself uses.
+
+    Raises:
+        EnvironmentFault: There is neither.
     """
     try:
         socket.getaddrinfo(node, None)

@@ -1,6 +1,7 @@
-"""Watch the heartbeats of one host's ranks: find out whether they hang, and then what each of them is doing.
+"""Watch the heartbeats of one host's ranks, and find out what each of them does in a hang.
 
-Nothing of a rank has to run for that.
+A rank may be unable to run any code of its own then. So its state is read from shared memory and
+from /proc, and its stacks are written by a signal handler that needs no lock of Python.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from typing import IO, Any, NamedTuple
 from drumline.launch.hangs import Hang, Seen, find_culprits
 from drumline.system import heartbeat as beats
 
-# The longest time that counts between two looks: if this process did not run for longer, ranks may not have run either.
+# The longest time, in seconds, that counts between two looks. If this process did not run for
+# longer, as on a suspended machine, ranks may not have run either.
 MOST_LOOK = 0.5
-# Seconds after a beat at which the waits for a core are read. Most phases are over by then, and nothing has to be read for them.
+# Seconds after a beat at which the waits for a core are read. Most phases are over by then, and
+# nothing has to be read for them.
 STARVED_AFTER = 1.0
-# For other hosts to name a rank of theirs first, or to answer that one is at work.
+# A hang that another host may cause is reported so much later, so that the other host can name the
+# culprit first, or answer that a rank of it is at work.
 ELSEWHERE_SECONDS = 5.0
 DOUBT_SECONDS = 1.0  # between two looks until then
 ANSWER_SECONDS = 3.0  # for stacks and collectives
@@ -36,8 +40,8 @@ WAIT_SECONDS = 0.05  # between two looks for an answer
 class _Pulse:
     """What the watcher knows of a rank."""
 
-    count: int = -1  # of its last beat
-    waited: float = 0.0  # seconds of looks without a new beat
+    count: int = -1  # number of its last beat
+    waited: float = 0.0  # seconds since that beat, as far as this process has looked
     # For each thread, the seconds that it had waited for a core soon after the beat.
     starved: dict[int, float] = field(default_factory=dict)
 
@@ -58,9 +62,14 @@ class _State(NamedTuple):
 
 
 class Watch:
-    """Watches `ranks` ranks of this host, of which the first is rank `first` of `world_size`.
+    """Watches the ranks of this host.
 
-    `board` has a place for each rank of the run. Without one, a new board is made for the ranks of this host.
+    Args:
+        ranks: Number of ranks of this host.
+        first: Its lowest rank.
+        world_size: Number of ranks of the run; None if all are on this host.
+        board: A board of heartbeats with a place for each rank of the run. None makes a new board
+            for the ranks of this host.
     """
 
     def __init__(
@@ -78,27 +87,31 @@ class Watch:
         self.files: dict[tuple[str, int], IO[bytes]] = {}  # by kind and place
         now = time.monotonic()
         self.began = now
-        self.looked = now  # when it looked last
-        self.look_again = now  # no hang is looked into before
+        self.looked = now  # time of the last look
+        self.look_again = now  # the ranks are not asked again before this time
         # Since when the hang may be one of another host; None if there is no such doubt.
         self.doubted: float | None = None
 
     def variable(self, place: int) -> dict[str, str]:
-        """Return what a rank needs in its environment."""
+        """Return the environment variable by which a rank finds its place on the board."""
         if self.board is None:
             return {}
         return {beats.VARIABLE: f"{self.board.folder}:{place}"}
 
     def close(self) -> None:
+        """Close all files and remove the board."""
         for file in self.files.values():
             file.close()
         if self.board is not None:
             shutil.rmtree(self.board.folder, ignore_errors=True)
 
     def look(self, running: Mapping[int, int]) -> Hang | None:
-        """Return the hang of these ranks (rank → process id); None if they do not hang.
+        """Return the hang of these ranks; None if they do not hang.
 
-        While a debugger holds a rank, no rank hangs.
+        While a debugger holds a rank, no rank counts as hanging.
+
+        Args:
+            running: Process id of each rank that has not ended.
         """
         now = time.monotonic()
         spent = min(now - self.looked, MOST_LOOK)
@@ -134,21 +147,27 @@ class Watch:
         return found
 
     def _open_files(self, beating: list[_Rank]) -> None:
-        """Open the files of ranks that are new, and remove the folder once all ranks have the files open."""
+        """Open the files of new ranks, and remove the folder once all ranks have opened theirs."""
         assert self.board is not None
         for _, place, _ in beating:
             if place in self.pulses:
                 continue
             self.pulses[place] = _Pulse()
             for kind in ("stacks", "answer"):
-                # Without a buffer, which would give an older answer again.
+                # Without a buffer, which could return an answer to an earlier question.
                 self.files[kind, place] = self.board.file(kind, place).open("rb", buffering=0)
         if len(beating) >= self.ranks:
-            # So nothing is left behind, however this process ends.
+            # Open files stay usable without their names. So nothing is left behind, however this
+            # process ends.
             shutil.rmtree(self.board.folder, ignore_errors=True)
 
     def _count(self, rank: _Rank, spent: float) -> None:
-        """Take the newest beat of a rank; without one, add the seconds since the last look to those that it has stood still."""
+        """Update the pulse of a rank.
+
+        Args:
+            rank: The rank.
+            spent: Seconds since the last look, which count as waited if there is no new beat.
+        """
         pulse = self.pulses[rank.place]
         count = self._int(rank.place, beats.COUNT)
         if count == pulse.count:
@@ -161,14 +180,14 @@ class Watch:
             pulse.starved = starved(rank.pid)
 
     def _may_hang(self, beating: list[_Rank]) -> bool:
-        """Return whether all ranks that are furthest behind are late, or one of them is suspended.
+        """Return whether all ranks with the fewest steps are late, or one of them is suspended.
 
-        They hold up the other ranks, which may wait for longer than they ever did.
+        Ranks that are ahead do not count: they wait for the ones behind, however long these take.
         """
         busy = [each for each in beating if self._phase(each.place) != "done"]
         if not busy:
             return False
-        # Read once: ranks go on meanwhile.
+        # Read once, because ranks go on meanwhile: the minimum must be one of the compared values.
         steps = [self._int(each.place, beats.STEP) for each in busy]
         first_step = min(steps)
         behind = [each for each, step in zip(busy, steps, strict=True) if step == first_step]
@@ -179,7 +198,8 @@ class Watch:
     def _is_doubt_over(self, hang: Hang, now: float) -> bool:
         """Return whether a hang that may be one of another host counts as one of this host.
 
-        Otherwise set when to look into it again, since each look has all ranks write their stacks.
+        If not, the time of the next look is set: each look has all ranks write their stacks, which
+        takes time from ranks that work.
         """
         if self.doubted is None:
             self.doubted = now
@@ -194,10 +214,11 @@ class Watch:
         return False
 
     def _late(self, rank: _Rank) -> float:
-        """Return by how many seconds a rank has stood still for longer than its limit; at most 0 if it has not.
+        """Return for how many seconds a rank has exceeded its limit; at most 0 if it has not.
 
-        On a host with too much to do, the seconds do not count that a thread of the rank waited for a core: the main thread waits for the
-        threads that compute with it.
+        On an overloaded host a rank may stand still for lack of a core. The longest time that any
+        of its threads waited for a core is subtracted, since the main thread waits for the threads
+        that compute with it.
         """
         pulse = self.pulses[rank.place]
         late = pulse.waited - self._limit(rank.place)
@@ -211,7 +232,8 @@ class Watch:
     def _suspended(self, rank: _Rank) -> bool:
         """Return whether a rank has been suspended for longer than a step may stand still.
 
-        The limit of a step counts in every phase, since a suspended rank does nothing.
+        The limit of a step holds in every phase, even in those with a higher limit of their own: a
+        suspended rank makes no progress.
         """
         limit = self._float(rank.place, beats.LIMIT + beats.LIMITS.index("hang"))
         if self.pulses[rank.place].waited <= limit:
@@ -235,15 +257,18 @@ class Watch:
         return self.board.limit(place, self.pulses)
 
     def _seen(self, beating: list[_Rank], running: Mapping[int, int]) -> list[Seen]:
-        """Ask every rank for its stacks and its collectives, without waiting long, and return what is known of each."""
+        """Ask every rank for its stacks and collectives, and return the findings by rank.
+
+        The order matters: states and phases are read before the request, because the signal for the
+        stacks may wake a rank up and so change them.
+        """
         states = {each.rank: state_of(each.pid) for each in beating}
-        # Before the signal, which may wake up a rank.
         seen = {each.rank: self._one(each) for each in beating}
         offsets = {each.place: self._end_of_stacks(each.place) for each in beating}
         awake = [each for each in beating if states[each.rank].state != "T"]
         self._ask(beating, awake, offsets)
         for each in beating:
-            # A rank that only read a disk for a moment does not stand still.
+            # Asked twice: a rank that only read a disk for a moment is no longer in state D.
             if states[each.rank].state == "D":
                 states[each.rank] = state_of(each.pid)
         found = self._not_started(beating, running, max(each.limit for each in seen.values()))
@@ -253,9 +278,14 @@ class Watch:
         return found
 
     def _ask(self, beating: list[_Rank], awake: list[_Rank], offsets: Mapping[int, int]) -> None:
-        """Have ranks answer, and those that do not answer write their stacks at a signal.
+        """Ask all ranks for an answer, and have silent ones write their stacks at a signal.
 
-        `offsets` are the ends of the files of stacks before, by place.
+        A rank that holds Python's lock cannot answer, but its signal handler can write.
+
+        Args:
+            beating: All ranks that are asked.
+            awake: Those that are not suspended. Only their answers are waited for.
+            offsets: Ends of the files of stacks before the question, by place.
         """
         assert self.board is not None
         for each in beating:
@@ -271,14 +301,16 @@ class Watch:
         self._wait_for(SIGNAL_SECONDS, has_stacks, silent)
 
     def _has_answered(self, place: int) -> bool:
+        """Return whether a rank has answered the newest request."""
         return self._int(place, beats.REPLY) == self._int(place, beats.REQUEST)
 
     def _end_of_stacks(self, place: int) -> int:
+        """Return the size of a rank's file of stacks, in bytes."""
         return self.files["stacks", place].seek(0, os.SEEK_END)
 
     @staticmethod
     def _wait_for(seconds: float, is_there: Callable[[int], bool], ranks: list[_Rank]) -> None:
-        """Wait until something is there for the places of all ranks, and for at most so many seconds."""
+        """Wait until `is_there` is true for the places of all ranks, for at most `seconds`."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not all(is_there(each.place) for each in ranks):
             time.sleep(WAIT_SECONDS)
@@ -296,7 +328,7 @@ class Watch:
         return found
 
     def _one(self, rank: _Rank) -> Seen:
-        """Return what the board says of a rank."""
+        """Return the board's knowledge of a rank."""
         place = rank.place
         return Seen(
             rank=rank.rank,
@@ -308,7 +340,14 @@ class Watch:
         )
 
     def _answered(self, seen: Seen, place: int, state: _State, offset: int) -> Seen:
-        """Add the state of a rank, the stacks that it wrote after `offset`, and its answer, if it gave one."""
+        """Return `seen` with the state of a rank, its new stacks and its answer.
+
+        Args:
+            seen: The board's knowledge of the rank.
+            place: Its place on the board.
+            state: State of its process.
+            offset: End of its file of stacks before it was asked.
+        """
         self.files["stacks", place].seek(offset)
         stacks = self.files["stacks", place].read().decode(errors="replace")
         answer: dict[str, Any] = {}
@@ -321,7 +360,7 @@ class Watch:
             state=state.state,
             sleeps_in=state.sleeps_in,
             stacks=stacks,
-            # A text says why it could not be asked.
+            # True alone counts: a text says why the other hosts could not be asked.
             is_other_host_working=answer.get("elsewhere") is True,
             collectives=_list_of(answer, "collectives"),
             samples=_list_of(answer, "samples"),
@@ -329,6 +368,7 @@ class Watch:
 
 
 def _list_of(answer: Mapping[str, Any], name: str) -> list[Any] | None:
+    """Return a list of a rank's answer; None if it has none, or a text in its place."""
     value = answer.get(name)
     if isinstance(value, list):
         return value
@@ -336,9 +376,11 @@ def _list_of(answer: Mapping[str, Any], name: str) -> list[Any] | None:
 
 
 def state_of(pid: int) -> _State:
-    """Return the state of a process's main thread (proc(5): R, S, D, T, t, Z), and the kernel's function that it sleeps in.
+    """Return the state of a process, and the kernel function that it sleeps in.
 
-    The state is D if any thread of the process is in state D; then the function is that thread's. It is empty if it cannot be read.
+    The state is the letter of its main thread (proc(5): R, S, D, T, t, Z), empty if the process has
+    gone. If any thread sleeps uninterruptibly, the state is D and the function is that thread's,
+    empty if it cannot be read.
     """
     states = _threads(pid)
     main = states.get(pid, "")
@@ -352,7 +394,10 @@ def state_of(pid: int) -> _State:
 
 
 def starved(pid: int) -> dict[int, float]:
-    """Return for each thread the seconds that it was ready and had no core (proc(5): schedstat), if that is known."""
+    """Return for each thread the seconds for which it was ready to run and had no core.
+
+    The source is schedstat (proc(5)). The result is empty if the kernel does not keep it.
+    """
     waited = {}
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -363,7 +408,7 @@ def starved(pid: int) -> dict[int, float]:
 
 
 def _threads(pid: int) -> dict[int, str]:
-    """Return the state of each thread of a process."""
+    """Return the state letter of each thread of a process."""
     states = {}
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -377,16 +422,18 @@ def _state(folder: Path) -> str:
     """Return the state of a process or thread by its folder of /proc; empty if it has gone."""
     with suppress(OSError, IndexError):
         text = (folder / "stat").read_text(errors="replace")
-        # The name of the program stands in brackets, and may have spaces and brackets itself.
+        # The program's name stands in brackets before the state. It may contain spaces and brackets
+        # itself, so the last bracket of the line ends it.
         _, _, fields = text.rpartition(")")
         return fields.split()[0]
     return ""
 
 
 def _signal(pid: int) -> None:
-    """Have a process write its stacks without Python's lock.
+    """Send a process the signal at which faulthandler writes its stacks.
 
-    The signal goes to a thread that can take one, since a thread that sleeps in the kernel cannot.
+    The signal goes to one thread that is able to take it: a signal to the process may be given to a
+    thread that sleeps in the kernel, and wait there.
     """
     able = [thread for thread, state in sorted(_threads(pid).items()) if state in "RS"]
     with suppress(ProcessLookupError):

@@ -1,10 +1,11 @@
 """Watch the ranks of one host that another program has started (torchrun, srun, mpirun and others).
 
-`python -m drumline.launch.watcher POST`: the first rank of the host starts it, and it ends with that rank. It does not import torch.
+The first rank of the host starts `python -m drumline.launch.watcher POST`, which ends with that
+rank. This module does not import torch.
 
-Ranks that hang are named on standard error and in the run folder, and killed. The program that started them sees a rank that failed, and
-starts all of them again if it does so. Under `launch.kind: slurm` the hang is noted where the job finds it, which reports it and starts
-again.
+Ranks that hang are named on standard error and in the run folder, and killed. The program that
+started them sees that a rank has failed, and may start all of them again. Under
+`launch.kind: slurm` the hang is noted where the job finds it, which reports it and starts again.
 """
 
 from __future__ import annotations
@@ -37,22 +38,29 @@ KILL_SECONDS = 2.0  # for the report: a disk that stalls must not keep the ranks
 
 @dataclass(frozen=True)
 class Post:
-    """What a watcher has to know."""
+    """The facts that a rank passes to the watcher of its host, as JSON."""
 
-    parent: int  # the process id of the rank with which it ends
-    board: str  # the folder of the heartbeats
-    ranks: int  # of this host
+    parent: int  # process id of the rank that has started the watcher, and with which it ends
+    board: str  # folder of the heartbeats
+    ranks: int  # number of ranks of this host
     world_size: int
     run_dir: str
-    logs: str  # where ends of ranks are noted for our own launcher; empty under another one
+    logs: str  # folder in which Drumline's own launcher reads the ends of ranks; empty without it
     host: str
-    program: str  # the launcher
+    program: str  # name of the program that has started the ranks
 
 
 def begin(name: str, rank: int, world_size: int, run_dir: Path) -> None:
-    """Have this rank watched, if no launcher watches it.
+    """Have this rank watched. The first rank of the host that comes here starts the watcher.
 
-    `name` is a text that the ranks of this start have in common, and that nobody else knows.
+    A rank that cannot be watched runs all the same, and a note says so.
+
+    Args:
+        name: A text that the ranks of this start share, and that nobody else knows. The board in
+            shared memory is found by it.
+        rank: This rank.
+        world_size: Number of ranks of the run.
+        run_dir: The run folder.
     """
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     # Containers may share memory and the host's name, but not the numbers of processes.
@@ -71,8 +79,8 @@ def begin(name: str, rank: int, world_size: int, run_dir: Path) -> None:
 
 
 def _post(board: str, world_size: int, run_dir: Path, host: str) -> Post:
-    """Return what the watcher of this host has to know. This process is the rank with which it ends."""
-    # The second variable is deepspeed's.
+    """Return the facts for the watcher of this host, which is to end with this process."""
+    # LOCAL_SIZE is deepspeed's name of the variable.
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
     logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parent
     if logs.parent == (run_dir / "logs").absolute():
@@ -92,11 +100,12 @@ def _post(board: str, world_size: int, run_dir: Path, host: str) -> Post:
 
 
 def keep(post: Post) -> None:
-    """Watch until the parent has ended, or ranks hang."""
+    """Watch the ranks until the parent has ended, or until they hang and are killed."""
     board = heartbeat.Board(Path(post.board), 0)
     watch = Watch(post.ranks, 0, post.world_size, board)
     known: dict[int, ProcessId] = {}
     try:
+        # Another parent means that the rank has ended: the system gives its orphans a new one.
         while os.getppid() == post.parent:
             running = _running(board, post.world_size, known)
             hang = watch.look(running)
@@ -111,7 +120,13 @@ def keep(post: Post) -> None:
 def _running(
     board: heartbeat.Board, world_size: int, known: dict[int, ProcessId]
 ) -> dict[int, int]:
-    """Return the process id of each rank that has begun and not ended. `known` keeps the ranks that have begun."""
+    """Return the process id of each rank that has begun and not ended.
+
+    Args:
+        board: The heartbeats, in which a rank writes its process id as it begins.
+        world_size: Number of ranks of the run.
+        known: The ranks that have begun. New ones are added.
+    """
     for rank in range(world_size):
         if rank in known:
             continue
@@ -122,7 +137,10 @@ def _running(
 
 
 def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
-    """Report a hang and kill the ranks: under our own launcher only the culprit, since the launcher ends the rest."""
+    """Report a hang and kill the ranks.
+
+    Under Drumline's own launcher only the culprit is killed, since the launcher ends the rest.
+    """
     error = hang.error()
     rank = hang.subject.rank
     attempt = 0
@@ -131,6 +149,7 @@ def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
     else:
         victims = list(running.values())
         attempt = next_attempt(Path(post.run_dir))
+    # The report may hang on a disk that stalls. The ranks are killed in time all the same.
     late = threading.Timer(KILL_SECONDS, _kill, [victims])
     late.start()
     if post.logs:
@@ -139,7 +158,8 @@ def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
     else:
         _report(post, rank, error, attempt)
     late.cancel()
-    # At once: ranks of other hosts that wait for these would report an error of their own.
+    # Without a chance to save: ranks of other hosts that wait for these would run into their own
+    # time limits, and report errors that hide the cause.
     _kill(victims)
 
 
@@ -156,6 +176,7 @@ def _report(post: Post, rank: int, error: dict[str, Any], attempt: int) -> None:
 
 
 def _kill(pids: list[int]) -> None:
+    """Send SIGKILL to processes. Those that have gone are passed over."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -163,6 +184,7 @@ def _kill(pids: list[int]) -> None:
 
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        # A batch system sends them to all that a task has started.
+        # A batch system sends these to all processes of a task. The ranks save then; the watcher
+        # ends with its rank, and not before.
         signal.signal(number, signal.SIG_IGN)
     keep(Post(**json.loads(sys.argv[1])))

@@ -37,8 +37,8 @@ def whole_file(
     path: Path, *, private: bool = False, durable: bool = False, shared: bool = False
 ) -> Iterator[BinaryIO]:
     """Write a file; what has its name stays there until the new one is whole. `private`: for its owner alone, where otherwise the umask
-    decides. `durable`: on the device afterwards, and its name too. `shared`: several processes may write it at once, each a file of its
-    own."""
+    decides. `durable`: on the device afterwards, and its name too. `shared`: several processes may
+    write it at once, each a file of its own."""
     name = f"{UNFINISHED}{path.name}"
     if shared:
         name += f"-{os.getpid()}"
@@ -74,8 +74,8 @@ def load_or_compute(
 ) -> T:
     """Return the value cached in the file `path`, or compute it and cache it there.
 
-    It is computed if the file cannot be read, or if `parse` raises ValueError for its text (damaged,
-    or out of date). If the disk cannot be written, the value is returned uncached.
+    It is computed if the file cannot be read, or if `parse` raises ValueError for its text
+    (damaged, or out of date). If the disk cannot be written, the value is returned uncached.
     """
     with suppress(OSError, ValueError):
         return parse(path.read_text())
@@ -174,7 +174,8 @@ def sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems know no such thing for folders; they keep names in their own way.
+        # Some network file systems know no such thing for folders; they keep names in their own
+        # way.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

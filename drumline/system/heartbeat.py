@@ -1,12 +1,12 @@
 """What a rank is doing, for a watcher in another process.
 
-A rank writes its phase, its step and a clock into a few bytes of shared memory. A beat is four stores
-and no system call. The watcher learns from them how long each phase takes. So it notices a rank that
-hangs in C, is stopped, or waits for a disk: nothing of the rank has to run for that. Uses the standard
-library only.
+A rank writes its phase, its step and a clock into a few bytes of shared memory. A beat is four
+stores and no system call. The watcher learns from them how long each phase takes. So it notices a
+rank that hangs in C, is stopped, or waits for a disk: nothing of the rank has to run for that. Uses
+the standard library only.
 
-The files are in memory (/dev/shm), not in the run folder: a disk that stalls must not stop the rank that
-reports it.
+The files are in memory (/dev/shm), not in the run folder: a disk that stalls must not stop the rank
+that reports it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# A pipeline mixes forward and backward: all of it is `forward` there. `report`: events, trackers and
-# callbacks. `done`: nothing is left that other ranks wait for.
+# A pipeline mixes forward and backward: all of it is `forward` there. `report`: events, trackers
+# and callbacks. `done`: nothing is left that other ranks wait for.
 PHASES = (
     "startup", "data", "forward", "backward", "collective", "optimizer", "save", "eval", "rollout", "compile", "report", "done",
 )  # fmt: skip
@@ -51,17 +51,17 @@ OWN_LIMIT = {
     "eval": "eval",
     "rollout": "rollout",
 }
-# Phases that may take their own limit at first. Once such a phase is over, less is enough the next time:
-# what its longest part teaches, or FLOOR times `hang`, because the parts of these phases differ more
-# than those of a step.
+# Phases that may take their own limit at first. Once such a phase is over, less is enough the next
+# time: what its longest part teaches, or FLOOR times `hang`, because the parts of these phases
+# differ more than those of a step.
 LEARNING = ("save", "eval", "rollout")
 FLOOR = 4.0
-# Steps of a process from which nothing is learned: caches are cold, kernels are compiled, allocators grow.
+# Steps of a process from which nothing is learned: caches are cold, kernels are compiled,
+# allocators grow.
 FIRST_STEPS = 2
-# Indices of a rank's words, of 8 bytes each. A store of one is never torn.
-# FREE: 1 in a step from which nothing is learned. SINCE: when the part of the phase began.
-# GRANTED: seconds that this part of the phase may take, whatever was learned; at most its own limit, or
-# that of start-up.
+# Indices of a rank's words, of 8 bytes each. A store of one is never torn. FREE: 1 in a step from
+# which nothing is learned. SINCE: when the part of the phase began. GRANTED: seconds that this part
+# of the phase may take, whatever was learned; at most its own limit, or that of start-up.
 PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY, GRANTED = range(10)
 # First of the seconds of LIMITS, and first of the longest seconds of each of PHASES so far.
 LIMIT = 10
@@ -107,11 +107,12 @@ class Board:
     def limit(self, place: int, places: Iterable[int]) -> float:
         """Return the seconds that the phase of a rank may take.
 
-        - Phases of a step, and `done`: the limit of start-up in a step from which nothing is learned
-          (FREE), and while nothing has been learned. Then TIMES the longest so far, at least `hang`.
+        - Phases of a step, and `done`: the limit of start-up in a step from which nothing is
+          learned (FREE), and while nothing has been learned. Then TIMES the longest so far, at
+          least `hang`.
         - `startup`, `compile`, `report`: their configured limit (OWN_LIMIT).
-        - `save`, `eval`, `rollout`: their configured limit the first time. Then TIMES the longest part
-          so far, at least FLOOR times `hang`, at most the configured limit.
+        - `save`, `eval`, `rollout`: their configured limit the first time. Then TIMES the longest
+          part so far, at least FLOOR times `hang`, at most the configured limit.
 
         Granted seconds raise a learned limit: that of a step up to the limit of start-up, that of
         another phase up to its configured limit.
@@ -170,7 +171,8 @@ def new_board(ranks: int) -> Board | None:
 def common_board(name: str, ranks: int) -> tuple[Path, bool]:
     """Return the folder of the board that ranks on one host share, and whether this rank made it.
 
-    The first of them makes it. `name`: what these ranks have in common and nobody else knows. `ranks`:
+    The first of them makes it. `name`: what these ranks have in common and nobody else knows.
+    `ranks`:
     of the whole run. Raises OSError.
     """
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
@@ -213,8 +215,8 @@ class Heart:
         self.ints[self.at + FREE] = 1
         self.floats[self.at + SINCE] = time.monotonic()
         # A rank that has not answered may hold Python's lock. The watcher then asks it by a signal,
-        # whose handler is C and runs on any thread. If the rank ran Python meanwhile, reading its frames
-        # without the lock might crash it.
+        # whose handler is C and runs on any thread. If the rank ran Python meanwhile, reading its
+        # frames without the lock might crash it.
         faulthandler.register(DUMP, self.stacks, all_threads=True, chain=False)
         threading.Thread(target=self._serve, daemon=True, name="drumline-answers").start()
         self.ints[self.at + PID] = os.getpid()  # from now on it is watched
@@ -237,8 +239,8 @@ class Heart:
     def alive(self, granted: float = 0.0) -> None:
         """Note that a part of the phase is done. `granted`: seconds that the next part may take.
 
-        The limit of a phase is learned from its longest part. For a phase of LEARNING that happens once
-        it is over, because its first part says little about the others.
+        The limit of a phase is learned from its longest part. For a phase of LEARNING that happens
+        once it is over, because its first part says little about the others.
         """
         ints, floats, at = self.ints, self.floats, self.at
         now = time.monotonic()
@@ -348,7 +350,8 @@ def beat(phase: str) -> None:
 def alive(granted: float = 0.0) -> None:
     """Note that the phase goes on: a part of it is done.
 
-    `granted`: the next part may take so many seconds (inf: those of `health`), and is not learned from.
+    `granted`: the next part may take so many seconds (inf: those of `health`), and is not learned
+    from.
     """
     if _heart is not None:
         _heart.alive(granted)
@@ -357,8 +360,8 @@ def alive(granted: float = 0.0) -> None:
 def waits(moved: bool, granted: float) -> None:
     """Note that a thread of this rank waits for data.
 
-    If the rank does nothing else, it is alive as long as what it waits for `moved`, and may wait for
-    `granted` seconds from then on.
+    If the rank does nothing else, it is alive as long as what it waits for `moved`, and may wait
+    for `granted` seconds from then on.
     """
     if _heart is not None:
         _heart.waits(moved, granted)
@@ -396,8 +399,8 @@ def answer(name: str, find: Callable[[], Any]) -> None:
 def answer_hosts(find: Callable[[int], Any], listen: Callable[[int | None], None]) -> None:
     """Have two functions called that talk to other hosts.
 
-    `find` is called as that of `answer`, with the step of this rank. `listen` is called now and then in a
-    long phase, with the step of this rank, or with None if the rank hangs.
+    `find` is called as that of `answer`, with the step of this rank. `listen` is called now and
+    then in a long phase, with the step of this rank, or with None if the rank hangs.
     """
     heart = _heart
     if heart is None:

@@ -10,7 +10,8 @@ from drumline.system.process import run_command
 
 SECRET = "DRUMLINE_SECRET"  # a variable that a user gives to all ranks, where there is no munge
 SECONDS = 20.0
-# It is late, early, or opened for the second time on this host: munge shows it all the same, and its signature is right (munge.h).
+# It is late, early, or opened for the second time on this host: munge shows it all the same, and
+# its signature is right (munge.h).
 SHOWN = (0, 15, 16, 17)
 
 

@@ -1,8 +1,10 @@
 """Which process on which host, distinct from all others, past and present; how one is started, and tied to the one that started it.
 
-    python -m drumline.system.process PARENT_PID MODULE|SCRIPT.py ARGUMENTS...               # which dies with its parent
+    python -m drumline.system.process PARENT_PID MODULE|SCRIPT.py ARGUMENTS...               # which
+    dies with its parent
 
-The standard library alone: torch takes seconds to import, and a launcher that is killed meanwhile may leave no rank behind.
+The standard library alone: torch takes seconds to import, and a launcher that is killed meanwhile
+may leave no rank behind.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ Process = subprocess.Popen[bytes]
 @dataclass(frozen=True)
 class ProcessId:
     """A process. `boot`: which start of the host's kernel; `space`: the namespace that `pid` counts in, as containers have their own;
-    `start`: when it started, in the kernel's own ticks, which no change of the clock moves. Empty where a host does not show it."""
+    `start`: when it started, in the kernel's own ticks, which no change of the clock moves. Empty
+    where a host does not show it."""
 
     host: str
     boot: str
@@ -133,8 +136,9 @@ def is_suspended(pid: int) -> bool:
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have this process killed, or sent the signal `number`, when its parent `parent` (process id) dies, however it dies. On Linux by the
-    kernel, which means the thread that started this process; the launcher starts ranks from the thread that then waits for them. Elsewhere,
-    as on macOS, by a thread that looks every now and then."""
+    kernel, which means the thread that started this process; the launcher starts ranks from the
+    thread that then waits for them. Elsewhere, as on macOS, by a thread that looks every now and
+    then."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     else:
@@ -178,7 +182,8 @@ def tied(module: str, *arguments: str) -> list[str]:
 
 class Early(ForkProcess):
     """A fork of this process, which dies with it, and waits until `begin` says what it shall be. It has the methods of Popen that torch's
-    agent needs. This process must have one thread of Python, and none of OpenMP: a fork has the forking thread alone."""
+    agent needs. This process must have one thread of Python, and none of OpenMP: a fork has the
+    forking thread alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,9 +2,9 @@
 
 Written down are events, logs, trackers and error reports.
 
-A Config holds `${env:NAME}`, and so does everything made of it: the plan, checkpoints, trackers. Who uses
-the value looks it up in its own environment at that moment (`reveal`). A secret that the YAML spells out
-is moved to this process's environment, which ranks and their children inherit, and
+A Config holds `${env:NAME}`, and so does everything made of it: the plan, checkpoints, trackers.
+Who uses the value looks it up in its own environment at that moment (`reveal`). A secret that the
+YAML spells out is moved to this process's environment, which ranks and their children inherit, and
 `${env:DRUMLINE_SECRET_…}` takes its place (`withhold`).
 """
 
@@ -36,17 +36,19 @@ _KINDS = (
     rf"(?:{_PASSWORDS}S?|(?:[_-]|API|ACCESS|ACCOUNT)KEY(?:[_-]?ID|S)?|CREDENTIALS?|DATABASE_URL|(?<![A-Z])DSN"
     r"|(?:MYSQL|PG|DB|DATABASE|ADMIN|USER)_PWD|(?<=;)PWD)"  # PWD alone is the shell's folder
 )
-# The names of environment variables and keys whose values stay secret: HF_TOKEN, api_key, AWS_ACCESS_KEY_ID; not pad_token, tokens.
+# The names of environment variables and keys whose values stay secret: HF_TOKEN, api_key,
+# AWS_ACCESS_KEY_ID; not pad_token, tokens.
 SECRET = re.compile(rf"(?:{_KINDS}|(?<!{_SPECIAL}_)TOKEN)$", re.IGNORECASE)
 # The names of those whose values stay secret even if they are numbers.
 PASSWORD = re.compile(rf"{_PASSWORDS}S?$", re.IGNORECASE)
-# scheme://user:password@, and scheme://token@. What may be long is tried only from its beginning, so a
-# text of n letters takes n steps.
+# scheme://user:password@, and scheme://token@. What may be long is tried only from its beginning,
+# so a text of n letters takes n steps.
 URL_PASSWORD = re.compile(
     r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://(?:[^\s/@:]*:(?=[^\s/]+@)|(?=[^\s/@:]{20,}@)))[^\s/]+(?=@)",
     re.IGNORECASE,
 )
-# `--api-key abc`, HF_TOKEN=abc, "password": "a b", a signed address. A bare `key: x` or `token: x` is prose more often than a secret.
+# `--api-key abc`, HF_TOKEN=abc, "password": "a b", a signed address. A bare `key: x` or `token: x`
+# is prose more often than a secret.
 _ASSIGNED = re.compile(
     rf"((?:(?<![\w-])--[\w-]*(?:{_KINDS}|TOKEN|KEY)[ =]+"
     rf"""|(?<![\w-])(?:[\w-]*[_-](?<!{_SPECIAL}_)TOKEN|[\w-]*{_KINDS})["']?\s*[=:]\s*)(?:\\*["'])?"""
@@ -58,7 +60,8 @@ _HINTS = re.compile(
     "token|key|secret|passw|passphrase|credential|database_url|dsn|pwd|bearer|basic|sig=|signature=|://",
     re.IGNORECASE,
 )
-# Characters of a value that is redacted. A shorter value of some *_KEY would blank out ordinary words.
+# Characters of a value that is redacted. A shorter value of some *_KEY would blank out ordinary
+# words.
 SHORTEST = 8
 # Characters of a value that is known to be secret. It is redacted as a word of its own.
 SHORTEST_KEPT = 4
@@ -93,8 +96,8 @@ Secrets = list[Secret]
 def redact(text: str, values: Secrets | None = None) -> str:
     """Return the text without secrets.
 
-    They are NAME=value pairs, passwords in URLs, and the values of this environment's secrets (`values`,
-    if they are read already).
+    They are NAME=value pairs, passwords in URLs, and the values of this environment's secrets
+    (`values`, if they are read already).
     """
     if values is None:
         values = _values()
@@ -152,9 +155,9 @@ def _leaves(value: Any) -> Iterator[Any]:
 def plain(value: Any, secret: bool = False, values: Secrets | None = None) -> Any:
     """Return a value in JSON's own types, redacted, keys too.
 
-    NaN becomes null and inf a string. What JSON does not know is written as its text.
-    `secret`: whether texts are redacted as a whole. `values`: the environment's secrets, read once for
-    all that is in the value.
+    NaN becomes null and inf a string. What JSON does not know is written as its text. `secret`:
+    whether texts are redacted as a whole. `values`: the environment's secrets, read once for all
+    that is in the value.
     """
     if values is None:
         values = _values()
@@ -192,8 +195,8 @@ def _plain_dict(value: dict[Any, Any], secret: bool, values: Secrets) -> dict[st
 class _Redacting:
     """A text stream that writes no secret; everything else is the stream's own.
 
-    It writes whole lines, or what a flush finds, because `print` gives the name of a secret and its value
-    one after the other. It has no lock: a process that is forked meanwhile would keep it.
+    It writes whole lines, or what a flush finds, because `print` gives the name of a secret and its
+    value one after the other. It has no lock: a process that is forked meanwhile would keep it.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -252,8 +255,8 @@ def redacted_streams() -> Iterator[None]:
 def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> Any:
     """Return a copy of the config's values in which `${env:…}` stands for each secret.
 
-    `where`: returns how an error names a place.
-    Raises ConfigError for a secret, and for an `${env:…}`, at a place where nobody would look it up.
+    `where`: returns how an error names a place. Raises ConfigError for a secret, and for an
+    `${env:…}`, at a place where nobody would look it up.
     """
     dotted = ".".join(place)
     if dotted in NAMES:

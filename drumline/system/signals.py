@@ -42,7 +42,8 @@ class Signals:
 
 class LauncherSignals(Signals):
     """Signals to the launcher. `number`: the first one (a lost terminal counts as SIGTERM), 0 before. `at_once`: a Ctrl-C came after it.
-    Other signals that follow are no hurry: batch systems and wrappers repeat theirs while the ranks are still saving."""
+    Other signals that follow are no hurry: batch systems and wrappers repeat theirs while the ranks
+    are still saving."""
 
     at_once = False
     _around: Stoppable | None = None
@@ -105,9 +106,10 @@ class Interrupted(BaseException):
 
 class Stoppable(Signals):
     """Around work that has nothing to save, such as planning and tokenising: the first signal kills the processes that were started for it
-    and raises Interrupted in the main thread, which removes what is half written. A Ctrl-C after it does not wait for that. Python swallows
-    what is raised while it runs a finaliser or another callback, and prints a traceback. Here it prints none, and Interrupted is raised at
-    the end instead."""
+    and raises Interrupted in the main thread, which removes what is half written. A Ctrl-C after it
+    does not wait for that. Python swallows what is raised while it runs a finaliser or another
+    callback, and prints a traceback. Here it prints none, and Interrupted is raised at the end
+    instead."""
 
     numbers = (*Signals.numbers, signal.SIGHUP)
 

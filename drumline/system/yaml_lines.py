@@ -31,7 +31,8 @@ class NumberTooLarge(ConfigError):
 class _Loader(yaml.SafeLoader):
     """Reads only what JSON has, too.
 
-    `1e-5` is a number and `2026-01-31` is text, as in YAML 1.2. `yes` and `no` stay booleans, as in 1.1.
+    `1e-5` is a number and `2026-01-31` is text, as in YAML 1.2. `yes` and `no` stay booleans, as in
+    1.1.
     """
 
 

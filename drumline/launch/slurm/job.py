@@ -73,7 +73,8 @@ class StepRanks:
         ]
         if options.cpus:
             command.append(f"--cpus-per-task={options.cpus}")
-        # This module decides what is done after a rank has failed, and sites have defaults of their own.
+        # This module decides what is done after a rank has failed, and sites have defaults of their
+        # own.
         command += [
             "--kill-on-bad-exit=0",
             "--wait=0",
@@ -163,7 +164,8 @@ def _notes(logs: Path) -> list[dict[str, Any]]:
 def _end(rank: int, logs: Path, killed: bool, stopped_by: int) -> RankEnd:
     """Return how a rank ended, by what it, its task, its watcher or srun has written.
 
-    `killed` says that the step was killed. `stopped_by` is the number of the signal that the job was stopped by, or 0.
+    `killed` says that the step was killed. `stopped_by` is the number of the signal that the job
+    was stopped by, or 0.
     """
     error = read_error(logs / f"rank-{rank}.json")
     log = logs / f"rank-{rank}.log"

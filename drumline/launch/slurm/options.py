@@ -15,7 +15,8 @@ from drumline.foreign import first_line
 if TYPE_CHECKING:
     pass
 
-# What the script says itself, or what a run cannot be: an array is several jobs, which would share one run folder.
+# What the script says itself, or what a run cannot be: an array is several jobs, which would share
+# one run folder.
 OWN = {
     "array": "a run is one job; submit one `drumline train` for each, with a run.dir of its own",
     "signal": "set launch.grace_seconds",

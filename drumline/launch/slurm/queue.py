@@ -27,7 +27,8 @@ END = "job-end.json"  # in the run folder: how that job ended, if it ended by it
 LOOK_SECONDS = 0.5  # between two looks into the run folder
 QUEUE_SECONDS = 10.0  # between two questions to Slurm
 ANSWER_SECONDS = 60.0
-# For the note of an end to be seen once its job is gone: a network file system may remember for a minute that a file was not there.
+# For the note of an end to be seen once its job is gone: a network file system may remember for a
+# minute that a file was not there.
 NOTE_SECONDS = 60.0
 KILLED_SECONDS = 5.0  # the same for a job that was killed, which most likely left no note
 # Variables of sbatch, and the options of the script that they overrule.
@@ -208,7 +209,8 @@ def _job_and_state(run_dir: Path) -> tuple[str | None, str]:
 def forget_job(run_dir: Path) -> None:
     """Remove what is noted of an earlier job, before a new start.
 
-    Raises EnvironmentFault if that job is in the queue. If Slurm does not answer here, the lease guards the folder anyway.
+    Raises EnvironmentFault if that job is in the queue. If Slurm does not answer here, the lease
+    guards the folder anyway.
     """
     try:
         job, state = _job_and_state(run_dir)

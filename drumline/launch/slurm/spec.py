@@ -55,7 +55,8 @@ class SlurmLauncher(SlurmOptions):
     def early(self, config: Config, plan_path: Path) -> AbstractContextManager[Any]:
         """Check that a job can be submitted; nothing has to be started early.
 
-        Raises EnvironmentFault if a job of the run is in the queue, and ConfigError for a run folder that no script can name.
+        Raises EnvironmentFault if a job of the run is in the queue, and ConfigError for a run
+        folder that no script can name.
         """
         from drumline.launch.slurm.queue import require_no_job
         from drumline.launch.slurm.script import require_one_line

@@ -1,6 +1,7 @@
 """One task of the job's step: `python -m drumline.launch.slurm.task LOGS MODULE ARGUMENTS...`.
 
-It runs the module as a rank, hands signals on to it, and notes how it ended: srun tells only the largest exit code. No torch here."""
+It runs the module as a rank, hands signals on to it, and notes how it ended: srun tells only the
+largest exit code. No torch here."""
 
 from __future__ import annotations
 
