@@ -313,12 +313,13 @@ def drumline(bench: dict[str, Any], work: Path) -> None:
     request = requested(work / "bench.yaml", [f"run.dir={run_dir}"], None, (), None)()
     with EarlyRanks(request.loaded.config) as early:
         with uncollected():
-            from drumline.launch.local import launch
+            from drumline.launch.local import LocalRanks, launch
             from drumline.train.setup import claim_run_dir, make_plan
 
         plan = make_plan(request, on_progress=lambda *_: None).model_copy(update={"saves": False})
         path, _ = claim_run_dir(plan, request)
-        sys.exit(launch(plan, path, None, lambda event: None, early=early))
+        ranks = LocalRanks.of_plan(plan, early)
+        sys.exit(launch(plan, path, None, lambda event: None, ranks=ranks))
 
 
 def _rows(bench: dict[str, Any]) -> tuple[list[tuple[list[int], list[int]]], int]:
