@@ -366,10 +366,13 @@ def temporary_folder(root: Path) -> Iterator[Path]:
         # An error of the caller's own, such as a source that cannot be read.
         if is_made and not is_full:
             raise
+        fix = "set data.cache_dir to another folder"
+        if is_full:
+            fix = "free some space there, or set data.cache_dir"
         raise EnvironmentFault(
             f"the token cache cannot be written: {error.strerror or error}",
             where=str(root),
-            fix="free some space there, or set data.cache_dir",
+            fix=fix,
         ) from error
 
 

@@ -514,14 +514,23 @@ def _loading_error(
         if auto_class in text:
             return _no_class_error(text, path, auto_class, kind)
     if Path(path).is_dir() or path == "model.config":
-        what = "cannot be loaded"
-        fix = "a model folder has config.json, weights and a tokenizer"
-        if files:
-            fix = f"fix {files}"
-    else:
-        what = "cannot be had"
-        fix = "check the id and the network, or give a local folder"
-    return ModelError(f"{what}: {reason}", where=path, fix=fix)
+        fix = _fix_of_files(text, files)
+        return ModelError(f"cannot be loaded: {reason}", where=path, fix=fix)
+    fix = "check the id and the network, or give a local folder"
+    return ModelError(f"cannot be had: {reason}", where=path, fix=fix)
+
+
+def _fix_of_files(text: str, files: str) -> str:
+    """Return what to do about local files that cannot be loaded.
+
+    `text`: the loader's message. `files`: those that it was to read; empty if they are not known.
+    """
+    if "module 'torch' has no attribute" in text:
+        # Names of types are in config.json alone, which the tokenizer's loader reads, too.
+        return "name a type of torch in its config.json, such as bfloat16"
+    if files:
+        return f"fix {files}"
+    return "a model folder has config.json, weights and a tokenizer"
 
 
 def _key_of(values: dict[str, Any], wanted: Any) -> str | None:
