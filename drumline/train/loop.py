@@ -546,7 +546,7 @@ class Loop:
             weight = nonfinite_weight(model)
         if weight is None:
             return FIX
-        return f"the weights were not finite before, {weight} for one: start from others"
+        return f"weights were not finite before this step, {weight} for one: start from a sound model or checkpoint"
 
     def _log_step(self, pending: PendingStep, seconds: float) -> None:
         """Emit the event of a step, and that of the devices."""
