@@ -172,8 +172,7 @@ def common_board(name: str, ranks: int) -> tuple[Path, bool]:
     """Return the folder of the board that ranks on one host share, and whether this rank made it.
 
     The first of them makes it. `name`: what these ranks have in common and nobody else knows.
-    `ranks`:
-    of the whole run. Raises OSError.
+    `ranks`: the number of ranks of the whole run. Raises OSError.
     """
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     folder = Path(parent) / f"drumline-{name}"

@@ -1,7 +1,9 @@
-"""Which process on which host, distinct from all others, past and present; how one is started, and tied to the one that started it.
+"""Names of processes, and the start of one that is tied to the process that started it.
 
-    python -m drumline.system.process PARENT_PID MODULE|SCRIPT.py ARGUMENTS...               # which
-    dies with its parent
+A name is distinct from those of all other processes on all hosts, past and present. This command
+runs a module or script that dies with its parent:
+
+    python -m drumline.system.process PARENT_PID MODULE|SCRIPT.py ARGUMENTS...
 
 The standard library alone: torch takes seconds to import, and a launcher that is killed meanwhile
 may leave no rank behind.
