@@ -14,22 +14,19 @@ the same on any number of ranks, as far as vLLM keeps a seeded request independe
 
 from __future__ import annotations
 
-import base64
 import functools
-import http.client
 import json
 import math
 import os
 import shutil
-import urllib.error
-import urllib.parse
-import urllib.request
+import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -38,7 +35,7 @@ from drumline.config.rollouts import VLLMGenerator as Config
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
-from drumline.foreign import require_package
+from drumline.foreign import first_line, require_package
 from drumline.rl.generate import (
     WHERE,
     Completion,
@@ -78,17 +75,31 @@ class Server:
     """
 
     def __init__(self, url: str, timeout_seconds: float, where: str) -> None:
-        parts = urllib.parse.urlsplit(url.rstrip("/"))
-        user, has_user, host = parts.netloc.rpartition("@")
-        # http.client takes no user:password in an address, and no message may show them.
-        self.url = parts._replace(netloc=host).geturl()
-        self.basic: str | None = None
-        if has_user:
-            self.basic = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+        try:
+            address = httpx2.URL(url.rstrip("/"))
+        except httpx2.InvalidURL:
+            # Its text may show a part of user:password.
+            raise EnvironmentFault("this is no URL", where=where, fix="fix the url") from None
+        headers = {}
+        auth = None
+        key = os.environ.get("VLLM_API_KEY")
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        elif address.userinfo:
+            auth = httpx2.BasicAuth(address.username, address.password)
+        # No message may show user:password.
+        self.url = str(address.copy_with(userinfo=b""))
         self.timeout_seconds = timeout_seconds
         self.where = where
         self.found = False
-        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        # Connections are not kept: the server may close them while a step trains.
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        certificates = ssl.create_default_context()
+        # With a transport of its own, a client takes no proxies from the environment.
+        transport = httpx2.HTTPTransport(verify=certificates, limits=limits)
+        self.client = httpx2.Client(
+            headers=headers, auth=auth, transport=transport, follow_redirects=True
+        )
 
     def request(
         self, path: str, body: dict[str, Any] | None = None, fixes: dict[int, str] | None = None
@@ -102,52 +113,32 @@ class Server:
 
         Raises what `fault` returns if there is no answer, an error, or no JSON.
         """
-        request = self._prepare(path, body)
-        what = f"{request.get_method()} {request.full_url}"
+        method = "GET" if body is None else "POST"
+        address = f"{self.url}{path}"
+        what = f"{method} {address}"
+        timeout = self.timeout_seconds
         # The answer may take as long as the timeout, in which this rank does not hang.
-        alive(2 * self.timeout_seconds)
+        alive(2 * timeout)
         try:
-            with self.opener.open(request, timeout=self.timeout_seconds) as answer:
-                text = answer.read()
-            if not text.strip():
-                return None
-            return json.loads(text)
-        except urllib.error.HTTPError as error:
-            fix = (fixes or {}).get(error.code)
-            raise self.fault(f"{what} was answered {error.code}: {_reason(error)}", fix) from None
-        except (OSError, http.client.HTTPException) as error:
-            raise self._connection_fault(what, error) from None
+            answer = self.client.request(method, address, json=body, timeout=timeout)
+        except httpx2.TimeoutException:
+            raise self.fault(
+                f"{what} took longer than {timeout:g} s", "raise timeout_seconds"
+            ) from None
+        except httpx2.RequestError as error:
+            raise self.fault(
+                f"{what}: {first_line(error)}", "start it with `vllm serve MODEL`, or fix the url"
+            ) from None
+        status = answer.status_code
+        if not answer.is_success:
+            fix = (fixes or {}).get(status)
+            raise self.fault(f"{what} was answered {status}: {_reason(answer)}", fix)
+        if not answer.content.strip():
+            return None
+        try:
+            return answer.json()
         except ValueError:
             raise self.fault(f"{what} was answered with what is no JSON", IS_IT_VLLM) from None
-
-    def _prepare(self, path: str, body: dict[str, Any] | None) -> urllib.request.Request:
-        """Return the request, with its authentication."""
-        data = None
-        headers = {}
-        if body is not None:
-            data = json.dumps(body).encode()
-            headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, data, headers)
-        key = os.environ.get("VLLM_API_KEY")
-        if key:
-            request.add_unredirected_header("Authorization", f"Bearer {key}")
-        elif self.basic:
-            request.add_unredirected_header("Authorization", f"Basic {self.basic}")
-        return request
-
-    def _connection_fault(self, what: str, error: Exception) -> DrumlineError:
-        """Return the error for a request `what` that got no answer."""
-        cause: Any = error
-        if isinstance(error, urllib.error.URLError):
-            cause = error.reason
-        if isinstance(cause, TimeoutError):
-            return self.fault(
-                f"{what} took longer than {self.timeout_seconds:g} s", "raise timeout_seconds"
-            )
-        return self.fault(
-            f"{what}: {cause or type(cause).__name__}",
-            "start it with `vllm serve MODEL`, or fix the url",
-        )
 
     def fault(self, what: str, fix: str | None = None) -> DrumlineError:
         """Return the error for a failure, of the type that `found` decides."""
@@ -155,14 +146,13 @@ class Server:
         return error_type(what, where=self.where, fix=fix)
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
+def _reason(answer: httpx2.Response) -> str:
     """Return the message in the body of an error, in vLLM's form or another."""
-    text = error.read().decode(errors="replace").strip()
+    text = answer.text.strip()
     try:
-        body = json.loads(text)
+        message = json.loads(text)
     except ValueError:
-        return text[:MOST_MESSAGE] or str(error.reason)
-    message = body
+        return text[:MOST_MESSAGE] or answer.reason_phrase
     if isinstance(message, dict):
         message = message.get("error", message.get("detail", message))
     if isinstance(message, dict):

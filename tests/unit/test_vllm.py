@@ -155,6 +155,9 @@ def test_a_server_that_is_not_there_or_is_no_vllm_is_one_line(server: StubServer
         match=r"algorithm\.generator\.url: GET http://127.*Connection refused — start it with `vllm serve",
     ):
         VLLMServer(missing, tiny_tokenizer(), 0)
+    with pytest.raises(EnvironmentFault, match=r"^[^@]*this is no URL") as caught:
+        client(server, url="http://user:secret@host:port")
+    assert "secret" not in str(caught.value)
     with pytest.raises(EnvironmentFault, match="404: Not Found"):
         client(server, url=f"{server.url}/v2")
     for answer, said in [
@@ -174,7 +177,7 @@ def test_a_server_that_fails_in_a_rollout_is_one_line(server: StubServer) -> Non
     for how, said in [
         (500, "answered 500: EngineCore encountered an issue"),
         ("hang", r"took longer than 0\.5 s — raise timeout_seconds"),
-        ("cut", "v1/completions: .*(closed|reset)"),
+        ("cut", "v1/completions: .*(closed|reset|disconnected)"),
         (
             {"choices": [{"text": "no log-probs", "logprobs": None, "finish_reason": "stop"}]},
             "no tokens with log-probs",
@@ -209,6 +212,16 @@ def test_the_key_comes_from_the_environment(
     with pytest.raises(EnvironmentFault, match="answered 401: Unauthorized"):
         client(server)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert client(server).model == "tiny"
+    address = server.url.replace("://", "://user:other@")
+    assert client(server, url=address).model == "tiny", "the key comes before user:password"
+
+
+def test_proxies_of_the_environment_are_not_used(
+    server: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     assert client(server).model == "tiny"
 
 
