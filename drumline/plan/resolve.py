@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from drumline.config.config import Config, NoAdapter, OptimizerConfig, ScheduleConfig
@@ -31,24 +31,34 @@ from drumline.plan.stream import reason_against_stream
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
 
 
+@dataclass(frozen=True)
+class KnownModel:
+    """What is known of a run's models before its plan is made."""
+
+    # Of the policy, with those of `roles`; None: the sizes are not known, as of a user's own module.
+    facts: ModelFacts | None = None
+    # The folder or hub id of the policy's files; None: it has none, or its plan never runs.
+    path: str | None = None
+    # Models besides the policy (see Layout.roles).
+    roles: Mapping[str, RolePlan] = field(default_factory=dict)
+
+
 def resolve(
     config: Config,
     *,
     run_dir: str,
     machine: Machine,
     world_size: int | None,
-    facts: ModelFacts | None,
-    model_path: str | None,
+    model: KnownModel,
     data: DataPlan | None,
     base_dir: str = ".",
-    roles: Mapping[str, RolePlan] | None = None,
 ) -> Plan:
     """Return the plan, which has every number of the run.
 
     `world_size`: the number of processes; None: the config and the machine decide.
-    `data`: None for a dry run. `roles`: models besides the policy (see Layout.roles), whose sizes are
-    in `facts.roles`. Raises PlanError if the numbers do not go together.
+    `data`: None for a dry run. Raises PlanError if the numbers do not go together.
     """
+    facts = model.facts
     why: list[str] = []
     device = device_of(config, machine)
     world = processes_of(config, machine, device, world_size)
@@ -61,7 +71,7 @@ def resolve(
     mesh = strategy.mesh(world)
     precision = precision_of(config, machine, device, why)
     case = Case(config, mesh, device, precision, facts)
-    require(case, roles or {}, data)
+    require(case, model.roles, data)
     batch = resolve_batch(config, mesh.data_ranks, in_flight(mesh, strategy), why=why)
     batch_norms = 0
     bidirectional = False
@@ -71,7 +81,7 @@ def resolve(
         bidirectional = facts.bidirectional
         first_position = facts.first_position or 0
     why += batch_norm_why(config, batch, batch_norms)
-    layout = lay_out(case, batch, roles or {}, data, len(machine.devices), why)
+    layout = lay_out(case, batch, model.roles, data, len(machine.devices), why)
     if facts is not None and not config.images_alone:
         why.append(f"attention {choice_of(layout, facts).line}")
     why += strategy.notes(world, layout.devices_per_rank, batch.micro_batch)
@@ -85,7 +95,7 @@ def resolve(
         backend="nccl" if device == "cuda" else "gloo",
         lr=_learning_rate(config.optimizer, mesh, batch, why),
         warmup_steps=warmup_steps(config.schedule, layout.steps),
-        model_path=model_path,
+        model_path=model.path,
         bidirectional=bidirectional,
         first_position=first_position,
         predicted=_predict(config, machine, device, precision, facts, data),
