@@ -27,7 +27,7 @@ from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.dist.seeds import Draws
-from drumline.engine.build import lay_out_spreadable
+from drumline.engine.build import ModuleParts, lay_out_spreadable
 from drumline.engine.transforms import batch_norms
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, ModelError, PlanError
 from drumline.foreign import disk_errors, require_package
@@ -38,7 +38,7 @@ from drumline.launch.slurm.queue import forget_job
 from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.attention import attend_by_documents
-from drumline.models.build import lay_out
+from drumline.models.build import ModelHead, lay_out
 from drumline.models.classes import LM, in_own_order, with_classes
 from drumline.models.download import download
 from drumline.models.files import weights_digest
@@ -276,7 +276,7 @@ def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[s
             models.check_fits(hf_config, tokenizer, config.data.max_length, auxiliary.where)
         if not auxiliary.trainable:
             # Laying it out raises ModelError if the head is not in the files.
-            lay_out(path, model, 0, head=auxiliary.head, draws=False)
+            lay_out(path, model, 0, head=ModelHead(auxiliary.head, draws=False))
     return roles
 
 
@@ -427,9 +427,8 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     data = _own_data(config, base_dir)
     machine = request.machine or detect()
     plan = _resolve_plan(request, config, machine, data, KnownModel())
-    module, _ = lay_out_spreadable(
-        plan, own_build(plan), "cpu", config.model.units, config.model.tp_plan
-    )
+    parts = ModuleParts(config.model.units, config.model.tp_plan)
+    module, _ = lay_out_spreadable(plan, own_build(plan), "cpu", parts)
     config.optimizer.require_groups(trainable_names(module))
     if plan.engine == "pipeline":
         from drumline.engine.own_pipeline import cut
