@@ -1,4 +1,7 @@
-"""The Plan: what will happen, with every number resolved. Ranks read only `plan.json`. No torch here."""
+"""The Plan: what will happen, with every number resolved. No torch here.
+
+Ranks read the file `plan.json`, and nothing else.
+"""
 
 from __future__ import annotations
 
