@@ -28,20 +28,20 @@ from typing import Any
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 
 MIB = 2**20
-# Of a file that is read at once. The largest tokenizers have 40 MB.
+# Bytes of a file that is read at once. The largest tokenizers have 40 MB.
 MOST_BYTES = 64 * MIB
 MOST_DEPTH = 100
-# Whole numbers are smaller: torch, numpy and safetensors use 64 bits.
+# Whole numbers must be smaller: torch, NumPy and safetensors use 64 bits.
 MOST_WHOLE = 2**63
-# Limits of Linux, in bytes.
+# Bytes of a path and of a name in it, by the limits of Linux.
 MOST_PATH = 4095
 MOST_NAME = 255
 PICKLE = "a pickle with more than tensors in it, which could run code"
 ErrorType = type[UserError]
-# Folders of code that is not the user's: Drumline's, Python's, installed packages'.
+# Folders of code that is not the user's: Drumline, Python, and installed packages.
 _NOT_USERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 _PACKAGES = {"site-packages", "dist-packages"}
-# Errors whose message alone is vague: KeyError's is only a key.
+# Errors whose message alone is vague, such as KeyError's, which is only a key.
 _VAGUE_ERRORS = (
     TypeError,
     AttributeError,

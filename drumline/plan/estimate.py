@@ -155,11 +155,11 @@ class Estimate(Frozen):
     )
     memory_range: Ends = Field(
         (1.0, 1.0),
-        description="Ends of what is reserved and of seconds, as multiples of the estimate: where nine of",
+        description="Ends of what is reserved, as multiples of the estimate: nine of ten such runs lay between them (planner.cost.fitted).",
     )
     seconds_range: Ends = Field(
         (1.0, 1.0),
-        description="ten runs of this kind lay that the planner had not seen (planner.cost.fitted).",
+        description="The same of the seconds of a step.",
     )
 
     @property

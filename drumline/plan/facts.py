@@ -198,12 +198,12 @@ class ModelFacts:
 
     @cached_property
     def kinds_of_blocks(self) -> tuple[tuple[tuple[Weight, ...], int], ...]:
-        """The different blocks, each with the number of blocks that are equal to it."""
+        """The different blocks, each with the number of blocks like it."""
         return tuple(Counter(self.block_weights).items())
 
     @cached_property
     def first_of_kind(self) -> tuple[int, ...]:
-        """For each of `block_weights` the index of the first block that is equal to it."""
+        """The index of the first block that is equal to it, for each of `block_weights`."""
         return tuple(self.block_weights.index(block) for block in self.block_weights)
 
 

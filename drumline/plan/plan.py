@@ -50,7 +50,10 @@ class BatchPlan(Frozen):
 
 
 class DataIdentity(Frozen):
-    """Identifies the data of a run, for a resume: a position counts samples of these rows in their order."""
+    """Identifies the data of a run, to compare when it resumes.
+
+    A position in the data counts samples of these rows in their order.
+    """
 
     cache: str = Field(
         description="Folder of the token cache, whose name is a hash of all that it was made from."
@@ -177,7 +180,7 @@ class DataPlan(Frozen):
 class PipelinePlan(Frozen):
     """How a pipeline runs.
 
-    `model_parallel` runs one micro-batch at a time through the stages in turn.
+    The schedule `model_parallel` passes one micro-batch at a time through all stages in turn.
     """
 
     schedule: Schedule
@@ -217,11 +220,11 @@ def _explicit_stream_parts(values: dict[str, Any]) -> int:
 
 
 class Layout(Frozen):
-    """How a run is spread over its devices: what the planner's arithmetic is a function of.
+    """How a run is spread over its devices. The planner's arithmetic is a function of it.
 
-    A search makes thousands of layouts; a Plan is one of them. `config.strategy` is what runs (`auto` is
-    in none that is estimated). What the user left open in `config` is resolved in the other fields. If
-    `data` is None, rows are taken to be as long as they may be.
+    A search makes thousands of layouts; a Plan is one of them. `config.strategy` is the strategy
+    that runs, never `auto` if the layout is estimated. The other fields resolve what the user left
+    open in `config`. If `data` is None, rows count as long as they may be.
     """
 
     config: Config
@@ -268,7 +271,7 @@ class Layout(Frozen):
 
     @property
     def fp8(self) -> bool:
-        """Whether linear layers of blocks multiply in fp8; `precision` is then that of everything else."""
+        """Whether linear layers of blocks multiply in fp8. All else computes in `precision`."""
         return self.config.precision.kind == "fp8"
 
     @property
@@ -304,8 +307,8 @@ class Layout(Frozen):
     def positions(self) -> float:
         """Tokens of a row that are computed.
 
-        If the width of rows is fixed, it is all of it. Else rows of similar length share a batch, and
-        the little padding that this takes is neglected. An image counts as one.
+        They are the full width if rows have a fixed one. Otherwise rows of similar length share a
+        batch, and the little padding between them is neglected. An image counts as one.
         """
         if self.config.images_alone:
             return 1.0
@@ -324,8 +327,8 @@ class Layout(Frozen):
     def of_role(self, name: str) -> Self:
         """Return the layout of one of `roles` by itself: spread like the policy, without adapter.
 
-        A frozen one under DeepSpeed runs on the native engine, because nothing is reduced or stepped:
-        whole, or under ZeRO 3 by FSDP2.
+        A frozen model beside a policy under DeepSpeed runs on the native engine, because nothing is
+        reduced or stepped. It is whole on each rank, or under ZeRO 3 sharded by FSDP2.
         """
         role = self.roles[name]
         sections: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
@@ -481,9 +484,9 @@ class Plan(Layout):
 
     @classmethod
     def of(cls, values: Any, trusted: bool = True) -> Plan:
-        """Return the plan that is `values` as JSON.
+        """Return the plan with `values`, as read from JSON.
 
-        Kinds of the user's own are found from the folder of the YAML, wherever this process is.
+        Kinds of the user's own are found from the folder of the YAML, wherever this process runs.
         """
         base_dir = values.get("base_dir") if isinstance(values, dict) else None
         folder = Path(base_dir) if isinstance(base_dir, str) else None
