@@ -1,6 +1,6 @@
-"""What adapters cannot be combined with: LoRA, DoRA, QLoRA, trained tokens, their export and their use as a reference.
+"""What adapters cannot be combined with: LoRA, DoRA, QLoRA and trained tokens.
 
-No torch here.
+Also their export, and their use as a reference. No torch here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from drumline.plan.rule import Case, packed_bits, plain
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
-    """Yield why the adapter of a case is refused, the first refusal that users are shown first."""
+    """Yield why the adapter of a case is refused. Users are only shown the first refusal."""
     if case.config.model.freeze and _has_lora(case):
         yield Refusal(
             "frozen parts × an adapter",

@@ -50,10 +50,23 @@ def check_rules(case: Case) -> None:
     several refuse, the order decides which one the user is told of.
     """
     rules_in_order = (
-        *(_mps, _images, adapter_refusals, _vllm, _model, _written, _memory),
-        *(_compiled, _kernels, _fp8, _batch_norm),
-        *(_tensor_parallel, _sequence_parallel, _context_parallel),
-        *(_zero_bubble, _health, _expert_parallel),
+        _mps,
+        _images,
+        adapter_refusals,
+        _vllm,
+        _model,
+        _written,
+        _memory,
+        _compiled,
+        _kernels,
+        _fp8,
+        _batch_norm,
+        _tensor_parallel,
+        _sequence_parallel,
+        _context_parallel,
+        _zero_bubble,
+        _health,
+        _expert_parallel,
         optimizer_refusals,
         engine_of(case.strategy).refusals,
     )
