@@ -127,8 +127,9 @@ def read_bytes(
 ) -> bytes:
     """Return the content of a regular file of at most `most` bytes. Raises `error_type`."""
     with open_plain(path, error_type, fix) as file:
-        # Python allocates as much as `read` is given, so it is not given `most` for a small file. The
-        # file may be larger than it says, and one byte more than `most` shows that it is too large.
+        # Python allocates as much as `read` is given, so it is not given `most` for a small file.
+        # The file may be larger than it says, and one byte more than `most` shows that it is too
+        # large.
         expected = max(os.fstat(file.fileno()).st_size, MIB)
         content = file.read(min(most, expected) + 1)
     if len(content) > most:

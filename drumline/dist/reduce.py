@@ -34,13 +34,16 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_ranks(values: list[float], device: str) -> list[float]:
-    """Return the element-wise sum over all ranks, or the values themselves without a process group."""
+    """Return the element-wise sum over all ranks; without a process group, the values themselves."""
     own = torch.tensor(values, dtype=torch.float64, device=exact_on(device))
     return add_up(own).tolist()
 
 
 def add_up(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks in place, and return it. Without a process group it stays as it is."""
+    """Sum a tensor over all ranks in place, and return it.
+
+    Without a process group it stays as it is.
+    """
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
@@ -56,7 +59,7 @@ def from_all(mine: T) -> list[T]:
 
 
 class Gather:
-    """Sums named numbers over the ranks as one vector, so that a step needs one small collective."""
+    """Sums named numbers over ranks as one vector: a step needs one small collective."""
 
     def __init__(self, rank: int, world_size: int, device: str, counts: bool = True) -> None:
         """`counts` False: another rank has the same samples, and contributes their sums."""

@@ -114,10 +114,10 @@ def _make_store() -> dist.Store:
     listens = ranks.rank == 0 and not agent_has_store
     store = _open_store(host, port, ranks.world_size, listens)
     if secret:
-        # Who does not know it finds none of the keys.
+        # A process that does not know the secret finds none of the keys.
         store = dist.PrefixStore(secret, store)
     if agent_has_store:
-        # Another's store may have seen starts before this one.
+        # torchrun's agent has made the store, and earlier starts may have used it.
         store = dist.PrefixStore(f"drumline-{_agree_on_start(store, ranks)}", store)
     else:
         # Rank 0 has made the store, so it is new.
@@ -129,7 +129,7 @@ def _make_store() -> dist.Store:
 
 
 def _read_secret() -> str:
-    """Return the secret of a run, from standard input or from the environment; empty without one."""
+    """Return the secret of a run, from stdin or from the environment; empty without one."""
     if os.environ.pop(SECRET_COMES, ""):
         return sys.stdin.readline().strip()
     return os.environ.get(SECRET, "")
@@ -299,7 +299,10 @@ def _await_text(store: dist.Store, key: str, until: float) -> str:
 
 
 def _pause(until: float) -> None:
-    """Sleep for a moment. Raises EnvironmentFault after `until` (seconds of the monotonic clock)."""
+    """Sleep for a moment.
+
+    Raises EnvironmentFault after `until` (seconds of the monotonic clock).
+    """
     if time.monotonic() > until:
         raise EnvironmentFault(
             "the other ranks did not come in time",

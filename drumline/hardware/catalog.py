@@ -22,8 +22,9 @@ GIGA = 1e9
 GIB = 2**30
 
 # The share of the datasheet's rate that large products reach (bf16; S. Bekman, Machine Learning
-# Engineering, "Maximum Achievable Matmul FLOPS", 2025). That of the 4090, 158.6 of 165.2 TFLOP/s, was
-# measured in fp16 (github.com/mli/transformers-benchmarks, issue 4), and stands for all GeForce cards.
+# Engineering, "Maximum Achievable Matmul FLOPS", 2025). That of the 4090, 158.6 of 165.2 TFLOP/s,
+# was measured in fp16 (github.com/mli/transformers-benchmarks, issue 4), and stands for all GeForce
+# cards.
 REACHED_A100 = 0.869
 REACHED_H100 = 0.803
 REACHED_MI300X = 0.514
@@ -300,8 +301,8 @@ DEVICES: dict[str, DeviceSpec] = {
 # A CPU is in no catalog: its rates depend on the machine (planner.cluster).
 CPU = "cpu"
 
-# Device → (GiB of host memory for each, source), for plans that do not know the host. It is what one
-# cloud rents with the device, and at most the middle of what several clouds do.
+# Device → (GiB of host memory for each, source), for plans that do not know the host. It is what
+# one cloud rents with the device, and at most the middle of what several clouds do.
 HOST_MEMORY: dict[str, tuple[float, str]] = {
     "a100-40g": (112.5, "Azure ND96asr A100 v4: 900 GiB with 8"),
     "a100-80g": (220, "Azure NC24ads A100 v4: 220 GiB with 1"),
@@ -317,8 +318,8 @@ HOST_MEMORY: dict[str, tuple[float, str]] = {
     "v100-32g": (96, "AWS p3dn.24xlarge: 768 GiB with 8"),
     "mi300x": (231, "Azure ND96isr MI300X v5: 1,850 GiB with 8"),
 }
-# Other devices are in machines that people build themselves. The usual advice is twice the memory of
-# the devices, and memory is sold in modules: so a card of 24 or 32 GB comes with 64 GiB.
+# Other devices are in machines that people build themselves. The usual advice is twice the memory
+# of the devices, and memory is sold in modules: so a card of 24 or 32 GB comes with 64 GiB.
 HOST_TIMES = 2
 HOST_MODULE_GIB = 32
 
@@ -341,8 +342,9 @@ NETWORK_LATENCY = 14e-6
 LINKS: dict[str, Link] = {
     link.name: link
     for link in (
-        # NVLink 3 reaches 235 of 300 GB/s in an all-reduce (Bekman, Networking), NVLink 4 370 of 450
-        # (NCCL's maintainer, nccl-tests issue 212). NVLink 5 is taken to reach the share of NVLink 4.
+        # NVLink 3 reaches 235 of 300 GB/s in an all-reduce (Bekman, Networking), NVLink 4 370 of
+        # 450 (NCCL's maintainer, nccl-tests issue 212). NVLink 5 is taken to reach the share of
+        # NVLink 4.
         Link(
             "nvlink3",
             bandwidth=300 * GIGA,
@@ -364,7 +366,8 @@ LINKS: dict[str, Link] = {
             efficiency=0.82,
             source="NVIDIA B200 datasheet: 1.8 TB/s both ways",
         ),
-        # NVLink 2, and NVLink 3 with two thirds of its lanes, are taken to reach the share of NVLink 3.
+        # NVLink 2, and NVLink 3 with two thirds of its lanes, are taken to reach the share of
+        # NVLink 3.
         Link(
             "nvlink2",
             bandwidth=150 * GIGA,
@@ -386,8 +389,8 @@ LINKS: dict[str, Link] = {
             efficiency=0.82,
             source="NVIDIA GB200 datasheet: 900 GB/s both ways for the two GPUs of a Grace",
         ),
-        # PCIe with sixteen lanes. Between devices everything passes through the host: RTX 5090 reach 28
-        # of 63 GB/s (8 devices) to 35 (4 devices; NCCL issue 1639).
+        # PCIe with sixteen lanes. Between devices everything passes through the host: RTX 5090
+        # reach 28 of 63 GB/s (8 devices) to 35 (4 devices; NCCL issue 1639).
         Link(
             "pcie3",
             bandwidth=15.75 * GIGA,
@@ -418,8 +421,8 @@ LINKS: dict[str, Link] = {
             per_peer=64 * GIGA,
             source="AMD MI300X platform data sheet: 7 × 128 GB/s both ways",
         ),
-        # Two processes on 2 cores of an EPYC at 2.6 GHz, torch 2.13: 67 MB all-reduced in 58 ms, 1 kB
-        # in 0.46 ms.
+        # Two processes on 2 cores of an EPYC at 2.6 GHz, torch 2.13: 67 MB all-reduced in 58 ms, 1
+        # kB in 0.46 ms.
         Link(
             "loopback",
             bandwidth=1.15 * GIGA,
@@ -428,7 +431,8 @@ LINKS: dict[str, Link] = {
         ),
     )
 }
-# A network by its rate, such as 100Gb, 8x400Gb, 200GbE or 400Gbps: a host's cards, and Gb/s of each.
+# A network by its rate, such as 100Gb, 8x400Gb, 200GbE or 400Gbps: a host's cards, and Gb/s of
+# each.
 NETWORK = re.compile(r"^(?:(\d+)x)?(\d+(?:\.\d+)?)gb(?:e|ps|it)?$")
 # All-reduce tests reach 340 of 400 Gb/s (AWS EFA v1; Bekman, Networking).
 NETWORK_EFFICIENCY = 0.85

@@ -25,15 +25,15 @@ from drumline.hardware.detect import Machine, cache_dir
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p", "broadcast"]
 # The share of a datasheet's rate that large matrix products reach, if nobody has measured it: H100
-# SXM's 80.3%, which is in the middle of what was published (A100 SXM 86.9%, MI300X 51.4%; S. Bekman,
-# Machine Learning Engineering, "Maximum Achievable Matmul FLOPS", 2025).
+# SXM's 80.3%, which is in the middle of what was published (A100 SXM 86.9%, MI300X 51.4%; S.
+# Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS", 2025).
 MATMUL_EFFICIENCY = 0.80
 # Seconds before a collective's first step, whatever the link: NCCL's constant for the ring
 # (src/graph/tuning.cc, baseLat, Simple).
 BASE_LATENCY = 8.4e-6
-# The share of a link's datasheet that copies from and to pinned host memory reach. Published results
-# of NVIDIA's bandwidthTest are 26.1 and 25.6 of 31.5 GB/s (A100, PCIe 4), and 12.4 and 13.1 of 15.75
-# (PCIe 3).
+# The share of a link's datasheet that copies from and to pinned host memory reach. Published
+# results of NVIDIA's bandwidthTest are 26.1 and 25.6 of 31.5 GB/s (A100, PCIe 4), and 12.4 and 13.1
+# of 15.75 (PCIe 3).
 HOST_EFFICIENCY = 0.80
 # Bytes/s of a disk, if nobody has measured it: an NVMe drive (Samsung PM9A3 datasheet, 3.84 TB).
 DISK = {"read": 6.5e9, "write": 3.5e9}
@@ -280,7 +280,7 @@ class Cluster:
         return self.calibration.host.get(direction, usual).seconds(bytes_)
 
     def disk_seconds(self, direction: Literal["write", "read"], bytes_: float) -> float:
-        """Return the seconds to write or read bytes on one host's disk, for all its ranks together."""
+        """Return the seconds to write or read bytes on one host's disk, of all its ranks."""
         line = self.calibration.disk.get(direction)
         if line is None or bytes_ <= 0:
             return bytes_ / DISK[direction]
@@ -387,7 +387,10 @@ def ring_steps(kind: Collective, ranks: int) -> int:
 
 
 class _File(BaseModel):
-    """The keys of a calibration's file. `measured`: when, as text; `quick`: whether with --quick."""
+    """The keys of a calibration's file.
+
+    `measured`: when, as text. `quick`: whether with --quick.
+    """
 
     model_config = ConfigDict(extra="forbid")
     version: Annotated[int, Field(ge=1, le=1)]
@@ -406,7 +409,7 @@ class _File(BaseModel):
 
 
 def hardware(machine: Machine) -> str:
-    """Return the kind of device: a GPU's name, or the processor's and how many of its cores may be used."""
+    """Return the kind of device: a GPU's name, or the processor's and its usable cores."""
     if machine.devices:
         return machine.devices[0].name
     return f"{processor_name()}, {machine.cores} cores"
@@ -447,7 +450,10 @@ def calibration_for(machine: Machine) -> Calibration | None:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Return the calibration of a file. Raise EnvironmentFault if it is missing, unreadable, or no calibration."""
+    """Return the calibration of a file.
+
+    Raises EnvironmentFault if it is missing, unreadable, or no calibration.
+    """
     content = read_bytes(
         path, EnvironmentFault, "give the path of a file that `drumline calibrate` wrote"
     )
@@ -475,7 +481,10 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def processor_name() -> str:
-    """Return the processor's name by the kernel; if it gives none, as on macOS, the architecture."""
+    """Return the processor's name, as the kernel gives it.
+
+    If it gives none, as on macOS, the architecture is returned.
+    """
     listing = Path("/proc/cpuinfo")
     if listing.exists():
         match = re.search(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE)

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Layout
 
-# masked: transformers' own attention, under a mask of all pairs of a row's tokens. All others get the
-# lengths of documents in place of a mask.
+# masked: transformers' own attention, under a mask of all pairs of a row's tokens. All others get
+# the lengths of documents in place of a mask.
 Kernel = Literal[
     "masked", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
 ]
@@ -27,8 +27,8 @@ PACKAGES: dict[Kernel, str] = {
 PREFIX = "drumline_by_"
 ELSE = "_else_"
 # For fp32 on GPUs, torch's ring uses the memory-efficient kernel, which pads its log-sum-exps to a
-# multiple of this many tokens. The ring merges the log-sum-exps of chunks by their padded lengths, so
-# a chunk must have such a length by itself.
+# multiple of this many tokens. The ring merges the log-sum-exps of chunks by their padded lengths,
+# so a chunk must have such a length by itself.
 RING_CHUNK = 32
 # Entries of a head that FlashAttention's kernels take at most. They take multiples of 8.
 LARGEST_HEAD = 256
@@ -44,7 +44,10 @@ class Choice(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Return the choice as a line of the plan. Kernels that have run on no GPU are experimental."""
+        """Return the choice as a line of the plan.
+
+        Kernels for GPUs are experimental, since they have run on none here.
+        """
         label = ""
         if self.kernel not in ("masked", "documents"):
             label = " (experimental)"
@@ -53,7 +56,10 @@ class Choice(NamedTuple):
 
 @cache
 def installed(package: str) -> bool:
-    """Return whether a package can be imported here. It is cached: a search asks thousands of times."""
+    """Return whether a package can be imported here.
+
+    It is cached, because a search asks thousands of times.
+    """
     return find_spec(package) is not None
 
 
@@ -143,7 +149,7 @@ def by_documents(model: Any) -> bool:
 
 @contextlib.contextmanager
 def known_padding(is_padded: bool) -> Iterator[None]:
-    """Tell the attention inside this block whether the rows of a batch without documents are padded.
+    """Tell attention inside the block whether the rows of a batch without documents are padded.
 
     Otherwise transformers looks at the mask on the device before each token, and the host waits.
     """
@@ -161,7 +167,7 @@ def has_padding() -> bool | None:
 
 @contextlib.contextmanager
 def as_before(model: Any) -> Iterator[None]:
-    """Give the model transformers' own attention inside this block, for code that reads its name."""
+    """Give the model transformers' own attention inside the block, for code that reads its name."""
     if not by_documents(model):
         yield
         return

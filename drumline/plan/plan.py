@@ -156,7 +156,7 @@ class DataPlan(Frozen):
 
     @property
     def mixture(self) -> tuple[str, ...]:
-        """A line for each source of a mixture, with its part of an epoch; none if nothing is mixed."""
+        """A line for each source of a mixture, with its part of an epoch."""
         if not self.epoch_samples:
             return ()
         lines = []
@@ -192,7 +192,7 @@ class PipelinePlan(Frozen):
 
 
 class RolePlan(Frozen):
-    """A model besides the policy, spread like it: an algorithm's reference, value or reward model."""
+    """A model besides the policy: an algorithm's reference, value or reward model. It is spread alike."""
 
     model: ModelConfig
     model_path: str | None
@@ -373,7 +373,7 @@ class Predicted(Frozen):
     )
 
     def mfu(self, tokens_per_s: float, devices: int = 1) -> float | None:
-        """Return the share of the devices' datasheet rate that model FLOPs take; None if either is unknown.
+        """Return the share of the devices' rate that model FLOPs take; None if either is unknown.
 
         `tokens_per_s`: of all `devices` together.
         """

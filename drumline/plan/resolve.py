@@ -35,7 +35,8 @@ from drumline.plan.unadapted import describe_unadapted, find_unadapted
 class KnownModel:
     """What is known of a run's models before its plan is made."""
 
-    # Of the policy, with those of `roles`; None: the sizes are not known, as of a user's own module.
+    # Of the policy, with those of `roles`; None: the sizes are not known, as of a user's own
+    # module.
     facts: ModelFacts | None = None
     # The folder or hub id of the policy's files; None: it has none, or its plan never runs.
     path: str | None = None
@@ -114,7 +115,7 @@ def _offload(strategy: StrategyConfig) -> Literal["none", "cpu", "nvme"]:
 
 
 def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) -> None:
-    """Raise PlanError if a rule refuses the policy or one of `roles`, or a data rank has no sample."""
+    """Raise PlanError if a rule refuses one of the models, or a data rank has no sample."""
     check_rules(case)
     if case.facts is not None:
         for name, facts in case.facts.roles.items():
@@ -180,7 +181,7 @@ def lay_out(
 
 
 def _stage_roles(case: Case, roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
-    """Return the other models with the blocks of their pipeline stages, if their sizes are known."""
+    """Return the roles with the blocks of their pipeline stages, if their sizes are known."""
     staged = dict(roles)
     if case.facts is None:
         return staged
@@ -201,7 +202,9 @@ def _describe_images(data: DataPlan) -> str:
 
 
 def _stream_parts(case: Case, why: list[str]) -> int:
-    """Return the number of parts by tokens into which tp ranks cut the residual stream; 1: it stays whole.
+    """Return the number of parts into which tp ranks cut the residual stream by tokens.
+
+    It is 1 if the stream stays whole.
 
     All models of the run are cut alike. If the stream of one must stay whole, all streams do.
     `why` gets a line if the user has left it open.
@@ -224,7 +227,7 @@ def _stream_parts(case: Case, why: list[str]) -> int:
 
 
 def reason_for_whole_stream(config: Config, facts: ModelFacts | None) -> str:
-    """Return why the streams of the policy and of the other models are not cut; empty if they are."""
+    """Return why the streams of all models are not cut; empty if they are."""
     reason = reason_against_stream(config, facts)
     if reason or facts is None:
         return reason
@@ -418,7 +421,10 @@ def going_on(plan: Plan, step: int, position: int) -> Plan:
 def _learning_rate(
     optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]
 ) -> float:
-    """Return the learning rate, scaled to the batch or to the number of data ranks if it is set so."""
+    """Return the learning rate.
+
+    If the user has set it so, it is scaled to the batch or to the number of data ranks.
+    """
     if optimizer.lr_scaling == "none":
         return optimizer.lr
     if optimizer.lr_base_samples is not None:
@@ -439,7 +445,10 @@ def _learning_rate(
 
 
 def warmup_steps(schedule: ScheduleConfig, steps: int | None) -> int:
-    """Return the steps of warm-up in a run of `steps`. A ratio is rounded up, as in transformers."""
+    """Return the steps of warm-up in a run of `steps`.
+
+    A ratio is rounded up, as in transformers.
+    """
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     if steps is None:

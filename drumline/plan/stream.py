@@ -11,9 +11,9 @@ from drumline.config.config import Config
 from drumline.config.refusal import Refusal
 from drumline.plan.facts import ModelFacts
 
-# Types of models whose losses and gradients with a cut stream were compared with those of one process:
-# in tests/distributed/test_tensor_parallel.py, BERT's in test_classify.py. The stream of another type
-# is cut only if the user asks for it.
+# Types of models whose losses and gradients with a cut stream were compared with those of one
+# process: in tests/distributed/test_tensor_parallel.py, BERT's in test_classify.py. The stream of
+# another type is cut only if the user asks for it.
 PROVEN = frozenset(
     (
         "apertus", "arcee", "bert", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",

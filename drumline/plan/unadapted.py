@@ -95,7 +95,7 @@ def describe_unadapted(found: Sequence[Unadapted]) -> list[str]:
 
 
 def _is_multiplied(weight: Weight) -> bool:
-    """Return whether a weight is a matrix, or a matrix for each expert, that transforms activations.
+    """Return whether a weight is a matrix, or one for each expert, that transforms activations.
 
     An embedding looks rows up, and a router only chooses experts: nobody misses an adapter there.
     """

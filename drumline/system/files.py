@@ -27,8 +27,8 @@ UNFINISHED = ".tmp-"
 PERIOD_SECONDS = 0.2
 # After this time, a temporary folder of an unknown process is taken for a left-over.
 STALE_SECONDS = 24 * 3600.0
-# `digest` reads this many evenly spaced pieces of a large file, each of PIECE bytes: the file may lie
-# on a network.
+# `digest` reads this many evenly spaced pieces of a large file, each of PIECE bytes: the file may
+# lie on a network.
 PIECE = 2**20
 PIECES = 16
 # The name of a checkpoint's folder.
@@ -250,7 +250,9 @@ def is_own_checkpoint(folder: Path, run_dir: Path) -> bool:
 
 
 def digest(path: Path) -> str | None:
-    """Return the sha256, in hex, of a file or folder: names, sizes, contents. None if there is nothing.
+    """Return the sha256, in hex, of a file or folder; None if it is not there.
+
+    It covers names, sizes and contents.
 
     Files above 16 MiB are sampled in 16 pieces of 1 MiB. In a folder, hidden files are left out.
     """

@@ -51,17 +51,17 @@ OWN_LIMIT = {
     "eval": "eval",
     "rollout": "rollout",
 }
-# Phases that have their own limit the first time, and a shorter one that is learned from then on: by
-# their longest part, but at least FLOOR times `hang`, because the parts of these phases differ more
-# than those of a step.
+# Phases that have their own limit the first time, and a shorter one that is learned from then on:
+# by their longest part, but at least FLOOR times `hang`, because the parts of these phases differ
+# more than those of a step.
 LEARNING = ("save", "eval", "rollout")
 FLOOR = 4.0
 # Steps of a process from which nothing is learned: caches are cold, kernels are compiled,
 # allocators grow.
 FIRST_STEPS = 2
 # Indices of a rank's words, of 8 bytes each: a reader never sees half of a store. FREE: 1 in a step
-# from which nothing is learned. SINCE: when the present part of the phase began. GRANTED: seconds that
-# this part may take, whatever was learned; at most its own limit, or that of start-up.
+# from which nothing is learned. SINCE: when the present part of the phase began. GRANTED: seconds
+# that this part may take, whatever was learned; at most its own limit, or that of start-up.
 PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY, GRANTED = range(10)
 # First of the seconds of LIMITS, and first of the longest seconds of each of PHASES so far.
 LIMIT = 10
@@ -213,9 +213,9 @@ class Heart:
         self.ints[self.at + STEP] = -1
         self.ints[self.at + FREE] = 1
         self.floats[self.at + SINCE] = time.monotonic()
-        # A rank that does not answer may hold Python's lock. The watcher then sends it a signal, whose
-        # handler is written in C and runs on any thread. It is the last resort: if the rank ran Python
-        # meanwhile, reading its frames without the lock might crash it.
+        # A rank that does not answer may hold Python's lock. The watcher then sends it a signal,
+        # whose handler is written in C and runs on any thread. It is the last resort: if the rank
+        # ran Python meanwhile, reading its frames without the lock might crash it.
         faulthandler.register(DUMP, self.stacks, all_threads=True, chain=False)
         threading.Thread(target=self._serve, daemon=True, name="drumline-answers").start()
         # From now on this rank is watched.

@@ -19,8 +19,8 @@ CHOOSE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ANY_PORT = 9
 # Characters of a variable's value that are shown at most.
 MOST_SHOWN = 60
-# Seconds that a collective may take if `launch.timeout_seconds` is not set: until the first step, and in
-# a step (both as in torchtitan).
+# Seconds that a collective may take if `launch.timeout_seconds` is not set: until the first step,
+# and in a step (both as in torchtitan).
 START_SECONDS = 300.0
 STEP_SECONDS = 100.0
 # The same if one rank may work for long before it joins: evaluations, saves, rollouts, compiling.

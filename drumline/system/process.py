@@ -299,7 +299,7 @@ class Early(ForkProcess):
 
 
 def _die_of_interrupt() -> None:
-    """End this process as an interpreter does that Ctrl-C ends: with the traceback, and by the signal.
+    """End this process as Ctrl-C ends an interpreter: with the traceback, and by the signal.
 
     The launcher sees by that signal that the rank had not begun. multiprocessing would exit with 1.
     """

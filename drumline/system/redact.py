@@ -42,8 +42,8 @@ _KINDS = (
 SECRET = re.compile(rf"(?:{_KINDS}|(?<!{_SPECIAL}_)TOKEN)$", re.IGNORECASE)
 # Names of which even a number is secret.
 PASSWORD = re.compile(rf"{_PASSWORDS}S?$", re.IGNORECASE)
-# scheme://user:password@, and scheme://token@. A match may only begin where a word begins, so that the
-# search through a text of n letters takes n steps.
+# scheme://user:password@, and scheme://token@. A match may only begin where a word begins, so that
+# the search through a text of n letters takes n steps.
 URL_PASSWORD = re.compile(
     r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://(?:[^\s/@:]*:(?=[^\s/]+@)|(?=[^\s/@:]{20,}@)))[^\s/]+(?=@)",
     re.IGNORECASE,
@@ -61,8 +61,8 @@ _HINTS = re.compile(
     "token|key|secret|passw|passphrase|credential|database_url|dsn|pwd|bearer|basic|sig=|signature=|://",
     re.IGNORECASE,
 )
-# Least characters of a value that is redacted wherever it is found. Shorter values of some *_KEY would
-# blank out ordinary words.
+# Least characters of a value that is redacted wherever it is found. Shorter values of some *_KEY
+# would blank out ordinary words.
 SHORTEST = 8
 # Least characters of a value that is known to be secret. It is redacted as a whole word.
 SHORTEST_KEPT = 4

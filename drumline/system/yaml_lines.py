@@ -13,8 +13,8 @@ from drumline.foreign import MOST_DEPTH, MOST_WHOLE, text_mistake
 # Keys and list positions from the top, as they are written: ("data", "train", "0", "path").
 Place = tuple[str, ...]
 
-# Values of a YAML at most. A config of a hundred lines has a few hundred, but aliases of aliases can
-# unfold to billions.
+# Values of a YAML at most. A config of a hundred lines has a few hundred, but aliases of aliases
+# can unfold to billions.
 MOST_VALUES = 100_000
 # A longer number is too large without being converted: 64 bits take at most 66 characters.
 MOST_DIGITS = 80
@@ -90,7 +90,7 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 
 def read_yaml(text: str, name: str) -> tuple[Any, dict[Place, int]]:
-    """Return the value of a YAML text, and the line (from 1) of each key and list item by its place.
+    """Return the value of a YAML text, and place → line (from 1) of each key and list item.
 
     What an alias repeats is a copy. `name`: the file, for errors.
     Raises ConfigError with file and line for text that is no YAML, and for a key that stands twice.
