@@ -34,7 +34,10 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_ranks(values: list[float], device: str) -> list[float]:
-    """Return the element-wise sum over all ranks; without a process group, the values themselves."""
+    """Return the element-wise sum over all ranks.
+
+    Without a process group it is the values themselves.
+    """
     own = torch.tensor(values, dtype=torch.float64, device=exact_on(device))
     return add_up(own).tolist()
 

@@ -515,7 +515,7 @@ def end_unit(weight: Weight) -> str:
 
 @lru_cache(maxsize=4096)
 def ends_by_unit(facts: ModelFacts, mine: Part, tp: int = 1) -> tuple[Sizes, Sizes, Sizes]:
-    """Return the entries of a part's embedding, of its head, and of the rest outside of its blocks."""
+    """Return the entries of a part's embedding, its head, and the rest outside of its blocks."""
     by_unit: dict[str, list[Weight]] = {"embedding": [], "head": [], "": []}
     for weight in end_weights(facts, mine):
         by_unit[end_unit(weight)].append(weight)

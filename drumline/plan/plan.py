@@ -192,7 +192,10 @@ class PipelinePlan(Frozen):
 
 
 class RolePlan(Frozen):
-    """A model besides the policy: an algorithm's reference, value or reward model. It is spread alike."""
+    """A model besides the policy: an algorithm's reference, value or reward model.
+
+    It is spread like the policy.
+    """
 
     model: ModelConfig
     model_path: str | None
@@ -432,7 +435,7 @@ class Plan(Layout):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About the size of a checkpoint: trainable weights, and AdamW's two moments of them, in fp32.
+        """About the bytes of a checkpoint: trainable weights and AdamW's two moments, all in fp32.
 
         0 if the model is not known.
         """

@@ -64,7 +64,7 @@ def plan_pipeline(
 
 
 def _describe_stages(facts: ModelFacts, layers: tuple[Range, ...]) -> str:
-    """Return a line with the stages' sizes, and the slowest one's time as a multiple of the mean."""
+    """Return a line with the size of each stage, and how slow the slowest one is."""
     stages = len(layers)
     flops = []
     sizes = []
