@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     """One case, in this process: peak_bytes, seconds, and the loss and gradient norm that it came to."""
     import torch
 
-    from drumline.models.losses import linear_cross_entropy
+    from drumline.models.losses import LinearHead, linear_cross_entropy
 
     torch.manual_seed(0)
     device = options.device
@@ -131,7 +131,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
     def step() -> float:
         with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
-            loss_sum, _ = linear_cross_entropy(hidden_ND, weight_VD, None, targets_N, chunk)
+            loss_sum, _ = linear_cross_entropy(hidden_ND, LinearHead(weight_VD), targets_N, chunk)
         loss_sum.backward()
         return loss_sum.item()
 

@@ -53,71 +53,89 @@ class Run:
     shape: str = "small"
 
 
-def _runs() -> Iterator[Run]:
-    def by(
-        name: str,
-        processes: int,
-        strategy: Any,
-        *more: dict[str, Any],
-        shape: str = "small",
-        **batch: int,
-    ) -> Run:
-        sections: dict[str, Any] = {"strategy": strategy}
-        for part in more:
-            sections |= part
-        return Run(name, processes, sections | ({"batch": batch} if batch else {}), shape)
-
-    yield by("single", 1, "single")
-    yield by("single, micro-batch 8", 1, "single", micro_batch=8)
-    yield by("single, selective AC", 1, "single", SELECTIVE)
-    yield by("single, full AC", 1, "single", FULL)
-    yield by("single, plain cross-entropy", 1, "single", PLAIN)
-    yield by("single, LoRA", 1, "single", LORA)
-    yield by("single, SGD", 1, "single", {"optimizer": {"kind": "sgd"}})
-    yield by("single, bf16", 1, "single", {"precision": "bf16"})
-    yield by("ddp 2", 2, "ddp")
-    yield by("ddp 2, micro-batch 1", 2, "ddp", micro_batch=1)
-    yield by("ddp 2, LoRA", 2, "ddp", LORA)
-    yield by("ddp 2, full AC", 2, "ddp", FULL)
-    yield by("fsdp2 2", 2, "fsdp2")
-    yield by("fsdp2 2, one micro-batch", 2, "fsdp2", micro_batch=4)
-    yield by("fsdp2 2, grad-op", 2, {"kind": "fsdp2", "reshard_after_forward": False})
-    yield by("fsdp2 2, full AC", 2, "fsdp2", FULL)
-    yield by("fsdp2 2, selective AC", 2, "fsdp2", SELECTIVE)
-    yield by("fsdp2 2, LoRA", 2, "fsdp2", LORA)
-    yield by("fsdp2 2, bf16", 2, "fsdp2", {"precision": "bf16"})
-    yield by("fsdp2 2, plain cross-entropy", 2, "fsdp2", PLAIN)
-    yield by("zero1 2", 2, "zero1")
-    yield by("zero2 2", 2, "zero2")
-    yield by("zero3 2", 2, CUT)
-    yield by("tp 2", 2, "tp")
-    yield by("tp 2, full AC", 2, "tp", FULL)
-    yield by("tp 2, plain cross-entropy", 2, "tp", PLAIN)
-    yield by("pp 2, 1f1b", 2, "pp")
-    yield by("pp 2, gpipe", 2, {"kind": "pp", "schedule": "gpipe"})
-    yield by("pp 2, interleaved", 2, {"kind": "pp", "schedule": "interleaved"})
-    yield by("cp 2", 2, "cp")
-    yield by("fsdp2 × cp 2", 2, {"kind": "fsdp2", "cp": 2})
-    yield by("local_sgd 2", 2, {"kind": "local_sgd", "period": 4})
-    yield by("diloco 2", 2, {"kind": "diloco", "period": 4})
-    yield by("ddp 4", 4, "ddp")
-    yield by("fsdp2 4", 4, "fsdp2")
-    yield by("fsdp2 4, hybrid 2 × 2", 4, {"kind": "fsdp2", "replicate": 2})
-    yield by("fsdp2 2 × tp 2", 4, {"kind": "fsdp2", "tp": 2})
-    yield by("ddp 2 × pp 2", 4, {"kind": "ddp", "pp": 2})
-    yield by("tp 2 × pp 2", 4, {"kind": "ddp", "tp": 2, "pp": 2})
-    yield by("zero2 4", 4, "zero2")
-    yield by("zero3 4", 4, CUT)
-    yield by("tiny, single", 1, "single", shape="tiny")
-    yield by("tiny, micro-batch 8", 1, "single", shape="tiny", micro_batch=8)
-    yield by("smollm2, single", 1, "single", shape="smollm2", micro_batch=4)
-    yield by("smollm2, plain cross-entropy", 1, "single", PLAIN, shape="smollm2", micro_batch=4)
-    yield by("smollm2, ddp 2", 2, "ddp", shape="smollm2")
-    yield by("smollm2, fsdp2 2", 2, "fsdp2", shape="smollm2")
-    yield by("smollm2, fsdp2 2, full AC", 2, "fsdp2", FULL, shape="smollm2")
+def _run(
+    name: str,
+    processes: int,
+    strategy: Any,
+    *more: dict[str, Any],
+    shape: str = "small",
+    **batch: int,
+) -> Run:
+    """Return a run of a strategy; `more`: further sections, `batch`: keys of the section batch."""
+    sections: dict[str, Any] = {"strategy": strategy}
+    for part in more:
+        sections |= part
+    if batch:
+        sections["batch"] = batch
+    return Run(name, processes, sections, shape)
 
 
-RUNS = list(_runs())
+def _runs_of_one_process() -> Iterator[Run]:
+    yield _run("single", 1, "single")
+    yield _run("single, micro-batch 8", 1, "single", micro_batch=8)
+    yield _run("single, selective AC", 1, "single", SELECTIVE)
+    yield _run("single, full AC", 1, "single", FULL)
+    yield _run("single, plain cross-entropy", 1, "single", PLAIN)
+    yield _run("single, LoRA", 1, "single", LORA)
+    yield _run("single, SGD", 1, "single", {"optimizer": {"kind": "sgd"}})
+    yield _run("single, bf16", 1, "single", {"precision": "bf16"})
+
+
+def _runs_of_two_processes() -> Iterator[Run]:
+    yield _run("ddp 2", 2, "ddp")
+    yield _run("ddp 2, micro-batch 1", 2, "ddp", micro_batch=1)
+    yield _run("ddp 2, LoRA", 2, "ddp", LORA)
+    yield _run("ddp 2, full AC", 2, "ddp", FULL)
+    yield _run("fsdp2 2", 2, "fsdp2")
+    yield _run("fsdp2 2, one micro-batch", 2, "fsdp2", micro_batch=4)
+    yield _run("fsdp2 2, grad-op", 2, {"kind": "fsdp2", "reshard_after_forward": False})
+    yield _run("fsdp2 2, full AC", 2, "fsdp2", FULL)
+    yield _run("fsdp2 2, selective AC", 2, "fsdp2", SELECTIVE)
+    yield _run("fsdp2 2, LoRA", 2, "fsdp2", LORA)
+    yield _run("fsdp2 2, bf16", 2, "fsdp2", {"precision": "bf16"})
+    yield _run("fsdp2 2, plain cross-entropy", 2, "fsdp2", PLAIN)
+    yield _run("zero1 2", 2, "zero1")
+    yield _run("zero2 2", 2, "zero2")
+    yield _run("zero3 2", 2, CUT)
+    yield _run("tp 2", 2, "tp")
+    yield _run("tp 2, full AC", 2, "tp", FULL)
+    yield _run("tp 2, plain cross-entropy", 2, "tp", PLAIN)
+    yield _run("pp 2, 1f1b", 2, "pp")
+    yield _run("pp 2, gpipe", 2, {"kind": "pp", "schedule": "gpipe"})
+    yield _run("pp 2, interleaved", 2, {"kind": "pp", "schedule": "interleaved"})
+    yield _run("cp 2", 2, "cp")
+    yield _run("fsdp2 × cp 2", 2, {"kind": "fsdp2", "cp": 2})
+    yield _run("local_sgd 2", 2, {"kind": "local_sgd", "period": 4})
+    yield _run("diloco 2", 2, {"kind": "diloco", "period": 4})
+
+
+def _runs_of_four_processes() -> Iterator[Run]:
+    yield _run("ddp 4", 4, "ddp")
+    yield _run("fsdp2 4", 4, "fsdp2")
+    yield _run("fsdp2 4, hybrid 2 × 2", 4, {"kind": "fsdp2", "replicate": 2})
+    yield _run("fsdp2 2 × tp 2", 4, {"kind": "fsdp2", "tp": 2})
+    yield _run("ddp 2 × pp 2", 4, {"kind": "ddp", "pp": 2})
+    yield _run("tp 2 × pp 2", 4, {"kind": "ddp", "tp": 2, "pp": 2})
+    yield _run("zero2 4", 4, "zero2")
+    yield _run("zero3 4", 4, CUT)
+
+
+def _runs_of_other_shapes() -> Iterator[Run]:
+    yield _run("tiny, single", 1, "single", shape="tiny")
+    yield _run("tiny, micro-batch 8", 1, "single", shape="tiny", micro_batch=8)
+    yield _run("smollm2, single", 1, "single", shape="smollm2", micro_batch=4)
+    yield _run("smollm2, plain cross-entropy", 1, "single", PLAIN, shape="smollm2", micro_batch=4)
+    yield _run("smollm2, ddp 2", 2, "ddp", shape="smollm2")
+    yield _run("smollm2, fsdp2 2", 2, "fsdp2", shape="smollm2")
+    yield _run("smollm2, fsdp2 2, full AC", 2, "fsdp2", FULL, shape="smollm2")
+
+
+RUNS = [
+    *_runs_of_one_process(),
+    *_runs_of_two_processes(),
+    *_runs_of_four_processes(),
+    *_runs_of_other_shapes(),
+]
 
 
 def measure(runs: list[Run], kept: Path) -> Iterator[dict[str, Any]]:

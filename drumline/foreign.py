@@ -1,8 +1,8 @@
 """Reads all files that users or other tools wrote: regular files of bounded size.
 
-A mistake in one is an error of one line. A device, a pipe or a folder is refused without waiting for it.
-JSON has at most `MOST_DEPTH` levels, no lone surrogates, which UTF-8 cannot encode, and with `numbers` no
-whole numbers of more than 64 bits.
+A mistake in one is an error of one line. A device, a pipe or a folder is refused at once. JSON has
+at most `MOST_DEPTH` levels and no lone surrogates, which UTF-8 cannot encode. With `numbers`, it
+has no whole numbers of more than 64 bits.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from typing import Any
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 
 MIB = 2**20
-# Of a file that is read at once. The largest tokenizers have 40 MB.
+# Bytes of a file that is read at once. The largest tokenizers have 40 MB.
 MOST_BYTES = 64 * MIB
 MOST_DEPTH = 100
-# Whole numbers are smaller: torch, numpy and safetensors use 64 bits.
+# Whole numbers must be smaller: torch, NumPy and safetensors use 64 bits.
 MOST_WHOLE = 2**63
-# Limits of Linux, in bytes.
+# Bytes of a path and of a name in it, by the limits of Linux.
 MOST_PATH = 4095
 MOST_NAME = 255
 PICKLE = "a pickle with more than tensors in it, which could run code"
 ErrorType = type[UserError]
-# Folders of code that is not the user's: Drumline's, Python's, installed packages'.
+# Folders of code that is not the user's: Drumline, Python, and installed packages.
 _NOT_USERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 _PACKAGES = {"site-packages", "dist-packages"}
-# Errors whose message alone is vague: KeyError's is only a key.
+# Errors whose message alone is vague, such as KeyError's, which is only a key.
 _VAGUE_ERRORS = (
     TypeError,
     AttributeError,
@@ -76,7 +76,7 @@ def expanded(path: str) -> Path:
 def import_quietly(package: str) -> Any:
     """Import a package without warnings about the syntax of its code.
 
-    Python shows them when it compiles a module, at its first import.
+    Python shows such warnings when it compiles a module, at the first import.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
@@ -84,7 +84,7 @@ def import_quietly(package: str) -> Any:
 
 
 class _PlainFile(FileIO):
-    """A regular file. A read that fails raises `error_type`, no matter who reads."""
+    """A regular file. A failing read raises `error_type`, whichever library reads."""
 
     def __init__(self, handle: int, name: str, error_type: ErrorType, fix: str | None) -> None:
         super().__init__(handle)
@@ -100,9 +100,9 @@ class _PlainFile(FileIO):
 
 
 def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> BufferedReader:
-    """Open a regular file for reading bytes; links are followed.
+    """Open a regular file for reading bytes. Links are followed.
 
-    Raises `error_type`, also while it is read.
+    Raises `error_type`, now or in a later read.
     """
     mistake = path_mistake(str(path))
     if mistake:
@@ -127,8 +127,9 @@ def read_bytes(
 ) -> bytes:
     """Return the content of a regular file of at most `most` bytes. Raises `error_type`."""
     with open_plain(path, error_type, fix) as file:
-        # Python allocates as much as `read` is given, so it is not given `most` for a small file. The
-        # file may be larger than it says, and one byte more than `most` shows that it is too large.
+        # Python allocates as much as `read` is given, so it is not given `most` for a small file.
+        # The file may be larger than it says, and one byte more than `most` shows that it is too
+        # large.
         expected = max(os.fstat(file.fileno()).st_size, MIB)
         content = file.read(min(most, expected) + 1)
     if len(content) > most:
@@ -253,7 +254,7 @@ def text_mistake(text: str) -> str | None:
 
 @contextmanager
 def judged(what: str, where: str, error_type: ErrorType, fix: str | None = None) -> Iterator[None]:
-    """Turn whatever a library raises for foreign content into an `error_type` of one line.
+    """Turn any exception of a library about foreign content into an `error_type` of one line.
 
     The line begins with `what`.
     """
@@ -299,10 +300,10 @@ def disk_errors(
 
 
 def content_of(value: Any) -> Any:
-    """Return what stands for a value that JSON does not have.
+    """Return what stands for a value that JSON does not have, when values are compared.
 
-    For a picture, whose `str` is an address in memory, it is a hash of its pixels. For an array, whose
-    `str` has some of its numbers, it is all of them. For others it is their `str`.
+    It is a hash of the pixels of a picture, whose `str` is an address in memory, and all numbers of
+    an array, whose `str` has some of them. Of other values it is their `str`.
     """
     is_picture = hasattr(value, "convert") and hasattr(value, "tobytes")
     if is_picture:
@@ -318,8 +319,8 @@ def content_of(value: Any) -> Any:
 def first_line(error: BaseException) -> str:
     """Return the first line of a message, and the second if the first ends in a colon.
 
-    The error's class is added if the message is vague. For a pickle that torch does not load the message
-    is ours: torch's advice would run the code in it.
+    The error's class is added if the message is vague. The message for a pickle that torch refuses
+    is ours, since torch's advice would run the code in it.
     """
     if "weights_only" in str(error):
         return PICKLE
@@ -332,7 +333,7 @@ def first_line(error: BaseException) -> str:
 
 
 def class_and_line(error: BaseException) -> str:
-    """Return the class of an error, and the line of the user's own code that ran last, if any did.
+    """Return the class of an error, and the last line of the user's own code that ran, if any did.
 
     For example `ValueError in mine.py:12`.
     """

@@ -25,59 +25,70 @@ class Hub:
     tokens: set[str] = field(default_factory=set)
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
+        """Return the answer to a request, as a value of JSON."""
         if path == "/api/repos/create":
-            asked = json.loads(body)  # older clients have one key, newer ones the other
-            self.private = (
-                (asked.get("private") is True or asked.get("visibility") == "private")
-                if self.private is None
-                else self.private
-            )
-            return {"url": f"{self.url}/me/tiny"}
+            return self._create(json.loads(body))
         if path == "/api/models/me/tiny":
-            return {
-                "id": "me/tiny",
-                "private": self.private,
-                "siblings": [{"rfilename": name} for name in self.files],
-            }
+            siblings = [{"rfilename": name} for name in self.files]
+            return {"id": "me/tiny", "private": self.private, "siblings": siblings}
         if path.endswith("/preupload/main"):
-            modes = {True: "lfs", False: "regular"}
-            paths = [each["path"] for each in json.loads(body)["files"]]
-            return {
-                "files": [
-                    {
-                        "path": path,
-                        "uploadMode": modes[path.endswith(".safetensors")],
-                        "shouldIgnore": False,
-                    }
-                    for path in paths
-                ]
-            }
+            return _upload_modes(json.loads(body))
         if path.endswith("/info/lfs/objects/batch"):
-            made = [
-                {**o, "actions": {"upload": {"href": f"{self.url}/blob/{o['oid']}"}}}
-                for o in json.loads(body)["objects"]
-            ]
-            return {"transfer": "basic", "objects": made}
+            return self._blob_places(json.loads(body))
         if path.startswith("/blob/"):
-            assert hashlib.sha256(body).hexdigest() == path.rpartition("/")[2]
-            self.blobs[path.rpartition("/")[2]] = body
+            digest = path.rpartition("/")[2]
+            assert hashlib.sha256(body).hexdigest() == digest
+            self.blobs[digest] = body
             return {}
         if path.endswith("/commit/main"):
-            for line in map(json.loads, body.splitlines()):
-                value = line["value"]
-                if line["key"] == "file":
-                    self.files[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    self.files[value["path"]] = self.blobs[value["oid"]]
-                elif line["key"] == "deletedFile":
-                    del self.files[value["path"]]
-            return {
-                "success": True,
-                "commitOid": "0" * 40,
-                "commitUrl": f"{self.url}/me/tiny/commit/{'0' * 40}",
-                "hookOutput": "",
-            }
-        return {"errors": [], "warnings": []}  # of a card, and of what else a client may ask
+            return self._commit(body)
+        # To the check of a model card, and to whatever else a client may ask.
+        return {"errors": [], "warnings": []}
+
+    def _create(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Make the repository, unless it is there already."""
+        if self.private is None:
+            # Older clients send the first key, newer ones the second.
+            self.private = wanted.get("private") is True or wanted.get("visibility") == "private"
+        return {"url": f"{self.url}/me/tiny"}
+
+    def _blob_places(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Return where the client uploads each blob."""
+        objects = []
+        for blob in wanted["objects"]:
+            href = f"{self.url}/blob/{blob['oid']}"
+            objects.append({**blob, "actions": {"upload": {"href": href}}})
+        return {"transfer": "basic", "objects": objects}
+
+    def _commit(self, body: bytes) -> dict[str, Any]:
+        """Write and delete the files of a commit; `body` has a change a line."""
+        for line in body.splitlines():
+            change = json.loads(line)
+            kind = change["key"]
+            value = change["value"]
+            if kind == "file":
+                self.files[value["path"]] = base64.b64decode(value["content"])
+            elif kind == "lfsFile":
+                self.files[value["path"]] = self.blobs[value["oid"]]
+            elif kind == "deletedFile":
+                del self.files[value["path"]]
+        commit = "0" * 40
+        return {
+            "success": True,
+            "commitOid": commit,
+            "commitUrl": f"{self.url}/me/tiny/commit/{commit}",
+            "hookOutput": "",
+        }
+
+
+def _upload_modes(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return how the client uploads each file: weights as blobs, the others in the commit."""
+    files = []
+    for file in wanted["files"]:
+        path = file["path"]
+        mode = "lfs" if path.endswith(".safetensors") else "regular"
+        files.append({"path": path, "uploadMode": mode, "shouldIgnore": False})
+    return {"files": files}
 
 
 @contextmanager

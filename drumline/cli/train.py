@@ -83,6 +83,7 @@ def train(
     CONFIG may also be of accelerate or DeepSpeed; if drumline-convert is installed, also of
     transformers, TRL, LLaMA-Factory or Axolotl.
     """
+    from drumline.config.resume import Resume
     from drumline.train.command import train as run
 
     if everything and not dry_run:
@@ -102,7 +103,7 @@ def train(
         code = run(
             config,
             all_overrides,
-            resume=resume,
+            resume=Resume.parse(resume),
             allow=allowed,
             dry_run=dry_run,
             accelerate_config=accelerate_config,

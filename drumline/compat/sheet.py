@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drumline.config.resume import Resume
 from drumline.errors import ConfigError
 from drumline.system.redact import SECRET, redact
 from drumline.system.yaml_lines import Place
@@ -81,7 +82,7 @@ class Sheet:
         waiting: old keys that wait until a group combines them, by their name in the tables.
         notes: lines that tell the user what lost its meaning.
         weak: positions of values that yield to a config's own values without an error.
-        resume: the checkpoint that the old file resumes from.
+        resume: what the old file resumes from; None: it starts afresh.
         lenient: leave out what Drumline lacks, and write a note where an error would be raised.
     """
 
@@ -92,7 +93,7 @@ class Sheet:
     waiting: dict[str, OldKey] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     weak: set[Place] = field(default_factory=set)
-    resume: str | None = None
+    resume: Resume | None = None
     lenient: bool = False
 
     def put(self, dotted: str, value: Any, old: OldKey, over: Any = None) -> None:

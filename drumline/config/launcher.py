@@ -218,8 +218,8 @@ class LauncherSpec(Spec):
     ) -> int:
         """Run the ranks of a plan to their end, and return the exit code (`drumline.errors`).
 
-        A rank is `python -m drumline.train.entry PLAN`, with the variables of `rank_variables`, and with
-        `--resume` if `resume` says where to go on.
+        A rank is `python -m drumline.train.entry PLAN`, with the variables of `rank_variables`. `resume`: the
+        value of its option `--resume`; None: it gets none.
         `plan`: a Plan. `on_event`: gets each event of the run (`telemetry.events.Tail` follows events.jsonl).
         `on_oom`: a Replans, which makes a new plan when memory has run out. `early`: what `early` gave.
         """

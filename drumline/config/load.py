@@ -60,14 +60,14 @@ class Loaded:
 
     Paths of data files in it are relative to `base_dir`; run.dir is relative to the current folder.
     `old`: the config is another tool's, or another tool's is laid over it. Then `notes` says what
-    became of its keys, and `resume` is its value for --resume.
+    became of its keys, and `resume` is what it resumes from.
     """
 
     config: Config
     path: Path
     base_dir: Path
     notes: tuple[str, ...] = ()
-    resume: str | None = None
+    resume: Resume | None = None
     old: bool = False
 
 
@@ -252,7 +252,7 @@ class Draft:
     set_at: dict[Place, str] = field(default_factory=dict)
     overrides: dict[Place, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    resume: str | None = None
+    resume: Resume | None = None
     old: bool = False
 
     def where(self, place: Place) -> str:

@@ -1,4 +1,4 @@
-"""Copies between the host and a GPU for which the host does not wait."""
+"""Copies between the host and a GPU, for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ def copied_to(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class LateCopy:
-    """A tensor of a device on its way to the host, which can go on in the meantime and read it later."""
+    """A tensor of a device that is being copied to the host, which reads it later."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """`tensor`: what its device is given from here on does not delay the copy."""
+        """Begin to copy `tensor`.
+
+        Work that its device is given from now on does not delay the copy.
+        """
         self.on_host = tensor
         self.arrived: torch.cuda.Event | None = None
         if tensor.is_cuda:
@@ -26,7 +29,7 @@ class LateCopy:
             self.arrived.record()
 
     def read(self) -> torch.Tensor:
-        """Return the tensor on the host, which waits until it is there."""
+        """Wait until the copy is there, and return it."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.on_host

@@ -1,7 +1,8 @@
-"""The device mesh of a plan, and the groups of ranks that the strategies talk over."""
+"""The device mesh of a plan, and the groups of ranks that strategies communicate in."""
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch.distributed as dist
@@ -12,10 +13,10 @@ from drumline.dist.timeouts import limit_between_steps, share_timeout
 
 
 def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
-    """Return the device mesh of a plan, with all dimensions by name, also those of size one. Collective.
+    """Return the device mesh of a plan, with all dimensions by name, also those of size one.
 
-    One process alone becomes a process group of one. All models of a run share one mesh: each group
-    of NCCL takes memory of its own on every GPU.
+    Collective. A single process becomes a process group of one. All models of a run share one mesh,
+    because each group of NCCL takes memory on every GPU.
     """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -33,19 +34,19 @@ def _cached_mesh(_world: dist.ProcessGroup, mesh: Mesh, device: str) -> DeviceMe
 
 @lru_cache(maxsize=1)
 def side_group(_world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another group of all ranks, for what is under way beside the steps.
+    """Return another group of all ranks, for communication beside the steps.
 
-    Collective when it is made, at the first call.
+    The first call makes it, and is collective.
     """
     return dist.new_group(timeout=limit_between_steps(), group_desc=GROUP_BESIDE_STEPS)
 
 
 def data_mesh(whole: DeviceMesh) -> DeviceMesh:
-    """Return what FSDP2 spreads over: (shard,), or (replicate, shard) for several copies. Collective.
+    """Return what FSDP2 shards over: (shard,), or (replicate, shard) for several copies.
 
-    Ranks that hold parts of the same sequence hold the same weights, so context-parallel ranks
-    shard with the data ranks. So do ranks that have different experts, except for these
-    (`expert_mesh`).
+    Collective. Ranks that hold parts of the same sequence hold the same weights, so
+    context-parallel ranks shard with the data ranks. So do ranks that hold different experts, apart
+    from these (`expert_mesh`).
     """
     names = ["shard"]
     for name in ("ep", "cp"):
@@ -61,7 +62,7 @@ def data_mesh(whole: DeviceMesh) -> DeviceMesh:
 
 
 def expert_mesh(whole: DeviceMesh) -> DeviceMesh:
-    """Return what FSDP2 spreads a rank's experts over: the ranks that hold the same experts."""
+    """Return what FSDP2 shards a rank's experts over: the ranks that hold the same experts."""
     if whole["replicate"].size() == 1:
         return whole["shard"]
     return whole["replicate", "shard"]
@@ -72,7 +73,7 @@ def first_row(rows: int, over: DeviceMesh) -> int:
 
     The tensor is cut by rows over one dimension, as DTensor's Shard(0) cuts it.
     """
-    rows_per_rank = -(-rows // over.size())  # rounded up
+    rows_per_rank = math.ceil(rows / over.size())
     return min(rows, over.get_local_rank() * rows_per_rank)
 
 
@@ -85,7 +86,10 @@ def gradient_group(whole: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _flattened(part: DeviceMesh, name: str) -> DeviceMesh:
-    """Return some dimensions of a mesh as one, over a new group that has the run's limit of seconds. Collective."""
+    """Return some dimensions of a mesh as one, over a new group with the run's limit.
+
+    Collective.
+    """
     flat = part._flatten(name)
     share_timeout()
     return flat

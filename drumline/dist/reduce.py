@@ -1,4 +1,7 @@
-"""Small numbers that all ranks must agree on: one collective a call, fp64, the same result on every rank."""
+"""Small numbers that all ranks must agree on.
+
+Each call is one collective in fp64, with the same result on every rank.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +34,26 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_ranks(values: list[float], device: str) -> list[float]:
-    """Return the element-wise sum over all ranks, or the values themselves without a process group."""
+    """Return the element-wise sum over all ranks.
+
+    Without a process group it is the values themselves.
+    """
     own = torch.tensor(values, dtype=torch.float64, device=exact_on(device))
     return add_up(own).tolist()
 
 
 def add_up(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks in place, and return it. Without a process group it stays as it is."""
+    """Sum a tensor over all ranks in place, and return it.
+
+    Without a process group it stays as it is.
+    """
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
 def from_all(mine: T) -> list[T]:
-    """Return each rank's value, by rank, on all of them; without a process group `mine` alone."""
+    """Return each rank's value, by rank, on all ranks; without a process group, `mine` alone."""
     if not dist.is_initialized():
         return [mine]
     values = [mine] * dist.get_world_size()
@@ -53,10 +62,10 @@ def from_all(mine: T) -> list[T]:
 
 
 class Gather:
-    """Sums named numbers over the ranks as one vector, so that a step needs one small collective."""
+    """Sums named numbers over ranks as one vector: a step needs one small collective."""
 
     def __init__(self, rank: int, world_size: int, device: str, counts: bool = True) -> None:
-        """`counts` False: another rank has the same samples, and gives their sums."""
+        """`counts` False: another rank has the same samples, and contributes their sums."""
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -75,9 +84,9 @@ class Gather:
     def start(self, sums: dict[str, torch.Tensor], *per_rank: float) -> Gathered:
         """Begin to sum over all samples.
 
-        `sums`: fp64 scalars on the device, the same keys on all ranks. `per_rank`: numbers of this
-        rank. Raises UserError if names that are new here differ between ranks: a user's own sums
-        may.
+        `sums`: fp64 scalars on the device, with the same keys on all ranks. `per_rank`: numbers of
+        this rank. Raises UserError if names that are new here differ between ranks, as a user's own
+        sums may.
         """
         self._require_same(tuple(sums))
         # A maximum, or a number of one rank, has a slot for each rank: [numbers, ranks].
@@ -115,7 +124,7 @@ class Gather:
 
 
 class Gathered:
-    """Sums on their way: over the ranks first, then to the host.
+    """Sums on their way: first over the ranks, then to the host.
 
     Nothing waits for the device until `read`.
     """
@@ -140,12 +149,13 @@ class Gathered:
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a sum over all samples, on the device."""
         if self.work is not None:
-            self.work.wait()  # on a GPU the stream waits, not the host
+            # On a GPU the stream waits, not the host.
+            self.work.wait()
             self.work = None
         return self.whole[self.names.index(name)]
 
     def fetch(self, *more: torch.Tensor) -> None:
-        """Begin to copy to the host, and `more` scalars of the device with it."""
+        """Begin to copy the sums to the host, with `more` scalars of the device."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -159,10 +169,10 @@ class Gathered:
             self.arrived.record()
 
     def read(self) -> tuple[dict[str, float], list[list[float]]]:
-        """Return sums over all samples by name, and lists of what is no sum.
+        """Return sums over all samples by name, and lists of what is not summed.
 
-        The sum of a key `max_…` is the largest of all ranks. The lists are the values of each
-        number of a rank, by rank, then one list for each scalar of `fetch`.
+        The sum of a key `max_…` is the largest of all ranks. The lists have the values of each
+        number of a rank, by rank, and then each scalar of `fetch`.
         """
         if self.arrived is None:
             self.fetch()

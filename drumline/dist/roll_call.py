@@ -1,6 +1,6 @@
-"""Whether a rank of another host is at work while those of this one wait.
+"""Whether a rank of another host is at work while the ranks of this host wait.
 
-It is asked and answered in the ranks' store.
+Ranks ask and answer in their common store.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ AT_WORK = "at-work"
 
 
 class RollCall:
-    """Asks all ranks of a run but this one, and answers them.
+    """Asks all other ranks of a run whether they are at work, and answers them.
 
-    It has a connection of its own to their `store`: the main thread may wait in another.
+    It has a connection of its own to their `store`, because the main thread may wait in another.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -30,10 +30,10 @@ class RollCall:
         heartbeat.answer_hosts(self.ask, self.listen)
 
     def ask(self, step: int) -> bool:
-        """Return whether another rank answered the question before, and ask again.
+        """Return whether another rank answered the last question, and ask again.
 
-        A rank answers if it has done no more steps than `step` and is at work. No rank answers that
-        is suspended, or holds Python's lock.
+        A rank answers if it has done no more steps than `step` and is at work. A rank that is
+        suspended, or holds Python's lock, cannot answer.
         """
         answers_before = self.answers_seen
         self.answers_seen = self.store.add(AT_WORK, 0)

@@ -1,6 +1,6 @@
 """Random numbers as a function of (seed, step, rank).
 
-No generator state is saved, and a resumed step draws what it would have drawn.
+No state of a generator is saved: a resumed step draws what it would have drawn anyhow.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def seed_step(seed: int, step: int, *stream: int) -> None:
 
 @contextlib.contextmanager
 def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
-    """Let what is drawn on `device` come from `seed` within, and restore the generator afterwards.
+    """Let what is drawn on `device` inside the block come from `seed`; then restore the generator.
 
-    `seed` None: the numbers come from wherever they would. Other generators are not touched, those
-    of other ranks' GPUs above all: reading the state of one takes hold of the device.
+    `seed` None: the block draws as it would without this. Other generators are not touched, above
+    all those of other ranks' GPUs: to read the state of one takes memory on that GPU.
     """
     generator = torch.default_generator
     if torch.device(device).type == "cuda":
@@ -53,7 +53,7 @@ def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
 
 
 class Draws:
-    """Random numbers of python, numpy and torch's CPU generator from a seed.
+    """Random numbers of Python, NumPy and torch's CPU generator from a seed.
 
     They go on from one use to the next, whatever is drawn in between.
     """
@@ -64,7 +64,7 @@ class Draws:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Draw from these numbers within, and restore the generators afterwards."""
+        """Draw from these numbers inside the block, and restore the generators then."""
         before = _states()
         if self.states is None:
             random.seed(self.seed)
@@ -90,7 +90,7 @@ def _restore(states: Any) -> None:
 
 
 def constructing(seed: int) -> contextlib.AbstractContextManager[None]:
-    """Let a constructor draw from `seed` within, be it by python, numpy or torch's CPU generator."""
+    """Let a constructor inside the block draw from `seed`: by Python, NumPy or torch on the CPU."""
     return Draws(seed).used()
 
 

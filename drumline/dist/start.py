@@ -32,7 +32,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 # How long ranks wait for rank 0 to be there: hosts of one job start minutes apart.
 CONNECT = timedelta(minutes=10)
-# How long who listens at the port of rank 0 may take to answer as a store does.
+# How long a listener at the port of rank 0 may take to answer as a store does.
 ANSWER_SECONDS = 30.0
 # How long ranks wait for what rank 0 publishes: it may be preparing data.
 A_DAY = 24 * 3600.0
@@ -53,7 +53,7 @@ SERIALIZED_P2P = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among the ranks. `attempt` counts restarts by an elastic launcher."""
+    """Which of the ranks this process is. `attempt` counts restarts by an elastic launcher."""
 
     rank: int = 0
     local_rank: int = 0
@@ -62,7 +62,10 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """Read the variables of torchrun and similar launchers; without them it is one process alone."""
+        """Read the variables of torchrun and similar launchers.
+
+        Without them, this is the only process.
+        """
         read = os.environ.get
         rank = int(read("RANK", "0"))
         return cls(
@@ -82,9 +85,9 @@ _leaving: threading.Thread | None = None
 def rendezvous() -> dist.Store:
     """Return the common store of the ranks, which is made once, within ten minutes.
 
-    It listens on loopback alone if all ranks are on this machine. The keys are of this start only:
-    those of a killed one must not be taken for this one's (measured to hang restarts under
-    torchrun). Raises EnvironmentFault if there is no store, or another one.
+    It listens on loopback alone if all ranks are on this machine. Its keys belong to this start
+    only: if keys of a killed start were taken for those of this one, restarts under torchrun hung.
+    Raises EnvironmentFault if there is no store, or if something else answers.
     """
     global _store
     if _store is None:
@@ -111,10 +114,10 @@ def _make_store() -> dist.Store:
     listens = ranks.rank == 0 and not agent_has_store
     store = _open_store(host, port, ranks.world_size, listens)
     if secret:
-        # Who does not know it finds none of the keys.
+        # A process that does not know the secret finds none of the keys.
         store = dist.PrefixStore(secret, store)
     if agent_has_store:
-        # Another's store may have seen starts before this one.
+        # torchrun's agent has made the store, and earlier starts may have used it.
         store = dist.PrefixStore(f"drumline-{_agree_on_start(store, ranks)}", store)
     else:
         # Rank 0 has made the store, so it is new.
@@ -126,16 +129,16 @@ def _make_store() -> dist.Store:
 
 
 def _read_secret() -> str:
-    """Return the secret of a run, from standard input or from the environment; empty without one."""
+    """Return the secret of a run, from stdin or from the environment; empty without one."""
     if os.environ.pop(SECRET_COMES, ""):
         return sys.stdin.readline().strip()
     return os.environ.get(SECRET, "")
 
 
 def _open_store(host: str, port: int, world_size: int, listens: bool) -> dist.Store:
-    """Return rank 0's store. `listens`: this process makes it; else it connects.
+    """Return the store of rank 0. `listens`: this process makes it; otherwise it connects to it.
 
-    Raises EnvironmentFault if it cannot.
+    Raises EnvironmentFault if that fails.
     """
     try:
         if not listens:
@@ -177,7 +180,7 @@ def _listen_on_loopback(host: str, port: int, world_size: int) -> dist.TCPStore:
 def _with_sealed_secret(store: dist.Store, ranks: Ranks) -> dist.Store:
     """Return the store with a secret in front of its keys, which rank 0 draws.
 
-    Munge hands it to ranks of the same user. If rank 0 has no munge, the store stays as it is.
+    Munge gives it only to ranks of the same user. If rank 0 has no munge, the store stays as it is.
     Raises EnvironmentFault if the secret cannot be opened on this host.
     """
     if ranks.rank == 0:
@@ -203,7 +206,7 @@ def _with_sealed_secret(store: dist.Store, ranks: Ranks) -> dist.Store:
 def _require_same_secret(store: dist.Store, ranks: Ranks) -> None:
     """Leave a sign in the store on rank 0, and look for it on the other ranks.
 
-    Raises EnvironmentFault for a rank that does not find it: it has another secret, or none.
+    Raises EnvironmentFault on a rank that does not find it, because it has another secret or none.
     """
     if ranks.rank == 0:
         store.set("here", "")
@@ -221,13 +224,13 @@ def _require_same_secret(store: dist.Store, ranks: Ranks) -> None:
 def _connect(host: str, port: int, world_size: int) -> dist.TCPStore:
     """Return rank 0's store, once it is there.
 
-    Raises EnvironmentFault if something else has the port: torch would wait silently.
+    Raises EnvironmentFault if another program has the port, for which torch would wait silently.
     """
     _await_listener(host, port)
     connected: list[dist.TCPStore] = []
 
     def connect() -> None:
-        # It may have gone again, or not answer as a store does.
+        # The listener may have gone again, or answer in another way than a store.
         with suppress(OSError, RuntimeError):
             connected.append(dist.TCPStore(host, port, world_size, False, CONNECT, False))
 
@@ -260,11 +263,11 @@ def _await_listener(host: str, port: int) -> None:
 
 
 def _agree_on_start(store: dist.Store, ranks: Ranks) -> str:
-    """Return a text that the ranks of this start have in common, and no start before it had.
+    """Return a text that is common to the ranks of this start, and belongs to no earlier one.
 
-    Launchers' counts of restarts differ by host, so rank 0 draws the text. What other ranks read
-    may be an earlier rank 0's: it holds once the rank 0 that is there now has answered to it, with
-    what each rank drew itself.
+    Launchers' counts of restarts differ by host, so rank 0 draws the text. The text that another
+    rank reads may be left from an earlier rank 0. It counts once the present rank 0 has answered to
+    it, with the text that this rank drew itself.
     """
     own = secrets.token_hex(8)
     until = time.monotonic() + CONNECT.total_seconds()
@@ -296,7 +299,10 @@ def _await_text(store: dist.Store, key: str, until: float) -> str:
 
 
 def _pause(until: float) -> None:
-    """Sleep for a moment. Raises EnvironmentFault after `until` (seconds of the monotonic clock)."""
+    """Sleep for a moment.
+
+    Raises EnvironmentFault after `until` (seconds of the monotonic clock).
+    """
     if time.monotonic() > until:
         raise EnvironmentFault(
             "the other ranks did not come in time",
@@ -328,7 +334,7 @@ def start(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
     else:
         _choose_interface(interface)
-    # What makes further groups (the device mesh, DeepSpeed) gives them none of its own.
+    # Further groups (of the device mesh, of DeepSpeed) are made without a limit of their own.
     timeout = begin_timeouts(timeout_seconds)
     backends = "gloo"
     if backend == "nccl":
@@ -361,7 +367,7 @@ def _choose_interface(wanted: str | None) -> None:
 def _interface_between_hosts(wanted: str | None) -> str | None:
     """Return the interface that leads to the host of rank 0, or has its address.
 
-    None if the address does not tell. `wanted`: what the user has set.
+    None if the address does not show it. `wanted`: the interface that the user has set.
     """
     first = addresses(os.environ["MASTER_ADDR"])[:1]
     own: str | None = None
@@ -375,8 +381,8 @@ def _interface_between_hosts(wanted: str | None) -> str | None:
 def keep_freed_memory() -> None:
     """Have glibc keep freed blocks of this process for its next step.
 
-    By default it gives large ones back, and the kernel clears each page of the next one anew
-    (docs/explanations/benchmarks.md has what that takes). Other C libraries have no such call.
+    By default glibc returns large blocks to the kernel, which then clears each page of the next one
+    (docs/explanations/benchmarks.md has what that costs). Other C libraries have no such call.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -385,9 +391,9 @@ def keep_freed_memory() -> None:
 
 
 def gpu(ranks: Ranks) -> int:
-    """Return the number of this rank's GPU among those that it sees, which may be its own alone.
+    """Return the number of this rank's GPU among those that it sees.
 
-    Raises EnvironmentFault if it sees too few.
+    It may see its own alone, which is number 0. Raises EnvironmentFault if it sees too few.
     """
     seen = torch.cuda.device_count()
     if seen <= 1:
@@ -422,11 +428,12 @@ def stop(failed: bool = False) -> None:
 def leave_process(code: int) -> NoReturn:
     """End this process.
 
-    If gloo still waits for a peer, the interpreter could not end in order: the process ends
-    without.
+    While gloo waits for a peer, the interpreter cannot end in order: the process then exits at
+    once.
     """
     if _leaving is not None and _leaving.is_alive():
-        with suppress(OSError):  # logs on a full disk
+        # The logs may be on a full disk.
+        with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
@@ -434,15 +441,15 @@ def leave_process(code: int) -> NoReturn:
 
 
 def publish(text: str, name: str = "text") -> None:
-    """Give other ranks a text, under a name of this rank's choice. Called before `start`."""
+    """Give a text to other ranks, under a name that they know. Called before `start`."""
     rendezvous().set(name, text)
 
 
 def receive(name: str = "text", seconds: float = A_DAY) -> str:
     """Return a text that another rank publishes, once it is there.
 
-    By default it waits for a day, as that rank may be preparing data. Raises EnvironmentFault after
-    that.
+    By default it waits for a day, since that rank may be preparing data. Then it raises
+    EnvironmentFault.
     """
     return _await_text(rendezvous(), name, time.monotonic() + seconds)
 

@@ -11,8 +11,10 @@ from drumline.config.mesh import GROUPS_APART
 from drumline.system.network import LONG_SECONDS
 from drumline.vendor.torch import groups_of_process, set_group_timeout
 
-_seconds: float | None = None  # None: the groups are not ours, or there are none
-_is_fixed = False  # by launch.timeout_seconds
+# None: there are no groups, or another program has made them.
+_seconds: float | None = None
+# The user has set launch.timeout_seconds.
+_is_fixed = False
 
 
 def begin_timeouts(seconds: float | None) -> timedelta:
@@ -45,10 +47,10 @@ def set_timeout(seconds: float) -> None:
 
 
 def share_timeout() -> None:
-    """Give the limit to all groups of this rank, but for those that have their own (`GROUPS_APART`).
+    """Give the limit to all groups of this rank, except those that have their own (`GROUPS_APART`).
 
-    Needed behind every split as well: torch passes the limit to the NCCL half of the new group
-    alone. Its gloo half, for tensors on the host, begins with gloo's default.
+    It is called after each split, too: torch passes the limit only to the NCCL half of the new
+    group. Its gloo half, for tensors on the host, begins with gloo's default.
     """
     if _seconds is None or not dist.is_initialized():
         return

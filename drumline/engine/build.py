@@ -6,6 +6,7 @@ Each engine is imported when it is needed: DeepSpeed alone takes seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 from weakref import WeakSet
@@ -24,7 +25,7 @@ from drumline.errors import PlanError
 from drumline.models import adapters
 from drumline.models.attention import attend_by_documents
 from drumline.models.blocks import Units, blocks, set_blocks
-from drumline.models.build import lay_out
+from drumline.models.build import ModelHead, lay_out
 from drumline.models.classes import LM
 from drumline.models.containers import LOW_PRECISION
 from drumline.models.freeze import freeze, give_fp32, keep_low
@@ -140,15 +141,29 @@ def _prepare_native(
     return pipeline.prepare(plan, model, values, pipeline_engine)
 
 
+@dataclass(frozen=True)
+class ModuleParts:
+    """How a module may be divided, which its code does not say.
+
+    `units`: what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes again
+    (models.blocks.set_blocks). `tp_plan`: name of a module, numbers as `*` → colwise or rowwise.
+    """
+
+    units: Units | None = None
+    tp_plan: Mapping[str, str] | None = None
+
+
+UNKNOWN_PARTS = ModuleParts()
+
+
 def build_module(
     plan: Plan,
     build: Build,
     device: str,
     checkpoint_keys: frozenset[str] = frozenset(),
     *,
+    parts: ModuleParts = UNKNOWN_PARTS,
     make_optimizer: MakeOptimizer | None = None,
-    units: Units | None = None,
-    tp_plan: Mapping[str, str] | None = None,
     overlaps: bool = True,
     unfrozen: frozenset[str] = frozenset(),
 ) -> OpenEngine:
@@ -157,8 +172,6 @@ def build_module(
     Each rank draws what it holds.
 
     `device`, `checkpoint_keys`: as in `build_engine`. `make_optimizer`: in place of the plan's.
-    `units`: what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes again
-    (models.blocks.set_blocks). `tp_plan`: name of a module, numbers as `*` → colwise or rowwise.
     `overlaps`: see native.prepare. `unfrozen`: weights that learn although `build` has them frozen.
     Raises PlanError for a strategy that a module by itself cannot be spread by, ModelError if ranks
     build different weights.
@@ -167,7 +180,7 @@ def build_module(
         # As in `_build_trainable`.
         device = "cpu"
         checkpoint_keys = frozenset()
-    model, source = lay_out_spreadable(plan, build, device, units, tp_plan)
+    model, source = lay_out_spreadable(plan, build, device, parts)
     if isinstance(source, Loaded):
         require_same(model)
     for name, parameter in model.named_parameters():
@@ -184,14 +197,14 @@ def build_module(
 
 
 def lay_out_spreadable(
-    plan: Plan, build: Build, device: str, units: Units | None, tp_plan: Mapping[str, str] | None
+    plan: Plan, build: Build, device: str, parts: ModuleParts
 ) -> tuple[Module, Source]:
     """Return a module by itself, laid out, and where its first weights come from.
 
     Raises PlanError if it lacks what spreading it as planned requires, ModelError if `build` makes
     none.
     """
-    _require_degrees(plan, has_tp_plan=bool(tp_plan))
+    _require_degrees(plan, has_tp_plan=bool(parts.tp_plan))
     if plan.stream_parts > 1:
         what = (
             "sequence parallelism requires a Hugging Face model: it cuts the hidden states between "
@@ -203,9 +216,9 @@ def lay_out_spreadable(
     shards_optimizer = plan.config.strategy.optimizer_shards(plan.mesh) > 1
     is_cut = is_deepspeed or plan.data_parallel == "fsdp2" or shards_optimizer
     require_trainable(model, cut=is_cut, deepspeed=is_deepspeed)
-    set_blocks(model, units)
+    set_blocks(model, parts.units)
     module_names = [name for name, _ in model.named_modules()]
-    for pattern in tp_plan or ():
+    for pattern in parts.tp_plan or ():
         if not any(fnmatchcase(name, pattern) for name in module_names):
             raise PlanError(
                 f"the model has no module {pattern}",
@@ -215,7 +228,7 @@ def lay_out_spreadable(
     if plan.activation_checkpointing != "none":
         recomputed_by_blocks(model)
     freeze(model, plan.config.model.freeze)
-    model._tp_plan = tp_plan  # type: ignore[assignment]
+    model._tp_plan = parts.tp_plan  # type: ignore[assignment]
     return model, source
 
 
@@ -303,9 +316,7 @@ def _lay_out(
         derive(config.run.seed, "weights"),
         place,
         checkpoint_keys=checkpoint_keys,
-        head=head,
-        labels=plan.labels,
-        draws=draws,
+        head=ModelHead(head, plan.labels, draws),
         draw_device=plan.device,
     )
     if head != "image":

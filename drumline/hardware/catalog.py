@@ -21,15 +21,16 @@ TERA = 1e12
 GIGA = 1e9
 GIB = 2**30
 
-# What large products reach of the datasheet (bf16; S. Bekman, Machine Learning Engineering, "Maximum
-# Achievable Matmul FLOPS", 2025). The 4090's 158.6 of 165.2 TFLOP/s are of fp16
-# (github.com/mli/transformers-benchmarks, issue 4); other GeForce cards are taken for like it.
+# The share of the datasheet's rate that large products reach (bf16; S. Bekman, Machine Learning
+# Engineering, "Maximum Achievable Matmul FLOPS", 2025). That of the 4090, 158.6 of 165.2 TFLOP/s,
+# was measured in fp16 (github.com/mli/transformers-benchmarks, issue 4), and stands for all GeForce
+# cards.
 REACHED_A100 = 0.869
 REACHED_H100 = 0.803
 REACHED_MI300X = 0.514
 REACHED_4090 = 0.96
-# Of the datasheet, what FlashAttention 2 reaches, which torch's attention is: on an A100 50 to 73%
-# (Dao 2023), on an H100 35% (Shah et al. 2024); devices since Hopper are taken for like it.
+# The share that FlashAttention 2 reaches, which torch's attention uses: 50 to 73% on an A100 (Dao
+# 2023), and 35% on an H100 (Shah et al. 2024), which stands for all devices since Hopper.
 ATTENTION = 0.60
 ATTENTION_HOPPER = 0.35
 # Beginnings of the names of devices since Hopper.
@@ -297,10 +298,11 @@ DEVICES: dict[str, DeviceSpec] = {
         ),
     )
 }
-CPU = "cpu"  # its rates depend on the machine: see planner.cluster
+# A CPU is in no catalog: its rates depend on the machine (planner.cluster).
+CPU = "cpu"
 
-# GiB of host memory for each device where a plan does not know its host: what one cloud rents with it, no more than the middle of what
-# several do. Device → (GiB, source).
+# Device → (GiB of host memory for each, source), for plans that do not know the host. It is what
+# one cloud rents with the device, and at most the middle of what several clouds do.
 HOST_MEMORY: dict[str, tuple[float, str]] = {
     "a100-40g": (112.5, "Azure ND96asr A100 v4: 900 GiB with 8"),
     "a100-80g": (220, "Azure NC24ads A100 v4: 220 GiB with 1"),
@@ -316,12 +318,14 @@ HOST_MEMORY: dict[str, tuple[float, str]] = {
     "v100-32g": (96, "AWS p3dn.24xlarge: 768 GiB with 8"),
     "mi300x": (231, "Azure ND96isr MI300X v5: 1,850 GiB with 8"),
 }
-# Other devices stand in machines that people put together themselves. The usual advice is twice the memory of the devices, and memory is
-# sold in modules: 64 GiB for a card of 24 or 32 GB.
-HOST_TIMES, HOST_MODULE_GIB = 2, 32
+# Other devices are in machines that people build themselves. The usual advice is twice the memory
+# of the devices, and memory is sold in modules: so a card of 24 or 32 GB comes with 64 GiB.
+HOST_TIMES = 2
+HOST_MODULE_GIB = 32
 
-# The network of a host of eight of these where nobody has set it: each GPU's board has a card. Link of its GPUs → (network, source).
+# A host with a board of this many GPUs has a network card for each.
 BOARD = 8
+# Link of its GPUs → (network between such hosts if nobody has set it, source).
 HOST_NETWORK: dict[str, tuple[str, str]] = {
     "nvlink3": ("8x200Gb", "NVIDIA DGX A100 datasheet: 8 × 200 Gb/s"),
     "nvlink3-a800": ("8x200Gb", "as NVIDIA DGX A100"),
@@ -331,12 +335,16 @@ HOST_NETWORK: dict[str, tuple[str, str]] = {
 }
 OTHER_NETWORK = "100Gb"
 
-# Seconds of a step of a ring: NCCL's own (src/graph/tuning.cc, hwLat, Simple).
-NVLINK_LATENCY, PCI_LATENCY, NETWORK_LATENCY = 3.4e-6, 5.7e-6, 14e-6
+# Seconds of one step of a ring: NCCL's constants (src/graph/tuning.cc, hwLat, Simple).
+NVLINK_LATENCY = 3.4e-6
+PCI_LATENCY = 5.7e-6
+NETWORK_LATENCY = 14e-6
 LINKS: dict[str, Link] = {
     link.name: link
     for link in (
-        # 235 of 300 GB/s in an all-reduce (Bekman, Networking); 370 of 450 (NCCL's maintainer, nccl-tests issue 212); NVLink 5 as NVLink 4.
+        # NVLink 3 reaches 235 of 300 GB/s in an all-reduce (Bekman, Networking), NVLink 4 370 of
+        # 450 (NCCL's maintainer, nccl-tests issue 212). NVLink 5 is taken to reach the share of
+        # NVLink 4.
         Link(
             "nvlink3",
             bandwidth=300 * GIGA,
@@ -358,7 +366,8 @@ LINKS: dict[str, Link] = {
             efficiency=0.82,
             source="NVIDIA B200 datasheet: 1.8 TB/s both ways",
         ),
-        # NVLink 2, and NVLink 3 with two thirds of its lanes, as NVLink 3.
+        # NVLink 2, and NVLink 3 with two thirds of its lanes, are taken to reach the share of
+        # NVLink 3.
         Link(
             "nvlink2",
             bandwidth=150 * GIGA,
@@ -380,7 +389,8 @@ LINKS: dict[str, Link] = {
             efficiency=0.82,
             source="NVIDIA GB200 datasheet: 900 GB/s both ways for the two GPUs of a Grace",
         ),
-        # Sixteen lanes. Between devices: 28 (of 8) to 35 (of 4) of 63 GB/s on RTX 5090 (NCCL issue 1639); all pass through the host.
+        # PCIe with sixteen lanes. Between devices everything passes through the host: RTX 5090
+        # reach 28 of 63 GB/s (8 devices) to 35 (4 devices; NCCL issue 1639).
         Link(
             "pcie3",
             bandwidth=15.75 * GIGA,
@@ -411,8 +421,8 @@ LINKS: dict[str, Link] = {
             per_peer=64 * GIGA,
             source="AMD MI300X platform data sheet: 7 × 128 GB/s both ways",
         ),
-        # Two processes on 2 cores of an EPYC at 2.6 GHz, torch 2.13: 67 MB all-reduced in 58 ms, 1 kB
-        # in 0.46 ms.
+        # Two processes on 2 cores of an EPYC at 2.6 GHz, torch 2.13: 67 MB all-reduced in 58 ms, 1
+        # kB in 0.46 ms.
         Link(
             "loopback",
             bandwidth=1.15 * GIGA,
@@ -421,14 +431,15 @@ LINKS: dict[str, Link] = {
         ),
     )
 }
-# Such as 100Gb, 8x400Gb (cards of one host), 200GbE or 400Gbps: cards, and Gb/s of each.
+# A network by its rate, such as 100Gb, 8x400Gb, 200GbE or 400Gbps: a host's cards, and Gb/s of
+# each.
 NETWORK = re.compile(r"^(?:(\d+)x)?(\d+(?:\.\d+)?)gb(?:e|ps|it)?$")
-# Of 400 Gb/s, 340 are reached in all-reduce tests (AWS EFA v1; Bekman, Networking).
+# All-reduce tests reach 340 of 400 Gb/s (AWS EFA v1; Bekman, Networking).
 NETWORK_EFFICIENCY = 0.85
 
 # Words that `plain` leaves out of a device's name.
 _VENDORS = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|hbm\d?e?|gpu"
-# Names with the memory that the box has, of devices of which the catalog has one size alone.
+# Devices of which the catalog has one size, with the memory that their box says.
 _WITH_MEMORY = (
     "a6000-48g",
     "6000-ada-48g",
@@ -464,7 +475,7 @@ _SAME_LINKS = {
     "lo": "loopback",
     "pcie": "pcie4",
 }
-# Names that several devices share: the user reads which one was taken.
+# Names that several devices share → what the user is told of the one that was taken.
 AMBIGUOUS = {
     "a100": "a100-80g (there is a100-40g, too)",
     "v100": "v100-32g (there is v100-16g, too)",
@@ -485,9 +496,9 @@ def plain(name: str) -> str:
 
 
 def device(name: str) -> DeviceSpec | None:
-    """Return a device of the catalog by what people call it; None for an unknown one.
+    """Return a device of the catalog by what people call it; None if it is not there.
 
-    A CPU is none of them: its rates depend on the machine.
+    A CPU is not there, because its rates depend on the machine.
     """
     known = plain(name)
     return DEVICES.get(_SAME.get(known, known))
@@ -550,11 +561,11 @@ def nearest(name: str, known: list[str]) -> list[str]:
     close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)
     if close:
         return close
-    # Such as all that begin with h1 for an h150.
+    # For h150, all that begin with h1.
     return [other for other in known if other[:2] == wanted[:2]]
 
 
-# Words in the driver's name of a device of the catalog.
+# The catalog's devices, by words in the name that their driver gives.
 DRIVERS = (
     "B200",
     "H200",
@@ -578,14 +589,14 @@ DRIVERS = (
     "RTX 5090",
     "MI300X",
 )
-# A slice of a device, or another chip that carries the name of a known one.
+# Words of a slice of a device, or of another chip that has a known one's name.
 NOT_DEVICES = {"MIG", "Laptop", "Ti", "D", "Max"}
 
 
 def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
     """Return the device of the catalog by the name that its driver gives; None for an unknown one.
 
-    Of several sizes it is the one nearest in memory.
+    If the catalog has several sizes of it, the one nearest in memory is returned.
     """
     parts = device_name.replace("-", " ").split()
     text = f" {' '.join(parts)} "

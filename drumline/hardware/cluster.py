@@ -1,7 +1,8 @@
-"""The devices that a run is planned for, and the links between them: found here, or set in the YAML.
+"""The devices that a run is planned for, and the links between them.
 
-Their rates are those of datasheets, or what `drumline calibrate` measured. Its file is one for each kind of device and version of the
-software, in the cache folder.
+They are found on this machine, or set in the YAML. Their rates are those of datasheets, or those
+that `drumline calibrate` measured. A calibration has a file in the cache folder, one for each kind
+of device and version of the software.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from drumline.foreign import read_bytes
 from drumline.hardware.detect import Machine, cache_dir
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p", "broadcast"]
-# What large matrix products reach of a datasheet's rate where nobody measured it: H100 SXM's 80.3%, in the middle of what was published
-# (A100 SXM 86.9%, MI300X 51.4%; S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS", 2025).
+# The share of a datasheet's rate that large matrix products reach, if nobody has measured it: H100
+# SXM's 80.3%, which is in the middle of what was published (A100 SXM 86.9%, MI300X 51.4%; S.
+# Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS", 2025).
 MATMUL_EFFICIENCY = 0.80
-# Seconds before a collective's first step, whatever the link: NCCL's own constant for the ring (src/graph/tuning.cc, baseLat, Simple).
+# Seconds before a collective's first step, whatever the link: NCCL's constant for the ring
+# (src/graph/tuning.cc, baseLat, Simple).
 BASE_LATENCY = 8.4e-6
-# Of a link's datasheet, what copies from and to pinned memory of the host reach: 26.1 and 25.6 of 31.5 GB/s (A100, PCIe 4), 12.4 and 13.1
-# of 15.75 (PCIe 3), all by NVIDIA's bandwidthTest, as people published it.
+# The share of a link's datasheet that copies from and to pinned host memory reach. Published
+# results of NVIDIA's bandwidthTest are 26.1 and 25.6 of 31.5 GB/s (A100, PCIe 4), and 12.4 and 13.1
+# of 15.75 (PCIe 3).
 HOST_EFFICIENCY = 0.80
-# Bytes/s of a disk where nobody measured it: an NVMe drive (Samsung PM9A3 datasheet, 3.84 TB).
+# Bytes/s of a disk, if nobody has measured it: an NVMe drive (Samsung PM9A3 datasheet, 3.84 TB).
 DISK = {"read": 6.5e9, "write": 3.5e9}
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Entries = Annotated[int, Field(gt=0)]
@@ -41,7 +45,8 @@ Entries = Annotated[int, Field(gt=0)]
 class Measured:
     """A line through timings: the seconds of S bytes are latency + S / bandwidth."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # of the file that it is read from
+    # The file of a calibration has no other keys.
+    __pydantic_config__ = ConfigDict(extra="forbid")
     latency: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     bandwidth: Rate
 
@@ -87,16 +92,15 @@ class Product:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured rates; an empty field was not measured.
+    """Measured rates. An empty field was not measured.
 
-    `matmul`: precision → FLOP/s of large products; `products`: precision → products of several shapes.
-    `memory`: bytes/s that a device copies, where bytes read and bytes written both count.
-    `collectives`: (kind, ranks) → line. Kind is one of all_reduce, all_gather, reduce_scatter, all_to_all and p2p;
-    bytes are what a rank sends, as `telemetry.traffic` counts them.
-    `host`: to_device, to_host → line; `disk`: write, read → line.
-    `operators`: precision → lines (forward, backward) of what a Llama's block takes besides its products, by the bytes
-    of its hidden states.
-    `ranks`: the processes that measured side by side, with a core each.
+    `matmul`: precision → FLOP/s of large products. `products`: precision → products of several
+    shapes. `memory`: bytes/s that a device copies, where bytes read and bytes written both count.
+    `collectives`: (kind, ranks) → line. Kind is one of all_reduce, all_gather, reduce_scatter,
+    all_to_all and p2p. Bytes are what a rank sends, as `telemetry.traffic` counts them. `host`:
+    to_device, to_host → line. `disk`: write, read → line. `operators`: precision → lines (forward,
+    backward) of what a Llama's block computes besides its products, by the bytes of its hidden
+    states. `ranks`: the number of processes that measured side by side, with a core each.
     """
 
     hardware: str = ""
@@ -111,9 +115,9 @@ class Calibration:
     products: Mapping[str, tuple[Product, ...]] = field(default_factory=dict)
 
     def line(self, kind: str, ranks: int) -> Measured | None:
-        """Return the line of a collective on one host, of the measured group nearest in size; None without any.
+        """Return the line of a collective on one host, of the measured group nearest in size.
 
-        A broadcast takes the steps of an all-gather.
+        None if none was measured. A broadcast takes the steps of an all-gather.
         """
         if kind == "broadcast":
             kind = "all_gather"
@@ -126,14 +130,17 @@ class Calibration:
     def _own(self, line: Measured, processes: int) -> Measured:
         """Return the line of one of `processes` ranks, from that of one among `self.ranks`.
 
-        A core starts the kernels of one process at a time, so the latency grows with processes beyond those that
-        measured.
+        A core starts the kernels of one process at a time, so the latency grows in proportion if
+        there are more processes than measured.
         """
         latency = line.latency * max(1.0, processes / self.ranks)
         return Measured(latency, line.bandwidth * self.ranks / processes)
 
     def shared(self, processes: int) -> Calibration:
-        """Return the rates of one of `processes` processes that share a processor, which was measured as a whole."""
+        """Return the rates of one of `processes` processes that share a processor.
+
+        The processor was measured as a whole.
+        """
         memory = self.memory
         if memory:
             memory /= processes
@@ -160,9 +167,10 @@ class Calibration:
 class DeviceSpec:
     """A kind of device.
 
-    `memory_bytes`: as torch reports it; `bandwidth`: of that memory, bytes/s; `flops`: precision → dense FLOP/s by its
-    datasheet; `efficiency`: the share of them that large matrix products reach; `attention`: the share that the kernels
-    of attention reach, None for that of products; `intra`, `host_link`: usual links, by their catalog names.
+    `memory_bytes`: as torch reports it. `bandwidth`: bytes/s of this memory. `flops`: precision →
+    dense FLOP/s by its datasheet. `efficiency`: the share of these that large matrix products
+    reach. `attention`: the share that the kernels of attention reach; None: the same. `intra`,
+    `host_link`: its usual links, by their catalog names.
     """
 
     name: str
@@ -181,10 +189,10 @@ class DeviceSpec:
 class Link:
     """A link between devices or hosts.
 
-    `bandwidth`: bytes/s in one direction by the datasheet: what one device sends, or on a link between hosts what one
-    host sends; `latency`: seconds of one step of a ring; `efficiency`: the share of the bandwidth that collectives on
-    large tensors reach; `per_peer`: bytes/s to each other device, where devices are joined pair by pair and not by a
-    switch.
+    `bandwidth`: bytes/s in one direction by the datasheet: what one device sends, or one host on a
+    link between hosts. `latency`: seconds of one step of a ring. `efficiency`: the share of the
+    bandwidth that collectives on large tensors reach. `per_peer`: bytes/s to each other device, if
+    devices are joined pair by pair and not by a switch.
     """
 
     name: str
@@ -206,10 +214,10 @@ class Link:
 class Cluster:
     """Equal devices: `per_node` on each of `nodes` hosts.
 
-    `pod`: hosts that reach one another at the full rate, None for all; the links of a pod to other pods carry what they
-    send divided by `oversubscription`.
-    `host_memory_bytes`: of one host, None for no limit; `host_memory_assumed`: nobody has set it.
-    `found`: it is this machine; `notes`: assumptions, for the user.
+    `pod`: the number of hosts that reach one another at the full rate; None: all do. Links from a
+    pod to others have the rate divided by `oversubscription`. `host_memory_bytes`: of one host;
+    None: no limit. `host_memory_assumed`: nobody has set it. `found`: it is this machine. `notes`:
+    assumptions, for the user.
     """
 
     device: DeviceSpec
@@ -236,11 +244,11 @@ class Cluster:
         return self.per_node * self.nodes
 
     def rate(self, precision: str, rows: int | None = None, width: int | None = None) -> float:
-        """Return the FLOP/s of matrix products on one device.
+        """Return the FLOP/s of matrix products on one device; 0 for a precision that it lacks.
 
-        That is the measured rate, for the shape nearest by ratios to (rows × width) · (width × width) where that is
-        given. Without a measurement it is the datasheet's times what large products reach of it. It is 0 for a
-        precision that the device lacks.
+        `rows`, `width`: the products are (rows × width) · (width × width). Of several measured
+        shapes, the one nearest by ratios counts. Without a measurement the rate is the share of the
+        datasheet's that large products reach.
         """
         products = self.calibration.products.get(precision)
         if products and rows is not None and width is not None:
@@ -251,7 +259,10 @@ class Cluster:
         return self.device.efficiency * self.device.flops.get(precision, 0.0)
 
     def attention_rate(self, precision: str) -> float:
-        """Return the FLOP/s of attention's kernels, which are slower than products by as much as on its kind of device."""
+        """Return the FLOP/s of attention's kernels.
+
+        They are as much slower than products as on this kind of device in general.
+        """
         share = 1.0
         if self.device.attention is not None:
             share = self.device.attention / self.device.efficiency
@@ -259,14 +270,17 @@ class Cluster:
         return share * rate
 
     def host_seconds(self, direction: Literal["to_device", "to_host"], bytes_: float) -> float:
-        """Return the seconds to copy bytes between one device and its host's pinned memory; 0 for a CPU, which is its host."""
+        """Return the seconds to copy bytes between one device and pinned memory of its host.
+
+        It is 0 for a CPU, which computes in that memory.
+        """
         if self.device.kind == "cpu" or bytes_ <= 0:
             return 0.0
         usual = Measured(self.host_link.latency, HOST_EFFICIENCY * self.host_link.bandwidth)
         return self.calibration.host.get(direction, usual).seconds(bytes_)
 
     def disk_seconds(self, direction: Literal["write", "read"], bytes_: float) -> float:
-        """Return the seconds to write or read bytes on one host's disk, for all its ranks together."""
+        """Return the seconds to write or read bytes on one host's disk, of all its ranks."""
         line = self.calibration.disk.get(direction)
         if line is None or bytes_ <= 0:
             return bytes_ / DISK[direction]
@@ -280,15 +294,18 @@ class Cluster:
         per_node: int | None = None,
         per_pod: int | None = None,
     ) -> float:
-        """Return the seconds of one collective on a large tensor, in the ring algorithm; 0 for a rank alone.
+        """Return the seconds of one collective on a large tensor, by the ring algorithm.
 
-        `volume`: bytes that a rank sends, as `telemetry.traffic` counts them; `ranks`: of the group, of which `per_node`
-        share a host and `per_pod` a pod (None: as many as fit).
+        They are 0 for one rank.
 
-        On one host a measurement goes before the link's datasheet. Over several hosts a ring leaves each host once. All
-        groups that cross at the same time share its network card, as pods share their links to others; pairs of an
-        all-to-all cross each on their own. NCCL has faster algorithms for some (trees for small tensors, reductions in
-        the NVSwitch: 482 GB/s for 368 on 8×H200), so this errs to the slow side.
+        `volume`: bytes that a rank sends, as `telemetry.traffic` counts them. `ranks`: of the
+        group, of which `per_node` share a host and `per_pod` a pod; None: as many as fit.
+
+        On one host a measurement counts more than the link's datasheet. Over several hosts a ring
+        leaves each host once. All groups that cross at the same time share the host's network card,
+        and likewise a pod's links to others; in an all-to-all each pair crosses by itself. NCCL has
+        faster algorithms for some cases (trees for small tensors, reductions in the NVSwitch: 482
+        GB/s for 368 on 8×H200), so the result errs to the slow side.
         """
         if ranks < 2 or volume <= 0:
             return 0.0
@@ -320,7 +337,10 @@ class Cluster:
         return BASE_LATENCY + latency + volume / self.intra.reached(ranks)
 
     def _bandwidth_within(self, kind: Collective, ranks: int) -> float:
-        """Return the bytes/s that each of `ranks` on one host sends, as measured, else by the link's datasheet."""
+        """Return the bytes/s that each of `ranks` on one host sends.
+
+        A measurement counts more than the link's datasheet.
+        """
         measured = self.calibration.line(kind, ranks)
         if measured is not None:
             return measured.bandwidth
@@ -367,7 +387,10 @@ def ring_steps(kind: Collective, ranks: int) -> int:
 
 
 class _File(BaseModel):
-    """The keys of a calibration's file. `measured`: when, as text; `quick`: whether with --quick."""
+    """The keys of a calibration's file.
+
+    `measured`: when, as text. `quick`: whether with --quick.
+    """
 
     model_config = ConfigDict(extra="forbid")
     version: Annotated[int, Field(ge=1, le=1)]
@@ -386,7 +409,7 @@ class _File(BaseModel):
 
 
 def hardware(machine: Machine) -> str:
-    """Return the kind of device: a GPU's name, or the processor's and how many of its cores may be used."""
+    """Return the kind of device: a GPU's name, or the processor's and its usable cores."""
     if machine.devices:
         return machine.devices[0].name
     return f"{processor_name()}, {machine.cores} cores"
@@ -427,7 +450,10 @@ def calibration_for(machine: Machine) -> Calibration | None:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Return the calibration of a file. Raise EnvironmentFault if it is missing, unreadable, or no calibration."""
+    """Return the calibration of a file.
+
+    Raises EnvironmentFault if it is missing, unreadable, or no calibration.
+    """
     content = read_bytes(
         path, EnvironmentFault, "give the path of a file that `drumline calibrate` wrote"
     )
@@ -455,7 +481,10 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def processor_name() -> str:
-    """Return the processor's name by the kernel; if it gives none, as on macOS, the architecture."""
+    """Return the processor's name, as the kernel gives it.
+
+    If it gives none, as on macOS, the architecture is returned.
+    """
     listing = Path("/proc/cpuinfo")
     if listing.exists():
         match = re.search(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE)

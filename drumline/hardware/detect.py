@@ -36,9 +36,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """A host. `cores` and `memory_bytes` are what this process may use, by its affinity and its control groups.
+    """A host, or the part of it that this process may use.
 
-    `device`: what a run computes on by default; `bf16`: whether the GPUs compute in it.
+    `cores`, `memory_bytes`: what its affinity and its control groups leave to this process.
+    `device`: what a run computes on by default. `bf16`: whether the GPUs compute in it.
     """
 
     devices: list[Device]
@@ -46,10 +47,11 @@ class Machine:
     memory_bytes: int
     device: Literal["cpu", "cuda"]
     bf16: bool
-    mps: bool = False  # Apple silicon, whose GPU shares this memory
+    # It has Apple silicon, whose GPU shares this memory.
+    mps: bool = False
 
     def without_devices(self) -> Machine:
-        """Return the same host as a run sees it that computes on its processor."""
+        """Return this host as a run on its processor sees it: without devices."""
         return replace(self, devices=[], device="cpu", bf16=False)
 
 
@@ -75,7 +77,10 @@ def apple_silicon() -> bool:
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may run on; all of them if the system keeps no affinity, as macOS."""
+    """Return the cores that this process may run on.
+
+    They are all cores if the system, as macOS, has no affinity of processes.
+    """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -84,7 +89,7 @@ def usable_cores() -> int:
 def likely_gpus() -> int:
     """Return how many GPUs there seem to be, by NVIDIA's files and CUDA_VISIBLE_DEVICES.
 
-    torch would know, but to import it takes seconds.
+    torch would know for certain, but importing it takes seconds.
     """
     installed = len(list(Path("/dev").glob("nvidia[0-9]*")))
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -130,8 +135,9 @@ def _has_driver() -> bool:
 class Groups:
     """The control groups that a process is in, version 1 or 2.
 
-    A limit holds for a group and all below it, so the smallest one counts. `root`: where they are mounted; `listing`:
-    the text of /proc/self/cgroup, in lines of id:controllers:path.
+    A limit holds for a group and all groups below it, so the smallest one counts.
+    `root`: where they are mounted. `listing`: the text of /proc/self/cgroup, whose lines are
+    id:controllers:path.
     """
 
     root: Path
@@ -139,7 +145,7 @@ class Groups:
 
     @classmethod
     def of_this_process(cls) -> Groups:
-        """Return the groups of this process; none where the kernel has no control groups."""
+        """Return the groups of this process; none if the kernel has no control groups."""
         listing = Path("/proc/self/cgroup")
         text = listing.read_text() if listing.exists() else ""
         return cls(Path("/sys/fs/cgroup"), text)
@@ -149,12 +155,14 @@ class Groups:
         quotas = [math.inf]
         for folder in self._folders("cpu"):
             numbers = _numbers(folder / "cpu.max")
-            if not numbers:  # version 1 has two files
+            if not numbers:
+                # Version 1 has two files.
                 numbers = _numbers(folder / "cpu.cfs_quota_us")
                 numbers += _numbers(folder / "cpu.cfs_period_us")
             if len(numbers) == 2:
                 quota, period = numbers
-                if quota > 0:  # version 1 writes -1 for no limit
+                # Version 1 writes -1 for no limit.
+                if quota > 0:
                     quotas.append(quota / period)
         return min(quotas)
 
@@ -167,7 +175,10 @@ class Groups:
         return min(limits)
 
     def oom_kills(self) -> int | None:
-        """Return how many processes of this group the kernel has killed because memory ran out; None if nothing counts them."""
+        """Return how many processes of this group the kernel has killed because memory ran out.
+
+        None if nothing counts them.
+        """
         counts = []
         for folder in self._folders("memory"):
             for name in ("memory.events", "memory.oom_control"):
@@ -190,7 +201,8 @@ class Groups:
             if controllers and controller not in controllers.split(","):
                 continue
             mount = self.root
-            if controllers:  # version 1 has a mount a controller
+            if controllers:
+                # Version 1 mounts each controller by itself.
                 mount = self.root / controller
             group = mount / path.lstrip("/")
             for folder in (group, *group.parents):
@@ -208,7 +220,10 @@ def _numbers(path: Path) -> list[float]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that may still be written below `path`, or below the nearest folder of it that exists."""
+    """Return the bytes that may still be written below `path`.
+
+    If it does not exist yet, those of the nearest folder around it are returned.
+    """
     place = path.absolute()
     while not place.exists():
         place = place.parent
@@ -216,6 +231,9 @@ def free_bytes(path: Path) -> int:
 
 
 def cache_dir() -> Path:
-    """Return the folder of files that can be deleted and made again: XDG_CACHE_HOME/drumline, by default ~/.cache/drumline."""
+    """Return the folder of files that can be deleted and made again.
+
+    It is XDG_CACHE_HOME/drumline, by default ~/.cache/drumline.
+    """
     parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(parent) / "drumline"

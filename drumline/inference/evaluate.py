@@ -47,7 +47,7 @@ from drumline.inference.model import Model, exported_folder, open_model, open_pl
 from drumline.launch.early import EarlyRanks
 from drumline.launch.environment import launched_by
 from drumline.launch.local import LocalRanks, launch
-from drumline.models.build import lay_out
+from drumline.models.build import ModelHead, lay_out
 from drumline.models.classes import LM, require_classes
 from drumline.models.export import plan_of
 from drumline.models.load import load_config
@@ -219,9 +219,7 @@ def _require_head(plan: Plan, where: str) -> None:
         plan.model_path,
         model,
         seed=0,
-        head=plan.config.head,
-        labels=plan.labels,
-        draws=False,
+        head=ModelHead(plan.config.head, plan.labels, draws=False),
     )
 
 

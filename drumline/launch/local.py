@@ -135,7 +135,7 @@ def launch(
     Args:
         plan: The plan.
         plan_path: File of the plan, which the ranks read.
-        resume: Checkpoint or run that the first attempt resumes from; None to start anew.
+        resume: Value of `--resume` for the first attempt; None to start anew.
         on_event: Gets each event of events.jsonl as it is written.
         worker: Module that each rank runs. Its arguments are the plan's path and, to resume,
             `--resume PATH`.
@@ -150,6 +150,7 @@ def launch(
     if ranks is None:
         ranks = LocalRanks.of_plan(plan)
     launched = _Launch(plan, Path(plan.run_dir) / "events.jsonl", on_oom)
+    start = Resume.parse(resume)
     attempt = -1
     with LauncherSignals(trial) as signals, tail(launched.events_path, on_event):
         while True:
@@ -158,8 +159,8 @@ def launch(
             # so that no attempt writes over the logs of another.
             attempt = max(attempt + 1, next_attempt(launched.run_dir))
             rank = [worker, str(plan_path)]
-            if resume:
-                rank += ["--resume", resume]
+            if start is not None:
+                rank += ["--resume", str(start)]
             logs = launched.run_dir / "logs" / f"attempt-{attempt}"
             ends = ranks.attempt(rank, logs, signals)
             # Before the end is judged: ranks of a trial that a signal has killed did not fail.
@@ -167,13 +168,8 @@ def launch(
             code = launched.finish(ends, attempt, signals)
             if code is not None:
                 return code
-            resume = str(
-                resume_of_restart(
-                    Resume.parse(resume),
-                    launched.run_dir,
-                    plan.config.checkpoint.apart,
-                    launched.before,
-                )
+            start = resume_of_restart(
+                start, launched.run_dir, plan.config.checkpoint.apart, launched.before
             )
 
 

@@ -58,7 +58,7 @@ class LocalLauncher(LauncherSpec):
         Args:
             plan: The plan.
             plan_path: File of the plan.
-            resume: Checkpoint or run to resume from; None to start anew.
+            resume: Value of `--resume` for the ranks; None to start anew.
             on_event: Gets each event of the run.
             on_oom: Looks for another plan when a rank ran out of memory.
             early: The processes that the method `early` has forked; None for none.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -34,6 +34,21 @@ logger = logging.getLogger(__name__)
 UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
 
 
+@dataclass(frozen=True)
+class ModelHead:
+    """What a model ends in."""
+
+    kind: Head = "lm"
+    # The names of classes: a head of classes has a logit for each.
+    labels: tuple[str, ...] = ()
+    # A head of classes, scores or values is drawn if the files lack it, or have it in another shape.
+    # False: that is an error, since a frozen model needs a trained head.
+    draws: bool = True
+
+
+LM_HEAD = ModelHead()
+
+
 def lay_out(
     path: str | None,
     model: ModelConfig,
@@ -41,17 +56,12 @@ def lay_out(
     device: str = "cpu",
     dtype: Any = None,
     checkpoint_keys: frozenset[str] = frozenset(),
-    head: Head = "lm",
-    labels: tuple[str, ...] = (),
-    draws: bool = True,
+    head: ModelHead = LM_HEAD,
     draw_device: str | None = None,
 ) -> tuple[Any, Source]:
     """Return a model without weights, in fp32 or `dtype`, and the source of its weights.
 
-    The weights are those of `path`, or drawn from `seed` if `init` is random. The model ends in
-    `head`; a head of classes has as many logits as there are `labels`. If the files have no head of
-    classes, scores or values, or one of another shape, it is drawn. With `draws` False that is an
-    error, since a frozen model needs a trained head.
+    The weights are those of `path`, or drawn from `seed` if `init` is random.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose
     weights cannot be read in parts is built whole on `device`; the reason is logged. Attention is
@@ -66,7 +76,7 @@ def lay_out(
     """
     quiet()
     config, growth = load_grown(path, model)
-    config = _request_unpacking(with_classes(config, head, labels), model)
+    config = _request_unpacking(with_classes(config, head.kind, head.labels), model)
     # None: transformers' default. Names of attention of ours mean nothing to transformers.
     implementation = None
     if model.attention not in ("auto", "documents", "varlen"):
@@ -79,7 +89,7 @@ def lay_out(
     if model.init == "pretrained":
         pretrained = path
     try:
-        built = _build_on_meta(path, model, config, options, head)
+        built = _build_on_meta(path, model, config, options, head.kind)
         if _has_all(checkpoint_keys, built):
             return built, Loaded()
         if pretrained is None:
@@ -88,7 +98,7 @@ def lay_out(
         files = from_files(pretrained, model, built, heads, growth)
         # Heads that the files lack, such as the score of a reward model made of a causal LM.
         lacking = heads - files.places.keys()
-        if not draws:
+        if not head.draws:
             _require_heads(lacking, pretrained)
         if not lacking:
             return built, files
@@ -99,10 +109,10 @@ def lay_out(
     # A head that the files lack is drawn too, the same on each rank.
     with drawing(seed):
         if pretrained is None:
-            built = _draw_whole_model(path, model, config, options, head)
+            built = _draw_whole_model(path, model, config, options, head.kind)
         else:
-            built = _read_whole_model(pretrained, model, config, options, head, draws, growth)
-    built = with_head(built, head)
+            built = _read_whole_model(pretrained, model, config, options, head, growth)
+    built = with_head(built, head.kind)
     built.config.use_cache = False
     return built.to(device), Loaded()
 
@@ -135,7 +145,7 @@ def build_model(
 ) -> Any:
     """Return the model of `lay_out` with its weights, whole on `device`."""
     built, source = lay_out(
-        path, model, seed, device, checkpoint_keys=checkpoint_keys, head=head, labels=labels
+        path, model, seed, device, checkpoint_keys=checkpoint_keys, head=ModelHead(head, labels)
     )
     Values(source, device, seed, checkpoint_keys).fill(built)
     return built
@@ -187,14 +197,13 @@ def _read_whole_model(
     model: ModelConfig,
     config: Any,
     options: dict[str, Any],
-    head: Head,
-    draws: bool,
+    head: ModelHead,
     growth: Growth | None,
 ) -> Any:
     """Return a whole model that transformers reads from a folder or hub id.
 
-    Raises ModelError if the files lack weights of a language model, and with `draws` False of a
-    head.
+    Raises ModelError if the files lack weights of a language model, or of a head that may not be
+    drawn.
     """
     # transformers reads the files by a config of their own number of rows; `grow_whole` adds the rest.
     stored = config
@@ -203,12 +212,12 @@ def _read_whole_model(
         set_rows(stored, growth.stored)
     reading = options | hub_options(path, model)
     reading |= {"config": stored, "output_loading_info": True}
-    if head not in LM:
+    if head.kind not in LM:
         # The files may have a head of other classes, which is drawn anew.
         reading["ignore_mismatched_sizes"] = True
 
     def read() -> Any:
-        return cast(Any, auto_class(config, head).from_pretrained(path, **reading))
+        return cast(Any, auto_class(config, head.kind).from_pretrained(path, **reading))
 
     built, report = from_hub(path, model, read)
     if growth is not None and growth.changes_rows:
@@ -218,7 +227,7 @@ def _read_whole_model(
     for name, *_ in report["mismatched_keys"]:
         lacking.add(name)
     heads = extra_heads(built)
-    if not draws:
+    if not head.draws:
         _require_heads(heads & lacking, path)
     missing = lacking - heads
     if missing:
@@ -232,7 +241,7 @@ def _read_whole_model(
                 " take it back, or set model.init: random"
             )
         raise ModelError(what, where=path, fix=fix)
-    _match_layout(built, on_meta(config, head, path, model, **options), path)
+    _match_layout(built, on_meta(config, head.kind, path, model, **options), path)
     return built
 
 

@@ -25,6 +25,7 @@ from drumline.models.attention import attending
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
 from drumline.models.losses import (
     Answers,
+    LinearHead,
     VocabularyPart,
     cross_entropy,
     linear_cross_entropy,
@@ -101,10 +102,11 @@ class Outputs:
             logits_NV = self.logits_BTV.flatten(0, 1)
             loss_sum = summed_loss(logits_NV, targets_N)
         elif self._has_fused_head(chunk):
-            loss_sum, _ = kernels.linear_cross_entropy(*self._head(), targets_N)
+            loss_sum, _ = self._fused_cross_entropy(targets_N)
         else:
             learned_M = self._learned(targets_BT)
-            loss_sum = linear_summed_loss(*self._head(), targets_N, chunk, self.part, learned_M)
+            hidden_ND, head = self._hidden_and_head()
+            loss_sum = linear_summed_loss(hidden_ND, head, targets_N, chunk, learned_M)
         return self._total(loss_sum)
 
     def cross_entropy(
@@ -117,12 +119,11 @@ class Outputs:
             logits_NV = self.logits_BTV.flatten(0, 1)
             loss_sum, correct_N = cross_entropy(logits_NV, targets_N)
         elif self._has_fused_head(chunk):
-            loss_sum, correct_N = kernels.linear_cross_entropy(*self._head(), targets_N)
+            loss_sum, correct_N = self._fused_cross_entropy(targets_N)
         else:
             learned_M = self._learned(targets_BT)
-            loss_sum, correct_N = linear_cross_entropy(
-                *self._head(), targets_N, chunk, self.part, learned_M
-            )
+            hidden_ND, head = self._hidden_and_head()
+            loss_sum, correct_N = linear_cross_entropy(hidden_ND, head, targets_N, chunk, learned_M)
         correct_of_part = correct_N.view_as(targets_of_part)
         correct_BT = self._whole(correct_of_part)
         return self._total(loss_sum), correct_BT
@@ -150,8 +151,9 @@ class Outputs:
             logits_NV = self.logits_BTV.flatten(0, 1)
             chosen_N, entropy_N = log_probs(logits_NV, targets_N, temperature, entropy, learned_M)
         else:
+            hidden_ND, head = self._hidden_and_head()
             chosen_N, entropy_N = linear_log_probs(
-                *self._head(), targets_N, chunk, temperature, entropy, self.part, learned_M
+                hidden_ND, head, targets_N, chunk, temperature, entropy, learned_M
             )
         chosen_BT = self._whole(chosen_N.view_as(targets_of_part))
         if entropy_N is None:
@@ -176,12 +178,17 @@ class Outputs:
             values_BT1 = functional.linear(hidden_BTD.to(precise), weight, bias)
         return self._whole(values_BT1.squeeze(-1))
 
-    def _head(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the arguments that losses over a head begin with: hidden [N, D], weight, bias."""
+    def _hidden_and_head(self) -> tuple[torch.Tensor, LinearHead]:
+        """Return the arguments that losses over a head begin with: hidden states [N, D], and the head."""
         assert self.hidden_BTD is not None
         assert self.weight_VD is not None
         hidden_ND = self.hidden_BTD.flatten(0, 1)
-        return hidden_ND, self.weight_VD, self.bias_V
+        return hidden_ND, LinearHead(self.weight_VD, self.bias_V, self.part)
+
+    def _fused_cross_entropy(self, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed loss and whether first choices are right, by Liger's kernel."""
+        hidden_ND, head = self._hidden_and_head()
+        return kernels.linear_cross_entropy(hidden_ND, head.weight_VD, head.bias_V, targets_N)
 
     def _learned(self, targets_BT: torch.Tensor) -> torch.Tensor | None:
         """Return the places of learned targets in this part, int64[M].

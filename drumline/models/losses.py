@@ -35,6 +35,22 @@ class VocabularyPart:
     first: int
 
 
+@dataclass(frozen=True)
+class LinearHead:
+    """The head that makes logits of hidden states: hidden @ weightᵀ + bias.
+
+    `part`: weight and bias are this rank's rows of it; None: they are the whole head.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    part: VocabularyPart | None = None
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Return the logits of this rank's rows, [N, V]."""
+        return functional.linear(hidden_ND, self.weight_VD, self.bias_V)
+
+
 def summed_loss(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Return Σ −log softmax(logits)[target] over targets != −100, in fp32."""
     logits = logits_NV.float()
@@ -50,14 +66,12 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]
 
 def linear_cross_entropy(
     hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
+    head: LinearHead,
     targets_N: Tensor,
     chunk: int,
-    part: VocabularyPart | None = None,
     learned_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `cross_entropy(hidden @ weightᵀ + bias, targets)`, the logits of few tokens at a time.
+    """Return `cross_entropy(head.logits(hidden), targets)`, the logits of few tokens at a time.
 
     The forward computes the gradients of hidden, weight and bias chunk by chunk, while it has the
     logits: the loss is a sum, so backward only scales them, and nothing is computed twice. The idea
@@ -68,41 +82,39 @@ def linear_cross_entropy(
     a scale of their own. One backward, and no second derivatives.
 
     `chunk`: tokens whose logits are in memory at once, at most; 0 for all.
-    `part`: weight and bias are this rank's rows. Softmax is over the rows of all ranks
-    (Megatron-LM's vocabulary-parallel loss, Shoeybi et al. 2019): loss, first choice and hidden's
-    gradient are those of the whole head on each rank. Collective.
+    If the head has a part of the rows, softmax is over the rows of all ranks (Megatron-LM's
+    vocabulary-parallel loss, Shoeybi et al. 2019): loss, first choice and hidden's gradient are those
+    of the whole head on each rank. Collective then.
     `learned_M`: int64, the rows with a target. None: they are searched, and the host waits.
     """
-    if part is None and chunk == 0:
-        logits_NV = functional.linear(hidden_ND, weight_VD, bias_V)
-        return cross_entropy(logits_NV, targets_N)
-    options = _as_options(targets_N, chunk, part, learned_M)
+    if head.part is None and chunk == 0:
+        return cross_entropy(head.logits(hidden_ND), targets_N)
+    options = _as_options(targets_N, chunk, head.part, learned_M)
     with_choices = True
     loss_sum, correct_N = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, bias_V, *options, with_choices
+        hidden_ND, head.weight_VD, head.bias_V, *options, with_choices
     )
     return loss_sum, correct_N
 
 
 def linear_summed_loss(
     hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
+    head: LinearHead,
     targets_N: Tensor,
     chunk: int,
-    part: VocabularyPart | None = None,
     learned_M: Tensor | None = None,
 ) -> Tensor:
     """Return the sum of `linear_cross_entropy` alone: training does not ask for first choices.
 
-    Each chunk then launches fewer kernels, and with `part` has a collective less.
+    Each chunk then launches fewer kernels, and with a part of the head has a collective less.
     """
-    if part is None and chunk == 0:
-        logits_NV = functional.linear(hidden_ND, weight_VD, bias_V)
-        return summed_loss(logits_NV, targets_N)
-    options = _as_options(targets_N, chunk, part, learned_M)
+    if head.part is None and chunk == 0:
+        return summed_loss(head.logits(hidden_ND), targets_N)
+    options = _as_options(targets_N, chunk, head.part, learned_M)
     with_choices = False
-    loss_sum, _ = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, *options, with_choices)
+    loss_sum, _ = _LinearCrossEntropy.apply(
+        hidden_ND, head.weight_VD, head.bias_V, *options, with_choices
+    )
     return loss_sum
 
 
@@ -459,16 +471,14 @@ def log_probs(
 
 def linear_log_probs(
     hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
+    head: LinearHead,
     targets_N: Tensor,
     chunk: int,
     temperature: float = 1.0,
     entropy: bool = False,
-    part: VocabularyPart | None = None,
     learned_M: Tensor | None = None,
 ) -> Answers:
-    """Return `log_probs(hidden @ weightᵀ + bias, …)` from the logits of few tokens at a time.
+    """Return `log_probs(head.logits(hidden), …)` from the logits of few tokens at a time.
 
     The forward does not know the gradient of each token's answer, so it cannot compute gradients as
     `linear_cross_entropy` does: it keeps the hidden states and each token's log-sum-exp, and
@@ -480,19 +490,18 @@ def linear_log_probs(
 
     `chunk`: tokens whose logits are in memory at once, at most, in forward and in backward; 0 for
     all, by autograd.
-    `part`: weight and bias are this rank's rows, and the answers those of the whole head.
-    Collective, backward too.
+    If the head has a part of the rows, the answers are those of the whole head. Collective then,
+    backward too.
     `learned_M`: as in `linear_cross_entropy`.
     """
     if learned_M is None:
         learned_M = _rows_with_target(targets_N)
-    if part is None and chunk == 0:
-        logits_NV = functional.linear(hidden_ND, weight_VD, bias_V)
+    if head.part is None and chunk == 0:
+        logits_NV = head.logits(hidden_ND)
         return log_probs(logits_NV, targets_N, temperature, entropy, learned_M)
     rows_at_once = _rows_at_once(chunk, targets_N)
-    answers: Answers = _LinearLogProbs.apply(
-        hidden_ND, weight_VD, bias_V, targets_N, learned_M, rows_at_once, temperature, entropy, part
-    )
+    options = (targets_N, learned_M, rows_at_once, temperature, entropy, head.part)
+    answers: Answers = _LinearLogProbs.apply(hidden_ND, head.weight_VD, head.bias_V, *options)
     return answers
 
 

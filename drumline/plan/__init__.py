@@ -1,7 +1,8 @@
-"""The Plan: how a config is spread over the processes there are, with every number resolved, and the rules for it.
+"""The Plan: how a config is spread over devices, with every number resolved, and the rules for it.
 
-Imports `config` and `system`; no torch here. Begin reading with `plan` (what a plan has) and `resolve` (how it is
-made). What a plan costs is the planner's. `drumline.plan` is this room and, called, `planner.public.plan`.
+Imports `config` and `system`; no torch here. Begin reading with `plan` (what a plan has) and
+`resolve` (how it is made). The planner estimates what a plan costs. The name `drumline.plan` is
+this room; called as a function, it is `planner.public.plan`.
 """
 
 from drumline.system.callable_room import make_callable

@@ -1,4 +1,7 @@
-"""Which kernel attends: by device, type, head size and what the model's attention does. Planner and ranks ask alike. No torch here."""
+"""Which kernel computes attention: by device, type, head size and what the model's attention does.
+
+The planner and the ranks both ask here. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Layout
 
-# masked: transformers' own way, under a mask of all pairs of a row. The rest get the lengths of documents, and no mask.
+# masked: transformers' own attention, under a mask of all pairs of a row's tokens. All others get
+# the lengths of documents in place of a mask.
 Kernel = Literal[
     "masked", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
 ]
@@ -20,12 +24,16 @@ PACKAGES: dict[Kernel, str] = {
     "flash_attention_3": "flash_attn_interface",
     "flash_attention_2": "flash_attn",
 }
-PREFIX, ELSE = "drumline_by_", "_else_"
-# The memory-efficient kernel, which is the one for fp32 on GPUs, pads its log-sum-exps to this many tokens. torch's ring merges those of
-# chunks by the lengths of these, so a chunk has to be a multiple.
+PREFIX = "drumline_by_"
+ELSE = "_else_"
+# For fp32 on GPUs, torch's ring uses the memory-efficient kernel, which pads its log-sum-exps to a
+# multiple of this many tokens. The ring merges the log-sum-exps of chunks by their padded lengths,
+# so a chunk must have such a length by itself.
 RING_CHUNK = 32
-LARGEST_HEAD = 256  # entries of a head that FlashAttention's kernels take, in steps of 8
-_is_padded: ContextVar[bool | None] = ContextVar("is_padded", default=None)  # see known_padding
+# Entries of a head that FlashAttention's kernels take at most. They take multiples of 8.
+LARGEST_HEAD = 256
+# What `known_padding` says; None outside of it.
+_is_padded: ContextVar[bool | None] = ContextVar("is_padded", default=None)
 
 
 class Choice(NamedTuple):
@@ -36,81 +44,114 @@ class Choice(NamedTuple):
 
     @property
     def line(self) -> str:
-        """For the plan. Kernels for GPUs have run on none here."""
-        label = "" if self.kernel in ("masked", "documents") else " (experimental)"
+        """Return the choice as a line of the plan.
+
+        Kernels for GPUs are experimental, since they have run on none here.
+        """
+        label = ""
+        if self.kernel not in ("masked", "documents"):
+            label = " (experimental)"
         return f"{self.kernel}{label}: {self.why}"
 
 
 @cache
 def installed(package: str) -> bool:
-    """Whether a package can be imported here; a search asks thousands of times."""
+    """Return whether a package can be imported here.
+
+    It is cached, because a search asks thousands of times.
+    """
     return find_spec(package) is not None
 
 
-def choose(layout: Layout, head_dim: int, caps: bool, own: bool, needs_mask: str) -> Choice:
-    """The kernel of a layout's policy. `caps`: its scores are soft-capped; `own`: they have dropout, or its class does with them what sdpa
-    cannot. `needs_mask`: why documents cannot be given to its attention by their lengths; empty where they can."""
+def choose(
+    layout: Layout, head_dim: int, caps_scores: bool, has_own_scores: bool, needs_mask: str
+) -> Choice:
+    """Return the kernel of a layout's policy.
+
+    `head_dim`: entries of an attention head. `caps_scores`: its scores are soft-capped.
+    `has_own_scores`: its scores have dropout, or its class computes them as sdpa cannot.
+    `needs_mask`: why its attention takes a mask; empty if the lengths of documents are enough.
+    """
     wanted = layout.config.model.attention
     if wanted in ("sdpa", "eager"):
         return Choice("masked", f"model.attention is {wanted}")
-    if layout.devices_per_rank > 1:
-        needs_mask = "dp cuts the rows of a batch that is collated already"
-    if layout.mesh.cp > 1 and layout.strategy.context_method() == "ring":
-        needs_mask = "ring attention (experimental: no GPU has run it yet) has a kernel of its own"
-    if needs_mask:
-        return Choice("masked", needs_mask)
+    mask_reason = _reason_for_mask(layout) or needs_mask
+    if mask_reason:
+        return Choice("masked", mask_reason)
     if wanted != "auto":
         return Choice(wanted, "model.attention sets it")  # type: ignore[arg-type]
+    documents_reason = _reason_for_documents(layout, has_own_scores)
+    if documents_reason:
+        return Choice("documents", documents_reason)
+    return _choose_on_gpu(head_dim, caps_scores)
+
+
+def _reason_for_mask(layout: Layout) -> str:
+    """Return why the strategy takes a mask whatever the model is; empty if it takes lengths."""
+    if layout.mesh.cp > 1 and layout.strategy.context_method() == "ring":
+        return "ring attention (experimental: no GPU has run it yet) has a kernel of its own"
+    if layout.devices_per_rank > 1:
+        return "dp cuts the rows of a batch that is collated already"
+    return ""
+
+
+def _reason_for_documents(layout: Layout, has_own_scores: bool) -> str:
+    """Return why each document attends by itself; empty if one kernel takes all of a batch."""
     if not layout.config.packs and layout.config.head != "text":
-        return Choice("documents", "a row is one, and what stands behind it needs no mask")
+        return "a row is one, and what stands behind it needs no mask"
     if layout.device == "cpu":
-        return Choice("documents", "each by itself, which spares the pairs of tokens between them")
-    if layout.precision == "fp32" or own:
-        return Choice(
-            "documents",
-            "the model's own function computes scores"
-            if own
-            else "kernels for variable lengths take 16 bits alone",
-        )
-    if head_dim <= LARGEST_HEAD and head_dim % 8 == 0:
+        return "each by itself, which spares the pairs of tokens between them"
+    if has_own_scores:
+        return "the model's own function computes scores"
+    if layout.precision == "fp32":
+        return "kernels for variable lengths take 16 bits alone"
+    return ""
+
+
+def _choose_on_gpu(head_dim: int, caps_scores: bool) -> Choice:
+    """Return the kernel for documents of several lengths in 16 bits on a GPU."""
+    flash_takes_heads = head_dim <= LARGEST_HEAD and head_dim % 8 == 0
+    if flash_takes_heads:
         for kernel, package in PACKAGES.items():
             if installed(package):
                 return Choice(kernel, f"{package} is installed")
-        if not caps:
-            return Choice(
-                "varlen", "torch's own kernel for variable lengths takes heads of this size"
-            )
-    return Choice(
-        "flex_attention",
-        "scores are soft-capped" if caps else f"no other kernel takes heads of {head_dim}",
-    )
+    if flash_takes_heads and not caps_scores:
+        why = "torch's own kernel for variable lengths takes heads of this size"
+        return Choice("varlen", why)
+    if caps_scores:
+        return Choice("flex_attention", "scores are soft-capped")
+    return Choice("flex_attention", f"no other kernel takes heads of {head_dim}")
 
 
 def choice_of(layout: Layout, facts: ModelFacts) -> Choice:
-    """The kernel of a layout's policy, by its sizes."""
-    own = facts.drops_scores or (facts.keeps_scores and not facts.caps_scores)
-    return choose(layout, facts.head_dim, facts.caps_scores, own, facts.needs_mask)
+    """Return the kernel of a layout's policy, by the facts of its model."""
+    keeps_uncapped_scores = facts.keeps_scores and not facts.caps_scores
+    has_own_scores = facts.drops_scores or keeps_uncapped_scores
+    return choose(layout, facts.head_dim, facts.caps_scores, has_own_scores, facts.needs_mask)
 
 
 def name_of(kernel: Kernel, before: str) -> str:
-    """The name of transformers' interface that a model has under this kernel, in the place of `before`."""
-    # By "flash" transformers would know a kernel of its own.
+    """Return the name that transformers' attention interface gets under this kernel.
+
+    `before`: the name of the interface that the model had; `as_before` brings it back.
+    """
+    # transformers takes a name with "flash" in it for a kernel of its own.
     short = kernel.replace("flash_attention_", "fa").removesuffix("_attention")
     return f"{PREFIX}{short}{ELSE}{before}"
 
 
 def by_documents(model: Any) -> bool:
-    """Whether the model attends by documents where a batch has them."""
-    return str(getattr(getattr(model, "config", None), "_attn_implementation", "")).startswith(
-        PREFIX
-    )
+    """Return whether the model attends by documents if a batch has them."""
+    config = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", "")
+    return str(implementation).startswith(PREFIX)
 
 
 @contextlib.contextmanager
 def known_padding(is_padded: bool) -> Iterator[None]:
-    """Say of a batch without documents whether rows have padding.
+    """Tell attention inside the block whether the rows of a batch without documents are padded.
 
-    transformers would look at the mask on the device before each token, and the host would wait.
+    Otherwise transformers looks at the mask on the device before each token, and the host waits.
     """
     token = _is_padded.set(is_padded)
     try:
@@ -120,13 +161,13 @@ def known_padding(is_padded: bool) -> Iterator[None]:
 
 
 def has_padding() -> bool | None:
-    """Return what `known_padding` said around this call; None where nothing is known."""
+    """Return what `known_padding` says around this call; None outside of it."""
     return _is_padded.get()
 
 
 @contextlib.contextmanager
 def as_before(model: Any) -> Iterator[None]:
-    """The model with transformers' own attention, for code that looks at its name."""
+    """Give the model transformers' own attention inside the block, for code that reads its name."""
     if not by_documents(model):
         yield
         return

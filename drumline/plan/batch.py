@@ -91,7 +91,7 @@ def _tokens_of_sample(config: Config) -> int:
 def _given_global_samples(
     batch: BatchConfig, sample_tokens: int, rows_per_sample: int
 ) -> int | None:
-    """Return the global batch that the user set, in samples; None if neither samples nor tokens are set.
+    """Return the global batch that the user set, in samples; None if it is left open.
 
     Raises PlanError if the tokens are not a multiple of a sample's.
     """
@@ -131,7 +131,7 @@ def _default_factors(
 
 
 def _require_product(total: int, micro: int, accumulation: int, data_ranks: int) -> None:
-    """Raise PlanError if the global batch is not the product of micro-batch, accumulation and data ranks."""
+    """Raise PlanError if the global batch is not the product of its three factors."""
     product = micro * accumulation * data_ranks
     if product == total:
         return
@@ -161,14 +161,14 @@ def _largest_fitting_micro_batch(
 
 
 def _require_another_prompt(total: int, algorithm: AlgorithmSpec) -> None:
-    """Raise PlanError if the loss compares a sample with one before it, and the global batch has only one."""
+    """Raise PlanError if the loss compares two samples, and the global batch has only one."""
     if total == 1 and algorithm.pairs_with_previous:
         what = "a global batch of 1 sample has no answer to another prompt, which this loss compares with"
         raise PlanError(what, where="batch", fix="use batch.global_samples=2 or more")
 
 
 def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator[BatchPlan]:
-    """Yield each batch that the user's settings allow on these ranks, the smallest micro-batch first.
+    """Yield each batch that the user's settings allow, the smallest micro-batch first.
 
     If no global batch is set, it is that of plain data parallelism over all processes, so that
     layouts can be compared. If micro-batch and accumulation are both set, it follows the data ranks.
@@ -201,7 +201,7 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
 
 
 def _batch_of_data_parallel(config: Config, world: int) -> BatchConfig:
-    """Return the config's batch with the global batch of plain data parallelism over all processes."""
+    """Return the batch with the global batch of plain data parallelism over all processes."""
     batch = config.batch
     total = (batch.micro_batch or 1) * (batch.accumulation or 1) * world
     total *= default_rounds(config.algorithm, total)
@@ -211,14 +211,20 @@ def _batch_of_data_parallel(config: Config, world: int) -> BatchConfig:
 
 
 def default_rounds(algorithm: AlgorithmSpec, samples: int, least: int = 1) -> int:
-    """Return how often to take `samples`, `least` times or more, for a global batch that the algorithm accepts."""
+    """Return how often to take `samples` for a global batch that the algorithm accepts.
+
+    It is `least` times or more.
+    """
     if samples == 1 and algorithm.pairs_with_previous:
         least = max(least, 2)
     return repetitions_to_multiple(samples, algorithm.samples_in_turn, least)
 
 
 def repetitions_to_multiple(samples: int, multiple: int, least: int = 1) -> int:
-    """Return how often to take `samples`, `least` times or more, until they are a multiple of `multiple`."""
+    """Return how often to take `samples` until they are a multiple of `multiple`.
+
+    It is `least` times or more.
+    """
     step = multiple // math.gcd(samples, multiple)
     return step * math.ceil(least / step)
 
@@ -260,7 +266,7 @@ def _divide_exactly(total: int, by: int, what: str, where: str, fix: str) -> int
 
 
 def in_steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> Config:
-    """Return the config with `every` of checkpoints and evaluations in steps, if it is set in epochs.
+    """Return the config with `every` of checkpoints and evaluations in steps, not in epochs.
 
     `why` gets a line for each. Without prepared data the config is returned as it is.
     """
@@ -290,7 +296,7 @@ def _steps_of_epoch(config: Config, batch: BatchPlan, data: DataPlan) -> float:
 def steps_of_rollouts(
     config: Config, algorithm: RolloutSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]
 ) -> int | None:
-    """Return the optimizer steps of a run that learns from rollouts; None if the data is not prepared.
+    """Return the optimizer steps of a run with rollouts; None if the data is not prepared.
 
     `why` gets a line with the sizes of a rollout. Raises PlanError if a rollout does not divide into
     groups, or if the run ends within a rollout.

@@ -1,5 +1,7 @@
-"""The planner's estimate of one layout: memory by category, seconds by category, bytes sent, and whether it fits. Pure.
-planner.cost.times computes them."""
+"""The planner's estimate of one layout: memory, seconds and bytes sent, and whether it fits.
+
+These are values without computation; `planner.cost.times` computes them.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,20 @@ from pydantic import Field
 from drumline.config.section import Frozen
 
 Ends = tuple[float, float]
-# Python, torch, transformers and DeepSpeed, imported: 349 MiB resident on a CPU. What CUDA's libraries add is not known.
+# Bytes of a process that has imported torch, transformers and DeepSpeed: 349 MiB were resident on a
+# CPU. What CUDA's libraries add is not known.
 PROCESS = 400 * 2**20
-# Of ten runs nine lie between the ends of an estimate, so one in twenty is above the upper end.
+# Nine of ten runs are between the ends of an estimate, so one in twenty is above the upper end.
 ABOVE_UPPER_END = 1 / 20
 
 
 class Memory(Frozen):
-    """Bytes on the rank that holds most. The first three exist between steps (gradients: at the end of backward); the others come on top at
-    the peak, in `phase`. `peak` is of tensors, as torch's allocator counts them (max_memory_allocated)."""
+    """Bytes on the rank that holds most.
+
+    Parameters, gradients and the optimizer's state exist between steps (gradients: at the end of
+    backward). The other categories come on top of them at the peak, which is in `phase`. `peak`
+    counts tensors, as torch's allocator does (max_memory_allocated).
+    """
 
     parameters: int
     gradients: int
@@ -45,7 +52,11 @@ class Memory(Frozen):
 
 
 class HostMemory(Frozen):
-    """Bytes of all ranks of a host: while weights are loaded, while it trains, while it saves, and while rank 0 exports the model."""
+    """Bytes of all ranks of a host together.
+
+    `load`: while weights are loaded. `train`: while it trains. `save`: while it saves. `export`:
+    while rank 0 exports the model.
+    """
 
     load: int
     train: int
@@ -54,16 +65,23 @@ class HostMemory(Frozen):
 
     @property
     def most(self) -> int:
+        """The most at any time."""
         return max(self.running, self.export)
 
     @property
     def running(self) -> int:
-        """The most before the run's end: without the export, which `drumline export` can do later and elsewhere."""
+        """The most before the end of the run, without the export.
+
+        `drumline export` can do that later and elsewhere.
+        """
         return max(self.load, self.train, self.save)
 
 
 class Traffic(Frozen):
-    """Bytes that a rank sends in one optimizer step, mean over ranks, by kind of collective; counted as `telemetry.traffic` counts them."""
+    """Bytes that a rank sends in one optimizer step, by kind of collective.
+
+    They are means over the ranks, and counted as `telemetry.traffic` counts them.
+    """
 
     all_reduce: float = 0.0
     all_gather: float = 0.0
@@ -74,6 +92,7 @@ class Traffic(Frozen):
 
     @property
     def total(self) -> float:
+        """The bytes of all collectives."""
         return (
             self.all_reduce
             + self.all_gather
@@ -85,7 +104,10 @@ class Traffic(Frozen):
 
 
 class Seconds(Frozen):
-    """Of one optimizer step. `communication` is what computing does not hide."""
+    """Seconds of one optimizer step.
+
+    `communication` is only the part that computation does not hide.
+    """
 
     compute: float
     communication: float = 0.0
@@ -96,6 +118,7 @@ class Seconds(Frozen):
 
     @property
     def total(self) -> float:
+        """The seconds of the whole step."""
         return (
             self.compute
             + self.communication
@@ -107,7 +130,11 @@ class Seconds(Frozen):
 
 
 class Estimate(Frozen):
-    """All of it. `tokens_per_s` of all devices; `mfu` None where the device's rate is not known."""
+    """The whole estimate of a layout.
+
+    `tokens_per_s`: of all devices together. `mfu`: the share of the devices' datasheet rate that
+    model FLOPs take; None if the rate is not known.
+    """
 
     memory: Memory
     host: HostMemory
@@ -128,15 +155,19 @@ class Estimate(Frozen):
     )
     memory_range: Ends = Field(
         (1.0, 1.0),
-        description="Ends of what is reserved and of seconds, as multiples of the estimate: where nine of",
+        description="Ends of what is reserved, as multiples of the estimate: nine of ten such runs lay between them (planner.cost.fitted).",
     )
     seconds_range: Ends = Field(
         (1.0, 1.0),
-        description="ten runs of this kind lay that the planner had not seen (planner.cost.fitted).",
+        description="The same of the seconds of a step.",
     )
 
     @property
     def host_fits(self) -> bool:
+        """Whether the ranks of a host fit into its memory.
+
+        If that memory is assumed, the export at the end does not count.
+        """
         if self.host_limit is None:
             return True
         needs = self.host.running if self.host_assumed else self.host.most
@@ -144,24 +175,27 @@ class Estimate(Frozen):
 
     @property
     def needs(self) -> Ends:
-        """Bytes of a device at both ends."""
-        return self.memory_range[0] * self.memory.reserved, self.memory_range[
-            1
-        ] * self.memory.reserved
+        """The bytes of a device that the run needs, at both ends of the estimate."""
+        low, high = self.memory_range
+        return low * self.memory.reserved, high * self.memory.reserved
 
     @property
     def verdict(self) -> Literal["fits", "tight", "no"]:
-        """fits: also at the upper end of what it may need; tight: as estimated. Host memory that does not suffice is a no, too."""
+        """Whether the run fits into memory.
+
+        fits: even if it needs the upper end of the estimate. tight: if it needs what is estimated.
+        no: not even then, or the host has too little memory.
+        """
         if not self.host_fits or self.memory.reserved > self.limit:
             return "no"
         return "fits" if self.needs[1] <= self.limit else "tight"
 
     @property
     def risk(self) -> float:
-        """The chance that a device runs out of memory, from 0 (the verdict is fits) to 1 (it is no).
+        """The chance that a device runs out of memory: 0 if the verdict is fits, 1 if it is no.
 
-        A tight plan gets the chance of a log-normal distribution through two points: half of all runs need more
-        than the estimate, and one in twenty needs more than its upper end.
+        A tight plan gets the chance of a log-normal distribution through two points: half of all
+        runs need more than the estimate, and one in twenty needs more than its upper end.
         """
         if self.verdict == "fits":
             return 0.0
@@ -174,10 +208,16 @@ class Estimate(Frozen):
 
 
 class Activations(Frozen):
-    """Of the whole model on one rank, at a layout's length, precision, checkpointing, adapter and tensor parallelism. Bytes for each token
-    (rows × length, of context parallelism this rank's part) of a micro-batch; gradients of weights are never among them. With n blocks, n ×
-    saved_block + saved_ends are there when the objective begins. live_forward and live_backward come on top of what is saved of blocks up
-    to the one that computes (the ends are in them), live_loss and live_loss_backward on top of all that is saved."""
+    """Bytes of activations for each token of a micro-batch, of the whole model on one rank.
+
+    They hold for a layout's length, precision, checkpointing, adapter and tensor parallelism.
+    Tokens are rows × length; under context parallelism, those of this rank's part. Gradients of
+    weights do not count.
+
+    When the objective begins, n × saved_block + saved_ends are kept, for n blocks. live_forward and
+    live_backward come on top of what is kept of the blocks up to the one that computes, and include
+    the ends. live_loss and live_loss_backward come on top of all that is kept.
+    """
 
     saved_block: float = Field(description="Kept from a block's forward to its backward.")
     saved_ends: float = Field(

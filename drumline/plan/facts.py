@@ -198,12 +198,12 @@ class ModelFacts:
 
     @cached_property
     def kinds_of_blocks(self) -> tuple[tuple[tuple[Weight, ...], int], ...]:
-        """The different blocks, each with the number of blocks that are equal to it."""
+        """The different blocks, each with the number of blocks like it."""
         return tuple(Counter(self.block_weights).items())
 
     @cached_property
     def first_of_kind(self) -> tuple[int, ...]:
-        """For each of `block_weights` the index of the first block that is equal to it."""
+        """The index of the first block that is equal to it, for each of `block_weights`."""
         return tuple(self.block_weights.index(block) for block in self.block_weights)
 
 
@@ -307,7 +307,7 @@ def _blocks_ahead(facts: ModelFacts) -> int:
 
 @lru_cache(maxsize=1024)
 def packed_scales(facts: ModelFacts, mine: Part, bits: int) -> tuple[int, int]:
-    """Return the bytes of the scales of a part's packed layers, and the entries of the largest layer.
+    """Return the bytes of scales of a part's packed layers, and the entries of the largest layer.
 
     The layout of the scales is that of models.packed.
     """
@@ -394,7 +394,10 @@ def part(weight: Weight, tp: int, shards: int, rank: int = 0) -> int:
 
 
 def sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> Sizes:
-    """Return the entries of weights cut into tp × shards parts; there are `number` of each weight."""
+    """Return the entries of weights cut into tp × shards parts.
+
+    `number`: how many there are of each weight.
+    """
     trainable = frozen = largest = low = matrices = 0
     for weight in weights:
         each = part(weight, tp, shards)
@@ -430,7 +433,10 @@ def experts_over(facts: ModelFacts, ep: int) -> ModelFacts:
 
 
 def _experts_of_rank(weight: Weight, ep: int) -> Weight:
-    """Return what one of `ep` ranks holds of a weight: a part if it has an entry for each expert."""
+    """Return what one of `ep` ranks holds of a weight.
+
+    It is a part if the weight has an entry for each expert, and else the whole.
+    """
     if weight.style != "experts":
         return weight
     experts, *rest = weight.shape or (0,)
@@ -496,9 +502,9 @@ def _runs_last(weight: Weight) -> bool:
 
 
 def end_unit(weight: Weight) -> str:
-    """Return `embedding` or `head` if a weight can be gathered with such a module alone; else an empty text.
+    """Return `embedding` or `head` if a weight can be gathered with such a module alone.
 
-    A head that is tied to the embedding cannot: it is used at both ends.
+    For others the text is empty. A head that is tied to the embedding is used at both ends.
     """
     if weight.place == "before" and weight.owners[-1:] == ("Embedding",):
         return "embedding"
@@ -509,7 +515,7 @@ def end_unit(weight: Weight) -> str:
 
 @lru_cache(maxsize=4096)
 def ends_by_unit(facts: ModelFacts, mine: Part, tp: int = 1) -> tuple[Sizes, Sizes, Sizes]:
-    """Return the entries of the embedding, of the head, and of what else of a part lies outside of its blocks."""
+    """Return the entries of a part's embedding, its head, and the rest outside of its blocks."""
     by_unit: dict[str, list[Weight]] = {"embedding": [], "head": [], "": []}
     for weight in end_weights(facts, mine):
         by_unit[end_unit(weight)].append(weight)
@@ -591,7 +597,7 @@ def weights_of(facts: ModelFacts, staged: bool = False) -> tuple[tuple[Weight, i
 
 @lru_cache(maxsize=4096)
 def tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
-    """Return the tensor-parallel ranks whose parts differ in size, and the share of ranks like each.
+    """Return the tensor-parallel ranks with parts of other sizes, and the share of ranks like each.
 
     Rank 0 stands for all ranks if each weight is cut into equal parts.
     """

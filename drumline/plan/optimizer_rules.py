@@ -1,4 +1,4 @@
-"""What optimizers cannot be combined with. No torch here."""
+"""What optimizers cannot be combined with, each with its reason. No torch here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from drumline.plan.rule import Case, plain, sees
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
-    """What optimizers cannot be combined with."""
-    options, where = case.config.optimizer, "optimizer.kind"
+    """Yield why the optimizer of a case is refused."""
+    options = case.config.optimizer
+    where = "optimizer.kind"
     torch_own = options.kind in ("adamw", "sgd")
     if case.strategy.engine(case.mesh) == "deepspeed" and not torch_own:
         reason = (
@@ -51,8 +52,11 @@ ACCUMULATES = Refusal(
 
 
 def _in_turn(case: Case) -> Iterator[Refusal]:
-    """Of optimizers that go parameter by parameter."""
-    config, options, mesh, strategy = case.config, case.config.optimizer, case.mesh, case.strategy
+    """Yield refusals of optimizers that step parameter by parameter: in_backward and offload."""
+    config = case.config
+    options = config.optimizer
+    mesh = case.mesh
+    strategy = case.strategy
     name = "in_backward" if options.in_backward else "offload"
     where = f"optimizer.{name}"
     if options.in_backward and options.offload:
@@ -62,12 +66,14 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
             "take one of the two out",
             where,
         )
-    each = ("adamw", "sgd", "lion", *(FORMATS if options.in_backward else ()))
-    if options.kind not in each:
+    kinds: tuple[str, ...] = ("adamw", "sgd", "lion")
+    if options.in_backward:
+        kinds = (*kinds, *FORMATS)
+    if options.kind not in kinds:
         yield Refusal(
             f"{name} × {options.kind}",
             "it goes parameter by parameter, on any rank alike",
-            f"use {', '.join(each)}",
+            f"use {', '.join(kinds)}",
             where,
         )
     if strategy.engine(mesh) != "native" or strategy.exchange is not None or config.plain:
@@ -92,21 +98,24 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
             f"take {where} out",
             where,
         )
-    if not options.in_backward:
-        return
-    if options.max_grad_norm is not None:
+    if options.in_backward:
+        yield from _in_backward(case, where)
+
+
+def _in_backward(case: Case, where: str) -> Iterator[Refusal]:
+    """Yield refusals of optimizers that step as soon as a gradient is there, within backward."""
+    config = case.config
+    if config.optimizer.max_grad_norm is not None:
         reason = (
             "the norm is known when the last gradient is there, and the others are used by then"
         )
         yield Refusal("in_backward × clipping", reason, "set optimizer.max_grad_norm=null", where)
-    if strategy.data_parallel(mesh) not in ("none", "fsdp2"):
+    if case.strategy.data_parallel(case.mesh) not in ("none", "fsdp2"):
         reason = "gradients of copies are averaged in buckets, after they have come"
         yield Refusal("in_backward × copies of the model", reason, "use strategy=fsdp2", where)
-    if (
-        case.precision == "fp16"
-        or config.health.on_nan == "skip"
-        or config.health.on_spike in ("skip", "rollback")
-    ):
+    health = config.health
+    skips_steps = health.on_nan == "skip" or health.on_spike in ("skip", "rollback")
+    if case.precision == "fp16" or skips_steps:
         reason = "a step that is not finite, or jumps, is taken by the time that it is seen"
         yield Refusal(
             "in_backward × steps that may be skipped",
@@ -117,7 +126,9 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
 
 
 def _pure(case: Case, where: str) -> Iterator[Refusal]:
-    config, mesh = case.config, case.mesh
+    """Yield refusals of master weights in bf16."""
+    config = case.config
+    mesh = case.mesh
     if case.precision != "bf16":
         yield Refusal(
             f"master=bf16 × {case.precision}",
@@ -133,8 +144,12 @@ def _pure(case: Case, where: str) -> Iterator[Refusal]:
             "use optimizer.kind=adamw, or master=fp32",
             where,
         )
-    whole = plain(mesh) and case.strategy.data_parallel(mesh) in ("none", "ddp", "fsdp2")
-    if not whole or case.strategy.engine(mesh) != "native" or case.strategy.exchange is not None:
+    is_proven = plain(mesh) and case.strategy.data_parallel(mesh) in ("none", "ddp", "fsdp2")
+    if (
+        not is_proven
+        or case.strategy.engine(mesh) != "native"
+        or case.strategy.exchange is not None
+    ):
         reason = "it is proven where each rank has weights whole, or sharded by FSDP2 alone; DeepSpeed keeps fp32 weights for its step"
         yield Refusal("master=bf16 × the strategy", reason, "use strategy=ddp or fsdp2", where)
     if case.strategy.copies().compression.kind != "none":
@@ -148,6 +163,7 @@ def _pure(case: Case, where: str) -> Iterator[Refusal]:
 
 
 def _schedule_free(case: Case, where: str) -> Iterator[Refusal]:
+    """Yield refusals of the optimizer that averages weights in place of a schedule."""
     if case.config.schedule.kind != "constant":
         reason = "it averages weights in place of a falling rate; a warm-up goes with it"
         yield Refusal(

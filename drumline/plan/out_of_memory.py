@@ -19,7 +19,7 @@ from drumline.plan.estimate import Memory
 from drumline.plan.explain import size
 
 STATES = ("parameters", "gradients", "optimizer")
-# What a rank was doing → the category that grows then; states are measured apart.
+# What a rank was doing → the category that grows then. STATES are not here: they are measured.
 GROWS = {
     "loading": "parameters",
     "the loss": "logits",
@@ -27,8 +27,8 @@ GROWS = {
     "the optimizer's step": "buffers",
     "saving": "buffers",
 }
-# Parts of messages that mean out of memory, of what has no class of its own in torch: CPU allocators,
-# C++, cuBLAS, cuDNN, the kernel.
+# Parts of messages that mean out of memory, for errors without a class of their own: of CPU
+# allocators, C++, cuBLAS, cuDNN and the kernel.
 MESSAGES = (
     "out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED", "could not allocate", "Unable to allocate", "Storage size calculation overflowed",
@@ -41,7 +41,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error means that memory ran out, or was caused by one that does."""
     while error is not None:
         names = {cls.__name__ for cls in type(error).__mro__}
-        if names & {"MemoryError", "OutOfMemoryError"}:  # the second is torch's
+        # The second name is torch's.
+        if names & {"MemoryError", "OutOfMemoryError"}:
             return True
         if isinstance(error, RuntimeError | OSError):
             message = str(error)
@@ -122,8 +123,8 @@ class Exhausted(Frozen):
         return what
 
 
-# Takes what was known when memory ran out and the last step that was done. Returns the plan's verdict, and why the
-# run does not go on; None: there is a new plan.json.
+# Takes what was known when memory ran out, and the last step that was done. Returns the plan's
+# verdict, and why the run does not go on; None in the second place: there is a new plan.json.
 OnOutOfMemory = Callable[[Exhausted, int], tuple[str, str | None]]
 
 
@@ -204,7 +205,8 @@ def correction(out: Exhausted, planned: Memory) -> float:
 def limit(out: Exhausted, planned: Memory, assumed: int) -> int:
     """Return the bytes of a device that plans must fit into from now on.
 
-    It is the room that there is, `assumed` so far, over `correction`, by which predictions are too low.
+    It is the room that there is (`assumed`, if nothing else is known), divided by the factor by
+    which predictions are too low (`correction`).
     """
     room = assumed
     if out.room is not None:

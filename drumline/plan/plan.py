@@ -1,4 +1,7 @@
-"""The Plan: what will happen, with every number resolved. Ranks read only `plan.json`. No torch here."""
+"""The Plan: what will happen, with every number resolved. No torch here.
+
+Ranks read the file `plan.json`, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ class BatchPlan(Frozen):
 
 
 class DataIdentity(Frozen):
-    """Identifies the data of a run, for a resume: a position counts samples of these rows in their order."""
+    """Identifies the data of a run, to compare when it resumes.
+
+    A position in the data counts samples of these rows in their order.
+    """
 
     cache: str = Field(
         description="Folder of the token cache, whose name is a hash of all that it was made from."
@@ -150,7 +156,7 @@ class DataPlan(Frozen):
 
     @property
     def mixture(self) -> tuple[str, ...]:
-        """A line for each source of a mixture, with its part of an epoch; none if nothing is mixed."""
+        """A line for each source of a mixture, with its part of an epoch."""
         if not self.epoch_samples:
             return ()
         lines = []
@@ -174,7 +180,7 @@ class DataPlan(Frozen):
 class PipelinePlan(Frozen):
     """How a pipeline runs.
 
-    `model_parallel` runs one micro-batch at a time through the stages in turn.
+    The schedule `model_parallel` passes one micro-batch at a time through all stages in turn.
     """
 
     schedule: Schedule
@@ -186,7 +192,10 @@ class PipelinePlan(Frozen):
 
 
 class RolePlan(Frozen):
-    """A model besides the policy, spread like it: an algorithm's reference, value or reward model."""
+    """A model besides the policy: an algorithm's reference, value or reward model.
+
+    It is spread like the policy.
+    """
 
     model: ModelConfig
     model_path: str | None
@@ -214,11 +223,11 @@ def _explicit_stream_parts(values: dict[str, Any]) -> int:
 
 
 class Layout(Frozen):
-    """How a run is spread over its devices: what the planner's arithmetic is a function of.
+    """How a run is spread over its devices. The planner's arithmetic is a function of it.
 
-    A search makes thousands of layouts; a Plan is one of them. `config.strategy` is what runs (`auto` is
-    in none that is estimated). What the user left open in `config` is resolved in the other fields. If
-    `data` is None, rows are taken to be as long as they may be.
+    A search makes thousands of layouts; a Plan is one of them. `config.strategy` is the strategy
+    that runs, never `auto` if the layout is estimated. The other fields resolve what the user left
+    open in `config`. If `data` is None, rows count as long as they may be.
     """
 
     config: Config
@@ -265,7 +274,7 @@ class Layout(Frozen):
 
     @property
     def fp8(self) -> bool:
-        """Whether linear layers of blocks multiply in fp8; `precision` is then that of everything else."""
+        """Whether linear layers of blocks multiply in fp8. All else computes in `precision`."""
         return self.config.precision.kind == "fp8"
 
     @property
@@ -301,8 +310,8 @@ class Layout(Frozen):
     def positions(self) -> float:
         """Tokens of a row that are computed.
 
-        If the width of rows is fixed, it is all of it. Else rows of similar length share a batch, and
-        the little padding that this takes is neglected. An image counts as one.
+        They are the full width if rows have a fixed one. Otherwise rows of similar length share a
+        batch, and the little padding between them is neglected. An image counts as one.
         """
         if self.config.images_alone:
             return 1.0
@@ -321,8 +330,8 @@ class Layout(Frozen):
     def of_role(self, name: str) -> Self:
         """Return the layout of one of `roles` by itself: spread like the policy, without adapter.
 
-        A frozen one under DeepSpeed runs on the native engine, because nothing is reduced or stepped:
-        whole, or under ZeRO 3 by FSDP2.
+        A frozen model beside a policy under DeepSpeed runs on the native engine, because nothing is
+        reduced or stepped. It is whole on each rank, or under ZeRO 3 sharded by FSDP2.
         """
         role = self.roles[name]
         sections: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
@@ -367,7 +376,7 @@ class Predicted(Frozen):
     )
 
     def mfu(self, tokens_per_s: float, devices: int = 1) -> float | None:
-        """Return the share of the devices' datasheet rate that model FLOPs take; None if either is unknown.
+        """Return the share of the devices' rate that model FLOPs take; None if either is unknown.
 
         `tokens_per_s`: of all `devices` together.
         """
@@ -426,7 +435,7 @@ class Plan(Layout):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About the size of a checkpoint: trainable weights, and AdamW's two moments of them, in fp32.
+        """About the bytes of a checkpoint: trainable weights and AdamW's two moments, all in fp32.
 
         0 if the model is not known.
         """
@@ -478,9 +487,9 @@ class Plan(Layout):
 
     @classmethod
     def of(cls, values: Any, trusted: bool = True) -> Plan:
-        """Return the plan that is `values` as JSON.
+        """Return the plan with `values`, as read from JSON.
 
-        Kinds of the user's own are found from the folder of the YAML, wherever this process is.
+        Kinds of the user's own are found from the folder of the YAML, wherever this process runs.
         """
         base_dir = values.get("base_dir") if isinstance(values, dict) else None
         folder = Path(base_dir) if isinstance(base_dir, str) else None

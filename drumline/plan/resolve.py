@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from drumline.config.config import Config, NoAdapter, OptimizerConfig, ScheduleConfig
@@ -31,24 +31,35 @@ from drumline.plan.stream import reason_against_stream
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
 
 
+@dataclass(frozen=True)
+class KnownModel:
+    """What is known of a run's models before its plan is made."""
+
+    # Of the policy, with those of `roles`; None: the sizes are not known, as of a user's own
+    # module.
+    facts: ModelFacts | None = None
+    # The folder or hub id of the policy's files; None: it has none, or its plan never runs.
+    path: str | None = None
+    # Models besides the policy (see Layout.roles).
+    roles: Mapping[str, RolePlan] = field(default_factory=dict)
+
+
 def resolve(
     config: Config,
     *,
     run_dir: str,
     machine: Machine,
     world_size: int | None,
-    facts: ModelFacts | None,
-    model_path: str | None,
+    model: KnownModel,
     data: DataPlan | None,
     base_dir: str = ".",
-    roles: Mapping[str, RolePlan] | None = None,
 ) -> Plan:
     """Return the plan, which has every number of the run.
 
     `world_size`: the number of processes; None: the config and the machine decide.
-    `data`: None for a dry run. `roles`: models besides the policy (see Layout.roles), whose sizes are
-    in `facts.roles`. Raises PlanError if the numbers do not go together.
+    `data`: None for a dry run. Raises PlanError if the numbers do not go together.
     """
+    facts = model.facts
     why: list[str] = []
     device = device_of(config, machine)
     world = processes_of(config, machine, device, world_size)
@@ -61,7 +72,7 @@ def resolve(
     mesh = strategy.mesh(world)
     precision = precision_of(config, machine, device, why)
     case = Case(config, mesh, device, precision, facts)
-    require(case, roles or {}, data)
+    require(case, model.roles, data)
     batch = resolve_batch(config, mesh.data_ranks, in_flight(mesh, strategy), why=why)
     batch_norms = 0
     bidirectional = False
@@ -71,7 +82,7 @@ def resolve(
         bidirectional = facts.bidirectional
         first_position = facts.first_position or 0
     why += batch_norm_why(config, batch, batch_norms)
-    layout = lay_out(case, batch, roles or {}, data, len(machine.devices), why)
+    layout = lay_out(case, batch, model.roles, data, len(machine.devices), why)
     if facts is not None and not config.images_alone:
         why.append(f"attention {choice_of(layout, facts).line}")
     why += strategy.notes(world, layout.devices_per_rank, batch.micro_batch)
@@ -85,7 +96,7 @@ def resolve(
         backend="nccl" if device == "cuda" else "gloo",
         lr=_learning_rate(config.optimizer, mesh, batch, why),
         warmup_steps=warmup_steps(config.schedule, layout.steps),
-        model_path=model_path,
+        model_path=model.path,
         bidirectional=bidirectional,
         first_position=first_position,
         predicted=_predict(config, machine, device, precision, facts, data),
@@ -104,7 +115,7 @@ def _offload(strategy: StrategyConfig) -> Literal["none", "cpu", "nvme"]:
 
 
 def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) -> None:
-    """Raise PlanError if a rule refuses the policy or one of `roles`, or a data rank has no sample."""
+    """Raise PlanError if a rule refuses one of the models, or a data rank has no sample."""
     check_rules(case)
     if case.facts is not None:
         for name, facts in case.facts.roles.items():
@@ -170,7 +181,7 @@ def lay_out(
 
 
 def _stage_roles(case: Case, roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
-    """Return the other models with the blocks of their pipeline stages, if their sizes are known."""
+    """Return the roles with the blocks of their pipeline stages, if their sizes are known."""
     staged = dict(roles)
     if case.facts is None:
         return staged
@@ -191,7 +202,9 @@ def _describe_images(data: DataPlan) -> str:
 
 
 def _stream_parts(case: Case, why: list[str]) -> int:
-    """Return the number of parts by tokens into which tp ranks cut the residual stream; 1: it stays whole.
+    """Return the number of parts into which tp ranks cut the residual stream by tokens.
+
+    It is 1 if the stream stays whole.
 
     All models of the run are cut alike. If the stream of one must stay whole, all streams do.
     `why` gets a line if the user has left it open.
@@ -214,7 +227,7 @@ def _stream_parts(case: Case, why: list[str]) -> int:
 
 
 def reason_for_whole_stream(config: Config, facts: ModelFacts | None) -> str:
-    """Return why the streams of the policy and of the other models are not cut; empty if they are."""
+    """Return why the streams of all models are not cut; empty if they are."""
     reason = reason_against_stream(config, facts)
     if reason or facts is None:
         return reason
@@ -408,7 +421,10 @@ def going_on(plan: Plan, step: int, position: int) -> Plan:
 def _learning_rate(
     optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]
 ) -> float:
-    """Return the learning rate, scaled to the batch or to the number of data ranks if it is set so."""
+    """Return the learning rate.
+
+    If the user has set it so, it is scaled to the batch or to the number of data ranks.
+    """
     if optimizer.lr_scaling == "none":
         return optimizer.lr
     if optimizer.lr_base_samples is not None:
@@ -429,7 +445,10 @@ def _learning_rate(
 
 
 def warmup_steps(schedule: ScheduleConfig, steps: int | None) -> int:
-    """Return the steps of warm-up in a run of `steps`. A ratio is rounded up, as in transformers."""
+    """Return the steps of warm-up in a run of `steps`.
+
+    A ratio is rounded up, as in transformers.
+    """
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     if steps is None:

@@ -1,4 +1,7 @@
-"""The case that a rule about combinations looks at, and questions that many rules ask. No torch here."""
+"""The case that a rule about combinations looks at, and questions that many rules ask.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from drumline.plan.facts import ModelFacts
 
 @dataclass(frozen=True)
 class Case:
-    """What the rules look at. `facts` None: the model is not known yet."""
+    """What the rules look at: a run whose strategy and devices are known.
+
+    `facts`: of the policy; None: the model is not known yet.
+    """
 
     config: Config
     mesh: Mesh
@@ -27,20 +33,23 @@ class Case:
 
 
 def packed_bits(config: Config) -> int:
-    """Bits of an entry of the linear layers of blocks, which QLoRA packs; 0 where it does not."""
+    """Return the bits of an entry of the linear layers that QLoRA packs; 0 if nothing is packed."""
     adapter = config.adapter
-    return {"4bit": 4, "8bit": 8}.get(adapter.quantize, 0) if adapter.kind == "lora" else 0
+    if adapter.kind != "lora":
+        return 0
+    return {"4bit": 4, "8bit": 8}.get(adapter.quantize, 0)
 
 
 def sees(case: Case) -> bool:
-    """Whether images stand among the model's tokens."""
+    """Return whether images stand among the model's tokens."""
     return case.facts is not None and case.facts.vision_language
 
 
 def plain(mesh: Mesh) -> bool:
-    """Without tensor, context, pipeline and expert parallelism."""
+    """Return whether a mesh has no tensor, context, pipeline or expert parallelism."""
     return mesh.tp * mesh.cp * mesh.pp * mesh.ep == 1
 
 
 def recomputes_some(case: Case) -> bool:
+    """Return whether blocks recompute some of their activations, and keep the others."""
     return case.config.memory.activation_checkpointing == "selective"

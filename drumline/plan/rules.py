@@ -1,24 +1,30 @@
-"""What cannot be combined, each with its reason and the nearest thing that works. Read before any process starts."""
+"""What cannot be combined, each with its reason and the nearest thing that works.
+
+The rules are checked before any process starts. No torch here.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
-from drumline.config.config import Config, LoRAConfig
+from drumline.config.config import Config
 from drumline.config.refusal import Refusal
 from drumline.config.rollouts import VLLMGenerator
+from drumline.plan.adapter_rules import refusals as adapter_refusals
 from drumline.plan.attention import RING_CHUNK
 from drumline.plan.batch import nearest
 from drumline.plan.copies import copied_over
-from drumline.plan.facts import MULTIPLE, TP_STYLES, chunkable, takes_fp8
+from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, chunkable, takes_fp8
 from drumline.plan.optimizer_rules import refusals as optimizer_refusals
 from drumline.plan.rule import Case, packed_bits, plain, recomputes_some, sees
 from drumline.plan.strategy_engine import engine_of
 from drumline.plan.stream import whole_stream
 
-# What only a run of the model may show: its reason is found there.
+# These refusals get their reason from the model: by its facts here, or when it is built.
 NO_STAGES = Refusal("pp × the model", "", "use strategy: fsdp2 or tp instead")
 NO_PARTS = Refusal("cp × the model", "", "use fsdp2, ddp or pp without cp")
 NO_RECOMPUTING = Refusal(
@@ -38,24 +44,39 @@ NO_PACKS = Refusal(
 
 
 def check_rules(case: Case) -> None:
-    """Raises PlanError by the first rule that refuses: those for all strategies, then the strategy's own."""
-    common = (
-        *(_mps, _images, _adapters, _model, _written, _memory, _speed, _batch_norm),
-        *(_tensor_parallel, _sequence_parallel, _context_parallel),
-    )
-    for rules in (
-        *common,
+    """Raise PlanError by the first rule that refuses the case.
+
+    Rules of all strategies come first, then those of the optimizer, then the strategy's own. If
+    several refuse, the order decides which one the user is told of.
+    """
+    rules_in_order = (
+        _mps,
+        _images,
+        adapter_refusals,
+        _vllm,
+        _model,
+        _written,
+        _memory,
+        _compiled,
+        _kernels,
+        _fp8,
+        _batch_norm,
+        _tensor_parallel,
+        _sequence_parallel,
+        _context_parallel,
         _zero_bubble,
         _health,
         _expert_parallel,
         optimizer_refusals,
         engine_of(case.strategy).refusals,
-    ):
-        for refusal in rules(case):
+    )
+    for rule in rules_in_order:
+        for refusal in rule(case):
             raise refusal.error()
 
 
 def _mps(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of Apple's GPU."""
     config = case.config
     if config.run.device != "mps":
         return
@@ -68,18 +89,20 @@ def _mps(case: Case) -> Iterator[Refusal]:
             "run.device",
         )
     if not config.algorithm.sees_images or case.precision != "fp32" or packed_bits(config):
-        reason = "it is written for sft and pretrain in fp32"  # the sums of others are in fp64 on the device, and it has none
+        # Other algorithms sum in fp64 on the device, which this one cannot.
         yield Refusal(
             "mps × what it has not been written for",
-            reason,
+            "it is written for sft and pretrain in fp32",
             "use precision=fp32, or run.device=cpu",
             "run.device",
         )
 
 
 def _images(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of images, among a model's tokens or as whole samples."""
     yield from compared_images(case.config, sees(case))
-    mesh, alone = case.mesh, case.config.images_alone
+    mesh = case.mesh
+    images_alone = case.config.images_alone
     if sees(case) and not case.config.algorithm.sees_images:
         reason = "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting"
         yield Refusal(
@@ -94,10 +117,10 @@ def _images(case: Case) -> Iterator[Refusal]:
     if sees(case) and mesh.cp > 1:
         reason = "transformers puts the features of all images into the places it counts in a row, and a rank has a part of the places"
         yield Refusal("images × cp", reason, "use strategy=fsdp2 with activation checkpointing")
-    if alone and mesh.cp > 1:
+    if images_alone and mesh.cp > 1:
         reason = "an image is one sample: its pixels become tokens inside of the model, so there is no sequence to deal out to ranks"
         yield Refusal("cp × images", reason, "use strategy=ddp or fsdp2")
-    if alone and mesh.pp > 1:
+    if images_alone and mesh.pp > 1:
         yield Refusal(
             "pp × images",
             "the stages of a pipeline are handed token ids",
@@ -106,11 +129,19 @@ def _images(case: Case) -> Iterator[Refusal]:
 
 
 def compared_images(config: Config, vision_language: bool) -> Iterator[Refusal]:
-    """The same of the data alone, which are prepared before any case is known."""
-    for key in ("duplicates", "decontaminate") if vision_language or config.images_alone else ():
-        if (found := getattr(config.data, key)) is not None and getattr(
-            found, "kind", "near"
-        ) != "exact":
+    """Yield refusals of images whose rows would be compared by similarity.
+
+    Data are prepared before any case is known, so these rules look at the config alone.
+    `vision_language`: whether images stand among the model's tokens.
+    """
+    if not vision_language and not config.images_alone:
+        return
+    for key in ("duplicates", "decontaminate"):
+        comparison = getattr(config.data, key)
+        if comparison is None:
+            continue
+        # Only duplicates have a kind; decontamination always compares n-grams.
+        if getattr(comparison, "kind", "near") != "exact":
             yield Refusal(
                 f"data.{key} × images",
                 "it compares texts alone",
@@ -119,175 +150,92 @@ def compared_images(config: Config, vision_language: bool) -> Iterator[Refusal]:
             )
 
 
-def _adapters(case: Case) -> Iterator[Refusal]:
-    config, has_lora = case.config, case.config.adapter.kind == "lora"
-    if config.model.freeze and has_lora:
+def _vllm(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of rollouts that vLLM samples."""
+    rollout = case.config.algorithm.rollout
+    if rollout is None or not isinstance(rollout.generator, VLLMGenerator):
+        return
+    generator = rollout.generator
+    if generator.weights != "none" and case.config.adapter.kind == "lora":
         yield Refusal(
-            "frozen parts × an adapter",
-            "an adapter freezes the whole model",
-            "take model.freeze out",
-            "model.freeze",
+            "vLLM × an adapter",
+            "vLLM is handed whole weights, and an adapter lies beside them",
+            "use generator=hf, or adapter=none",
+            "algorithm.generator",
         )
-    adapter = config.adapter
-    if isinstance(adapter, LoRAConfig):
-        if adapter.dora and case.mesh.tp > 1:
-            reason = "it takes the length of whole rows of a weight, and a rank has parts of some"
-            yield Refusal(
-                "DoRA × tp", reason, "use strategy=fsdp2, or adapter.dora=false", "adapter.dora"
-            )
-        ends = case.facts.end_weights if case.facts is not None else ()
-        adapts_embedding = any(".lora_embedding_A." in weight.name for weight in ends)
-        copies_on_gpus = case.strategy.data_parallel(case.mesh) == "dp" and case.device == "cuda"
-        if adapts_embedding and copies_on_gpus:
-            name = "an adapter over the embedding × dp"
-            reason = (
-                "nn.DataParallel makes no copies of a dictionary of parameters,"
-                " in which PEFT keeps the factors of an embedding"
-            )
-            yield Refusal(name, reason, "use strategy=ddp", "adapter.targets")
-        token_rows = "model.new_tokens" if config.model.new_tokens else "adapter.trainable_tokens"
-        if adapter.trainable_tokens and case.mesh.tp > 1:
-            reason = "PEFT lays their rows over a whole embedding and a whole head, and a rank has parts of these"
-            instead = "use strategy=fsdp2, or adapter.modules_to_save=[embed_tokens, lm_head]"
-            yield Refusal("trainable tokens × tp", reason, instead, token_rows)
-        if (
-            adapter.trainable_tokens
-            and case.strategy.data_parallel(case.mesh) == "dp"
-            and case.device == "cuda"
-        ):
-            reason = "nn.DataParallel makes no copies of a dictionary of parameters, in which PEFT keeps them"
-            yield Refusal("trainable tokens × dp", reason, "use strategy=ddp", token_rows)
-    if packed_bits(config):
-        where = "adapter.quantize"
-        if case.mesh.tp > 1:
-            reason = (
-                "scales belong to blocks along whole rows of a weight, and a rank has parts of some"
-            )
-            yield Refusal(
-                "QLoRA × tp", reason, "use strategy=fsdp2, or adapter.quantize=none", where
-            )
-        if not case.strategy.takes_packed:
-            reason, instead = (
-                "packed weights are tested only where all ranks step together, one process a device",
-                "use strategy=ddp or fsdp2, or adapter.quantize=none",
-            )
-            yield Refusal(f"QLoRA × {case.strategy.kind}", reason, instead, where)
-        if config.algorithm.rollout is not None and not (
-            case.strategy.whole_weights and plain(case.mesh)
-        ):
-            reason = "rollouts are sampled from a copy of a policy that is cut, and packed weights are not handed out whole"
-            yield Refusal(
-                "QLoRA × rollouts of a cut policy",
-                reason,
-                "use strategy=ddp, or adapter.quantize=none",
-                where,
-            )
-    if config.checkpoint.export_adapter:
-        where = "checkpoint.export_adapter"
-        if not has_lora:
-            yield Refusal(
-                "adapter export × no adapter",
-                "there is no adapter to export",
-                f"use adapter=lora, or take {where} out",
-                where,
-            )
-        if not config.model.as_published:
-            reason = "the frozen model lies in no folder that a reader could lay the adapter over"
-            yield Refusal(
-                "adapter export × a model of the run's own",
-                reason,
-                f"take {where} out: the merged model is exported",
-                where,
-            )
-    if config.algorithm.reference_of(config) == "adapter":
-        if not has_lora:
-            reason, instead = (
-                "without an adapter there is none to switch off",
-                "use adapter=lora, or algorithm.reference=precomputed",
-            )
-            yield Refusal("reference=adapter × no adapter", reason, instead, "algorithm.reference")
-        elif not adapter.switches:
-            reason = "without it the model is not what training starts from: PiSSA and modules_to_save change its weights"
-            instead = "use algorithm.reference=precomputed or live"
-            yield Refusal(
-                "reference=adapter × PiSSA, modules_to_save", reason, instead, "algorithm.reference"
-            )
-        if getattr(config.algorithm, "reference_model", None) is not None:
-            reason = "the policy without its adapter is what training starts from, not algorithm.reference_model"
-            instead = "use algorithm.reference=precomputed or live"
-            yield Refusal(
-                "reference=adapter × a reference model of its own",
-                reason,
-                instead,
-                "algorithm.reference",
-            )
-    vllm = config.algorithm.rollout and config.algorithm.rollout.generator
-    if isinstance(vllm, VLLMGenerator):
-        if vllm.weights != "none" and has_lora:
-            reason = "vLLM is handed whole weights, and an adapter lies beside them"
-            yield Refusal(
-                "vLLM × an adapter",
-                reason,
-                "use generator=hf, or adapter=none",
-                "algorithm.generator",
-            )
-        if vllm.url is None and config.model.id is None:
-            reason = "its engine starts from a model's files, and this one has none"
-            yield Refusal(
-                "vLLM × a model without files",
-                reason,
-                "use generator=hf, or set model.id",
-                "algorithm.generator",
-            )
+    if generator.url is None and case.config.model.id is None:
+        yield Refusal(
+            "vLLM × a model without files",
+            "its engine starts from a model's files, and this one has none",
+            "use generator=hf, or set model.id",
+            "algorithm.generator",
+        )
 
 
 def _model(case: Case) -> Iterator[Refusal]:
-    """What the model cannot do; nothing where it is not known yet."""
-    facts, ring = case.facts, _rings(case)
+    """Yield refusals by what the model cannot do; none if the model is not known yet."""
+    facts = case.facts
     if facts is None:
         return
     if case.mesh.cp > 1:
-        if facts.first_position is None:
-            reason = "its tokens would count from the start of each part, since it takes no positions from outside"
-            yield Refusal("cp × a model without position ids", reason, "use strategy=ddp or fsdp2")
-        if ring and facts.bidirectional:
-            reason = "torch's ring attention takes no mask, and padding is kept out by one"
-            yield Refusal("ring × tokens that see those behind them", reason, "use ulysses")
-        if facts.whole_sequences:
-            yield replace(
-                NO_PARTS,
-                reason=f"context parallelism cannot run {facts.name}: {facts.whole_sequences}",
-            )
-        if ring and facts.windows:
-            reason = "ring attention in torch takes no mask, and this model has layers with windows of their own"
-            yield Refusal("ring × windows", reason, "use ulysses")
+        yield from _model_in_parts(case, facts)
     if case.mesh.pp > 1:
-        if facts.trains_router:
-            where = "model.config.output_router_logits"
-            reason = "the loss is a product of means over all layers, and a stage has some of them"
-            instead = f"use strategy=fsdp2, or train without it: {where}=false"
-            yield Refusal("pp × the router loss of a mixture of experts", reason, instead, where)
-        if facts.uncut:
-            yield replace(NO_STAGES, reason=facts.uncut)
+        yield from _model_in_stages(facts)
     if case.config.memory.activation_checkpointing != "none" and not facts.recomputes:
         yield replace(NO_RECOMPUTING, reason=f"{facts.name} has no activation checkpointing")
 
 
+def _model_in_parts(case: Case, facts: ModelFacts) -> Iterator[Refusal]:
+    """Yield refusals of models whose sequences cannot be cut over the ranks of cp."""
+    if facts.first_position is None:
+        reason = "its tokens would count from the start of each part, since it takes no positions from outside"
+        yield Refusal("cp × a model without position ids", reason, "use strategy=ddp or fsdp2")
+    if _rings(case) and facts.bidirectional:
+        reason = "torch's ring attention takes no mask, and padding is kept out by one"
+        yield Refusal("ring × tokens that see those behind them", reason, "use ulysses")
+    if facts.whole_sequences:
+        reason = f"context parallelism cannot run {facts.name}: {facts.whole_sequences}"
+        yield replace(NO_PARTS, reason=reason)
+    if _rings(case) and facts.windows:
+        reason = "ring attention in torch takes no mask, and this model has layers with windows of their own"
+        yield Refusal("ring × windows", reason, "use ulysses")
+
+
+def _model_in_stages(facts: ModelFacts) -> Iterator[Refusal]:
+    """Yield refusals of models that cannot be cut into the stages of a pipeline."""
+    if facts.trains_router:
+        where = "model.config.output_router_logits"
+        reason = "the loss is a product of means over all layers, and a stage has some of them"
+        instead = f"use strategy=fsdp2, or train without it: {where}=false"
+        yield Refusal("pp × the router loss of a mixture of experts", reason, instead, where)
+    if facts.uncut:
+        yield replace(NO_STAGES, reason=facts.uncut)
+
+
 def _written(case: Case) -> Iterator[Refusal]:
-    """eval.samples and eval.tasks."""
-    config, options = case.config, case.config.eval
-    if options.patience is not None and not (
-        config.data.eval or config.data.holdout or options.tasks
-    ):
+    """Yield refusals of evaluations: eval.patience, eval.samples and eval.tasks."""
+    config = case.config
+    options = config.eval
+    has_held_out_rows = bool(config.data.eval or config.data.holdout)
+    if options.patience is not None and not has_held_out_rows and not options.tasks:
         yield Refusal(
             "eval.patience × no held-out rows",
             "it counts evaluations",
             "set data.eval or data.holdout",
             "eval.patience",
         )
-    if not options.generates:
-        return
-    key, rollout = f"eval.{'samples' if options.samples else 'tasks'}", config.algorithm.rollout
+    if options.generates:
+        yield from _generated(case, has_held_out_rows)
+
+
+def _generated(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
+    """Yield refusals of texts that the model writes in an evaluation."""
+    config = case.config
+    options = config.eval
+    rollout = config.algorithm.rollout
+    key = "eval.tasks"
+    if options.samples:
+        key = "eval.samples"
     if config.plain or not config.algorithm.writes or config.head not in ("lm", "valued"):
         yield Refusal(
             f"{key} × a model without text", "it gives numbers, not text", f"take {key} out", key
@@ -304,7 +252,7 @@ def _written(case: Case) -> Iterator[Refusal]:
         yield Refusal(
             f"QLoRA × {key} of a cut model", reason, f"use strategy=ddp, or take {key} out", key
         )
-    if options.samples and not config.data.eval and not config.data.holdout:
+    if options.samples and not has_held_out_rows:
         yield Refusal(
             "eval.samples × no held-out rows",
             "prompts are held-out rows",
@@ -312,10 +260,9 @@ def _written(case: Case) -> Iterator[Refusal]:
             key,
         )
     if rollout is not None and options.max_new_tokens is not None:
-        reason = "samples are made as rollouts are"
         yield Refusal(
             "eval.max_new_tokens × rollouts",
-            reason,
+            "samples are made as rollouts are",
             "set algorithm.generator.max_new_tokens",
             "eval.max_new_tokens",
         )
@@ -329,49 +276,51 @@ def _written(case: Case) -> Iterator[Refusal]:
 
 
 def _memory(case: Case) -> Iterator[Refusal]:
-    config, memory = case.config, case.config.memory
-    kind, apart = (
-        memory.activation_checkpointing,
-        case.strategy.engine(case.mesh) != "native" or not plain(case.mesh),
-    )
-
-    def refused(key: str, other: str, reason: str, instead: str) -> Refusal:
-        return Refusal(f"{key} × {other}", reason, instead, f"memory.{key}")
+    """Yield refusals of what saves memory in the blocks."""
+    config = case.config
+    memory = config.memory
+    checkpointing = memory.activation_checkpointing
 
     if memory.budget_gb is not None and config.plain:
-        yield refused(
+        yield _memory_refusal(
             "budget_gb",
             "a module of your own",
             "what it keeps is not known",
             "set activation_checkpointing",
         )
     for key in ("checkpointed_blocks", "activation_offload", "mlp_chunk"):
-        if getattr(memory, key) and apart:
-            reason = "it is proven where a rank runs whole blocks on whole rows"
-            yield refused(
-                key, "tp, cp, pp, ep, zero", reason, "take it out, or use strategy=fsdp2 or ddp"
+        if not getattr(memory, key):
+            continue
+        if not _is_native(case):
+            yield _memory_refusal(
+                key,
+                "tp, cp, pp, ep, zero",
+                "it is proven where a rank runs whole blocks on whole rows",
+                "take it out, or use strategy=fsdp2 or ddp",
             )
-        if getattr(memory, key) and config.compile.enabled and key != "checkpointed_blocks":
-            yield refused(key, "compile", "a compiled block runs as one", "take one of the two out")
-    if memory.checkpointed_blocks is not None and kind == "none":
-        yield refused(
+        if config.compile.enabled and key != "checkpointed_blocks":
+            yield _memory_refusal(
+                key, "compile", "a compiled block runs as one", "take one of the two out"
+            )
+    if memory.checkpointed_blocks is not None and checkpointing == "none":
+        yield _memory_refusal(
             "checkpointed_blocks",
             "no checkpointing",
             "it counts those that are",
             "use activation_checkpointing=full",
         )
-    if memory.activation_offload and kind == "selective":
+    if memory.activation_offload and checkpointing == "selective":
         reason = (
             "what it keeps of operators goes past the tensors that autograd saves, which are moved"
         )
-        yield refused(
+        yield _memory_refusal(
             "activation_offload",
             "selective checkpointing",
             reason,
             "use activation_checkpointing=full",
         )
     if memory.activation_offload and sees(case):
-        yield refused(
+        yield _memory_refusal(
             "activation_offload",
             "images",
             "blocks of a vision tower run between those of the text",
@@ -383,83 +332,115 @@ def _memory(case: Case) -> Iterator[Refusal]:
         )
 
 
-def _speed(case: Case) -> Iterator[Refusal]:
-    """compile.loss, compile.optimizer, model.kernels and precision fp8: proven where a rank has whole weights, or FSDP2 gathers them."""
-    config, mesh, options = case.config, case.mesh, case.config.precision
-    whole, in_parts = (
-        case.strategy.engine(mesh) == "native" and plain(mesh),
-        config.optimizer.in_backward or config.optimizer.offload,
-    )
-    if config.compile.loss and mesh.tp > 1:
+def _memory_refusal(key: str, other: str, reason: str, instead: str) -> Refusal:
+    """Return the refusal of a key of the section memory beside something else."""
+    return Refusal(f"{key} × {other}", reason, instead, f"memory.{key}")
+
+
+def _compiled(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of compile.loss and compile.optimizer."""
+    config = case.config
+    if config.compile.loss and case.mesh.tp > 1:
         yield Refusal(
             "compile.loss × tp",
             "parts of the vocabulary exchange sums within a chunk",
             "take it out",
             "compile.loss",
         )
-    if config.compile.optimizer:
-        own = (
-            config.optimizer.fused
-            or config.optimizer.kind not in ("adamw", "sgd")
-            or options.master == "bf16"
+    if not config.compile.optimizer:
+        return
+    optimizer = config.optimizer
+    is_plain_step = (
+        optimizer.kind in ("adamw", "sgd")
+        and not optimizer.fused
+        and not _steps_in_parts(config)
+        and config.precision.master != "bf16"
+    )
+    if not is_plain_step or not _is_native(case) or not case.strategy.whole_weights:
+        yield Refusal(
+            "compile.optimizer × the optimizer or the strategy",
+            "it compiles steps of AdamW and SGD that are plain operators, over whole weights",
+            "use strategy=ddp and optimizer: {kind: adamw, fused: false}",
+            "compile.optimizer",
         )
-        if own or in_parts or not whole or not case.strategy.whole_weights:
-            reason = (
-                "it compiles steps of AdamW and SGD that are plain operators, over whole weights"
-            )
-            instead = "use strategy=ddp and optimizer: {kind: adamw, fused: false}"
-            yield Refusal(
-                "compile.optimizer × the optimizer or the strategy",
-                reason,
-                instead,
-                "compile.optimizer",
-            )
-    if config.model.kernels == "liger":
-        if case.device == "cpu" or not whole or config.plain:
-            reason = "Triton's kernels are for GPUs, and parts of tensors, stages, DeepSpeed's hooks and other modules were not tried"
-            yield replace(
-                NO_LIGER,
-                name="kernels=liger × cpu, tp, cp, pp, ep, zero, a module of your own",
-                reason=reason,
-            )
-        if importlib.util.find_spec("liger_kernel") is None:
-            yield replace(
-                NO_LIGER,
-                reason="the package liger-kernel is missing",
-                instead="pip install liger-kernel",
-            )
-    if options.gather == "fp8":
-        sharded = case.strategy.data_parallel(mesh) == "fsdp2"
-        if options.kind != "fp8" or options.scaling != "tensorwise" or not sharded or in_parts:
-            reason = (
-                "FSDP2 gathers weights in fp8 with one scale each, made after a step of them all"
-            )
-            instead = (
-                "use strategy=fsdp2, precision.kind=fp8 and scaling=tensorwise, without in_backward"
-            )
-            yield Refusal(
-                "gather=fp8 × the precision or the strategy", reason, instead, "precision.gather"
-            )
-    if options.kind == "fp8":
-        if importlib.util.find_spec("torchao") is None:
-            yield replace(
-                NO_FP8, reason="the package torchao is missing", instead="pip install torchao"
-            )
-        if not whole or config.adapter.kind != "none" or config.model.freeze:
-            reason = "torchao's layers multiply whole weights, and compute the gradients of frozen ones, too"
-            yield replace(
-                NO_FP8, name="precision fp8 × tp, cp, pp, ep, zero, frozen weights", reason=reason
-            )
-        if case.facts is not None and not any(
-            takes_fp8(weight) for block, _ in case.facts.kinds_of_blocks for weight in block
-        ):
-            yield replace(
-                NO_FP8,
-                reason=f"{case.facts.name} has no linear layer in its blocks whose sides are multiples of {MULTIPLE}",
-            )
+
+
+def _kernels(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of model.kernels: liger."""
+    if case.config.model.kernels != "liger":
+        return
+    if case.device == "cpu" or not _is_native(case) or case.config.plain:
+        yield replace(
+            NO_LIGER,
+            name="kernels=liger × cpu, tp, cp, pp, ep, zero, a module of your own",
+            reason="Triton's kernels are for GPUs, and parts of tensors, stages, DeepSpeed's hooks and other modules were not tried",
+        )
+    if importlib.util.find_spec("liger_kernel") is None:
+        yield replace(
+            NO_LIGER,
+            reason="the package liger-kernel is missing",
+            instead="pip install liger-kernel",
+        )
+
+
+def _fp8(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of weights that are gathered in fp8, and of products in fp8."""
+    if case.config.precision.gather == "fp8":
+        yield from _fp8_gathering(case)
+    if case.config.precision.kind == "fp8":
+        yield from _fp8_products(case)
+
+
+def _fp8_gathering(case: Case) -> Iterator[Refusal]:
+    """Yield the refusal of precision.gather: fp8."""
+    precision = case.config.precision
+    has_one_scale = precision.kind == "fp8" and precision.scaling == "tensorwise"
+    is_sharded = case.strategy.data_parallel(case.mesh) == "fsdp2"
+    if not has_one_scale or not is_sharded or _steps_in_parts(case.config):
+        yield Refusal(
+            "gather=fp8 × the precision or the strategy",
+            "FSDP2 gathers weights in fp8 with one scale each, made after a step of them all",
+            "use strategy=fsdp2, precision.kind=fp8 and scaling=tensorwise, without in_backward",
+            "precision.gather",
+        )
+
+
+def _fp8_products(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of precision.kind: fp8."""
+    config = case.config
+    if importlib.util.find_spec("torchao") is None:
+        yield replace(
+            NO_FP8, reason="the package torchao is missing", instead="pip install torchao"
+        )
+    if not _is_native(case) or config.adapter.kind != "none" or config.model.freeze:
+        yield replace(
+            NO_FP8,
+            name="precision fp8 × tp, cp, pp, ep, zero, frozen weights",
+            reason="torchao's layers multiply whole weights, and compute the gradients of frozen ones, too",
+        )
+    if case.facts is not None and not _has_fp8_layer(case.facts):
+        reason = f"{case.facts.name} has no linear layer in its blocks whose sides are multiples of {MULTIPLE}"
+        yield replace(NO_FP8, reason=reason)
+
+
+def _has_fp8_layer(facts: ModelFacts) -> bool:
+    """Return whether any weight of the model's blocks can be multiplied in fp8."""
+    weights = chain.from_iterable(block for block, _ in facts.kinds_of_blocks)
+    return any(takes_fp8(weight) for weight in weights)
+
+
+def _is_native(case: Case) -> bool:
+    """Return whether Drumline's own engine steps the model, on ranks that run whole layers."""
+    return case.strategy.engine(case.mesh) == "native" and plain(case.mesh)
+
+
+def _steps_in_parts(config: Config) -> bool:
+    """Return whether the optimizer steps parameter by parameter instead of all at once."""
+    return config.optimizer.in_backward or config.optimizer.offload
 
 
 def _batch_norm(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of batch norms whose statistics ranks share."""
     model = case.config.model
     if not model.sync_batchnorm:
         return
@@ -472,28 +453,25 @@ def _batch_norm(case: Case) -> Iterator[Refusal]:
             "model.sync_batchnorm",
         )
     if case.mesh.data_ranks % (model.sync_batchnorm_ranks or 1):
-        reason, instead = (
-            "the ranks of a group must divide the data ranks",
-            "use a divisor of the data ranks, or null for all",
-        )
         yield Refusal(
             "SyncBatchNorm × groups that do not divide",
-            reason,
-            instead,
+            "the ranks of a group must divide the data ranks",
+            "use a divisor of the data ranks, or null for all",
             "model.sync_batchnorm_ranks",
         )
     if case.facts is not None and case.facts.batch_norms == 0:
-        reason = "this model has no batch norm"
         yield Refusal(
             "SyncBatchNorm × no batch norm",
-            reason,
+            "this model has no batch norm",
             "take model.sync_batchnorm out",
             "model.sync_batchnorm",
         )
 
 
 def _tensor_parallel(case: Case) -> Iterator[Refusal]:
-    facts, tp = case.facts, case.mesh.tp
+    """Yield refusals of tensor parallelism by the model's plan and sizes."""
+    facts = case.facts
+    tp = case.mesh.tp
     if facts is None or tp == 1:
         return
     if not facts.tp_styles:
@@ -502,7 +480,8 @@ def _tensor_parallel(case: Case) -> Iterator[Refusal]:
             "this model's class carries no tensor-parallel plan in transformers",
             "use strategy=fsdp2",
         )
-    if unknown := sorted(facts.tp_styles - TP_STYLES):
+    unknown = sorted(facts.tp_styles - TP_STYLES)
+    if unknown:
         reason = (
             f"this model's tensor-parallel plan has styles that are not built: {', '.join(unknown)}"
         )
@@ -518,7 +497,8 @@ def _tensor_parallel(case: Case) -> Iterator[Refusal]:
     if facts.tp_cuts_heads and (facts.heads % tp or facts.kv_heads % tp):
         reason = "the attention heads, and those of keys and values, must divide by tp"
         yield Refusal("tp × heads", reason, "choose a tp that divides both numbers")
-    if -(-facts.vocab_size // tp) * (tp - 1) >= facts.vocab_size:
+    rows_per_rank = math.ceil(facts.vocab_size / tp)
+    if rows_per_rank * (tp - 1) >= facts.vocab_size:
         yield Refusal(
             "tp × small vocabulary",
             "some rank would hold no row of the vocabulary",
@@ -527,13 +507,13 @@ def _tensor_parallel(case: Case) -> Iterator[Refusal]:
 
 
 def _sequence_parallel(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of a residual stream that is cut by tokens, if the user has asked for it."""
     if not getattr(case.strategy, "sequence_parallel", False):
         return
     if case.mesh.tp == 1:
-        reason = "tokens are cut over the ranks of tp"
         yield Refusal(
             "sequence_parallel × tp 1",
-            reason,
+            "tokens are cut over the ranks of tp",
             "set tp, or take it out",
             "strategy.sequence_parallel",
         )
@@ -542,7 +522,10 @@ def _sequence_parallel(case: Case) -> Iterator[Refusal]:
 
 
 def _expert_parallel(case: Case) -> Iterator[Refusal]:
-    mesh, facts, where = case.mesh, case.facts, "strategy.ep"
+    """Yield refusals of experts that are cut over data ranks."""
+    mesh = case.mesh
+    facts = case.facts
+    where = "strategy.ep"
     if mesh.ep == 1:
         return
     if mesh.tp * mesh.cp > 1:
@@ -577,14 +560,12 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
 
 
 def _context_parallel(case: Case) -> Iterator[Refusal]:
-    config, mesh, cp = case.config, case.mesh, case.mesh.cp
-    if cp == 1:
+    """Yield refusals of sequences that are cut over ranks."""
+    config = case.config
+    mesh = case.mesh
+    if mesh.cp == 1:
         return
-    ring, length, heads = (
-        _rings(case),
-        config.data.max_length,
-        case.facts.heads if case.facts else 0,
-    )
+    ring = _rings(case)
     if ring and case.device == "cpu":
         yield Refusal(
             "ring × CPU", "ring attention has no CPU kernel in torch", "use cp_method=ulysses"
@@ -600,14 +581,27 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
             "the stages of a pipeline pass on whole sequences",
             "use cp with ddp or fsdp2, or pp without cp",
         )
-    if config.model.attention == "eager" or (
-        ring and config.model.attention not in ("auto", "sdpa")
-    ):
-        reason = f"parts of sequences are exchanged around {'the ring of torch' if ring else 'sdpa'}, not around {config.model.attention}"
+    attention = config.model.attention
+    if attention == "eager" or (ring and attention not in ("auto", "sdpa")):
+        carrier = "sdpa"
+        if ring:
+            carrier = "the ring of torch"
+        reason = f"parts of sequences are exchanged around {carrier}, not around {attention}"
         yield Refusal("cp × attention", reason, "use model.attention=auto", "model.attention")
-    parts = 2 * cp if ring else cp  # a ring shares causal work out evenly where each rank has two
+    yield from _length_in_parts(case)
+    if not ring:
+        yield from _heads_in_parts(case)
+
+
+def _length_in_parts(case: Case) -> Iterator[Refusal]:
+    """Yield the refusal of a length that does not divide into the parts of cp ranks."""
+    length = case.config.data.max_length
+    parts = case.mesh.cp
+    if _rings(case):
+        # With two parts each, from both ends of the sequence, ranks have as much causal work.
+        parts = 2 * case.mesh.cp
     reason = f"sequences of {length} tokens do not divide into {parts} parts"
-    if ring and case.precision == "fp32" and case.device != "cpu":
+    if _rings(case) and case.precision == "fp32" and case.device != "cpu":
         reason += (
             f" of a multiple of {RING_CHUNK} tokens, which the ring's kernel for fp32 requires"
         )
@@ -616,15 +610,29 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
         yield Refusal(
             "cp × max_length", reason, f"nearest: {nearest(length, parts)}", "data.max_length"
         )
-    if not ring and heads % (cp * mesh.tp):
-        reason = f"{heads} attention heads do not divide by cp {cp}" + (
-            f" × tp {mesh.tp}" if mesh.tp > 1 else ""
-        )
-        fits = max(n for n in range(1, cp + 1) if heads % (n * mesh.tp) == 0 or n == 1)
-        yield Refusal("cp × heads", reason, f"use cp={fits}, or cp_method=ring on GPUs")
+
+
+def _heads_in_parts(case: Case) -> Iterator[Refusal]:
+    """Yield the refusal of heads that do not divide by cp; none if the model is not known yet."""
+    if case.facts is None:
+        return
+    heads = case.facts.heads
+    cp = case.mesh.cp
+    tp = case.mesh.tp
+    if heads % (cp * tp) == 0:
+        return
+    reason = f"{heads} attention heads do not divide by cp {cp}"
+    if tp > 1:
+        reason += f" × tp {tp}"
+    largest = 1
+    for degree in range(1, cp + 1):
+        if heads % (degree * tp) == 0:
+            largest = degree
+    yield Refusal("cp × heads", reason, f"use cp={largest}, or cp_method=ring on GPUs")
 
 
 def _zero_bubble(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of the schedule that splits the backward of a block in two."""
     if case.mesh.pp == 1 or case.strategy.pipeline_schedule()[0] != "zero_bubble":
         return
     if recomputes_some(case):
@@ -642,17 +650,17 @@ def _zero_bubble(case: Case) -> Iterator[Refusal]:
 
 
 def _health(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of health checks that the run cannot make."""
     health = case.config.health
     if health.check_weights_every and not copied_over(case.strategy, case.mesh):
-        apart = case.strategy.exchange is not None
-        reason = (
-            "each rank has weights of its own between two exchanges"
-            if apart
-            else "no rank holds the weights of another"
-        )
-        instead, where = "take it out, or use strategy=ddp", "health.check_weights_every"
+        reason = "no rank holds the weights of another"
+        if case.strategy.exchange is not None:
+            reason = "each rank has weights of its own between two exchanges"
         yield Refusal(
-            "check_weights_every × weights that no two ranks share", reason, instead, where
+            "check_weights_every × weights that no two ranks share",
+            reason,
+            "take it out, or use strategy=ddp",
+            "health.check_weights_every",
         )
     if health.on_spike == "rollback" and case.config.algorithm.rollout is not None:
         reason = "a rollout depends on the weights, and would be another one after going back"
@@ -660,4 +668,5 @@ def _health(case: Case) -> Iterator[Refusal]:
 
 
 def _rings(case: Case) -> bool:
+    """Return whether sequences are cut over ranks whose keys and values go around a ring."""
     return case.mesh.cp > 1 and case.strategy.context_method() == "ring"

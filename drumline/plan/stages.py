@@ -15,7 +15,8 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import BatchPlan, PipelinePlan
 
 Range = tuple[int, int]
-# The same floats summed in another order differ by rounding; two costs within this factor are equal.
+# The same floats summed in another order differ by rounding; two costs within this factor are
+# equal.
 EQUAL = 1 + 1e-9
 # FLOPs of one weight for one token: two forward, four backward.
 FLOPS_PER_WEIGHT = 6
@@ -63,7 +64,7 @@ def plan_pipeline(
 
 
 def _describe_stages(facts: ModelFacts, layers: tuple[Range, ...]) -> str:
-    """Return a line with the size of each stage, and how much slower than the mean the slowest is."""
+    """Return a line with the size of each stage, and how slow the slowest one is."""
     stages = len(layers)
     flops = []
     sizes = []

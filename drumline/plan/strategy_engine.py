@@ -21,7 +21,9 @@ S = TypeVar("S", bound=StrategyConfig)
 
 
 class StrategyEngine(Generic[S]):
-    """The base of all strategies' engines. The defaults are those of copies of the model on all ranks.
+    """The base of all strategies' engines.
+
+    The defaults are those of a strategy with copies of the model on all ranks.
 
     `strategy`: the section of the YAML.
     """
@@ -30,7 +32,7 @@ class StrategyEngine(Generic[S]):
         self.strategy = strategy
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
-        """Yield what this strategy cannot be combined with, besides what no strategy can (plan.rules)."""
+        """Yield refusals of this strategy, besides those of all strategies (plan.rules)."""
         yield from ()
 
     def adopted(self, config: Config) -> Config:
@@ -50,13 +52,17 @@ class StrategyEngine(Generic[S]):
         return None
 
     def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
-        """Raise EnvironmentFault if the machine lacks what the strategy needs, before any process starts.
+        """Raise EnvironmentFault if the machine lacks what the strategy needs.
+
+        It is called before any process starts.
 
         `on_progress`: takes a message, the number of things done, and their total.
         """
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
-        """Return the engine of a model that is laid out without weights; None: the one that the plan names.
+        """Return the engine of a model that is laid out without weights.
+
+        None: it is the engine that the plan names.
 
         `values`: the `models.shards.Values` that fill the weights. `options`: of any
         module, see `engine.native.prepare` (plain, overlaps) and its engine (make_optimizer).
@@ -66,7 +72,9 @@ class StrategyEngine(Generic[S]):
     def spread(
         self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
     ) -> Any:
-        """Return the `Spread` of a model, whose weights `values` fills; None: it is spread as copies.
+        """Return the `Spread` of a model, whose weights `values` fills.
+
+        None: each rank has a copy.
 
         `whole`: the device mesh. `roots`: modules that run, each with the model in it (of a pipeline,
         one for each stage).
@@ -75,6 +83,9 @@ class StrategyEngine(Generic[S]):
 
 
 def engine_of(strategy: StrategyConfig) -> StrategyEngine[Any]:
-    """Return the engine part of a strategy. Raises ConfigError if a plug-in's cannot be imported."""
+    """Return the engine part of a strategy.
+
+    Raises ConfigError if that of a plug-in cannot be imported.
+    """
     engine: StrategyEngine[Any] = part_class(strategy.engine_class)(strategy)
     return engine

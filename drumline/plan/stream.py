@@ -1,4 +1,4 @@
-"""Sequence parallelism beside tensor parallelism: whether it is on, and why a residual stream cannot be cut by tokens.
+"""Sequence parallelism beside tensor parallelism: whether it is on, and why a stream cannot be cut.
 
 No torch here.
 """
@@ -11,9 +11,9 @@ from drumline.config.config import Config
 from drumline.config.refusal import Refusal
 from drumline.plan.facts import ModelFacts
 
-# Types of models whose losses and gradients with the stream cut were held against one process, in
-# tests/distributed/test_tensor_parallel.py and, of BERT, test_classify.py. The stream of another type
-# is cut only where the user says so.
+# Types of models whose losses and gradients with a cut stream were compared with those of one
+# process: in tests/distributed/test_tensor_parallel.py, BERT's in test_classify.py. The stream of
+# another type is cut only if the user asks for it.
 PROVEN = frozenset(
     (
         "apertus", "arcee", "bert", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",
@@ -28,7 +28,7 @@ PROVEN = frozenset(
 
 
 def reason_against_stream(config: Config, facts: ModelFacts | None) -> str:
-    """Return why sequence parallelism is off where nobody has set it; an empty text where it is on.
+    """Return why sequence parallelism is off if the user has left it open; empty if it is on.
 
     `facts`: of the model; None: it is not known, or a module of the user's own.
     """
@@ -46,13 +46,12 @@ def reason_against_stream(config: Config, facts: ModelFacts | None) -> str:
 
 
 def whole_stream(config: Config, facts: ModelFacts) -> Iterator[Refusal]:
-    """Why the residual stream cannot be cut over tp ranks."""
-    where, instead = "strategy.sequence_parallel", "use tp without it"
-    reason = (
-        "images are added to the stream between blocks"
-        if facts.vision_language
-        else facts.whole_stream
-    )
+    """Yield refusals of a residual stream that is cut over tp ranks."""
+    where = "strategy.sequence_parallel"
+    instead = "use tp without it"
+    reason = facts.whole_stream
+    if facts.vision_language:
+        reason = "images are added to the stream between blocks"
     if reason:
         yield Refusal("sequence_parallel × the model", reason, instead, where)
     if facts.trains_router:

@@ -1,8 +1,7 @@
-"""Large weights of a model's blocks that an adapter does not reach or that QLoRA leaves unpacked,
-and the line that says so. No torch here.
+"""Large weights of a model's blocks that an adapter does not reach, or that QLoRA leaves unpacked.
 
-The facts of a model under its adapter know both: a frozen weight is adapted if it is the base layer
-of an adapter.
+The facts of a model under its adapter tell both: a frozen weight is adapted if it is the base layer
+of an adapter. No torch here.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from drumline.config.config import Adapter, LoRAConfig
 from drumline.plan.explain import count
 from drumline.plan.facts import ModelFacts, Weight, is_packed
 
-# A group below this share of all weights would be shown as 0%. Short convolutions are.
+# A group below this share of all weights would be shown as 0%, as short convolutions would.
 SMALLEST_SHARE = 0.005
 
 
@@ -96,7 +95,7 @@ def describe_unadapted(found: Sequence[Unadapted]) -> list[str]:
 
 
 def _is_multiplied(weight: Weight) -> bool:
-    """Return whether a weight is a matrix, or a matrix for each expert, that transforms activations.
+    """Return whether a weight is a matrix, or one for each expert, that transforms activations.
 
     An embedding looks rows up, and a router only chooses experts: nobody misses an adapter there.
     """
@@ -106,9 +105,9 @@ def _is_multiplied(weight: Weight) -> bool:
 
 
 def _kind(weight: Weight, is_of_tower: bool) -> str:
-    """Name a weight's layer in words that a user knows.
+    """Return what weights of this kind are called, in words that a user knows.
 
-    `is_of_tower`: of a vision tower, if it is a linear layer.
+    `is_of_tower`: if it is of a linear layer, this is one of a vision tower.
     """
     if weight.style == "experts" or "expert" in weight.name:
         return "experts"
@@ -118,7 +117,7 @@ def _kind(weight: Weight, is_of_tower: bool) -> str:
 
 
 def _parameters_of_factors(facts: ModelFacts) -> int:
-    """Parameters that the adapter has added."""
+    """Return the number of parameters that the adapter has added."""
     added = 0
     for block, number in facts.kinds_of_blocks:
         added += number * sum(weight.numel for weight in block if ".lora_" in weight.name)

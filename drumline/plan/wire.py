@@ -1,4 +1,4 @@
-"""How gradients are packed for sending: the engines pack them so, and the planner counts them so."""
+"""How gradients are packed for sending, by the engines and in the planner's counts."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from drumline.hardware.detect import cache_dir
 from drumline.models import adapters
 from drumline.models.attention import attend_by_documents
 from drumline.models.blocks import block_list
-from drumline.models.build import lay_out
+from drumline.models.build import ModelHead, lay_out
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
 from drumline.models.shards import Loaded, Values
@@ -615,8 +615,7 @@ def _build_without_weights(plan: Plan, dtype: str | None) -> Any:
         plan.model_path,
         config.model.model_copy(update={"init": "random"}),
         0,
-        head=config.head,
-        labels=plan.labels,
+        head=ModelHead(config.head, plan.labels),
     )
     if config.head != "image":
         attend_by_documents(model, plan, on_host=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,21 @@ from drumline.rl.vllm import VLLMEngine, VLLMServer, WeightFolder
 Refresh = Callable[[Weights], None]
 
 
+@dataclass(frozen=True)
+class RolloutFiles:
+    """What vLLM reads from disk."""
+
+    # The folder or hub id that its engine starts from.
+    model_path: str | None = None
+    # Its server reads new weights in a folder inside of this one.
+    run_dir: Path = Path()
+    # Rows of an embedding that is larger than the one in the model's files.
+    rows: int | None = None
+
+
+NO_FILES = RolloutFiles()
+
+
 def generator(
     config: configs.Generator,
     tokenizer: Any,
@@ -24,9 +40,7 @@ def generator(
     unsharded: Any | None,
     build: Callable[[], Any],
     autocast: torch.dtype | None = None,
-    model_path: str | None = None,
-    run_dir: Path = Path(),
-    rows: int | None = None,
+    files: RolloutFiles = NO_FILES,
 ) -> tuple[Generator, Refresh | None]:
     """Return a generator, and a function that hands it the trained weights before each rollout.
 
@@ -41,17 +55,15 @@ def generator(
         build: Makes that copy, in the type that it computes in.
         autocast: The type that the trainable model computes in, if that is not the type of its
             weights. The thread of continuous batching has no autocast, so it takes a copy then.
-        model_path: The folder or hub id that vLLM starts from.
-        run_dir: The vLLM server reads new weights in a folder of it.
-        rows: Rows of an embedding that is larger than the one in the model's files.
+        files: What vLLM reads. Other generators read no files.
     """
     if isinstance(config, configs.VLLMGenerator):
         dtype = autocast or torch.float32
         if config.url is not None:
-            return _vllm_server(config, tokenizer, seed, dtype, run_dir)
-        assert model_path is not None, "a rule refuses it"
+            return _vllm_server(config, tokenizer, seed, dtype, files.run_dir)
+        assert files.model_path is not None, "a rule refuses it"
         dtype_name = str(dtype).removeprefix("torch.")
-        engine = VLLMEngine(config, tokenizer, seed, model_path, dtype_name, rows)
+        engine = VLLMEngine(config, tokenizer, seed, files.model_path, dtype_name, files.rows)
         return engine, engine.refresh
     if isinstance(config, configs.ContinuousGenerator):
         generator_type: type[HFGenerator] = ContinuousGenerator

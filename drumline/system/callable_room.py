@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 
 
 def make_callable(room: str, function: str) -> None:
-    """Let a call of the module `room` be one of `function`, a `module:name` that is imported by the call."""
+    """Let a call of the module `room` be one of `function`.
+
+    `function`: a `module:name`, which is imported by the call.
+    """
 
     class CallableRoom(ModuleType):
         target: ClassVar[str] = function

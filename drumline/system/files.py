@@ -1,5 +1,7 @@
-"""Files and folders that appear whole under their name, or not at all. All raise OSError. The standard library alone: a rank that fails
-writes by it, too."""
+"""Files and folders that appear whole under their name, or not at all.
+
+All functions raise OSError. Uses the standard library alone: a rank that fails writes with it, too.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,17 @@ from drumline.system.process import named, this_process
 
 T = TypeVar("T")
 UNFINISHED = ".tmp-"
-PERIOD_SECONDS = 0.2  # between two reads of what another process appends
+# Between two reads of what another process appends to a file.
+PERIOD_SECONDS = 0.2
+# After this time, a temporary folder of an unknown process is taken for a left-over.
 STALE_SECONDS = 24 * 3600.0
-# Of a large file so many pieces of a MiB are read, evenly spaced: it may lie on a network.
-PIECE, PIECES = (
-    2**20,
-    16,
-)
-STEP_FOLDER = re.compile(r"step-(\d{8,})")  # the name of a checkpoint
+# `digest` reads this many evenly spaced pieces of a large file, each of PIECE bytes: the file may
+# lie on a network.
+PIECE = 2**20
+PIECES = 16
+# The name of a checkpoint's folder.
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+# A temporary folder of `temporary_folder`: the name of its process, and a random part.
 OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}}")
 
 
@@ -36,21 +41,24 @@ OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}
 def whole_file(
     path: Path, *, private: bool = False, durable: bool = False, shared: bool = False
 ) -> Iterator[BinaryIO]:
-    """Write a file; what has its name stays there until the new one is whole. `private`: for its owner alone, where otherwise the umask
-    decides. `durable`: on the device afterwards, and its name too. `shared`: several processes may
-    write it at once, each a file of its own."""
+    """Give the block a new file, which takes the name `path` at the end of the block.
+
+    Until then a file of that name stays as it is. If the block raises, the new file is removed.
+
+    `private`: only its owner may read it; otherwise the umask decides. `durable`: content and name
+    are on the device at the end. `shared`: several processes may write the same path at once, each
+    to a temporary file of its own.
+    """
     name = f"{UNFINISHED}{path.name}"
     if shared:
         name += f"-{os.getpid()}"
     fresh = path.with_name(name)
     try:
-        with open(
-            fresh,
-            "wb",
-            opener=(lambda name, flags: os.open(name, flags, 0o600)) if private else None,
-        ) as file:
+        opener = _open_privately if private else None
+        with open(fresh, "wb", opener=opener) as file:
             if private:
-                os.fchmod(file.fileno(), 0o600)  # it may have been there
+                # A temporary file that was left behind keeps the mode that it had.
+                os.fchmod(file.fileno(), 0o600)
             yield file
             if durable:
                 file.flush()
@@ -63,8 +71,13 @@ def whole_file(
         sync(path.parent)
 
 
+def _open_privately(name: str, flags: int) -> int:
+    """Return the descriptor of a file that only its owner may read, if it is new."""
+    return os.open(name, flags, 0o600)
+
+
 def write_whole(path: Path, text: str, **how: bool) -> None:
-    """Replace a file by one with this text, atomically. Options as of `whole_file`."""
+    """Replace a file by one with this text, atomically. `how`: the options of `whole_file`."""
     with whole_file(path, **how) as file:
         file.write(text.encode())
 
@@ -94,9 +107,11 @@ def create_whole(path: Path, data: bytes) -> bool:
         try:
             os.link(own, path)
         except FileExistsError:
-            # Over a network the answer to the call that made it may have been lost.
+            # On a network file system the call may have succeeded and its answer been lost: then
+            # this process made the link after all.
             return own.stat().st_nlink > 1
-        except OSError:  # this file system has no hard links
+        except OSError:
+            # This file system has no hard links.
             with suppress(FileExistsError), path.open("xb") as file:
                 file.write(data)
                 return True
@@ -108,15 +123,15 @@ def create_whole(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
-    """A new folder under `root`, gone afterwards unless renamed. Those of this host's killed processes go too, others after a day."""
+    """Give the block a new folder under `root`, which is removed at the end unless it was renamed.
+
+    It also removes what earlier calls left under `root`: at once if their process ran on this host
+    and has ended, and after a day if nothing is known of their process.
+    """
     root.mkdir(parents=True, exist_ok=True)
     for old in root.glob(f"{UNFINISHED}*"):
-        if match := OURS.fullmatch(old.name):
-            owner = named(match[1])
-            with suppress(FileNotFoundError):  # its owner is just done
-                newest = max(path.stat().st_mtime for path in (old, *old.iterdir()))
-                if time.time() - newest > STALE_SECONDS or (owner and owner.alive() is False):
-                    shutil.rmtree(old, ignore_errors=True)
+        if _is_left_over(old):
+            shutil.rmtree(old, ignore_errors=True)
     folder = root / f"{UNFINISHED}{this_process().name}-{secrets.token_hex(4)}"
     folder.mkdir()
     try:
@@ -125,8 +140,28 @@ def temporary_folder(root: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _is_left_over(folder: Path) -> bool:
+    """Return whether a temporary folder belongs to a process that has ended, or is a day old."""
+    match = OURS.fullmatch(folder.name)
+    if match is None:
+        return False
+    owner = named(match[1])
+    try:
+        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except FileNotFoundError:
+        # Its owner is removing or renaming it right now.
+        return False
+    if time.time() - newest > STALE_SECONDS:
+        return True
+    return owner is not None and owner.alive() is False
+
+
 def give_name(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:
-    """Give a finished folder its name. Where another process was faster and `is_whole` says so, its folder stays; a damaged one goes."""
+    """Rename a finished folder to `final`, unless another process has done the same before.
+
+    A folder `final` that `is_whole` accepts stays. One that it does not accept is damaged, and
+    removed.
+    """
     if final.exists() and not is_whole():
         shutil.rmtree(final, ignore_errors=True)
     try:
@@ -137,7 +172,11 @@ def give_name(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:
 
 
 def take_name(fresh: Path, final: Path, aside: Path, durable: bool = False) -> None:
-    """Give a finished folder its name. What has it makes way to `aside`, goes once the new one has it, and comes back where that fails."""
+    """Rename a finished folder to `final`, in place of what has that name now.
+
+    The old one moves to `aside` first. It is removed once the new one has the name, and moved back
+    if that fails. `durable`: the new name is on the device before the old folder is removed.
+    """
     replaces = final.exists()
     if replaces:
         final.rename(aside)
@@ -154,14 +193,17 @@ def take_name(fresh: Path, final: Path, aside: Path, durable: bool = False) -> N
 
 
 def discard(path: Path, aside: Path) -> None:
-    """Remove what loses its name in one move, so that a half-removed one is never taken for a whole."""
+    """Remove a file or folder. It loses its name first, in one move.
+
+    A removal that breaks off half-way thus leaves nothing that could be taken for whole.
+    """
     path.rename(aside)
     sync(aside.parent)
     remove(aside)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all in it, a file or a link."""
+    """Remove a file, a link, or a folder with all that is in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -169,13 +211,12 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have what is in a file, or the names in a folder, on the device."""
+    """Wait until the content of a file, or the names in a folder, are on the device."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems know no such thing for folders; they keep names in their own
-        # way.
+        # Some network file systems cannot do it for folders: they store names in their own way.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -183,16 +224,24 @@ def sync(path: Path) -> None:
 
 
 def numbered(folder: Path, prefix: str) -> dict[int, Path]:
-    """Number → what is called `prefix` and that number in a folder, in their order. Other names are somebody else's."""
-    found = (
-        (re.fullmatch(rf"{re.escape(prefix)}([0-9]{{1,15}})", path.stem), path)
-        for path in folder.glob(f"{prefix}*")
-    )
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    """Return number → path of the entries of a folder called `prefix` and that number, by number.
+
+    Entries with other names are left out: they are not the caller's.
+    """
+    pattern = re.compile(rf"{re.escape(prefix)}([0-9]{{1,15}})")
+    found = []
+    for path in folder.glob(f"{prefix}*"):
+        match = pattern.fullmatch(path.stem)
+        if match:
+            found.append((int(match[1]), path))
+    return dict(sorted(found))
 
 
 def is_own_checkpoint(folder: Path, run_dir: Path) -> bool:
-    """Whether a folder is a checkpoint of a run by place and name: a copy beside them, under a name of its own, is none."""
+    """Return whether a folder is a checkpoint that a run has saved, by its place and name.
+
+    A copy beside them, under a name of its own, is not.
+    """
     found = folder.resolve()
     return (
         found.parent == (run_dir / "checkpoints").resolve()
@@ -201,20 +250,20 @@ def is_own_checkpoint(folder: Path, run_dir: Path) -> bool:
 
 
 def digest(path: Path) -> str | None:
-    """Return the sha256, in hex, of a file or folder: names, sizes, contents. None if there is nothing.
+    """Return the sha256, in hex, of a file or folder; None if it is not there.
+
+    It covers names, sizes and contents.
 
     Files above 16 MiB are sampled in 16 pieces of 1 MiB. In a folder, hidden files are left out.
     """
     if not path.exists():
         return None
     whole = hashlib.sha256()
-    for file in sorted(
-        each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file()
-    ):
+    candidates = path.rglob("*") if path.is_dir() else [path]
+    for file in sorted(each for each in candidates if each.is_file()):
         name = str(file.relative_to(path)) if path.is_dir() else ""
-        if any(
-            part.startswith(".") for part in Path(name).parts
-        ):  # what a download keeps for itself
+        if any(part.startswith(".") for part in Path(name).parts):
+            # Downloads keep hidden files of their own.
             continue
         size = file.stat().st_size
         whole.update(f"{name}\0{size}\0".encode())
@@ -230,10 +279,16 @@ def digest(path: Path) -> str | None:
 def following(
     path: Path, on_bytes: Callable[[bytes], object], offset: int | None = None
 ) -> Iterator[None]:
-    """Within, another thread hands what is appended to a file to `on_bytes`, piece by piece; what is left is handed over at the end. The
-    file may not be there yet. `offset`: where in the file to begin; None: at its end."""
+    """Hand what another process appends to a file to `on_bytes`, while the block runs.
+
+    A thread calls `on_bytes` piece by piece, and once more at the end with what is left. An OSError
+    of `on_bytes` is ignored: it may print to a terminal that has gone. The file may not exist yet.
+
+    `offset`: the position in the file to begin at; None: its end.
+    """
     done = threading.Event()
-    offset = offset if offset is not None else path.stat().st_size if path.exists() else 0
+    if offset is None:
+        offset = path.stat().st_size if path.exists() else 0
 
     def hand_over() -> None:
         nonlocal offset
@@ -243,9 +298,7 @@ def following(
                 piece = file.read()
             offset += len(piece)
             if piece:
-                with suppress(
-                    OSError
-                ):  # what shows it to a terminal that has gone: the work goes on
+                with suppress(OSError):
                     on_bytes(piece)
 
     def follow() -> None:

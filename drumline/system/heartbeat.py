@@ -51,17 +51,17 @@ OWN_LIMIT = {
     "eval": "eval",
     "rollout": "rollout",
 }
-# Phases that may take their own limit at first. Once such a phase is over, less is enough the next
-# time: what its longest part teaches, or FLOOR times `hang`, because the parts of these phases
-# differ more than those of a step.
+# Phases that have their own limit the first time, and a shorter one that is learned from then on:
+# by their longest part, but at least FLOOR times `hang`, because the parts of these phases differ
+# more than those of a step.
 LEARNING = ("save", "eval", "rollout")
 FLOOR = 4.0
 # Steps of a process from which nothing is learned: caches are cold, kernels are compiled,
 # allocators grow.
 FIRST_STEPS = 2
-# Indices of a rank's words, of 8 bytes each. A store of one is never torn. FREE: 1 in a step from
-# which nothing is learned. SINCE: when the part of the phase began. GRANTED: seconds that this part
-# of the phase may take, whatever was learned; at most its own limit, or that of start-up.
+# Indices of a rank's words, of 8 bytes each: a reader never sees half of a store. FREE: 1 in a step
+# from which nothing is learned. SINCE: when the present part of the phase began. GRANTED: seconds
+# that this part may take, whatever was learned; at most its own limit, or that of start-up.
 PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY, GRANTED = range(10)
 # First of the seconds of LIMITS, and first of the longest seconds of each of PHASES so far.
 LIMIT = 10
@@ -205,7 +205,7 @@ class Heart:
         # Name → what answers the watcher, and what listens to other hosts.
         self.answers: dict[str, Callable[[], Any]] = {}
         self.listen: Callable[[], None] | None = None
-        # Both are opened before the watcher sees this rank, and removes the folder.
+        # Both are opened before the watcher sees this rank: it may then remove the folder.
         self.stacks = board.file("stacks", place).open("ab", buffering=0)
         self.answer = board.file("answer", place).open("wb", buffering=0)
         for number, name in enumerate(LIMITS):
@@ -213,12 +213,13 @@ class Heart:
         self.ints[self.at + STEP] = -1
         self.ints[self.at + FREE] = 1
         self.floats[self.at + SINCE] = time.monotonic()
-        # A rank that has not answered may hold Python's lock. The watcher then asks it by a signal,
-        # whose handler is C and runs on any thread. If the rank ran Python meanwhile, reading its
-        # frames without the lock might crash it.
+        # A rank that does not answer may hold Python's lock. The watcher then sends it a signal,
+        # whose handler is written in C and runs on any thread. It is the last resort: if the rank
+        # ran Python meanwhile, reading its frames without the lock might crash it.
         faulthandler.register(DUMP, self.stacks, all_threads=True, chain=False)
         threading.Thread(target=self._serve, daemon=True, name="drumline-answers").start()
-        self.ints[self.at + PID] = os.getpid()  # from now on it is watched
+        # From now on this rank is watched.
+        self.ints[self.at + PID] = os.getpid()
 
     def beat(self, phase: str) -> None:
         """Begin a phase."""
@@ -258,7 +259,8 @@ class Heart:
         """See the function `waits`."""
         phase = PHASES[self.ints[self.at + PHASE]]
         if phase not in ("startup", "data"):
-            return  # the rank has something else to do meanwhile, which may hang
+            # The rank does something else meanwhile, which may hang.
+            return
         if moved:
             self.alive()
         self.floats[self.at + GRANTED] = granted

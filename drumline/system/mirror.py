@@ -1,4 +1,7 @@
-"""Models and datasets of ModelScope, which hosts in China reach where the hub of Hugging Face is out of reach (experimental)."""
+"""Models and datasets of ModelScope (experimental).
+
+Hosts in China reach it if the hub of Hugging Face is out of reach.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from drumline.errors import DrumlineError
 from drumline.foreign import first_line
 
 PREFIX = "modelscope:"
-# For errors of a hub that does not answer.
+# The advice of an error if the hub does not answer.
 MIRRORS = "set HF_ENDPOINT to a mirror (https://hf-mirror.com), or write modelscope:OWNER/NAME"
 
 
@@ -19,7 +22,10 @@ def fetched(
     error: type[DrumlineError],
     where: str,
 ) -> str:
-    """The folder of `name` (modelscope:OWNER/NAME) on this machine, downloaded where it is not there. Raises `error`."""
+    """Return the folder of a model or dataset on this machine. It is downloaded if it is not there.
+
+    `name`: modelscope:OWNER/NAME. `where`: the key that errors are about. Raises `error`.
+    """
     try:
         from modelscope.hub.snapshot_download import dataset_snapshot_download, snapshot_download
     except ImportError:
@@ -29,7 +35,8 @@ def fetched(
     fetch = snapshot_download if kind == "model" else dataset_snapshot_download
     try:
         return str(fetch(name.removeprefix(PREFIX), revision=revision))
-    except Exception as failure:  # what fails in it raises the classes of several libraries
+    except Exception as failure:
+        # It raises the classes of several libraries.
         fix = "check the spelling (OWNER/NAME) and the connection; a private one needs `modelscope login`"
         raise error(
             f"ModelScope gives no such {kind}: {first_line(failure)}", where=where, fix=fix

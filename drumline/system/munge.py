@@ -1,5 +1,8 @@
-"""A secret for the ranks of one user in a cluster that has munge, as those of Slurm have: sealed by one, opened by the others. It stands in
-no file and on no command line. munge(1), unmunge(1): https://github.com/dun/munge/wiki/Man-Pages"""
+"""A secret for the ranks of one user in a cluster that has munge, as clusters with Slurm do.
+
+One rank seals it and the others open it. It is in no file and on no command line.
+munge(1), unmunge(1): https://github.com/dun/munge/wiki/Man-Pages
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,39 @@ import re
 
 from drumline.system.process import run_command
 
-SECRET = "DRUMLINE_SECRET"  # a variable that a user gives to all ranks, where there is no munge
+# A variable that the user sets for all ranks if there is no munge.
+SECRET = "DRUMLINE_SECRET"
 SECONDS = 20.0
-# It is late, early, or opened for the second time on this host: munge shows it all the same, and
-# its signature is right (munge.h).
+# Exit codes of unmunge with which it shows a credential whose signature is right: success, expired,
+# from the future, and opened before on this host (munge.h).
 SHOWN = (0, 15, 16, 17)
 
 
 def seal(text: str) -> str | None:
-    """A credential that only processes of this user can open, on hosts with the same key; None where there is no munge."""
+    """Return a credential that only processes of this user can open; None if there is no munge.
+
+    They may run on any host with the same key of munge.
+    """
     code, credential = _run("munge", f"--restrict-uid={os.getuid()}", question=text)
     return credential.strip() if code == 0 else None
 
 
 def unseal(credential: str) -> str | None:
-    """What was sealed by this user; None for anything else, and where there is no munge."""
+    """Return the text of a credential that this user has sealed.
+
+    None if there is no munge, and for anything else.
+    """
     code, shown = _run("unmunge", "--numeric", "--keys=UID", question=credential)
     match = re.fullmatch(r"UID:\s*(\d+)\s+(\S+)\s*", shown)
-    return match[2] if code in SHOWN and match and int(match[1]) == os.getuid() else None
+    if code not in SHOWN or match is None:
+        return None
+    if int(match[1]) != os.getuid():
+        return None
+    return match[2]
 
 
 def _run(*command: str, question: str) -> tuple[int | None, str]:
+    """Return exit code and standard output of a command; no code if there is no such command."""
     try:
         code, out, _ = run_command(command, question, SECONDS)
     except OSError:

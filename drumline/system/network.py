@@ -1,6 +1,6 @@
-"""Names, addresses and interfaces of hosts, and the variables by which gloo and NCCL choose among them.
+"""Names, addresses and interfaces of hosts.
 
-No torch here.
+Also the variables by which gloo and NCCL choose among interfaces. No torch here.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from collections.abc import Mapping
 from drumline.errors import EnvironmentFault
 from drumline.system.redact import redact
 
-# Beginnings of variables that all ranks get from the user.
+# Beginnings of the names of variables that all ranks get from the user.
 HANDED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS")
 # Variables that choose the network's interface.
 CHOOSE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# For finding the route to a host; nothing is sent there.
+# The port in a question for the route to a host. Nothing is sent there.
 ANY_PORT = 9
-# Characters of a variable's value.
+# Characters of a variable's value that are shown at most.
 MOST_SHOWN = 60
-# Seconds that a collective may take if `launch.timeout_seconds` is not set; the first two are
-# torchtitan's.
-# Until the first step.
+# Seconds that a collective may take if `launch.timeout_seconds` is not set: until the first step,
+# and in a step (both as in torchtitan).
 START_SECONDS = 300.0
-# In a step.
 STEP_SECONDS = 100.0
-# If one rank may work for long before it joins: an evaluation, a save, a rollout, compiling.
+# The same if one rank may work for long before it joins: evaluations, saves, rollouts, compiling.
 LONG_SECONDS = 600.0
 
 

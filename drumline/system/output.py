@@ -1,4 +1,7 @@
-"""What is printed may be lost: its reader ends, its terminal goes, its disk is full. No run, no file and no exit code depends on it."""
+"""Output that may be lost: its reader ends, its terminal goes, its disk is full.
+
+No run, no file and no exit code depends on it.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +64,14 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 class _Losing:
-    """A stream as it is, but that what it cannot write is lost; that a disk takes no more is said once."""
+    """A stream that drops what it cannot write.
+
+    The first time, it prints why, unless the reader has gone.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self.error = stream, cast(OSError | None, None)
+        self._stream = stream
+        self.error: OSError | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -83,14 +90,18 @@ class _Losing:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        first, self.error = self.error is None, error
-        if first and not isinstance(error, BrokenPipeError):
+        is_first = self.error is None
+        self.error = error
+        if is_first and not isinstance(error, BrokenPipeError):
             say(f"note: what is printed is lost: {error.strerror}")
 
 
 @contextmanager
 def lossy() -> Iterator[None]:
-    """Within, nothing that is printed raises OSError, whoever prints it; rich would end the process (its Console.on_broken_pipe)."""
+    """Let nothing that is printed inside the block raise OSError, whoever prints it.
+
+    rich would end the process (its Console.on_broken_pipe).
+    """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and cast(TextIO, _Losing(stream)) for stream in before)
     try:
@@ -103,12 +114,18 @@ def lossy() -> Iterator[None]:
 
 
 def nobody_reads() -> bool:
-    """Whether, within `lossy`, the reader of standard output has gone: what only prints may end."""
+    """Return whether the reader of standard output has gone, inside of `lossy`.
+
+    Work that only prints may end then.
+    """
     return isinstance(getattr(sys.stdout, "error", None), BrokenPipeError)
 
 
 def let_go_of_output() -> None:
-    """At the end of a command: what can no longer be printed is lost, without a change of the exit code."""
+    """Flush the streams at the end of a command, and drop what can no longer be printed.
+
+    The exit code stays as it is.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -39,19 +39,27 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+# Options of prctl, from linux/prctl.h.
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+# Between two looks at other processes.
 LOOK_SECONDS = 0.2
-LAST_SECONDS = 1.0  # a process that it has started may have its standard error
-SECRET_COMES = "DRUMLINE_STDIN"  # a variable of ranks: the first line of standard input is the secret of their store
+# For the last line of a helper that has ended: its own children may keep its standard error open.
+LAST_SECONDS = 1.0
+# A variable of ranks: the first line of their standard input is the secret of their store.
+SECRET_COMES = "DRUMLINE_STDIN"
 PIPE = subprocess.PIPE
 Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process. `boot`: which start of the host's kernel; `space`: the namespace that `pid` counts in, as containers have their own;
-    `start`: when it started, in the kernel's own ticks, which no change of the clock moves. Empty
-    where a host does not show it."""
+    """One process, distinct from all others on all hosts, past and present.
+
+    `boot`: which start of the host's kernel. `space`: the namespace that `pid` counts in, since
+    containers have their own. Both are empty if the host does not show them.
+    `start`: when the process started, in ticks of the kernel, which no change of the clock moves.
+    """
 
     host: str
     boot: str
@@ -60,7 +68,10 @@ class ProcessId:
     start: int
 
     def alive(self) -> bool | None:
-        """Whether it runs, a stopped one too; None where this process cannot know: another host, another container, another boot."""
+        """Return whether it runs; a stopped process does. None if this process cannot know.
+
+        It cannot know that of another host, another container or another boot.
+        """
         if not self.boot or not self.space or (self.host, self.boot, self.space) != here():
             return None
         try:
@@ -68,22 +79,31 @@ class ProcessId:
         except ProcessLookupError:
             return False
         except (PermissionError, OverflowError):
-            pass  # somebody else's process, or no process id at all: what follows decides
+            # It is another user's process, or no process id at all. What follows decides.
+            pass
         found = _state(self.pid)
-        return None if found is None else found[0] == self.start and found[1] not in "ZX"
+        if found is None:
+            return None
+        start, state = found
+        return start == self.start and state not in "ZX"
 
     @property
     def name(self) -> str:
-        """Letters, digits and hyphens, for the name of a file; `named` reads it."""
+        """Return a name of letters, digits and hyphens, for files; `named` reads it."""
         where = repr((self.host, self.boot, self.space))
         return f"{self.pid}-{self.start}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
 
 
 def named(name: str) -> ProcessId | None:
-    """The process that has this `name`; None where it is of another host, container or boot, or the name is none."""
+    """Return the process that has this `name`.
+
+    None if it is of another host, container or boot, or if the name is no process's.
+    """
     match = re.match(r"(\d{1,10})-(\d{1,20})-", name)
-    found = ProcessId(*here(), int(match[1]), int(match[2])) if match else None
-    return found if found and name.startswith(found.name) else None
+    if match is None:
+        return None
+    found = ProcessId(*here(), int(match[1]), int(match[2]))
+    return found if name.startswith(found.name) else None
 
 
 def this_process() -> ProcessId:
@@ -91,19 +111,19 @@ def this_process() -> ProcessId:
 
 
 def process(pid: int) -> ProcessId:
-    """The process that has the id `pid` here and now."""
+    """Return the process that has the id `pid` here and now."""
     found = _state(pid)
     return ProcessId(*here(), pid, found[0] if found else 0)
 
 
 @cache
 def here() -> tuple[str, str, str]:
-    """This host's name, boot and namespace of process ids."""
+    """Return this host's name, boot and namespace of process ids."""
     host = socket.gethostname()
     if sys.platform != "linux":
         return host, "-", "-"
     try:
-        # Where /proc is that of another namespace, its numbers are not ours.
+        # If /proc is that of another namespace, its numbers are not ours.
         own = Path("/proc/self").readlink().name == str(os.getpid())
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return host, boot, str(Path("/proc/self/ns/pid").readlink()) if own else ""
@@ -112,15 +132,15 @@ def here() -> tuple[str, str, str]:
 
 
 def _state(pid: int) -> tuple[int, str] | None:
-    """(start, state) of a process; None where it cannot be read."""
+    """Return when a process started, and the letter of its state; None if they cannot be read."""
     if sys.platform != "linux":
         import psutil
 
         try:
             seen = psutil.Process(pid)
-            return int(
-                seen.create_time() * 1e6
-            ), "Z" if seen.status() == psutil.STATUS_ZOMBIE else "R"
+            start = int(seen.create_time() * 1e6)
+            state = "Z" if seen.status() == psutil.STATUS_ZOMBIE else "R"
+            return start, state
         except (psutil.Error, ValueError, OverflowError):
             return None
     try:
@@ -131,27 +151,34 @@ def _state(pid: int) -> tuple[int, str] | None:
 
 
 def is_suspended(pid: int) -> bool:
-    """Whether a process has been stopped by a signal (SIGSTOP, Ctrl-Z) or a debugger."""
+    """Return whether a process has been stopped by a signal (SIGSTOP, Ctrl-Z) or a debugger."""
     found = _state(pid)
     return found is not None and found[1] in "Tt"
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have this process killed, or sent the signal `number`, when its parent `parent` (process id) dies, however it dies. On Linux by the
-    kernel, which means the thread that started this process; the launcher starts ranks from the
-    thread that then waits for them. Elsewhere, as on macOS, by a thread that looks every now and
-    then."""
+    """Have this process killed when its parent dies, however it dies.
+
+    `parent`: the process id of the parent. `number`: the signal to be sent.
+
+    On Linux the kernel sends it, as soon as the parent's thread that started this process has
+    ended; so the launcher starts ranks from the thread that then waits for them. On other systems,
+    such as macOS, a thread looks every now and then.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     else:
         die_with([process(parent)], number)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:
+        # It died before the call.
         os.kill(os.getpid(), number)
 
 
 def die_with(processes: Sequence[ProcessId], number: int = signal.SIGKILL) -> None:
-    """Have this process killed, or sent the signal `number`, soon after one of `processes` has gone; they need not be its parents, nor have
-    started it from a thread that lives on."""
+    """Have this process killed, or sent `number`, soon after one of `processes` has gone.
+
+    They need not be its parents. If they are, the thread that started it may have ended.
+    """
 
     def look() -> None:
         while all(other.alive() is not False for other in processes):
@@ -163,13 +190,16 @@ def die_with(processes: Sequence[ProcessId], number: int = signal.SIGKILL) -> No
 
 
 def adopt_orphans() -> None:
-    """Have what the descendants of this process leave behind become its children, where the system can (Linux)."""
+    """Become the parent of orphans among this process's descendants, if the system can (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def tied(module: str, *arguments: str) -> list[str]:
-    """Python's arguments for a process that is `module` (or a script, NAME.py) and dies with this one."""
+    """Return Python's arguments for a process that runs a module and dies with this one.
+
+    `module`: the name of a module, or a script, NAME.py.
+    """
     return [
         "-u",
         "-X",
@@ -183,9 +213,12 @@ def tied(module: str, *arguments: str) -> list[str]:
 
 
 class Early(ForkProcess):
-    """A fork of this process, which dies with it, and waits until `begin` says what it shall be. It has the methods of Popen that torch's
-    agent needs. This process must have one thread of Python, and none of OpenMP: a fork has the
-    forking thread alone."""
+    """A fork of this process that waits until `begin` says what it shall run.
+
+    It dies with this process, and has the methods of Popen that torch's agent calls. This process
+    must have one thread of Python, and none of OpenMP, because a fork has only the thread that
+    forks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +230,10 @@ class Early(ForkProcess):
         os.close(self._question)
 
     def begin(self, command: Sequence[str], env: Mapping[str, str], out: str, err: str) -> bool:
-        """Have it go on as `command` (an interpreter and what `tied` gave). False where it had ended."""
+        """Let it run a command: an interpreter, and the arguments of `tied`.
+
+        Returns False if it had ended.
+        """
         message = {
             "arguments": command[len(tied("")) :],
             "env": dict(env),
@@ -206,12 +242,16 @@ class Early(ForkProcess):
         try:
             with os.fdopen(self._answer, "w") as pipe:
                 pipe.write(json.dumps(message) + "\n")
-        except BrokenPipeError:  # its end of the pipe was the only one
+        except BrokenPipeError:
+            # The fork had the only other end of the pipe.
             return False
         return True
 
     def run(self) -> None:
-        """The fork's side: signals, streams, variables and arguments are those of a new process, before it goes on as one."""
+        """Run in the fork: set up signals, streams, variables and arguments as of a new process.
+
+        Then it runs the command that `begin` sends.
+        """
         die_with_parent(self.parent)
         os.setsid()
         for number in signal.valid_signals():
@@ -222,11 +262,12 @@ class Early(ForkProcess):
                 )
         sys.unraisablehook = sys.__unraisablehook__
         with os.fdopen(self._question) as pipe:
-            # No more: a later fork has the other end, too.
+            # One line, not all: a later fork has the other end too, so the pipe stays open.
             message = json.loads(pipe.readline() or sys.exit())
         for stream, path in enumerate(message["streams"]):
             file = os.open(path, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_APPEND)
-            if file != stream:  # it is where this process began without the stream
+            # They are equal if this process was started without the stream.
+            if file != stream:
                 os.dup2(file, stream)
                 os.close(file)
             os.set_inheritable(stream, True)
@@ -258,7 +299,7 @@ class Early(ForkProcess):
 
 
 def _die_of_interrupt() -> None:
-    """End this process as an interpreter does that Ctrl-C ends: with the traceback, and by the signal.
+    """End this process as Ctrl-C ends an interpreter: with the traceback, and by the signal.
 
     The launcher sees by that signal that the rank had not begun. multiprocessing would exit with 1.
     """
@@ -269,18 +310,23 @@ def _die_of_interrupt() -> None:
 
 
 def _flush() -> None:
-    """What a log on a full disk has no room for is lost: multiprocessing would make it the exit code 1."""
+    """Write out what is printed, and drop what a log on a full disk has no room for.
+
+    Otherwise multiprocessing would end with the exit code 1.
+    """
     for name in ("stdout", "stderr"):
         try:
             getattr(sys, name).flush()
         except OSError:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the process ends
+            # It stays open until the process ends.
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
 
 
 def _go_on() -> None:
-    """Become the module or the script that is the first of sys.argv."""
+    """Run the module or script that is the first of sys.argv, as the main program."""
     if sys.argv[0].endswith(".py"):
-        sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as python SCRIPT.py has it
+        # As `python SCRIPT.py` does it.
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
@@ -288,14 +334,17 @@ def _go_on() -> None:
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Around a fork: Python 3.12 warns of OpenBLAS's threads, which take care of forks."""
+    """Leave out Python's warning of a fork inside the block.
+
+    Python 3.12 warns of the threads of OpenBLAS, which handles forks itself.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 
 def in_a_fork(holds: Callable[[], bool]) -> bool:
-    """Whether something holds in a fork of this process."""
+    """Return whether something holds in a fork of this process."""
     with unwarned():
         child = os.fork()
     if child == 0:
@@ -305,8 +354,11 @@ def in_a_fork(holds: Callable[[], bool]) -> bool:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Around imports: they make much and drop little, and a fifth of their time is Python's collector, which looks at all of it again and
-    again."""
+    """Switch Python's garbage collector off inside the block, which imports.
+
+    Imports make many objects and drop few. The collector looks at all of them again and again, a
+    fifth of the time that imports take.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -319,22 +371,30 @@ def uncollected() -> Iterator[None]:
 def run_module(
     module: str, question: str = "", seconds: float | None = None, keeps: Sequence[int] = ()
 ) -> tuple[int | None, str, str]:
-    """`run_command` of a module, which gets the file descriptors `keeps`."""
+    """Run a module as `run_command` runs a command. It gets the file descriptors `keeps`."""
     return run_command([sys.executable, "-m", module], question, seconds, keeps=keeps)
 
 
 def output_of(command: Sequence[str], seconds: float) -> str | None:
-    """What a command prints; None where it is not there, fails, or takes longer than `seconds`."""
+    """Return what a command prints.
+
+    None if there is no such command, if it fails, or if it takes longer than `seconds`.
+    """
     try:
         code, out, _ = run_command(command, seconds=seconds)
     except OSError:
         return None
-    return out if code == 0 else None
+    if code != 0:
+        return None
+    return out
 
 
 def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subprocess.Popen[bytes]:
-    """A module in a process and a session of its own. What it prints goes to standard error: standard output may be a table or a YAML that
-    somebody reads. Raises OSError."""
+    """Start a module in a process and a session of its own. Raises OSError.
+
+    What it prints goes to standard error: standard output may be a table or a YAML that somebody
+    reads. `keeps`: file descriptors that it gets.
+    """
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=keeps, start_new_session=True
@@ -344,8 +404,10 @@ def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subproce
 def start_command(
     command: Sequence[str], env: Mapping[str, str], log: IO[str] | None = None
 ) -> Process:
-    """A command in a process and a session of its own, with nothing on its stdin. What it prints goes to `log`, or where this process
-    prints. Raises OSError."""
+    """Start a command in a process and a session of its own, with empty stdin. Raises OSError.
+
+    What it prints goes to `log`; without one, to the output of this process.
+    """
     return subprocess.Popen(
         command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )
@@ -358,8 +420,11 @@ def run_command(
     folder: str | None = None,
     keeps: Sequence[int] = (),
 ) -> tuple[int | None, str, str]:
-    """(exit code, stdout, stderr) of a command in `folder`, with `question` on its stdin and the file descriptors `keeps`; no code where it
-    takes more than `seconds`. Raises OSError."""
+    """Run a command, and return its exit code, stdout and stderr. Raises OSError.
+
+    `question`: its stdin. `folder`: where it runs. `keeps`: file descriptors that it gets. The exit
+    code is None if it takes longer than `seconds`.
+    """
     how: dict[str, Any] = {
         "capture_output": True,
         "text": True,
@@ -376,7 +441,10 @@ def run_command(
 
 
 class Helper(subprocess.Popen[str]):
-    """A process in a session of its own; each line that it writes to standard error goes to `on_line`, from another thread."""
+    """A process in a session of its own, whose lines of standard error go to `on_line`.
+
+    Another thread calls `on_line`.
+    """
 
     def __init__(
         self, command: Sequence[str], folder: str | None, on_line: Callable[[str], None]
@@ -403,19 +471,19 @@ class Helper(subprocess.Popen[str]):
                 self._on_line(self._last)
 
     def tell(self, line: str) -> None:
-        """A line for its standard input, which stays open. Nothing where it has ended."""
+        """Write a line to its standard input, which stays open. Does nothing if it has ended."""
         assert self.stdin is not None
         with suppress(BrokenPipeError):
             self.stdin.write(f"{line}\n")
             self.stdin.flush()
 
     def last(self) -> str:
-        """The last line of one that has ended."""
+        """Return the last line that it wrote. Call it once the process has ended."""
         self._reader.join(LAST_SECONDS)
         return self._last
 
     def end(self) -> None:
-        """Kill it, if it has not ended."""
+        """Kill it if it has not ended."""
         if self.poll() is None:
             self.kill()
         self.wait()
@@ -430,12 +498,18 @@ def wait_for_exit(process: subprocess.Popen[Any], seconds: float) -> int | None:
 
 
 def worker_pool(count: int) -> ProcessPoolExecutor:
-    """Spawned processes that are tied to this one before they import what their work needs."""
+    """Return a pool of spawned processes that die with this one.
+
+    They are tied to this process before they import what their work needs.
+    """
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     class Pool(ProcessPoolExecutor):
-        """Until Python 3.11.5 a pool whose processes have died waits for ever on what it was sending to them (CPython's gh-94777)."""
+        """A pool that ends even if its processes have died.
+
+        Until Python 3.11.5 it waits for ever on what it was sending to them (CPython's gh-94777).
+        """
 
         def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
             pool: Any = self
@@ -444,7 +518,8 @@ def worker_pool(count: int) -> ProcessPoolExecutor:
             while wait and manager is not None and manager.is_alive():
                 manager.join(0.1)
                 if pool._broken and not queue._reader.closed:
-                    queue._reader.close()  # nobody reads any more: the sender hears of it
+                    # Nobody reads any more. The thread that sends then gets an error and ends.
+                    queue._reader.close()
 
     kind = ProcessPoolExecutor if sys.version_info >= (3, 11, 5) else Pool
     return kind(
@@ -456,7 +531,7 @@ def worker_pool(count: int) -> ProcessPoolExecutor:
 
 
 def fork() -> int:
-    """os.fork; the child dies with this process, and of SIGTERM."""
+    """Fork this process. The child dies with this process, and of SIGTERM."""
     parent = os.getpid()
     child = os.fork()
     if child == 0:

@@ -1,11 +1,11 @@
-"""Secrets: kept out of all that is written down, and withheld from the config.
+"""Secrets: kept out of all that is written down, and out of the config.
 
-Written down are events, logs, trackers and error reports.
+Events, logs, trackers and error reports are redacted before they are written.
 
-A Config holds `${env:NAME}`, and so does everything made of it: the plan, checkpoints, trackers.
-Who uses the value looks it up in its own environment at that moment (`reveal`). A secret that the
-YAML spells out is moved to this process's environment, which ranks and their children inherit, and
-`${env:DRUMLINE_SECRET_…}` takes its place (`withhold`).
+A Config has `${env:NAME}` in the place of a secret, and so has everything that is made from it: the
+plan, checkpoints, trackers. Code that uses the value looks it up in its own environment at that
+moment (`reveal`). A secret that the YAML spells out is moved to this process's environment, which
+ranks and their children inherit, and `${env:DRUMLINE_SECRET_…}` takes its place (`withhold`).
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 REDACTED = "[redacted]"
 # Prefix of variables that hold, as JSON, what stood in a YAML (`withhold`).
 OURS = "DRUMLINE_SECRET_"
-# Tokens of a vocabulary.
+# What stands before _TOKEN in the name of a vocabulary's special token, such as pad_token.
 _SPECIAL = "(?:pad|eos|bos|unk|sep|cls)"
 _PASSWORDS = "(?:SECRET|PASSWORD|PASSWD|PASSPHRASE)"
 _KINDS = (
     rf"(?:{_PASSWORDS}S?|(?:[_-]|API|ACCESS|ACCOUNT)KEY(?:[_-]?ID|S)?|CREDENTIALS?|DATABASE_URL|(?<![A-Z])DSN"
-    r"|(?:MYSQL|PG|DB|DATABASE|ADMIN|USER)_PWD|(?<=;)PWD)"  # PWD alone is the shell's folder
+    # PWD alone is the shell's current folder.
+    r"|(?:MYSQL|PG|DB|DATABASE|ADMIN|USER)_PWD|(?<=;)PWD)"
 )
-# The names of environment variables and keys whose values stay secret: HF_TOKEN, api_key,
-# AWS_ACCESS_KEY_ID; not pad_token, tokens.
+# Names of environment variables and keys whose values are secret: HF_TOKEN, api_key and
+# AWS_ACCESS_KEY_ID, but not pad_token or tokens.
 SECRET = re.compile(rf"(?:{_KINDS}|(?<!{_SPECIAL}_)TOKEN)$", re.IGNORECASE)
-# The names of those whose values stay secret even if they are numbers.
+# Names of which even a number is secret.
 PASSWORD = re.compile(rf"{_PASSWORDS}S?$", re.IGNORECASE)
-# scheme://user:password@, and scheme://token@. What may be long is tried only from its beginning,
-# so a text of n letters takes n steps.
+# scheme://user:password@, and scheme://token@. A match may only begin where a word begins, so that
+# the search through a text of n letters takes n steps.
 URL_PASSWORD = re.compile(
     r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://(?:[^\s/@:]*:(?=[^\s/]+@)|(?=[^\s/@:]{20,}@)))[^\s/]+(?=@)",
     re.IGNORECASE,
@@ -60,21 +61,21 @@ _HINTS = re.compile(
     "token|key|secret|passw|passphrase|credential|database_url|dsn|pwd|bearer|basic|sig=|signature=|://",
     re.IGNORECASE,
 )
-# Characters of a value that is redacted. A shorter value of some *_KEY would blank out ordinary
-# words.
+# Least characters of a value that is redacted wherever it is found. Shorter values of some *_KEY
+# would blank out ordinary words.
 SHORTEST = 8
-# Characters of a value that is known to be secret. It is redacted as a word of its own.
+# Least characters of a value that is known to be secret. It is redacted as a whole word.
 SHORTEST_KEPT = 4
-# Pieces, and characters of one, that wait for the end of a line.
+# How many pieces of a line, and how many characters of a piece, are held until the line ends.
 MOST_HELD = 2**12
 REFERENCE = re.compile(r"\$\{env:([^{}]*)\}")
-# Where secrets and references may stand: the code that uses these values reveals them.
+# Places of a config that may have secrets and references: the code that uses these reveals them.
 PLACES = re.compile(
     r"algorithm\.rewards\.\d+\.options\..+|algorithm\.generator\.url|strategy\.(secret|(options|config)\..+)",
     re.DOTALL,
 )
 ALLOWED = "rewards' options, generator.url, strategy.secret and a DeepSpeed config may hold one"
-# Keys that say where secrets are in a cluster, and not what they are.
+# Keys with the names of a cluster's secrets, which are not secret themselves.
 NAMES = (
     "launch.secrets",
     "launch.image_pull_secrets",

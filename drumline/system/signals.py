@@ -1,4 +1,7 @@
-"""Signals that are noted, or raised, instead of ending the process: in the launcher and in each rank."""
+"""Signals that are noted, or raised, in place of ending the process.
+
+The launcher has its own, and so has each rank.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,32 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Self
 
-LEFT = 130  # the exit code after Ctrl-C, as shells have it
-NOTHING_LOST = 75  # the exit code after a signal, as of errors.Preempted
+# The exit code after Ctrl-C, by the convention of shells.
+LEFT = 130
+# The exit code after a signal, which is also that of errors.Preempted.
+NOTHING_LOST = 75
 
 
 class Signals:
-    """Hands `numbers` to `_note` while it is entered in the main thread; old handlers come back at the end."""
+    """Handles the signals `numbers` by `_note` inside its block; then the old handlers are back.
+
+    It has no effect outside of the main thread, as Python allows handlers there alone.
+    """
 
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    number = 0  # the first that came
+    # The first signal that came; 0 before.
+    number = 0
     _old: Mapping[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # `nohup` has a lost terminal ignored, and so it stays.
-            heard = [
-                n
-                for n in self.numbers
-                if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
-            ]
-            self._old = {number: signal.signal(number, self._note) for number in heard}
+            old: dict[int, Any] = {}
+            for number in self.numbers:
+                # `nohup` lets a process ignore that its terminal is lost, and it shall go on to.
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
+                old[number] = signal.signal(number, self._note)
+            self._old = old
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
@@ -37,19 +46,26 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         raise NotImplementedError
 
 
 class LauncherSignals(Signals):
-    """Signals to the launcher. `number`: the first one (a lost terminal counts as SIGTERM), 0 before. `at_once`: a Ctrl-C came after it.
-    Other signals that follow are no hurry: batch systems and wrappers repeat theirs while the ranks
-    are still saving."""
+    """The signals to the launcher.
+
+    `number`: the first one, 0 before; a lost terminal counts as SIGTERM. `at_once`: a Ctrl-C came
+    after it. Other signals that follow do not hurry: batch systems and wrappers repeat theirs while
+    the ranks are still saving.
+    """
 
     at_once = False
     _around: Stoppable | None = None
 
     def __init__(self, trial: bool = False) -> None:
-        """`trial`: nothing that is launched is worth saving; signals are left to the Stoppable around it."""
+        """`trial`: nothing that is launched is worth saving.
+
+        The Stoppable around it handles the signals then.
+        """
         self.numbers = () if trial else (*Signals.numbers, signal.SIGHUP)
 
     def __enter__(self) -> Self:
@@ -58,20 +74,21 @@ class LauncherSignals(Signals):
         if isinstance(handler, Stoppable) and not self.numbers:
             self._around = handler
         elif isinstance(handler, Stoppable) and handler.number:
-            # The signal that Python swallowed goes to what is launched now.
-            self.number, handler.number = (
-                handler.number,
-                0,
-            )
+            # Python swallowed the Interrupted of this signal. The launch takes it over.
+            self.number = handler.number
+            handler.number = 0
         return self
 
     def raise_swallowed(self) -> None:
-        """Raises Interrupted where a trial's ranks were killed by the Stoppable around it, and Python swallowed what that raised."""
+        """Raise Interrupted again for a trial, if Python has swallowed it.
+
+        The Stoppable around the trial has killed its ranks by then.
+        """
         if self._around is not None and self._around.number:
             raise Interrupted(self._around.number)
 
     def note(self, number: int) -> None:
-        """A signal that came to the launcher, in the agent of one of its hosts."""
+        """Handle a signal that came to the launcher in the agent of one of its hosts."""
         self._note(number, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -82,12 +99,18 @@ class LauncherSignals(Signals):
 
 
 class StopFlag(Signals):
-    """Signals to a rank: they set `requested` (the number of the last one, or 0), for the loop to find between two steps."""
+    """The signals to a rank. The loop looks at `requested` between two steps.
+
+    `requested`: the number of the last signal; 0 before.
+    """
 
     requested = 0
 
     def __init__(self, alone: bool = False) -> None:
-        """`alone`: no launcher repeats a Ctrl-C, so a second one is a KeyboardInterrupt: what is between two steps may take long."""
+        """`alone`: no launcher repeats a Ctrl-C, so a second one is a KeyboardInterrupt.
+
+        It may take long until the loop is between two steps.
+        """
         self.alone = alone
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -97,7 +120,10 @@ class StopFlag(Signals):
 
 
 class Interrupted(BaseException):
-    """A signal came while there was nothing to save. No Exception: it is no failure that could be tried again."""
+    """A signal came while there was nothing to save.
+
+    It is no Exception, because nobody should handle it as a failure and try again.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: nothing was lost")
@@ -105,20 +131,27 @@ class Interrupted(BaseException):
 
 
 class Stoppable(Signals):
-    """Around work that has nothing to save, such as planning and tokenising: the first signal kills the processes that were started for it
-    and raises Interrupted in the main thread, which removes what is half written. A Ctrl-C after it
-    does not wait for that. Python swallows what is raised while it runs a finaliser or another
-    callback, and prints a traceback. Here it prints none, and Interrupted is raised at the end
-    instead."""
+    """The signals during work that has nothing to save, such as planning and tokenising.
+
+    The first signal kills the processes that the work has started, and raises Interrupted in the
+    main thread, which removes what is half written. A Ctrl-C after it ends the process without
+    waiting.
+
+    Python swallows what is raised while it runs a finaliser or another callback, and prints a
+    traceback. Here it prints none, and Interrupted is raised at the end instead.
+    """
 
     numbers = (*Signals.numbers, signal.SIGHUP)
 
     def __enter__(self) -> Self:
         self._hook = sys.unraisablehook
-        sys.unraisablehook = lambda swallowed: (
-            None if isinstance(swallowed.exc_value, Interrupted) else self._hook(swallowed)
-        )
+        sys.unraisablehook = self._report_swallowed
         return super().__enter__()
+
+    def _report_swallowed(self, swallowed: Any) -> None:
+        """Print what Python has swallowed, unless it is Interrupted."""
+        if not isinstance(swallowed.exc_value, Interrupted):
+            self._hook(swallowed)
 
     def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
         super().__exit__(kind, *more)
@@ -136,7 +169,7 @@ class Stoppable(Signals):
 
 
 class CtrlC(Signals):
-    """Within a Stoppable: Ctrl-C is a KeyboardInterrupt all the same, for who makes use of it."""
+    """Makes Ctrl-C a KeyboardInterrupt inside a Stoppable, for work that handles it."""
 
     numbers = (signal.SIGINT,)
 
@@ -145,12 +178,16 @@ class CtrlC(Signals):
 
 
 def _kill_children() -> None:
-    """SIGKILL whatever this process has started, and what that has. Python's own keeper of semaphores ends by itself, after tidying up."""
+    """Kill all processes that descend from this one by SIGKILL.
+
+    Python's own resource tracker is left out: it ends by itself, after it has removed semaphores.
+    """
     import psutil
 
     for child in psutil.Process().children(recursive=True):
         try:
             if not any("multiprocessing.resource_tracker" in part for part in child.cmdline()):
                 child.kill()
-        except psutil.Error:  # it has ended
+        except psutil.Error:
+            # It has ended.
             continue

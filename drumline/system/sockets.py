@@ -1,4 +1,4 @@
-"""What this host listens with: strangers reach it, too. No torch here."""
+"""Sockets that listen, which strangers can reach, too. No torch here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-MOST_STRANGERS = 64  # that are met at a time: each takes two descriptors and two threads
-MEET_SECONDS = 60.0  # for all of a handshake: who sends a byte now and then is no caller
+# Handshakes that are under way at a time: each takes two descriptors and two threads.
+MOST_STRANGERS = 64
+# For a whole handshake: a stranger could send one byte now and then for ever.
+MEET_SECONDS = 60.0
+# Before the next attempt, if this process has no descriptors or threads left.
 AGAIN_SECONDS = 0.2
-STORE_SECONDS = 5.0  # for the rest of a message to the ranks' store
+# For the rest of a message to the ranks' store.
+STORE_SECONDS = 5.0
 
 Met = TypeVar("Met")
 
@@ -23,14 +27,19 @@ def each_caller(
     meet: Callable[[socket.socket], Met | None],
     serve: Callable[[Met], object],
 ) -> None:
-    """Until `listener` is closed: `serve` what `meet` makes of a caller, in a thread of its own. `meet`: None, or OSError, for who is none
-    of ours. Callers beyond MOST_STRANGERS wait, so that they take no descriptors of the run."""
+    """Meet and serve each caller of `listener` in a thread of its own, until it is closed.
+
+    `meet`: makes the handshake and returns what `serve` takes. It returns None, or raises OSError,
+    for a stranger. At most MOST_STRANGERS handshakes are under way; further callers wait, so that
+    they take no descriptors from the run.
+    """
     free = threading.BoundedSemaphore(MOST_STRANGERS)
 
     def one(connected: socket.socket) -> None:
         met = None
         try:
-            with suppress(OSError, RuntimeError), connected.dup() as ends:  # `meet` takes the other
+            # `meet` owns `connected`, and may close it. The timer has an object of its own.
+            with suppress(OSError, RuntimeError), connected.dup() as ends:
                 limit = threading.Timer(MEET_SECONDS, _shut, (ends,))
                 limit.daemon = True
                 limit.start()
@@ -50,21 +59,23 @@ def each_caller(
             threading.Thread(
                 target=one, args=(connected,), daemon=True, name="drumline-caller"
             ).start()
-        except (
-            OSError,
-            RuntimeError,
-        ):  # no descriptors or threads are left now, or the caller has gone
+        except (OSError, RuntimeError):
+            # No descriptors or threads are left now, or the caller has gone.
             free.release()
             time.sleep(AGAIN_SECONDS)
 
 
 def stop_listening(listener: socket.socket) -> None:
-    """Its port is free then: closed alone, a listener stays for as long as a thread waits for a caller."""
+    """Close a listener so that its port is free at once.
+
+    If it were only closed, it would stay for as long as a thread waits for a caller.
+    """
     _shut(listener)
     listener.close()
 
 
 def _shut(ends: socket.socket) -> None:
+    """End both directions of a connection, and whatever waits for it."""
     with suppress(OSError):
         ends.shutdown(socket.SHUT_RDWR)
 
@@ -74,12 +85,20 @@ def wait_at_most(
     seconds: float,
     directions: Sequence[int] = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO),
 ) -> None:
-    """Of each read and write of a socket, also by its number; of a listener's callers as well; 0: for ever."""
+    """Let each read and write of a socket fail after some seconds; 0: they wait for ever.
+
+    It also holds for reads and writes by the socket's descriptor, and for the callers of a
+    listener.
+    """
     for direction in directions:
         ends.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(seconds), 0))
 
 
 def for_store(listener: socket.socket) -> int:
-    """Its number, for torch's store, which reads from all in one thread: who sends half a message would hold up all ranks."""
+    """Return the descriptor of a listener for torch's store; the socket object lets go of it.
+
+    The store reads from all callers in one thread. Without the limit that is set here, a caller
+    that sends half a message would hold up all ranks.
+    """
     wait_at_most(listener, STORE_SECONDS)
     return listener.detach()

@@ -1,4 +1,4 @@
-"""Threads of a rank that compute beside its first one. No torch at the top."""
+"""Threads of a rank that compute beside its main thread. No torch at the top."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 def on_this_gpu(work: Callable[P, T]) -> Callable[P, T]:
-    """`work` for another thread, which begins on GPU 0: there it begins on the GPU of the thread that calls this, if that uses any."""
+    """Return `work` for another thread, with the current GPU of the thread that calls this.
+
+    A new thread begins on GPU 0. If this process uses no GPU, `work` is returned as it is.
+    """
     import torch
 
     if not torch.cuda.is_initialized():

@@ -13,9 +13,10 @@ from drumline.foreign import MOST_DEPTH, MOST_WHOLE, text_mistake
 # Keys and list positions from the top, as they are written: ("data", "train", "0", "path").
 Place = tuple[str, ...]
 
-# A config of a hundred lines holds a few hundred values; aliases of aliases can unfold to billions.
+# Values of a YAML at most. A config of a hundred lines has a few hundred, but aliases of aliases
+# can unfold to billions.
 MOST_VALUES = 100_000
-# Characters of a number that is converted to see whether it is too large; 64 bits take at most 66.
+# A longer number is too large without being converted: 64 bits take at most 66 characters.
 MOST_DIGITS = 80
 
 
@@ -29,9 +30,9 @@ class NumberTooLarge(ConfigError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads only what JSON has, too.
+    """Reads no other types than those of JSON.
 
-    `1e-5` is a number and `2026-01-31` is text, as in YAML 1.2. `yes` and `no` stay booleans, as in
+    `1e-5` is a number and `2026-01-31` is text, as in YAML 1.2. `yes` and `no` are booleans, as in
     1.1.
     """
 
@@ -50,7 +51,7 @@ class _Dumper(yaml.SafeDumper):
         return super().represent_scalar(tag, value, style)
 
 
-# Types that a value may have, and those of them that plain text is tried as by YAML 1.1's patterns.
+# Types that a value may have, and those of them that are recognised by the patterns of YAML 1.1.
 _TYPES = ("bool", "null", "merge", "int", "float", "str", "seq", "map")
 _INHERITED_PATTERNS = ("bool", "null", "merge")
 _INT = re.compile(r"^(?:[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+|0o[0-7]+)$")
@@ -89,7 +90,7 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 
 def read_yaml(text: str, name: str) -> tuple[Any, dict[Place, int]]:
-    """Return the value of a YAML text, and the line (from 1) of each key and list item by its place.
+    """Return the value of a YAML text, and place → line (from 1) of each key and list item.
 
     What an alias repeats is a copy. `name`: the file, for errors.
     Raises ConfigError with file and line for text that is no YAML, and for a key that stands twice.

@@ -20,7 +20,7 @@ from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks, gpu
-from drumline.engine.build import build_engine, build_module, stats_with_frozen
+from drumline.engine.build import ModuleParts, build_engine, build_module, stats_with_frozen
 from drumline.engine.engine import Engine
 from drumline.errors import CheckpointError, DataError
 from drumline.hardware.detect import cache_dir
@@ -291,9 +291,8 @@ def _build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> E
     if not plan.config.plain:
         return build_engine(plan, device, checkpoint_keys)
     model = plan.config.model
-    return build_module(
-        plan, own_build(plan), device, checkpoint_keys, units=model.units, tp_plan=model.tp_plan
-    )
+    parts = ModuleParts(model.units, model.tp_plan)
+    return build_module(plan, own_build(plan), device, checkpoint_keys, parts=parts)
 
 
 def _verify_caches(plan: Plan, ranks: Ranks) -> Future[None]:

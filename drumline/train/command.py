@@ -52,7 +52,7 @@ def train(
     config_path: Path,
     overrides: list[str],
     *,
-    resume: str | None,
+    resume: Resume | None,
     allow: tuple[str, ...],
     dry_run: bool,
     accelerate_config: Path | None = None,
@@ -68,8 +68,7 @@ def train(
     if srun and _trains_in_tasks(config_path, overrides, resume, accelerate_config):
         become([*srun, sys.executable, "-m", *own_command])
     die_with_launchers()
-    start = Resume.parse(resume)
-    make_request = requested(config_path, overrides, start, allow, accelerate_config)
+    make_request = requested(config_path, overrides, resume, allow, accelerate_config)
     torchrun = torchrun_of_node(lambda: _ranks_of_node(make_request))
     if torchrun:
         become([*torchrun, *own_command])
@@ -101,13 +100,12 @@ def _train_by_own_launcher(request: Request, dry_run: bool, watch: bool, everyth
 
 
 def _trains_in_tasks(
-    config_path: Path, overrides: list[str], resume: str | None, accelerate_config: Path | None
+    config_path: Path, overrides: list[str], resume: Resume | None, accelerate_config: Path | None
 ) -> bool:
-    """Whether the tasks of srun are the ranks of a config.
+    """Return whether the tasks of srun are the ranks of a config.
 
-    Otherwise its launcher starts the ranks.
-
-    A mistake in the config is left to task 0, which reports it.
+    Otherwise its launcher starts the ranks. A config with a mistake counts as one of ranks: task 0
+    reports the mistake.
     """
     read_config = reader(config_path)
     try:
@@ -166,7 +164,7 @@ def requested(
         strategy = _laid_over(accelerate_config)
         read_config = reader(config)
         loaded = read_config(overrides, strategy)
-        start = resume or Resume.parse(loaded.resume)
+        start = resume or loaded.resume
         if start is not None:
             # The run may be a stranger's.
             loaded = read_config(overrides, strategy, trusted=False)

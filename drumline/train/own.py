@@ -33,7 +33,7 @@ from drumline.launch.script import link_logs
 from drumline.models.freeze import trainable_names
 from drumline.models.tape import Build
 from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
+from drumline.plan.resolve import KnownModel, resolve
 from drumline.system.output import say_note
 from drumline.telemetry.events import Step
 from drumline.train.state import PendingStep
@@ -113,8 +113,7 @@ def make_plan(
         run_dir=run_dir,
         machine=detect(),
         world_size=world_size,
-        facts=None,
-        model_path=None,
+        model=KnownModel(),
         data=None,
     )
 

@@ -18,7 +18,7 @@ from drumline.plan.estimate import Estimate
 from drumline.plan.explain import size, strategy_name
 from drumline.plan.out_of_memory import Exhausted, limit, verdict
 from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
+from drumline.plan.resolve import KnownModel, resolve
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.question import Found, assemble
@@ -296,16 +296,17 @@ class Replanner:
         Raises PlanError.
         """
         old = self.plan
+        facts = None
+        if request is not None:
+            facts = request.facts
         plan = resolve(
             config,
             run_dir=old.run_dir,
             machine=machine_of(old),
             world_size=ranks,
-            facts=request.facts if request else None,
-            model_path=old.model_path,
+            model=KnownModel(facts, old.model_path, old.roles),
             data=old.data,
             base_dir=old.base_dir,
-            roles=old.roles,
         )
         if request is None:
             return plan

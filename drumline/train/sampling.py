@@ -26,7 +26,7 @@ from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.models.tokenizer import load_tokenizer
 from drumline.plan.plan import Plan
-from drumline.rl.build import generator, greedy
+from drumline.rl.build import RolloutFiles, generator, greedy
 from drumline.rl.generate import Completion, Generator, Request, Together, generate_together
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
@@ -99,9 +99,7 @@ class Sampling:
                 unsharded,
                 self._copy,
                 LOW_PRECISION.get(self.plan.precision),
-                self.plan.model_path,
-                Path(self.plan.run_dir),
-                self._grown_rows(),
+                RolloutFiles(self.plan.model_path, Path(self.plan.run_dir), self._grown_rows()),
             )
         if self._refresh is not None:
             self._refresh(language_weights(self.engine.whole_weights()))

@@ -36,7 +36,7 @@ from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import Draws, derive, deterministic, seed_step
 from drumline.dist.start import Ranks, gpu, start, stop
-from drumline.engine.build import build_module
+from drumline.engine.build import ModuleParts, build_module
 from drumline.engine.optimizer import MakeOptimizer
 from drumline.engine.transforms import batch_norms
 from drumline.errors import DataError, EnvironmentFault, Preempted, TrainingStopped, UserError
@@ -108,7 +108,7 @@ class Session:
             micro_batch: Samples that a rank takes at once; by default all of its own.
             resume: Go on from the newest checkpoint of `run_dir` (True), or from a checkpoint's folder.
             allow: Keys of the config that may differ on a resume.
-            units: See engine.build.build_module, also for `tp_plan`.
+            units: See engine.build.ModuleParts, also for `tp_plan`.
             options: Those of train.own.OPTIONS.
 
         Raises UserError, as all methods of the session do, for what cannot be done.
@@ -287,9 +287,8 @@ class Session:
             build,
             self.device,
             checkpoint_keys,
+            parts=ModuleParts(self.units, self.tp_plan),
             make_optimizer=make_optimizer,
-            units=self.units,
-            tp_plan=self.tp_plan,
             overlaps=overlaps,
             unfrozen=unfrozen,
         )

@@ -27,7 +27,7 @@ from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.dist.seeds import Draws
-from drumline.engine.build import lay_out_spreadable
+from drumline.engine.build import ModuleParts, lay_out_spreadable
 from drumline.engine.transforms import batch_norms
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, ModelError, PlanError
 from drumline.foreign import disk_errors, require_package
@@ -38,7 +38,7 @@ from drumline.launch.slurm.queue import forget_job
 from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.attention import attend_by_documents
-from drumline.models.build import lay_out
+from drumline.models.build import ModelHead, lay_out
 from drumline.models.classes import LM, in_own_order, with_classes
 from drumline.models.download import download
 from drumline.models.files import weights_digest
@@ -50,7 +50,7 @@ from drumline.models.vision import vision_of
 from drumline.plan.explain import default_run_dir, size
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataIdentity, DataPlan, Plan, RolePlan
-from drumline.plan.resolve import batch_norm_why, device_of, processes_of, resolve
+from drumline.plan.resolve import KnownModel, batch_norm_why, device_of, processes_of, resolve
 from drumline.plan.strategy_engine import engine_of
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
@@ -122,9 +122,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     has_fixed_processes = request.world_size is not None or config.launch.nproc is not None
     question = assemble(config, policy, roles, data, cluster, processes=has_fixed_processes)
     config, why = _choose_open_keys(question, about_cluster, on_progress)
-    plan = _resolve_plan(
-        request, config, machine, data, facts=question.facts, model_path=policy.path, roles=roles
-    )
+    model = KnownModel(question.facts, policy.path, roles)
+    plan = _resolve_plan(request, config, machine, data, model)
     _require_runs(plan)
     if not dry_run:
         plan = _check_with_weights(plan, config, base_dir, on_progress)
@@ -277,7 +276,7 @@ def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[s
             models.check_fits(hf_config, tokenizer, config.data.max_length, auxiliary.where)
         if not auxiliary.trainable:
             # Laying it out raises ModelError if the head is not in the files.
-            lay_out(path, model, 0, head=auxiliary.head, draws=False)
+            lay_out(path, model, 0, head=ModelHead(auxiliary.head, draws=False))
     return roles
 
 
@@ -427,10 +426,9 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     config.algorithm.build_in(base_dir)
     data = _own_data(config, base_dir)
     machine = request.machine or detect()
-    plan = _resolve_plan(request, config, machine, data, facts=None, model_path=None)
-    module, _ = lay_out_spreadable(
-        plan, own_build(plan), "cpu", config.model.units, config.model.tp_plan
-    )
+    plan = _resolve_plan(request, config, machine, data, KnownModel())
+    parts = ModuleParts(config.model.units, config.model.tp_plan)
+    module, _ = lay_out_spreadable(plan, own_build(plan), "cpu", parts)
     config.optimizer.require_groups(trainable_names(module))
     if plan.engine == "pipeline":
         from drumline.engine.own_pipeline import cut
@@ -465,11 +463,9 @@ def _own_data(config: Config, base_dir: Path) -> DataPlan:
 
 
 def _resolve_plan(
-    request: Request, config: Config, machine: Machine, data: DataPlan | None, **model: Any
+    request: Request, config: Config, machine: Machine, data: DataPlan | None, model: KnownModel
 ) -> Plan:
     """Return the plan with every number resolved.
-
-    `model`: facts, path and roles, as `resolve` takes them.
 
     Raises PlanError also for a profile of steps or ranks that the run does not have.
     """
@@ -479,9 +475,9 @@ def _resolve_plan(
         run_dir=config.run.dir or default_run_dir(loaded.path),
         machine=machine,
         world_size=request.world_size,
+        model=model,
         data=data,
         base_dir=str(loaded.base_dir.absolute()),
-        **model,
     )
     if plan.steps is not None and plan.warmup_steps >= plan.steps:
         notes(

@@ -18,7 +18,7 @@ def vllm(model_dir: str, out: str, url: str) -> None:
     from drumline.config import rollouts as c
     from drumline.dist.start import start, stop
     from drumline.errors import DrumlineError
-    from drumline.rl.build import generator
+    from drumline.rl.build import RolloutFiles, generator
     from drumline.rl.generate import HFGenerator, Request, generate_together
     from tests.tiny import tiny_tokenizer
 
@@ -30,7 +30,12 @@ def vllm(model_dir: str, out: str, url: str) -> None:
             parameter.mul_(1.1)
     config = c.VLLMGenerator(url=url, max_new_tokens=8)
     made, refresh = generator(
-        config, tiny_tokenizer(), 3, None, lambda: None, run_dir=Path(out).parent
+        config,
+        tiny_tokenizer(),
+        3,
+        None,
+        lambda: None,
+        files=RolloutFiles(run_dir=Path(out).parent),
     )
     assert refresh is not None
     refresh(model.named_parameters(remove_duplicate=False))

@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from drumline.models.losses import VocabularyPart, linear_cross_entropy, linear_log_probs
+from drumline.models.losses import (
+    LinearHead,
+    VocabularyPart,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from tests.distributed.ranks import free_port
 
 TOKENS, WIDTH, ROWS = 23, 8, 13
@@ -49,7 +54,7 @@ def answers(
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     hidden, weight, bias = (*leaves, None)[:3]
     with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
-        loss, correct = linear_cross_entropy(hidden, weight, bias, targets, chunk, part)
+        loss, correct = linear_cross_entropy(hidden, LinearHead(weight, bias, part), targets, chunk)
     (loss / 7).backward()
     return [loss.detach(), correct, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -65,7 +70,8 @@ def token_answers(
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     hidden, weight, bias = (*leaves, None)[:3]
     with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
-        chosen, entropy = linear_log_probs(hidden, weight, bias, targets, chunk, 0.8, True, part)
+        head = LinearHead(weight, bias, part)
+        chosen, entropy = linear_log_probs(hidden, head, targets, chunk, 0.8, True)
     back = torch.linspace(-1, 2, TOKENS)
     assert entropy is not None
     (chosen * back + entropy * back.flip(0)).sum().backward()

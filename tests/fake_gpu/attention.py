@@ -43,6 +43,14 @@ class Mask:
         return visible
 
 
+class Attended(NamedTuple):
+    """What a forward gives, in fp32."""
+
+    output_BHTD: Tensor
+    # Of the scores. Kernels pad it in the last dimension.
+    log_sum_exp_BHT: Tensor
+
+
 class Gradients(NamedTuple):
     """Of the queries, keys, values and the bias, in fp32."""
 
@@ -59,13 +67,13 @@ def forward(
     mask: Mask,
     scale: float | None,
     bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, T, D] and the log-sum-exp of the scores [B, H, T], in fp32."""
+) -> Attended:
+    """Return the output and the log-sum-exp of the scores."""
     groups = query_BHTD.shape[1] // key_BHSD.shape[1]
     value = value_BHSD.float().repeat_interleave(groups, 1)
     scores = _scores(query_BHTD, key_BHSD, mask, scale, bias)
     probabilities = torch.softmax(scores, -1).nan_to_num(0)  # a query that sees no key
-    return probabilities @ value, torch.logsumexp(scores, -1)
+    return Attended(probabilities @ value, torch.logsumexp(scores, -1))
 
 
 def backward(
@@ -73,8 +81,7 @@ def backward(
     query_BHTD: Tensor,
     key_BHSD: Tensor,
     value_BHSD: Tensor,
-    output_BHTD: Tensor,
-    log_sum_exp_BHT: Tensor,
+    attended: Attended,
     mask: Mask,
     scale: float | None,
     bias: Tensor | None = None,
@@ -87,12 +94,13 @@ def backward(
     key = key_BHSD.float().repeat_interleave(groups, 1)
     value = value_BHSD.float().repeat_interleave(groups, 1)
     scores = _scores(query_BHTD, key_BHSD, mask, scale, bias)
-    log_sum_exp = log_sum_exp_BHT[..., : query.shape[2], None]  # kernels pad it
+    queries = query.shape[2]
+    log_sum_exp = attended.log_sum_exp_BHT[..., :queries, None]
     probabilities = torch.exp(scores - log_sum_exp).nan_to_num(0)
 
     grad_value = probabilities.transpose(-1, -2) @ grad
     grad_probabilities = grad @ value.transpose(-1, -2)
-    correction = (grad * output_BHTD.float()).sum(-1, keepdim=True)
+    correction = (grad * attended.output_BHTD.float()).sum(-1, keepdim=True)
     grad_scores = probabilities * (grad_probabilities - correction)
     factor = _factor(query, scale)
     grad_query = grad_scores @ key * factor

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fake_gpu import attention
-from tests.fake_gpu.attention import Mask
+from tests.fake_gpu.attention import Attended, Mask
 from tests.fake_gpu.ledger import LEDGER
 
 LARGEST_TENSOR = "FAKE_GPU_LARGEST_TENSOR"  # bytes; see `limit_to`
@@ -351,9 +351,10 @@ def _flash_forward(result: Any, values: dict[str, Any]) -> None:
 
 def _gradients(grad_out: Any, values: dict[str, Any], bias: Any = None) -> Any:
     """Return the gradients of queries, keys, values and bias of one call of attention."""
-    tensors = [values[name] for name in ("query", "key", "value", "out", "logsumexp")]
+    tensors = [values[name] for name in ("query", "key", "value")]
+    attended = Attended(values["out"], values["logsumexp"])
     mask = Mask.of(values["is_causal"])
-    return attention.backward(grad_out, *tensors, mask=mask, scale=values["scale"], bias=bias)
+    return attention.backward(grad_out, *tensors, attended, mask, values["scale"], bias)
 
 
 def _flash_backward(result: Any, values: dict[str, Any]) -> None:
@@ -421,13 +422,13 @@ def _varlen_backward(result: Any, values: dict[str, Any]) -> None:
     for target in (grad_query, grad_key, grad_value):
         target.zero_()
     for queries, keys in _document_bounds(values, ("cu_seq_q", "cu_seq_k")):
+        attended = Attended(_heads_first(values["out"][queries]), values["lse"][None, ..., queries])
         gradients = attention.backward(
             _heads_first(values["grad_out"][queries]),
             _heads_first(values["query"][queries]),
             _heads_first(values["key"][keys]),
             _heads_first(values["value"][keys]),
-            _heads_first(values["out"][queries]),
-            values["lse"][None, ..., queries],
+            attended,
             mask,
             values["scale"],
         )

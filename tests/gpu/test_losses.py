@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drumline.models.losses import linear_cross_entropy
+from drumline.models.losses import LinearHead, linear_cross_entropy
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
@@ -22,13 +22,13 @@ def test_under_autocast_it_is_at_least_as_close_as_the_plain_one(dtype: torch.dt
     targets = torch.randint(V, (N,), device="cuda")
     targets[::3] = -100
     exact = torch.autograd.grad(
-        linear_cross_entropy(hidden.double(), weight.double(), None, targets, 0)[0],
+        linear_cross_entropy(hidden.double(), LinearHead(weight.double()), targets, 0)[0],
         (hidden, weight),
     )
     results = []
     for chunk in (0, 64):
         with torch.autocast("cuda", dtype):
-            loss_sum, _ = linear_cross_entropy(hidden, weight, None, targets, chunk)
+            loss_sum, _ = linear_cross_entropy(hidden, LinearHead(weight), targets, chunk)
         assert loss_sum.dtype == torch.float32
         results.append(torch.autograd.grad(loss_sum, (hidden, weight)))
     for plain, chunked, truth in zip(*results, exact, strict=True):
@@ -43,7 +43,7 @@ def test_logits_are_never_all_there() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.autocast("cuda", torch.bfloat16):
-        loss_sum, _ = linear_cross_entropy(hidden, weight, None, targets, chunk)
+        loss_sum, _ = linear_cross_entropy(hidden, LinearHead(weight), targets, chunk)
     loss_sum.backward()
     assert torch.cuda.max_memory_allocated() - before < tokens * vocabulary * 2 / 2, (
         "half of what all logits take in bf16"

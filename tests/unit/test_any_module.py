@@ -19,7 +19,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 
 from drumline.config.config import Config
 from drumline.config.mesh import Mesh
-from drumline.engine.build import build_module
+from drumline.engine.build import ModuleParts, build_module
 from drumline.engine.engine import OpenEngine
 from drumline.engine.own_pipeline import cut, trace
 from drumline.errors import ModelError, PlanError
@@ -313,7 +313,7 @@ def test_a_strategy_that_lacks_something_says_what(mesh: Mesh, what: str) -> Non
 
 def test_modules_that_a_plan_names_must_be_there() -> None:
     with pytest.raises(PlanError, match="no module up"):
-        build_module(plan(), mlp, "cpu", tp_plan={"up": "colwise"})
+        build_module(plan(), mlp, "cpu", parts=ModuleParts(tp_plan={"up": "colwise"}))
 
 
 class Running(nn.Module):
@@ -408,7 +408,7 @@ def test_stages_that_are_no_chain(module: nn.Module, what: str) -> None:
 
 def test_a_class_that_is_not_there() -> None:
     with pytest.raises(PlanError, match="no module of class Block"):
-        build_module(plan(), mlp, "cpu", units=["Block"])
+        build_module(plan(), mlp, "cpu", parts=ModuleParts(units=["Block"]))
 
 
 def test_blocks_are_computed_again_where_checkpointing_is_on() -> None:
@@ -433,7 +433,7 @@ def test_blocks_are_computed_again_where_checkpointing_is_on() -> None:
             plan().model_copy(update={"activation_checkpointing": kind}),
             build,
             "cpu",
-            units=["Block"],
+            parts=ModuleParts(units=["Block"]),
         )
         norms.append(by_hand_norm(made))
         assert len(calls) == (4 if kind == "none" else 8)

@@ -25,7 +25,7 @@ from drumline.hardware.detect import Machine
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
+from drumline.plan.resolve import KnownModel, resolve
 from drumline.plan.strategy_engine import engine_of
 from tests.harness import ENV
 from tests.tiny import tiny_model_dir
@@ -63,8 +63,7 @@ def plan(model_dir: Path, strategy: Any, precision: str = "fp32", **sections: An
         run_dir="r",
         machine=machine,
         world_size=1,
-        facts=None,
-        model_path=str(model_dir),
+        model=KnownModel(path=str(model_dir)),
         data=None,
     )
     if precision != "fp16":

@@ -14,7 +14,7 @@ CODE = """
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from drumline.models.kernels import linear_cross_entropy
-from drumline.models.losses import linear_cross_entropy as plain
+from drumline.models.losses import LinearHead, linear_cross_entropy as plain
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
 torch.manual_seed(0)
@@ -27,7 +27,7 @@ for mine, other in zip(liger_rotary_pos_emb(q.clone(), k.clone(), cos, sin), app
 targets = torch.randint(0, 50, (24,))
 targets[::5] = -100
 found = []
-for function in (lambda *a: linear_cross_entropy(*a), lambda *a: plain(*a, chunk=7)):
+for function in (lambda *a: linear_cross_entropy(*a), lambda h, w, b, t: plain(h, LinearHead(w, b), t, chunk=7)):
     torch.manual_seed(1)
     hidden, weight = torch.randn(24, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
     loss, correct = function(hidden, weight, None, targets)

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.models.losses import linear_log_probs, log_probs
+from drumline.models.losses import LinearHead, linear_log_probs, log_probs
 
 N, D, V = 37, 16, 53
 
-linear_of: Any = (
-    linear_log_probs  # called with lists of arguments, whose number a type checker does not know
-)
+
+def linear_of(hidden: Any, weight: Any, bias: Any, *options: Any, **named: Any) -> Any:
+    """Return `linear_log_probs`; a head without a bias has None in its place."""
+    return linear_log_probs(hidden, LinearHead(weight, bias), *options, **named)
 
 
 def tensors(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drumline.models.losses import cross_entropy, linear_cross_entropy
+from drumline.models.losses import LinearHead, cross_entropy, linear_cross_entropy
 
 N, D, V = 37, 16, 53
 
@@ -44,7 +44,7 @@ def gradients(loss: torch.Tensor, *leaves: torch.Tensor | None) -> list[torch.Te
 @pytest.mark.parametrize("bias", [False, True])
 def test_equals_the_plain_one(chunk: int, bias: bool) -> None:
     hidden, weight, bias_V, targets = tensors(bias=bias)
-    loss, correct = linear_cross_entropy(hidden, weight, bias_V, targets, chunk)
+    loss, correct = linear_cross_entropy(hidden, LinearHead(weight, bias_V), targets, chunk)
     expected, expected_correct = plain(hidden, weight, bias_V, targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -60,7 +60,7 @@ def test_equals_the_plain_one(chunk: int, bias: bool) -> None:
 def test_tied_weights_get_both_gradients() -> None:
     _, weight, _, targets = tensors()
     ids = torch.randint(V, (N,))
-    loss, _ = linear_cross_entropy(weight[ids], weight, None, targets, 8)
+    loss, _ = linear_cross_entropy(weight[ids], LinearHead(weight), targets, 8)
     expected, _ = plain(weight[ids], weight, None, targets)
     torch.testing.assert_close(
         gradients(loss, weight), gradients(expected, weight), rtol=1e-5, atol=1e-6
@@ -69,7 +69,7 @@ def test_tied_weights_get_both_gradients() -> None:
 
 def test_no_targets_at_all() -> None:
     hidden, weight, _, targets = tensors(masked=1.1)
-    loss, correct = linear_cross_entropy(hidden, weight, None, targets, 8)
+    loss, correct = linear_cross_entropy(hidden, LinearHead(weight), targets, 8)
     assert loss.item() == 0 and not correct.any()
     assert all(not g.any() for g in gradients(loss, hidden, weight))
 
@@ -79,7 +79,7 @@ def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> N
     hidden, weight, _, targets = tensors()
     exact = gradients(plain(hidden, weight, None, targets)[0], hidden, weight)
     with torch.autocast("cpu", dtype):
-        loss, _ = linear_cross_entropy(hidden, weight, None, targets, 8)
+        loss, _ = linear_cross_entropy(hidden, LinearHead(weight), targets, 8)
         expected, _ = plain(hidden, weight, None, targets)
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
     for got, wanted, truth in zip(
@@ -99,13 +99,14 @@ def test_gradient_is_right_in_float64(chunk: int) -> None:
     # gradcheck goes back twice, and our backward works on what it saved: hand it copies.
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, torch.clone):
         assert torch.autograd.gradcheck(
-            lambda h, w, b: linear_cross_entropy(h, w, b, targets, chunk)[0], (hidden, weight, bias)
+            lambda h, w, b: linear_cross_entropy(h, LinearHead(w, b), targets, chunk)[0],
+            (hidden, weight, bias),
         )
 
 
 def test_a_second_backward_is_refused_rather_than_wrong() -> None:
     hidden, weight, _, targets = tensors()
-    loss, _ = linear_cross_entropy(hidden, weight, None, targets, 8)
+    loss, _ = linear_cross_entropy(hidden, LinearHead(weight), targets, 8)
     (loss * 2).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (loss * 3).backward()
@@ -118,7 +119,7 @@ def test_fp16_keeps_gradients_that_fp16_has_no_number_for() -> None:
     hidden = torch.full((2, D), 2.0**-14, requires_grad=True)
     weight = torch.zeros(vocabulary, D, requires_grad=True)
     with torch.autocast("cpu", torch.float16):
-        loss, _ = linear_cross_entropy(hidden, weight, None, torch.tensor([0, -100]), 8)
+        loss, _ = linear_cross_entropy(hidden, LinearHead(weight), torch.tensor([0, -100]), 8)
     loss.backward()
     assert weight.grad is not None
     torch.testing.assert_close(
@@ -133,7 +134,7 @@ def test_fp16_sums_over_more_than_fp16_can_hold() -> None:
     weight = torch.zeros(2, D, requires_grad=True)
     with torch.autocast("cpu", torch.float16):
         loss, _ = linear_cross_entropy(
-            hidden, weight, None, torch.zeros(places, dtype=torch.long), 64
+            hidden, LinearHead(weight), torch.zeros(places, dtype=torch.long), 64
         )
     loss.backward()
     assert weight.grad is not None
@@ -143,7 +144,7 @@ def test_fp16_sums_over_more_than_fp16_can_hold() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_16_bits_get_gradients_of_16_bits(dtype: torch.dtype) -> None:
     hidden, weight, _, targets = tensors(dtype)
-    loss, _ = linear_cross_entropy(hidden, weight, None, targets, 8)
+    loss, _ = linear_cross_entropy(hidden, LinearHead(weight), targets, 8)
     assert loss.dtype == torch.float32
     exact = gradients(plain(hidden.float(), weight.float(), None, targets)[0], hidden, weight)
     for got, truth in zip(gradients(loss, hidden, weight), exact, strict=True):
@@ -157,8 +158,8 @@ def test_only_learned_rows_are_looked_at() -> None:
     broken = hidden.detach().clone()
     broken[targets == -100] = torch.nan
     broken.requires_grad_()
-    loss, correct = linear_cross_entropy(broken, weight, None, targets, 8)
-    expected, _ = linear_cross_entropy(hidden, weight, None, targets, 8)
+    loss, correct = linear_cross_entropy(broken, LinearHead(weight), targets, 8)
+    expected, _ = linear_cross_entropy(hidden, LinearHead(weight), targets, 8)
     assert torch.equal(loss, expected) and not correct[targets == -100].any()
     got, wanted = gradients(loss, broken, weight), gradients(expected, hidden, weight)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
@@ -183,7 +184,7 @@ def test_only_the_work_that_is_wanted_is_done() -> None:
 
     def products(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> float:
         with Products() as counter:
-            loss_sum, _ = linear_cross_entropy(h, w, b, targets, 8)
+            loss_sum, _ = linear_cross_entropy(h, LinearHead(w, b), targets, 8)
             if loss_sum.requires_grad:
                 loss_sum.backward()
         return counter.multiplied / one
@@ -204,7 +205,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same() -> None:
             leaf.detach() if still else leaf
             for leaf, still in zip((hidden, weight, bias), frozen, strict=True)
         ]
-        loss, _ = linear_cross_entropy(leaves[0], leaves[1], leaves[2], targets, 8)
+        loss, _ = linear_cross_entropy(leaves[0], LinearHead(leaves[1], leaves[2]), targets, 8)
         assert loss.requires_grad is not all(frozen)
         if loss.requires_grad:
             expected = [grad for grad, still in zip(wanted, frozen, strict=True) if not still]

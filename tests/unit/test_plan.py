@@ -16,7 +16,7 @@ from drumline.plan.batch import resolve_batch
 from drumline.plan.explain import count, explain, plan_line, size
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Plan
-from drumline.plan.resolve import resolve
+from drumline.plan.resolve import KnownModel, resolve
 
 CPU = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 TWO_H100 = Machine(
@@ -46,8 +46,7 @@ def plan(
         run_dir="r",
         machine=machine,
         world_size=world_size,
-        facts=None,
-        model_path="m",
+        model=KnownModel(path="m"),
         data=data,
     )
 
@@ -261,8 +260,7 @@ def test_heads_are_shared_out_over_the_ranks_of_a_sequence(
         "run_dir": "r",
         "machine": CPU,
         "world_size": world_size,
-        "facts": facts,
-        "model_path": "m",
+        "model": KnownModel(facts, "m"),
         "data": DATA,
     }
     if says is None:
@@ -284,8 +282,7 @@ def test_a_ring_cuts_each_part_in_two() -> None:
             run_dir="r",
             machine=TWO_H100,
             world_size=None,
-            facts=None,
-            model_path="m",
+            model=KnownModel(path="m"),
             data=DATA,
         )
 
@@ -299,8 +296,7 @@ def test_a_ring_in_fp32_has_chunks_that_torch_can_merge_and_is_experimental() ->
         "run_dir": "r",
         "machine": TWO_H100,
         "world_size": None,
-        "facts": facts,
-        "model_path": "m",
+        "model": KnownModel(facts, "m"),
         "data": DATA,
     }
     with pytest.raises(PlanError, match=r"4 parts of a multiple of 32 tokens.*nearest: 128"):

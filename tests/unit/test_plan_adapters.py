@@ -11,7 +11,7 @@ from drumline.errors import PlanError
 from drumline.plan.explain import plan_line
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
+from drumline.plan.resolve import KnownModel, resolve
 from tests.unit.test_plan import CPU, DATA, config
 
 FACTS = ModelFacts(
@@ -33,8 +33,7 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
         run_dir="r",
         machine=CPU,
         world_size=world_size,
-        facts=facts,
-        model_path="m",
+        model=KnownModel(facts, "m"),
         data=DATA,
     )
 

@@ -14,7 +14,7 @@ from drumline.errors import ConfigError, PlanError
 from drumline.hardware.detect import Machine
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
+from drumline.plan.resolve import KnownModel, resolve
 
 FACTS = ModelFacts(
     name="llama",
@@ -38,8 +38,7 @@ def plan(strategy: dict[str, Any], **sections: Any) -> Plan:
         run_dir="runs/x",
         machine=machine,
         world_size=2,
-        facts=FACTS,
-        model_path=None,
+        model=KnownModel(FACTS),
         data=None,
     )
 

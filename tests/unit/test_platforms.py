@@ -17,7 +17,7 @@ from drumline.engine.engine import added
 from drumline.engine.norms import global_norm
 from drumline.errors import PlanError
 from drumline.hardware.detect import detect
-from drumline.plan.resolve import resolve
+from drumline.plan.resolve import KnownModel, resolve
 from tests.harness import ENV, events, write_config
 from tests.tiny import tiny_model_dir
 
@@ -125,8 +125,7 @@ def on_mps(folder: Path, world: int | None, **sections: object) -> None:
         run_dir="r",
         machine=machine,
         world_size=world,
-        facts=None,
-        model_path=None,
+        model=KnownModel(),
         data=None,
     )
     assert (plan.place, plan.device, plan.backend, plan.precision) == ("mps", "cpu", "gloo", "fp32")
@@ -145,7 +144,7 @@ def test_mps_takes_one_process(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match="this is no Mac with Apple silicon"):
             resolve(
                 load(write_config(tmp_path, tmp_path / "model"), ["run.device=mps"]).config,
-                run_dir="r", machine=detect(), world_size=1, facts=None, model_path=None, data=None,
+                run_dir="r", machine=detect(), world_size=1, model=KnownModel(), data=None,
             )  # fmt: skip
 
 

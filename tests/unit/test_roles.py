@@ -14,7 +14,7 @@ from drumline.engine.engine import CompositeEngine
 from drumline.errors import ModelError
 from drumline.hardware.detect import Machine
 from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
+from drumline.plan.resolve import KnownModel, resolve
 from drumline.planner.cluster import cluster_here
 from drumline.planner.question import assemble, find_model
 from drumline.train.setup import find_roles
@@ -93,11 +93,10 @@ def planned(tmp_path: Path, strategy: Any, algorithm: Any, world_size: int = 2) 
     told: dict[str, Any] = {
         "run_dir": "r",
         "machine": CPU,
-        "model_path": str(policy),
+        "model": KnownModel(own, str(policy), roles),
         "data": None,
-        "facts": own,
     }
-    return resolve(said, world_size=world_size, roles=roles, **told)
+    return resolve(said, world_size=world_size, **told)
 
 
 def test_a_role_of_another_size_is_cut_by_its_own_layers(tmp_path: Path) -> None:
@@ -167,12 +166,11 @@ def test_a_frozen_copy_says_the_same_from_fewer_bytes(tmp_path: Path) -> None:
     told: dict[str, Any] = {
         "run_dir": "r",
         "machine": CPU,
-        "model_path": str(model),
+        "model": KnownModel(path=str(model), roles=roles),
         "data": None,
-        "facts": None,
         "world_size": 1,
     }
-    plan = resolve(said, roles=roles, **told)
+    plan = resolve(said, **told)
     policy, reference = build_engine(plan, "cpu"), build_engine(plan, "cpu", role="reference")
 
     def read(outputs: Any, batch: Any) -> torch.Tensor:

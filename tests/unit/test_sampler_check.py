@@ -14,7 +14,7 @@ from drumline.data.batches import Episodes
 from drumline.errors import TrainingStopped
 from drumline.models.templates import special_ids
 from drumline.report.facts import curve_values
-from drumline.rl.build import generator
+from drumline.rl.build import RolloutFiles, generator
 from drumline.rl.generate import Completion, Request, deal
 from drumline.rl.sampler_check import (
     MOST_AT_FIRST,
@@ -99,7 +99,13 @@ def test_a_stale_head_is_stopped_and_an_honest_server_is_not(
         config = c.VLLMGenerator(url=server.url, max_new_tokens=6)
         autocast = dtype if precision == "bf16" else None
         sampler, refresh = generator(
-            config, tiny_tokenizer(), 7, None, lambda: None, autocast, run_dir=tmp_path
+            config,
+            tiny_tokenizer(),
+            7,
+            None,
+            lambda: None,
+            autocast,
+            RolloutFiles(run_dir=tmp_path),
         )
         prompts = probe_prompts(tiny_tokenizer(), special_ids(tiny_tokenizer()), 1, 96, config)
         checked = SamplerCheck(config, read, prompts, precision, is_new=True)

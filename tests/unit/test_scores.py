@@ -15,7 +15,7 @@ from drumline.config.mesh import Mesh
 from drumline.config.model import Head, ModelConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
-from drumline.models.build import build_model, lay_out
+from drumline.models.build import ModelHead, build_model, lay_out
 from drumline.models.classes import with_classes
 from drumline.models.export import export
 from drumline.models.head import can_split, outputs, split
@@ -139,16 +139,18 @@ def test_a_head_that_reads_the_whole_text_is_no_score() -> None:
     with pytest.raises(
         ModelError, match="BertForSequenceClassification has no score of each token"
     ):
-        lay_out(None, ModelConfig(id=None, init="random", config=config), 0, head="score")
+        lay_out(
+            None, ModelConfig(id=None, init="random", config=config), 0, head=ModelHead("score")
+        )
 
 
 def test_a_frozen_model_without_a_trained_head_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"no weights for score\.weight, and a frozen model keeps them"
     ):
-        lay_out(str(folder), ModelConfig(id=str(folder)), 0, head="score", draws=False)
+        lay_out(str(folder), ModelConfig(id=str(folder)), 0, head=ModelHead("score", draws=False))
     built(folder, "score").save_pretrained(tmp_path)
-    lay_out(str(tmp_path), ModelConfig(id=str(tmp_path)), 0, head="score", draws=False)
+    lay_out(str(tmp_path), ModelConfig(id=str(tmp_path)), 0, head=ModelHead("score", draws=False))
 
 
 @pytest.mark.parametrize("head", ["score", "valued"])

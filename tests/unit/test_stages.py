@@ -30,7 +30,7 @@ from drumline.models.small import Tokens
 from drumline.plan.explain import explain
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
+from drumline.plan.resolve import KnownModel, resolve
 from drumline.plan.stages import Cost, balance, bubble, stage_cost
 
 MACHINE = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
@@ -60,8 +60,7 @@ def planned(
         run_dir="r",
         machine=MACHINE,
         world_size=world,
-        facts=facts,
-        model_path="m",
+        model=KnownModel(facts, "m"),
         data=None,
     )
 

@@ -16,7 +16,7 @@ from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Plan
-from drumline.plan.resolve import reason_for_whole_stream, resolve
+from drumline.plan.resolve import KnownModel, reason_for_whole_stream, resolve
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.planner.cost.traffic import widths
@@ -206,7 +206,7 @@ def planned(
         {"model": {"config": values}, "data": data, "strategy": strategy, **sections}
     )
     return resolve(
-        config, run_dir="", machine=MACHINE, world_size=4, facts=sizes, model_path=None, data=None
+        config, run_dir="", machine=MACHINE, world_size=4, model=KnownModel(sizes), data=None
     )
 
 

@@ -22,7 +22,7 @@ from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.rl import vllm
-from drumline.rl.build import generator, greedy
+from drumline.rl.build import RolloutFiles, generator, greedy
 from drumline.rl.generate import HFGenerator, Request, request_seed
 from drumline.rl.vllm import VLLMServer, WeightFolder
 from tests.distributed.ranks import free_port
@@ -232,7 +232,12 @@ def test_new_weights_reach_the_server_through_a_folder(
     monkeypatch.setattr(vllm, "SHARD_BYTES", 30_000)
     config, learned = c.VLLMGenerator(url=server.url, max_new_tokens=12), load(folder)
     made, refresh = generator(
-        config, tiny_tokenizer(), 7, None, lambda: pytest.fail("no copy"), run_dir=tmp_path
+        config,
+        tiny_tokenizer(),
+        7,
+        None,
+        lambda: pytest.fail("no copy"),
+        files=RolloutFiles(run_dir=tmp_path),
     )
     assert refresh is not None
     for turn in range(3):
@@ -348,13 +353,13 @@ def test_an_engine_in_the_rank_is_asked_the_same(
     with pytest.raises(
         EnvironmentFault, match=r"the package vllm is missing — pip install vllm, or set url"
     ):
-        generator(config, tiny_tokenizer(), 7, None, lambda: None, model_path=str(folder))
+        generator(config, tiny_tokenizer(), 7, None, lambda: None, files=RolloutFiles(str(folder)))
     stand_in = SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace, __spec__=object())
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "")
     monkeypatch.setattr(vllm, "_engine", vllm._engine.__wrapped__)
     made, refresh = generator(
-        config, tiny_tokenizer(), 7, None, lambda: None, torch.bfloat16, str(folder)
+        config, tiny_tokenizer(), 7, None, lambda: None, torch.bfloat16, RolloutFiles(str(folder))
     )
     llm = FakeLLM.made[-1]
     assert (
@@ -364,7 +369,13 @@ def test_an_engine_in_the_rank_is_asked_the_same(
     from transformers import AutoConfig
 
     generator(
-        config, tiny_tokenizer(), 7, None, lambda: None, torch.bfloat16, str(folder), rows=384
+        config,
+        tiny_tokenizer(),
+        7,
+        None,
+        lambda: None,
+        torch.bfloat16,
+        RolloutFiles(str(folder), rows=384),
     )
     grown = FakeLLM.made[-1].options
     assert (

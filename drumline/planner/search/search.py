@@ -29,7 +29,15 @@ from drumline.plan.batch import TOKENS_AT_ONCE, batches, resolve_batch
 from drumline.plan.estimate import Estimate
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import BatchPlan, Layout
-from drumline.plan.resolve import deepspeed_of, device_of, lay_out, precision_of, require, resolve
+from drumline.plan.resolve import (
+    KnownModel,
+    deepspeed_of,
+    device_of,
+    lay_out,
+    precision_of,
+    require,
+    resolve,
+)
 from drumline.plan.rule import Case
 from drumline.plan.stages import in_flight
 from drumline.plan.strategy_engine import engine_of
@@ -311,10 +319,8 @@ def evaluate(question: Question, config: Config, name: str) -> Candidate:
         run_dir="",
         machine=_machine(question.cluster),
         world_size=_world(question, config.strategy),
-        facts=question.facts,
-        model_path=None,
+        model=KnownModel(facts=question.facts, roles=question.roles),
         data=question.data,
-        roles=question.roles,
     )
     return Candidate(name, plan, _estimate(question, plan))
 

@@ -12,6 +12,7 @@ import pytest
 from drumline.compat.accelerate import TABLE as ACCELERATE
 from drumline.compat.readers import recognise
 from drumline.config.load import drafted, load, load_text
+from drumline.config.resume import Resume
 from drumline.errors import ConfigError
 from drumline.plan.resolve import warmup_steps
 from drumline_convert.arguments import TABLE
@@ -332,7 +333,12 @@ def test_the_rates_of_training_arguments_are_those_of_transformers(
 
 def test_resume_is_the_old_files_word_for_it(tmp_path: Path) -> None:
     old = tmp_path / "old.yaml"
-    for said, means in (("true", "newest"), ("null", None), ("false", None), ("runs/x", "runs/x")):
+    for said, means in (
+        ("true", Resume()),
+        ("null", None),
+        ("false", None),
+        ("runs/x", Resume("runs/x")),
+    ):
         old.write_text(DATA + f"resume_from_checkpoint: {said}\n")
         assert load(old, []).resume == means
 
@@ -539,12 +545,11 @@ def test_a_tabbed_json_and_its_own_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("said", ["latest", "out/checkpoint-latest", "out/checkpoint-last/", True])
 def test_the_newest_checkpoint_by_a_guides_names(said: Any) -> None:
     assert (
-        drafted(DATA + f"resume_from_checkpoint: {said}\n", "old.yaml", Path()).resume == "newest"
+        drafted(DATA + f"resume_from_checkpoint: {said}\n", "old.yaml", Path()).resume == Resume()
     )
-    assert (
-        drafted(DATA + "resume_from_checkpoint: out/checkpoint-500\n", "old.yaml", Path()).resume
-        == "out/checkpoint-500"
-    )
+    assert drafted(
+        DATA + "resume_from_checkpoint: out/checkpoint-500\n", "old.yaml", Path()
+    ).resume == Resume("out/checkpoint-500")
 
 
 @pytest.mark.parametrize(

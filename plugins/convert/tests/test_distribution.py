@@ -38,6 +38,7 @@ SEAMS = {
     "drumline.config.mistakes",
     "drumline.config.model",
     "drumline.config.registry",
+    "drumline.config.resume",
     "drumline.config.section",
     # The command.
     "drumline.cli.arguments",

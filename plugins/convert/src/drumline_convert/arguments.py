@@ -35,6 +35,7 @@ from drumline.compat.rules import (
 )
 from drumline.compat.sheet import AUTO, OldKey, Sheet, Unsupported, translation_error
 from drumline.config.mistakes import by_word
+from drumline.config.resume import Resume
 from drumline.config.section import MOST_SECONDS
 from drumline_convert import groups
 from drumline_convert.defaults import Defaults, fill_defaults
@@ -108,10 +109,10 @@ def _set_resume(sheet: Sheet, old: OldKey) -> None:
         return
     folder = str(old.value).lower().rstrip("/").rpartition("/")[2]
     if folder.removeprefix("checkpoint-") in ("true", "latest", "last", "newest"):
-        sheet.resume = "newest"
+        sheet.resume = Resume()
         sheet.note(old, "`--resume` on the command line sets it")
     else:
-        sheet.resume = str(old.value)
+        sheet.resume = Resume(str(old.value))
         sheet.note(old, f"`--resume` {sheet.resume} on the command line sets it")
 
 

@@ -1,0 +1,151 @@
+"""What adapters cannot be combined with: LoRA, DoRA, QLoRA and trained tokens.
+
+Also their export, and their use as a reference. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.config.config import LoRAConfig
+from drumline.config.refusal import Refusal
+from drumline.plan.rule import Case, packed_bits, plain
+
+
+def refusals(case: Case) -> Iterator[Refusal]:
+    """Yield why the adapter of a case is refused. Users are only shown the first refusal."""
+    if case.config.model.freeze and _has_lora(case):
+        yield Refusal(
+            "frozen parts × an adapter",
+            "an adapter freezes the whole model",
+            "take model.freeze out",
+            "model.freeze",
+        )
+    yield from _lora(case)
+    if packed_bits(case.config):
+        yield from _quantized(case)
+    if case.config.checkpoint.export_adapter:
+        yield from _export(case)
+    if case.config.algorithm.reference_of(case.config) == "adapter":
+        yield from _reference(case)
+
+
+def _has_lora(case: Case) -> bool:
+    return case.config.adapter.kind == "lora"
+
+
+def _lora(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of DoRA, of factors of an embedding, and of trained tokens."""
+    adapter = case.config.adapter
+    if not isinstance(adapter, LoRAConfig):
+        return
+    if adapter.dora and case.mesh.tp > 1:
+        yield Refusal(
+            "DoRA × tp",
+            "it takes the length of whole rows of a weight, and a rank has parts of some",
+            "use strategy=fsdp2, or adapter.dora=false",
+            "adapter.dora",
+        )
+    # On a CPU, dp has one device and makes no copies.
+    copies_modules = case.strategy.data_parallel(case.mesh) == "dp" and case.device == "cuda"
+    if copies_modules and _adapts_embedding(case):
+        reason = (
+            "nn.DataParallel makes no copies of a dictionary of parameters,"
+            " in which PEFT keeps the factors of an embedding"
+        )
+        yield Refusal(
+            "an adapter over the embedding × dp", reason, "use strategy=ddp", "adapter.targets"
+        )
+    if not adapter.trainable_tokens:
+        return
+    tokens_key = "adapter.trainable_tokens"
+    if case.config.model.new_tokens:
+        # The user has set this key, and the ids follow from it.
+        tokens_key = "model.new_tokens"
+    if case.mesh.tp > 1:
+        yield Refusal(
+            "trainable tokens × tp",
+            "PEFT lays their rows over a whole embedding and a whole head, and a rank has parts of these",
+            "use strategy=fsdp2, or adapter.modules_to_save=[embed_tokens, lm_head]",
+            tokens_key,
+        )
+    if copies_modules:
+        reason = "nn.DataParallel makes no copies of a dictionary of parameters, in which PEFT keeps them"
+        yield Refusal("trainable tokens × dp", reason, "use strategy=ddp", tokens_key)
+
+
+def _adapts_embedding(case: Case) -> bool:
+    """Return whether LoRA has factors for the embedding; False if the model is not known yet."""
+    if case.facts is None:
+        return False
+    return any(".lora_embedding_A." in weight.name for weight in case.facts.end_weights)
+
+
+def _quantized(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of frozen weights that QLoRA packs."""
+    key = "adapter.quantize"
+    if case.mesh.tp > 1:
+        reason = (
+            "scales belong to blocks along whole rows of a weight, and a rank has parts of some"
+        )
+        yield Refusal("QLoRA × tp", reason, "use strategy=fsdp2, or adapter.quantize=none", key)
+    if not case.strategy.takes_packed:
+        yield Refusal(
+            f"QLoRA × {case.strategy.kind}",
+            "packed weights are tested only where all ranks step together, one process a device",
+            "use strategy=ddp or fsdp2, or adapter.quantize=none",
+            key,
+        )
+    policy_is_whole = case.strategy.whole_weights and plain(case.mesh)
+    if case.config.algorithm.rollout is not None and not policy_is_whole:
+        yield Refusal(
+            "QLoRA × rollouts of a cut policy",
+            "rollouts are sampled from a copy of a policy that is cut, and packed weights are not handed out whole",
+            "use strategy=ddp, or adapter.quantize=none",
+            key,
+        )
+
+
+def _export(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of an export that has the adapter alone."""
+    key = "checkpoint.export_adapter"
+    if not _has_lora(case):
+        yield Refusal(
+            "adapter export × no adapter",
+            "there is no adapter to export",
+            f"use adapter=lora, or take {key} out",
+            key,
+        )
+    if not case.config.model.as_published:
+        yield Refusal(
+            "adapter export × a model of the run's own",
+            "the frozen model lies in no folder that a reader could lay the adapter over",
+            f"take {key} out: the merged model is exported",
+            key,
+        )
+
+
+def _reference(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of a reference model that is the policy with its adapter switched off."""
+    key = "algorithm.reference"
+    if not _has_lora(case):
+        yield Refusal(
+            "reference=adapter × no adapter",
+            "without an adapter there is none to switch off",
+            "use adapter=lora, or algorithm.reference=precomputed",
+            key,
+        )
+    elif not case.config.adapter.switches:
+        yield Refusal(
+            "reference=adapter × PiSSA, modules_to_save",
+            "without it the model is not what training starts from: PiSSA and modules_to_save change its weights",
+            "use algorithm.reference=precomputed or live",
+            key,
+        )
+    if getattr(case.config.algorithm, "reference_model", None) is not None:
+        yield Refusal(
+            "reference=adapter × a reference model of its own",
+            "the policy without its adapter is what training starts from, not algorithm.reference_model",
+            "use algorithm.reference=precomputed or live",
+            key,
+        )
