@@ -74,22 +74,26 @@ def _main(given: list[str]) -> None:
 
     So does a signal, as long as there is nothing to lose, and any other error.
     """
-    from drumline.launch.environment import expandable_segments, first_rank, other_rank_runs
+    from drumline.launch.environment import (
+        is_first_rank,
+        is_left_to_another_rank,
+        use_expandable_segments,
+    )
     from drumline.launch.tasks import join_tasks
     from drumline.system.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
 
     arguments = _own(given)
     try:
         join_tasks()
-        if other_rank_runs(arguments[0] if arguments else ""):
+        if is_left_to_another_rank(arguments[0] if arguments else ""):
             return
-        expandable_segments()
+        use_expandable_segments()
         with Stoppable():
-            _run(arguments, speaks=first_rank())
+            _run(arguments, speaks=is_first_rank())
     except DrumlineError as error:
         raise SystemExit(_report(error)) from None
     except Interrupted as stop:
-        if first_rank():
+        if is_first_rank():
             say(f"stopped: {stop} — start it again")
         raise SystemExit(NOTHING_LOST) from None
     except KeyboardInterrupt:

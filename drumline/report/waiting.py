@@ -54,7 +54,7 @@ class Waits:
         """Know nothing yet; the events of the run come to `note`.
 
         Args:
-            ranks: Returns what each rank does now, as `launch.stages.stages` does.
+            ranks: Returns what each rank does now, as `launch.rank_phases.rank_phases` does.
             memory: The file that keeps the durations of earlier runs; None keeps nothing.
         """
         self.ranks = ranks

@@ -428,7 +428,7 @@ def test_time_in_which_any_thread_of_a_rank_had_no_core_does_not_count(
 ) -> None:
     hearts(watch)
     waited = {1: 0.0, 2: 7.0}
-    monkeypatch.setattr("drumline.launch.watch.starved", lambda pid: {**waited})
+    monkeypatch.setattr("drumline.launch.watch.core_waits", lambda pid: {**waited})
     assert late(watch, 50.0) is None
     waited[2] += 60.0  # a thread of OpenMP; the main thread waits for it
     assert late(watch, 100.0) is None

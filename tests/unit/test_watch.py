@@ -17,7 +17,7 @@ import pytest
 
 from drumline.errors import EnvironmentFault, UserError
 from drumline.launch.lease import Lease
-from drumline.launch.stages import stages
+from drumline.launch.rank_phases import rank_phases
 from drumline.report.facts import RunFacts
 from drumline.report.watch import MOST_BROWSERS, Live, Server, serve_new_run, serving, watch
 from drumline.system import heartbeat
@@ -197,7 +197,7 @@ def test_no_more_browsers_than_there_are_places(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="there is no /proc")
 def test_what_each_rank_does_is_read_from_the_launcher_s_memory(tmp_path: Path) -> None:
-    assert stages(tmp_path) == []
+    assert rank_phases(tmp_path) == []
     older = heartbeat.new_board(2)  # of an attempt before
     assert older is not None
     shutil.rmtree(older.folder)
@@ -213,7 +213,7 @@ def test_what_each_rank_does_is_read_from_the_launcher_s_memory(tmp_path: Path) 
         file.unlink()  # as the launcher does, as soon as all have it open
     board.folder.rmdir()
     with Lease(tmp_path):
-        found = stages(tmp_path)
+        found = rank_phases(tmp_path)
     assert [(each["rank"], each["phase"], each["step"]) for each in found] == [
         (0, "forward", 7),
         (1, "collective", 7),

@@ -211,7 +211,7 @@ class Host:
             self.signals.note(message["number"])
         elif message["do"] == "pause":
             if self.ranks is not None:
-                self.ranks.paused = signal.SIGUSR1
+                self.ranks.pause_signal = signal.SIGUSR1
         elif message["do"] == "saved" and self.standby is not None:
             self.standby.known = {**self.standby.known, "resume": "newest"}
         elif message["do"] == "elsewhere":
@@ -251,7 +251,7 @@ class Host:
         if ranks is not None:
             # For ranks that are just starting.
             ranks.failed_codes_of_other_hosts.add(-signal.SIGKILL)
-            ranks.strike()
+            ranks.kill_without_waiting()
             why += ": its ranks were killed"
         say(why)
         if self.standby is None or not self.standby.known or self.ended:

@@ -34,7 +34,7 @@ class SSHLauncher(SSHOptions):
         return submission(self, plan, plan_path, resume)
 
     def compare(self, plan: Plan, early: Hosts) -> None:
-        from drumline.launch.preflight import require
+        from drumline.launch.preflight import check_hosts
 
         super().compare(plan, early)
         if self.preflight and len(self.hosts) > 1:
@@ -42,7 +42,7 @@ class SSHLauncher(SSHOptions):
             there = early.there()
             reached = {name: each for name, each in self.reach().items() if name in there}
             if len(reached) > 1:
-                require(reached, plan)
+                check_hosts(reached, plan)
 
     def reach(self) -> Mapping[str, Reached]:
         from drumline_hosts.ssh.start import reach
