@@ -136,7 +136,7 @@ def test_of_hosts_that_come_and_go_those_that_are_there_are_compared(
     compared: list[list[str]] = []
     monkeypatch.setattr("drumline_hosts.gathered.compare", lambda *_: None)
     monkeypatch.setattr(
-        "drumline.launch.preflight.require",
+        "drumline.launch.preflight.check_hosts",
         lambda reached, plan: compared.append(sorted(reached)),
     )
     monkeypatch.setattr(SSHLauncher, "reach", lambda self: dict.fromkeys(self.hosts))

@@ -58,14 +58,14 @@ class HostRanks(Agent):
 
     link: Link
 
-    def _settle(self) -> None:
+    def _wait_for_others_to_end(self) -> None:
         """Tell the launcher that ranks have failed, unless it told us so, then end the others."""
         if not self.failed_codes_of_other_hosts:
             codes = {code for code in self._exitcodes().values() if code}
             if not codes:
                 codes = {1}  # a rank that has raised an error hangs
             self.link.send({"failed": sorted(codes), "attempt": self.logs.name})
-        super()._settle()
+        super()._wait_for_others_to_end()
 
 
 class Host:
