@@ -140,8 +140,8 @@ def _report_bug(error: Exception) -> int:
 def _run(arguments: list[str], speaks: bool) -> None:
     """Run a command and exit with its code. A mistake in its usage is raised as a UserError.
 
-    `speaks`: whether this rank reports such a mistake. Under another launcher all ranks make the same
-    one, and the others exit silently.
+    `speaks`: whether this rank reports such a mistake. Under another launcher all ranks make the
+    same one, and the others exit silently.
     """
     from drumline.launch.environment import first_rank_reports
 
@@ -165,7 +165,8 @@ def _run(arguments: list[str], speaks: bool) -> None:
 def _own(arguments: list[str]) -> list[str]:
     """Return the arguments as typer can read them. Those behind `--` are a script's, and stay.
 
-    torch.distributed.launch and deepspeed add `--local_rank=N`, which is removed: LOCAL_RANK has it, too.
+    torch.distributed.launch and deepspeed add `--local_rank=N`, which is removed: LOCAL_RANK has
+    it, too.
     """
     end = len(arguments)
     if "--" in arguments:

@@ -29,10 +29,10 @@ class UsageMistake(UserError):
 def read_list(texts: Sequence[str] | None, flag: str, example: str) -> tuple[str, ...]:
     """Return the parts of a comma-separated option, each once and in order.
 
-    `texts` has one entry for each time that the option was given: `--allow a,b` and `--allow a --allow b`
-    mean the same. `None` or nothing means that it was not given, and gives no parts. An option that was
-    given must name something: an empty list or an empty part would silently stand for everything.
-    `example` is shown in the error. Raises UsageMistake.
+    `texts` has one entry for each time that the option was given: `--allow a,b` and `--allow a
+    --allow b` mean the same. `None` or nothing means that it was not given, and gives no parts. An
+    option that was given must name something: an empty list or an empty part would silently stand
+    for everything. `example` is shown in the error. Raises UsageMistake.
     """
     names: list[str] = []
     for text in texts or ():

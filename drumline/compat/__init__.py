@@ -2,8 +2,8 @@
 
 Those of accelerate and DeepSpeed are read here, by tables that have a rule for each key. Nothing is
 dropped silently: a key without a meaning gets a note. One whose effect Drumline lacks is an error,
-or on a lenient sheet a note. Configs of LLaMA-Factory, Axolotl, TRL and transformers are read by the
-distribution drumline-convert, with the same sheet and rules.
+or on a lenient sheet a note. Configs of LLaMA-Factory, Axolotl, TRL and transformers are read by
+the distribution drumline-convert, with the same sheet and rules.
 """
 
 from __future__ import annotations

@@ -434,7 +434,8 @@ def own_deepspeed_file(sheet: Sheet, old: OldKey) -> None:
 def locate_file(base: Path, name: str) -> Path:
     """Return the path of a file that an old file names.
 
-    It lies beside the old file or in the current folder, as accelerate and transformers look for it.
+    It lies beside the old file or in the current folder, as accelerate and transformers look for
+    it.
     """
     here = expanded(name)
     beside = base / here

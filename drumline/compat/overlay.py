@@ -39,9 +39,9 @@ def from_file(path: Path) -> Sheet:
     return sheet
 
 
-# `accelerate launch` exports the keys of its config file and its flags as variables. Each name has a
-# prefix and a key. Names by accelerate 1.15, `utils/launch.py`. It exports most of them with their
-# defaults, so a default has no meaning here.
+# `accelerate launch` exports the keys of its config file and its flags as variables. Each name has
+# a prefix and a key. Names by accelerate 1.15, `utils/launch.py`. It exports most of them with
+# their defaults, so a default has no meaning here.
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every way to launch sets it
 FSDP = (
     "offload_params",

@@ -75,7 +75,8 @@ class Sheet:
 
     Args:
         base: the folder of the old file.
-        folder: the folder of the new config. Its paths are relative to it; None makes them absolute.
+        folder: the folder of the new config. Its paths are relative to it; None makes them
+            absolute.
         values: the sections and values of the new config.
         origins: the old key behind each new value, by the position of the value.
         waiting: old keys that wait until a group combines them, by their name in the tables.

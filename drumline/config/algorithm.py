@@ -1,11 +1,13 @@
 """What one algorithm answers to the rest of the house: the base of all specs. No torch here.
 
-A spec is the section `algorithm` of the YAML itself. Its fields are the keys that a user may set; its methods and class variables are what
-data, planner, training and export read. Whatever needs torch or the tokenizer is imported inside the method that needs it.
-`drumline.algorithms.specs` has bases for text, pairs and prompts: an algorithm of one's own overrides only what differs.
+A spec is the section `algorithm` of the YAML itself. Its fields are the keys that a user may set;
+its methods and class variables are what data, planner, training and export read. Whatever needs
+torch or the tokenizer is imported inside the method that needs it. `drumline.algorithms.specs` has
+bases for text, pairs and prompts: an algorithm of one's own overrides only what differs.
 
-Terms: a *pair* is a chosen and a rejected answer; an *episode* one sampled completion of a prompt with its reward; a *group* the
-episodes of one prompt. `batch.global_samples` counts what an optimizer step learns from: sequences, pairs, rows or episodes.
+Terms: a *pair* is a chosen and a rejected answer; an *episode* one sampled completion of a prompt
+with its reward; a *group* the episodes of one prompt. `batch.global_samples` counts what an
+optimizer step learns from: sequences, pairs, rows or episodes.
 """
 
 from __future__ import annotations
@@ -121,8 +123,8 @@ class AlgorithmSpec(Spec):
     def pairs_with_previous(self) -> bool:
         """Whether `collator` also gets, for each sample, the nearest sample before it with another prompt.
 
-        The samples are those of the global batch, or of the whole evaluation set, around the end. The
-        meta of a cached sample says in `prompt` which prompt it has.
+        The samples are those of the global batch, or of the whole evaluation set, around the end.
+        The meta of a cached sample says in `prompt` which prompt it has.
         """
         return False
 
@@ -168,8 +170,9 @@ class AlgorithmSpec(Spec):
 
     def collator(self, plan: Any, width: int | None) -> Callable[[Any], Callable[..., Any]]:
         """Token cache → sample ids (-1: a filler) → micro-batch, a `data.batches.Batch`. `width`: tokens of all rows; None: as many as
-        the longest has. Where `pairs_with_previous`, the ids of the samples before these come second, -1 where
-        all samples have the same prompt."""
+        the longest has. Where `pairs_with_previous`, the ids of the samples before these come
+        second, -1 where all samples have the same prompt.
+        """
         raise NotImplementedError
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any] | None:
@@ -338,7 +341,9 @@ class RolloutSpec(ChunkedSpec):
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         """`data.batches.Episodes` with advantages (and returns, where a value is learned) and the weights of tokens. `rewards_N`: fp32,
-        NaN for an episode without one, from which nothing is learned. `cost_NM`: fp32, of each token the divergence times its weight."""
+        NaN for an episode without one, from which nothing is learned. `cost_NM`: fp32, of each
+        token the divergence times its weight.
+        """
         raise NotImplementedError
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:

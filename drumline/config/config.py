@@ -1,8 +1,8 @@
 """The typed Config: the keys of the YAML, their defaults and their meaning. No torch here.
 
-Every class refuses unknown keys. A union (strategy, algorithm, data source) is discriminated by `kind`,
-and a bare string is short for `{kind: string}`. Descriptions go into `drumline schema`, and from there
-into the user's editor.
+Every class refuses unknown keys. A union (strategy, algorithm, data source) is discriminated by
+`kind`, and a bare string is short for `{kind: string}`. Descriptions go into `drumline schema`, and
+from there into the user's editor.
 """
 
 from __future__ import annotations
@@ -169,11 +169,11 @@ class ScheduleConfig(Section):
     def rate(self, step: int, steps: int, warmup: int) -> float:
         """Return the learning rate of step `step` (counted from 0) of `steps`, as a fraction of the peak.
 
-        Warm-up rises linearly, from 0 or from one step above it, and reaches the peak at step `warmup`.
-        Then the rate is constant; or falls linearly to `min_ratio`; or as a cosine to `min_ratio`
-        (Loshchilov & Hutter 2017, one half period); or is constant and falls linearly to `min_ratio` over
-        the last `decay_ratio` of all steps (wsd, Hu et al. 2024). The last step still trains: it gets the
-        rate just above the end of the course.
+        Warm-up rises linearly, from 0 or from one step above it, and reaches the peak at step
+        `warmup`. Then the rate is constant; or falls linearly to `min_ratio`; or as a cosine to
+        `min_ratio` (Loshchilov & Hutter 2017, one half period); or is constant and falls linearly
+        to `min_ratio` over the last `decay_ratio` of all steps (wsd, Hu et al. 2024). The last step
+        still trains: it gets the rate just above the end of the course.
         """
         if step < warmup:
             if self.warmup_from_zero:

@@ -102,8 +102,8 @@ class SourceSpec(Spec, Mixed):
         """Return a source in full; another value is returned as it is.
 
         A text is a file, folder, glob or URL; OWNER/NAME of the hub if no such path exists; or
-        hub:OWNER/NAME, modelscope:OWNER/NAME, tasks:NAME,NAME, digits. In a section without kind, `path`
-        is such a text.
+        hub:OWNER/NAME, modelscope:OWNER/NAME, tasks:NAME,NAME, digits. In a section without kind,
+        `path` is such a text.
         """
         if isinstance(value, str):
             return _source_of_text(value, base_dir)
@@ -177,8 +177,8 @@ class SourceSpec(Spec, Mixed):
     def content(self, base_dir: Path) -> str:
         """Return a text that identifies these rows for the token cache.
 
-        By default it is a hash of all rows that may be read. With a condition `limit` counts the rows
-        that meet it, so all rows may be read.
+        By default it is a hash of all rows that may be read. With a condition `limit` counts the
+        rows that meet it, so all rows may be read.
         """
         most = None if self.where else self.limit
         digest = hashlib.sha256()

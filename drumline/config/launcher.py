@@ -1,7 +1,8 @@
 """The section `launch` of the YAML, and how its kind starts ranks, or joins those that another program has started.
 
-No torch here. Types of rooms above this one are named in docstrings: a Plan is `plan.plan.Plan`, a Config is
-`config.config.Config`, a Request is `config.load.Request`, a Replans is `plan.out_of_memory.Replans`.
+No torch here. Types of rooms above this one are named in docstrings: a Plan is `plan.plan.Plan`, a
+Config is `config.config.Config`, a Request is `config.load.Request`, a Replans is
+`plan.out_of_memory.Replans`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Reached:
 class SubmittedRun(ABC):
     """A run whose folder lies elsewhere, on hosts of the program that has it.
 
-    `LauncherSpec.submit` notes it in a folder here, by `launch.submitted.note_run`. Then `drumline ps`, `logs`,
-    `follow` and `stop` of that folder call these methods.
+    `LauncherSpec.submit` notes it in a folder here, by `launch.submitted.note_run`. Then `drumline
+    ps`, `logs`, `follow` and `stop` of that folder call these methods.
     """
 
     @property
@@ -128,8 +129,8 @@ class LauncherSpec(Spec):
     def rank_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a rank that another program has started; none if this process starts the ranks.
 
-        They are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Such a rank joins the others, and
-        rank 0 plans. `environment`: of this process.
+        They are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Such a rank joins the
+        others, and rank 0 plans. `environment`: of this process.
         """
         return {}
 
@@ -179,8 +180,8 @@ class LauncherSpec(Spec):
     def submit(self, request: Any, dry_run: bool) -> int | None:
         """Hand the run to another program, follow it, and return its exit code; None: it runs from here, by `start`.
 
-        The other program starts `drumline train` on hosts of its own. `request`: a Request. `dry_run`: only
-        print what would be handed over.
+        The other program starts `drumline train` on hosts of its own. `request`: a Request.
+        `dry_run`: only print what would be handed over.
         """
         return None
 
@@ -218,10 +219,12 @@ class LauncherSpec(Spec):
     ) -> int:
         """Run the ranks of a plan to their end, and return the exit code (`drumline.errors`).
 
-        A rank is `python -m drumline.train.entry PLAN`, with the variables of `rank_variables`, and with
-        `--resume` if `resume` says where to go on.
-        `plan`: a Plan. `on_event`: gets each event of the run (`telemetry.events.Tail` follows events.jsonl).
-        `on_oom`: a Replans, which makes a new plan when memory has run out. `early`: what `early` gave.
+        A rank is `python -m drumline.train.entry PLAN`, with the variables of `rank_variables`, and
+        with `--resume` if `resume` says where to go on.
+        `plan`: a Plan. `on_event`: gets each event of the run (`telemetry.events.Tail` follows
+        events.jsonl).
+        `on_oom`: a Replans, which makes a new plan when memory has run out. `early`: what `early`
+        gave.
         """
         raise EnvironmentFault(
             f"launcher {self.kind} starts no ranks",

@@ -92,9 +92,8 @@ def load(
 ) -> Loaded:
     """Read a YAML file, lay a launcher's strategy `over` it, and then dotted overrides.
 
-    The file may be another tool's (see `compat`). If it is not `trusted`, it may be a stranger's run,
-    and only an override can allow a model's own code (trust_remote_code).
-    Raises ConfigError.
+    The file may be another tool's (see `compat`). If it is not `trusted`, it may be a stranger's
+    run, and only an override can allow a model's own code (trust_remote_code). Raises ConfigError.
     """
     base = _base_of(path)
     draft = drafted(read_text(path), str(path), base, over)

@@ -23,8 +23,8 @@ DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "ep", "cp", "tp
 class Mesh(Frozen):
     """The degree of each dimension, outermost first. Their product is the world size.
 
-    A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline stages
-    furthest apart. `ep`: data ranks that each hold some of a mixture's experts.
+    A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline
+    stages furthest apart. `ep`: data ranks that each hold some of a mixture's experts.
     """
 
     pp: int = 1
@@ -62,7 +62,8 @@ class Mesh(Frozen):
     def counts(self, rank: int) -> bool:
         """Return whether a rank's sums go into a sum over all ranks.
 
-        Of the ranks that share samples exactly one's do. It is in the last stage, which has the loss.
+        Of the ranks that share samples exactly one's do. It is in the last stage, which has the
+        loss.
         """
         place = self.place(rank)
         is_last_stage = place["pp"] == self.pp - 1

@@ -1,7 +1,7 @@
 """The section `optimizer`, and what each kind of optimizer keeps. No torch here; `engine.optimizer` makes them.
 
-A new kind is a row of KINDS and a function there. What it keeps is counted in `planner.cost.optimizers`, what it is not
-combined with is in `plan.optimizer_rules`.
+A new kind is a row of KINDS and a function there. What it keeps is counted in
+`planner.cost.optimizers`, what it is not combined with is in `plan.optimizer_rules`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ FORMATS = {
 @dataclass(frozen=True)
 class Kind:
     """`slots`: fp32 numbers that it keeps of an entry, at most. `moved`: bytes of an entry that a step reads and writes, fused and not;
-    `copies`: of the largest tensor, fp32 copies that a step makes. `package`: that it needs besides torch. `drifts`: copies of the model
-    that exchange weights now and then may each have one of their own. `sends`: a step needs more of a weight than a rank may have."""
+    `copies`: of the largest tensor, fp32 copies that a step makes. `package`: that it needs besides
+    torch. `drifts`: copies of the model that exchange weights now and then may each have one of
+    their own. `sends`: a step needs more of a weight than a rank may have.
+    """
 
     slots: int
     moved: tuple[int, int]
@@ -39,8 +41,9 @@ class Kind:
     sends: bool = False
 
 
-# Bytes moved by one kernel: AdamW reads weight, gradient and both moments and writes three; SGD with momentum reads three and writes two.
-# Not fused, as counted in torch's _multi_tensor_adamw (18 passes), in Lion's and in torchao's step run without compiling.
+# Bytes moved by one kernel: AdamW reads weight, gradient and both moments and writes three; SGD
+# with momentum reads three and writes two. Not fused, as counted in torch's _multi_tensor_adamw (18
+# passes), in Lion's and in torchao's step run without compiling.
 KINDS = {
     "adamw": Kind(2, (28, 72), 3, drifts=True),
     "sgd": Kind(1, (20, 32), 3, drifts=True),

@@ -1,15 +1,16 @@
 """Finds the kinds of strategies, algorithms and so on: this package's, installed packages', the user's.
 
-It also finds any code of the user's own by its name: `module:name`, `file.py:name`, or an entry point
-of an installed package.
+It also finds any code of the user's own by its name: `module:name`, `file.py:name`, or an entry
+point of an installed package.
 
-A kind is a spec: a `Section` whose fields are its part of the YAML, and whose methods answer the rest
-of the code. Specs of this package are found by the names of their modules (`Spec.modules`). Those of
-another package are entry points of `drumline.GROUP`. A user's own is written `kind: path.py:Name` (relative to the YAML) or
-`kind: package.module:Name`.
+A kind is a spec: a `Section` whose fields are its part of the YAML, and whose methods answer the
+rest of the code. Specs of this package are found by the names of their modules (`Spec.modules`).
+Those of another package are entry points of `drumline.GROUP`. A user's own is written `kind:
+path.py:Name` (relative to the YAML) or `kind: package.module:Name`.
 
-A package may also add keys to a kind of this package. Its entry point of `drumline.extended_GROUP` has
-the name of the kind and gives a subclass of the kind's spec, which takes its place. No torch here.
+A package may also add keys to a kind of this package. Its entry point of `drumline.extended_GROUP`
+has the name of the kind and gives a subclass of the kind's spec, which takes its place. No torch
+here.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ class Spec(Section):
 
     # For example "strategies": the entry points drumline.strategies.
     group: ClassVar[str]
-    # The modules of this package's kinds, with {} for a name: drumline.algorithms.{}.spec. Empty: none.
+    # The modules of this package's kinds, with {} for a name: drumline.algorithms.{}.spec. Empty:
+    # none.
     modules: ClassVar[str] = ""
     # What an error calls one of them.
     thing: ClassVar[str]
-    # The key of the YAML whose `kind` errors name, which need not be the `thing`: launch, not launcher.
+    # The key of the YAML whose `kind` errors name, which need not be the `thing`: launch, not
+    # launcher.
     yaml_key: ClassVar[str]
     # Module of this package's specs that have no folder of their own.
     module: ClassVar[str] = ""
@@ -101,7 +104,8 @@ OWN = {
 TEXT = "__drumline_text__"
 # Public names of a module that an error shows at most.
 MOST_NAMES = 8
-# What Drumline's own distributions beside this package offer: group → kind or command → distribution.
+# What Drumline's own distributions beside this package offer: group → kind or command →
+# distribution.
 DISTRIBUTIONS: dict[str, dict[str, str]] = {
     "launchers": {
         "ssh": "drumline-hosts",
@@ -200,9 +204,9 @@ def find(
     """Return the spec of a kind; None if there is none.
 
     `base_dir`: the folder that a file's path is relative to. `field`: the field of the config that
-    errors name, for a group that several fields take.
-    Raises ConfigError for a plug-in that cannot be imported or is no spec of this group, and for the
-    user's own code in a file that is not `trusted`.
+    errors name, for a group that several fields take. Raises ConfigError for a plug-in that cannot
+    be imported or is no spec of this group, and for the user's own code in a file that is not
+    `trusted`.
     """
     if kind in _built_in(base):
         return _extended(base, kind)
@@ -540,7 +544,8 @@ def find_function(
 ) -> Callable[..., Any]:
     """Return a function by its name.
 
-    It is `module:function`, `file.py:function`, or what an installed package calls it in drumline.GROUP.
+    It is `module:function`, `file.py:function`, or what an installed package calls it in
+    drumline.GROUP.
     `thing`: what an error calls it.
     Raises ConfigError for what cannot be found or imported, or is no function.
     """
@@ -558,8 +563,8 @@ def find_function(
 class _Source(SourceFileLoader):
     """Loads source files without Python's cache of compiled ones.
 
-    The cache takes a file for the previous one if it has as many bytes and was written within the same
-    second.
+    The cache takes a file for the previous one if it has as many bytes and was written within the
+    same second.
     """
 
     def path_stats(self, path: Any) -> Any:
@@ -618,8 +623,8 @@ def _missing_module(error: ConfigError) -> str | None:
 def imported(load: Callable[[], Any], name: str, where: str, doing: str = "importing") -> Any:
     """Return what a plug-in's module gives.
 
-    Raises ConfigError for whatever the module raises. If `doing` is not importing but running, an error
-    of ours passes as it is.
+    Raises ConfigError for whatever the module raises. If `doing` is not importing but running, an
+    error of ours passes as it is.
     """
     try:
         return load()

@@ -17,8 +17,8 @@ CHECKPOINTS = "checkpoints"
 class Resume:
     """What a run resumes from. A run that starts afresh has None in its place."""
 
-    # A checkpoint's folder or URL, or the folder of a run, for its newest checkpoint. None: the newest
-    # checkpoint of the run itself, on disk or in memory, or step 0 if it has none yet.
+    # A checkpoint's folder or URL, or the folder of a run, for its newest checkpoint. None: the
+    # newest checkpoint of the run itself, on disk or in memory, or step 0 if it has none yet.
     place: str | None = None
 
     @classmethod

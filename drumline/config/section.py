@@ -21,8 +21,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from drumline.foreign import path_mistake
 
-# Limits of what a person may mean: more is a slip of the keyboard, and would end in an overflow, or never.
-# Rows, tokens, samples of a step.
+# Limits of what a person may mean: more is a slip of the keyboard, and would end in an overflow, or
+# never. Rows, tokens, samples of a step.
 MOST_SAMPLES = 10**9
 MOST_STEPS = 10**12
 MOST_RANKS = 2**20
@@ -157,7 +157,8 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 class Short:
     """A short way to write a section.
 
-    `long`: turns the short form into the section. `short_schema`: the JSON schema of the short form;
+    `long`: turns the short form into the section. `short_schema`: the JSON schema of the short
+    form;
     None: one of the section's kinds, as text.
     """
 

@@ -3,10 +3,11 @@
 A strategy has three parts, each a class that is found by the kind:
 - its fields and its mesh, a `StrategyConfig` (here, and in `config.strategies`),
 - what it costs, a `planner.strategies.StrategyCost`,
-- how it spreads and steps a model, a `plan.strategy_engine.StrategyEngine` (in `engine.strategies`).
+- how it spreads and steps a model, a `plan.strategy_engine.StrategyEngine` (in
+  `engine.strategies`).
 
-No torch here. Each answer has a default, that of copies of the model on all ranks, so that a strategy of
-a user's own overrides only what differs.
+No torch here. Each answer has a default, that of copies of the model on all ranks, so that a
+strategy of a user's own overrides only what differs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Engine = Literal["native", "pipeline", "deepspeed"]
 DataParallel = Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
 Precision = Literal["fp32", "bf16", "fp16"]
-# Of two strategies as fast as each other the planner takes the simpler: less to understand, and to go wrong.
+# Of two strategies as fast as each other the planner takes the simpler: less to understand, and to
+# go wrong.
 MIXED, OFFLOADED = 10, 5
 WITH_MEMORY = ("powersgd", "topk")  # compressions that keep on each rank what they have not sent
 
@@ -109,7 +111,8 @@ class StrategyConfig(Spec):
     one_process: ClassVar[bool] = False
     # A package that it needs besides Drumline's dependencies.
     package: ClassVar[str | None] = None
-    # Without tp, cp and pp: whether ranks take each forward together, on whole samples of their own.
+    # Without tp, cp and pp: whether ranks take each forward together, on whole samples of their
+    # own.
     in_step: ClassVar[bool] = False
     # How ranks exchange weights now and then; None: gradients are averaged in each step.
     exchange: ClassVar[Collective | None] = None
@@ -117,7 +120,8 @@ class StrategyConfig(Spec):
     takes_packed: ClassVar[bool] = False
     # Without tp, cp and pp: whether each rank holds all weights.
     whole_weights: ClassVar[bool] = True
-    # Whether weights are kept in the type that they compute in, with fp32 weights for the step besides.
+    # Whether weights are kept in the type that they compute in, with fp32 weights for the step
+    # besides.
     keeps_low: ClassVar[bool] = False
     # Whether its engine gathers the weights of each module by hooks in Python.
     hooked: ClassVar[bool] = False

@@ -60,8 +60,8 @@ _DATE = re.compile(
 # glog writes month and day, and no year.
 _GLOG = re.compile(r"\b[EWF](\d{1,2})(\d\d) (\d\d:\d\d:\d\d\.\d{1,6})")
 _EVENT = re.compile(r'^\{"t": (\d+\.?\d*)')
-# Texts that a model wrote or read may speak of any fault. They are in events, and the display prints
-# samples of them.
+# Texts that a model wrote or read may speak of any fault. They are in events, and the display
+# prints samples of them.
 _TEXTS = re.compile(r'^(\{"t": [^,\n]*, "kind": "(?:samples|completions)").*', re.MULTILINE)
 _SAMPLE = re.compile(r"^(.{0,80}?\bsample, step \d+: …).*", re.MULTILINE)
 # An event with which an attempt begins or ends; the groups are of a fault alone.

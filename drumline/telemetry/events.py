@@ -142,7 +142,8 @@ class RunStart(Event, kind="run_start"):
 class Planned(Event, kind="planned"):
     """What the plan predicts of a rank's memory, seconds and traffic."""
 
-    # Bytes by category, on the fullest rank, as plan.estimate.Memory has them; `phase`: where its peak lies.
+    # Bytes by category, on the fullest rank, as plan.estimate.Memory has them; `phase`: where its
+    # peak lies.
     memory: dict[str, Any]
     host: dict[str, int]  # bytes of one host, all its ranks: {load, train, save}
     seconds: dict[str, float]  # of a step, by category, and their `total`
@@ -156,7 +157,8 @@ class Planned(Event, kind="planned"):
 class Measured(Event, kind="measured"):
     """What a run really took, compared with its plan. `metrics`: those of a Measurement."""
 
-    # Category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without a prediction.
+    # Category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without
+    # a prediction.
     off: dict[str, float]
     # Categories that are off by more than 15%, of those that count (notes say which do not).
     warned: list[str]
@@ -192,10 +194,12 @@ class Step(Event, kind="step"):
     seconds: float  # of the step, waiting for data included
     data_s: float  # seconds waiting for data, mean over ranks
     compute_s: float  # what is left of the seconds, mean over ranks
-    # Seconds waiting for other ranks, mean over ranks; null where that is not measured and counts as computing.
+    # Seconds waiting for other ranks, mean over ranks; null where that is not measured and counts
+    # as computing.
     comm_s: float | None
-    # That a rank sends to others in such a step, mean over ranks: counted at the collectives of one step of each kind, by the ring
-    # algorithm's shares (all-reduce of S bytes over n ranks: 2 (n - 1) / n × S); null until one was counted.
+    # That a rank sends to others in such a step, mean over ranks: counted at the collectives of one
+    # step of each kind, by the ring algorithm's shares (all-reduce of S bytes over n ranks: 2 (n -
+    # 1) / n × S); null until one was counted.
     sent_bytes: int | None
     # Of each rank: the allocator's peak on a GPU, the resident set on a CPU.
     memory_bytes: list[int]
@@ -257,8 +261,9 @@ class Rollout(Event, kind="rollout"):
     reward_s: float  # seconds of scoring
     infer_s: float  # seconds for log-probs, values and the reference's
     train_s: float  # seconds of the steps that learned from it
-    # Mean difference of log-probs (nats) between what sampled it and the policy, on a probe after the hand-over of weights; null where
-    # the policy itself samples, or a server keeps its own weights.
+    # Mean difference of log-probs (nats) between what sampled it and the policy, on a probe after
+    # the hand-over of weights; null where the policy itself samples, or a server keeps its own
+    # weights.
     sampler_gap: float | None = None
     trained: bool = (
         True  # whether steps learned from it; where its rewards end the run, `step` is not reached
@@ -289,7 +294,8 @@ class Reference(Event, kind="reference"):
 class Started(Event, kind="started"):
     """After the first step of a process."""
 
-    # By part: imports and plan (a rank is there before it), processes (joining), model, data, first step.
+    # By part: imports and plan (a rank is there before it), processes (joining), model, data, first
+    # step.
     seconds: dict[str, float]
 
 
@@ -394,7 +400,8 @@ class RunEnd(Event, kind="run_end"):
     kwh: Number = (
         None  # that the devices took, of this process's start on; null where no counter can be read
     )
-    # Seconds of this process by purpose: {elapsed, productive, startup, save, restore, recompute, eval, other}.
+    # Seconds of this process by purpose: {elapsed, productive, startup, save, restore, recompute,
+    # eval, other}.
     goodput: dict[str, float]
 
 
@@ -484,7 +491,8 @@ def _bytes(path: Path) -> bytes:
 def _parse_line(line: str) -> tuple[Event | None, bool]:
     """Return the event of a line, and whether every field of the line is of its declared type.
 
-    None for a line that is torn or lacks what readers need: a kind, a time and, for most kinds, a step.
+    None for a line that is torn or lacks what readers need: a kind, a time and, for most kinds, a
+    step.
     """
     values = parse(line)
     if values is None or not isinstance(values.get("kind"), str):

@@ -17,7 +17,8 @@ from drumline.errors import EnvironmentFault
 
 # Entries that a rank reports; the recorder keeps 2000.
 RECENT = 200
-# Operations to which ranks may bring different sizes: one of them has all, or each as much as it has.
+# Operations to which ranks may bring different sizes: one of them has all, or each as much as it
+# has.
 UNEVEN = {"all_to_all", "alltoall", "alltoall_base", "gather", "scatter", "reduce"}
 LEFT_OUT = "has left one out"
 # A collective, as JSON: id, library, group, number, op, sizes, dtypes, line, waits.

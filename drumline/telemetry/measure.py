@@ -33,7 +33,8 @@ from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
 from drumline.telemetry.traffic import Traffic
 from drumline.telemetry.truth import Measurement, compare, notes
 
-# Steps that are timed before the first report; the median of three passes over one that something else disturbed.
+# Steps that are timed before the first report; the median of three passes over one that something
+# else disturbed.
 TIMED = 3
 SECONDS = ("total", "data", "communication", "optimizer", "counted")
 STATES = ("parameters", "gradients", "optimizer")
@@ -186,7 +187,8 @@ class Measure:
                 self.width = max(self.width, _tokens(micro_batch))
         self.host.end("save" if copies else "train")
         if self._tracker is not None:
-            # The copies are host memory wherever the model lies; on a CPU the tracker counts them too.
+            # The copies are host memory wherever the model lies; on a CPU the tracker counts them
+            # too.
             self.peak = max(self.peak, self._tracker.peak - copies)
             self._tracker = None
         elif self.plan.device == "cuda":
@@ -384,7 +386,8 @@ class Measure:
                 median = statistics.median(values)
             numbers[f"{name}_s"] = median
         if self.plan.device == "cuda":
-            # A GPU's step is still under way when it returns, so how long its optimizer takes is not seen.
+            # A GPU's step is still under way when it returns, so how long its optimizer takes is
+            # not seen.
             numbers["optimizer_s"] = None
         for phase, seconds in heartbeat.seconds().items():
             numbers[f"in {phase}"] = seconds

@@ -1,17 +1,19 @@
 """Bytes of the tensors that live on this rank, followed through one step: how many at the peak, and in which phase that was.
 
-    live = LiveBytes()
-    with live:                    # may be entered several times; the first time it searches for what lives already
-        engine.forward_backward(…)          # its phases, forward and backward, come from autograd itself
-        live.phase = "clip";  norm = engine.grad_norm()
-        live.phase = "step";  engine.step(…)
-    live.base, live.peak, live.peaks       # bytes; {"forward": bytes, "backward": …, "clip": …, "step": …}
+    live = LiveBytes() with live:                    # may be entered several times; the first time
+    it searches for what lives already
+        engine.forward_backward(…)          # its phases, forward and backward, come from autograd
+        itself live.phase = "clip";  norm = engine.grad_norm() live.phase = "step";  engine.step(…)
+    live.base, live.peak, live.peaks       # bytes; {"forward": bytes, "backward": …, "clip": …,
+    "step": …}
 
-A CPU has no allocator that counts. As torch.distributed._tools.mem_tracker does it, storages are counted (not tensors: views share one),
-each with a weak reference, whose callback runs when it is freed. It may be entered beside `telemetry.traffic.CommunicatedBytes`, in
-either order. A step under it takes several times as long.
+A CPU has no allocator that counts. As torch.distributed._tools.mem_tracker does it, storages are
+counted (not tensors: views share one), each with a weak reference, whose callback runs when it is
+freed. It may be entered beside `telemetry.traffic.CommunicatedBytes`, in either order. A step under
+it takes several times as long.
 
-It does not see what a kernel allocates and frees inside of itself, and what compiled code (torch.compile) keeps for its own backward.
+It does not see what a kernel allocates and frees inside of itself, and what compiled code
+(torch.compile) keeps for its own backward.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ Phase = Literal["forward", "backward", "clip", "step"]
 class LiveBytes(TorchDispatchMode):
     """A mode that follows the bytes of all storages on the CPU while it is entered.
 
-    `current`: bytes that live now. `base`: bytes that lived when it was entered first. `peak`: the most
-    bytes at once, after any operator. `peaks`: the same of each phase. `phase`: set it to `clip` or
-    `step`; None leaves it to autograd (`backward` inside of its engine, recomputation included, else
-    `forward`).
+    `current`: bytes that live now. `base`: bytes that lived when it was entered first. `peak`: the
+    most bytes at once, after any operator. `peaks`: the same of each phase. `phase`: set it to
+    `clip` or `step`; None leaves it to autograd (`backward` inside of its engine, recomputation
+    included, else `forward`).
 
-    While any dispatch mode is on, autograd adds the gradients of a weight that is used twice in a tensor
-    of its own, and otherwise in place. If the peak is at backward's end, a tied embedding has one gradient
-    more here than in a run without the mode.
+    While any dispatch mode is on, autograd adds the gradients of a weight that is used twice in a
+    tensor of its own, and otherwise in place. If the peak is at backward's end, a tied embedding
+    has one gradient more here than in a run without the mode.
     """
 
     def __init__(self, fake: bool = False) -> None:
@@ -145,7 +147,8 @@ class LiveBytes(TorchDispatchMode):
                     self._references[key] = weakref.ref(storage, partial(self._freed, key))
                     if unknown:
                         self._unknown[key] = 0
-                # An int: torch caches the sizes of fakes across modes, and a compiled function may have made a symbol of one.
+                # An int: torch caches the sizes of fakes across modes, and a compiled function may
+                # have made a symbol of one.
                 self._resized(key, int(storage.nbytes()))
 
     def _resized(self, key: int, bytes_: int) -> None:
@@ -165,8 +168,8 @@ class LiveBytes(TorchDispatchMode):
     def _settle(self) -> None:
         """Count the storages that Python could not find, and that were seen when they were used.
 
-        Storages that still exist, such as DDP's buckets, existed all the time. Freed ones belonged to a
-        kernel, such as gloo's buffers.
+        Storages that still exist, such as DDP's buckets, existed all the time. Freed ones belonged
+        to a kernel, such as gloo's buffers.
         """
         more = sum(self._unknown.values())
         self._sizes |= self._unknown
@@ -206,8 +209,9 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 class MemoryStats(NamedTuple):
     """Bytes that a rank holds of a model, on any device.
 
-    Storages count, and so does the padding of a buffer. `optimizer`: moments, and fp32 copies of weights
-    that are kept in a lower precision. An optimizer's counts of steps (4 bytes a tensor) are left out.
+    Storages count, and so does the padding of a buffer. `optimizer`: moments, and fp32 copies of
+    weights that are kept in a lower precision. An optimizer's counts of steps (4 bytes a tensor)
+    are left out.
     """
 
     parameters: int

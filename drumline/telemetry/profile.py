@@ -88,8 +88,8 @@ class Profile:
 def operators(done: Any, on_gpu: bool) -> list[dict[str, Any]]:
     """Return the most expensive operators of a finished profiler.
 
-    They are sorted by their own seconds, on a GPU those of the device. Each is {name, calls, seconds,
-    share of all, bytes taken and kept}.
+    They are sorted by their own seconds, on a GPU those of the device. Each is {name, calls,
+    seconds, share of all, bytes taken and kept}.
     """
     device = "device" if on_gpu else "cpu"
     timed = []

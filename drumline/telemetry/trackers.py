@@ -226,8 +226,8 @@ def check_installed(report_to: Sequence[str], base_dir: Path = Path()) -> None:
 def maker_of(name: str, base_dir: Path) -> Callable[[Run], Tracker]:
     """Return the function that opens a tracker.
 
-    `name`: one of LIBRARIES, of an installed package, or `file.py:function` of the user's own. Raises
-    ConfigError if there is no such function.
+    `name`: one of LIBRARIES, of an installed package, or `file.py:function` of the user's own.
+    Raises ConfigError if there is no such function.
     """
     own = {
         "tensorboard": _tensorboard,
@@ -542,8 +542,8 @@ def _trackio(run: Run) -> Tracker:
 def _swanlab(run: Run) -> Tracker:
     """Open a run of SwanLab; SWANLAB_MODE sets offline, local or online.
 
-    What is written offline is in RUN/swanlab, a folder for each start, and `swanlab sync` joins those of
-    one id (experimental: uploads have not been tried).
+    What is written offline is in RUN/swanlab, a folder for each start, and `swanlab sync` joins
+    those of one id (experimental: uploads have not been tried).
     """
     swanlab = importlib.import_module("swanlab")
     options = run.options

@@ -1,6 +1,7 @@
 """The predicted needs of a run and what it took, by category; pure functions.
 
-`telemetry.measure` fills in a Measurement, which is the event `measured`. `compare` compares it with the Estimate of plan.json.
+`telemetry.measure` fills in a Measurement, which is the event `measured`. `compare` compares it
+with the Estimate of plan.json.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ OFF = 0.15
 NARROW = 0.75
 # Bytes: of a smaller category the difference in bytes counts, not its share.
 SMALL = 2**30
-# Bytes of a host's memory for each rank: the interpreter, the libraries and what malloc keeps are a few hundred MiB that no plan counts.
+# Bytes of a host's memory for each rank: the interpreter, the libraries and what malloc keeps are a
+# few hundred MiB that no plan counts.
 HOST_SLACK = 2**29
 # A measurement of more than ten times the prediction is written as a factor.
 TEN_TIMES = 9

@@ -12,9 +12,9 @@ class Samples(Event, kind="samples"):
 
     step: int  # steps done before it
     when: str  # before (step 0), during, or after the last step
-    # Each has `set` (name of the evaluation set, or ""), `prompt`, `text` (special tokens left out), `answer` (what the row has; null
-    # where it has none), `ended` (false: cut at the most new tokens) and `tokens` (how many were written). The same prompts, in the same
-    # order, each time.
+    # Each has `set` (name of the evaluation set, or ""), `prompt`, `text` (special tokens left
+    # out), `answer` (what the row has; null where it has none), `ended` (false: cut at the most new
+    # tokens) and `tokens` (how many were written). The same prompts, in the same order, each time.
     samples: list[dict[str, Any]]
     seconds: float  # it took
 
@@ -23,8 +23,8 @@ class Completions(Event, kind="completions"):
     """The first few episodes of a rollout, as they were drawn. The texts are strangers': escape them."""
 
     step: int  # steps done after those that learn from it
-    # Each has `prompt` (a text or messages), `text` (the first 4,000 characters), `reward` (null where it failed), `domain`, `ended` and
-    # `tokens`.
+    # Each has `prompt` (a text or messages), `text` (the first 4,000 characters), `reward` (null
+    # where it failed), `domain`, `ended` and `tokens`.
     completions: list[dict[str, Any]]
     trained: bool = True  # whether steps learned from it; else `step` is not reached
 
@@ -33,8 +33,9 @@ class Devices(Event, kind="devices"):
     """The device of each rank at a logged step, at most every ten seconds, and once at the end. Null: not known."""
 
     step: int  # steps done before it
-    # By rank: `utilisation` (percent), `celsius`, `watts`, `sm_mhz`, `memory_mhz` of its GPU, and `joules` that this has taken since the
-    # process began; `cpu_joules` of all CPU packages of the host since then, on its first rank alone.
+    # By rank: `utilisation` (percent), `celsius`, `watts`, `sm_mhz`, `memory_mhz` of its GPU, and
+    # `joules` that this has taken since the process began; `cpu_joules` of all CPU packages of the
+    # host since then, on its first rank alone.
     ranks: list[dict[str, Number]]
     kwh: Number  # of all these joules; null where no counter can be read
 

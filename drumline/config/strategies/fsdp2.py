@@ -80,8 +80,8 @@ class FSDP2Strategy(Degrees):
     def gathers_ends_apart(self, mesh: Mesh, is_own_module: bool) -> bool:
         """Return whether the embedding and the head are units of their own, which are gathered while they compute.
 
-        Otherwise they are gathered with the root, and stay until the end of a micro-batch. `is_own_module`: any torch
-        module, which may use the head's weight outside of its forward.
+        Otherwise they are gathered with the root, and stay until the end of a micro-batch.
+        `is_own_module`: any torch module, which may use the head's weight outside of its forward.
         """
         return self.reshards and mesh.pp == 1 and not is_own_module
 

@@ -46,8 +46,8 @@ def convert(
 def write_converted(old: Path | list[str], output: Path | None) -> None:
     """Write the new YAML to stdout or into a file, and notes to stderr.
 
-    `old`: a file, or the words of a command. The notes stand in the YAML, too. A terminal that shows
-    the YAML does not get them twice. Raises UserError if `output` cannot be written.
+    `old`: a file, or the words of a command. The notes stand in the YAML, too. A terminal that
+    shows the YAML does not get them twice. Raises UserError if `output` cannot be written.
     """
     from drumline.report.bars import notes
     from drumline_convert.convert import convert as to_drumline

@@ -89,7 +89,8 @@ def combine(sheet: Sheet) -> None:
         sheet.note(ratio, f"without effect: {steps.where} says {format_value(steps.value)}")
 
 
-# What transformers', TRL's and LLaMA-Factory's evaluations call metrics that have another name here.
+# What transformers', TRL's and LLaMA-Factory's evaluations call metrics that have another name
+# here.
 METRICS = {
     "rewards/accuracies": "accuracy",
     "rewards/margins": "margin",

@@ -1,6 +1,7 @@
 """Arguments of TRL's scripts (1.10): a YAML for `trl --config`, or a command line.
 
-Such a command is `trl dpo --beta 0.1`. They are training arguments; what a trainer adds stands here.
+Such a command is `trl dpo --beta 0.1`. They are training arguments; what a trainer adds stands
+here.
 """
 
 from __future__ import annotations

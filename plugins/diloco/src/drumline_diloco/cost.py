@@ -30,8 +30,8 @@ class StreamingDiLoCoCost(DiLoCoCost[StreamingDiLoCoStrategy]):
     ) -> None:
         """Add the fragment that is sent in a step, and the norm.
 
-        In 8 bits each rank gets all ranks' codes of its part of the fragment, and sends on their sum
-        `halfway` steps later.
+        In 8 bits each rank gets all ranks' codes of its part of the fragment, and sends on their
+        sum `halfway` steps later.
         """
         if not self.strategy.streams:
             super().send(volume, layout, facts, has, step)

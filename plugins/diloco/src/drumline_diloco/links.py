@@ -1,10 +1,10 @@
 """Connections between hosts that train by themselves, and the choice of their leader.
 
-Any host may come or go, and none waits for another. Each listens at its entry of `strategy.peers`, and
-leads until it follows. A host without a leader looks for one every few seconds: another host takes it if
-that one leads and has done more outer steps (or as many, and stands before it in the list). If a broken
-network has left two groups with a leader each, they become one again in this way. A follower whose leader
-has gone leads, and the others find it, or it finds them.
+Any host may come or go, and none waits for another. Each listens at its entry of `strategy.peers`,
+and leads until it follows. A host without a leader looks for one every few seconds: another host
+takes it if that one leads and has done more outer steps (or as many, and stands before it in the
+list). If a broken network has left two groups with a leader each, they become one again in this
+way. A follower whose leader has gone leads, and the others find it, or it finds them.
 
 Both sides prove that they know a secret (HMAC, `multiprocessing.connection`). What is sent is not
 encrypted: a header in JSON, and bytes.
@@ -163,8 +163,8 @@ def greet(connected: socket.socket, secret: bytes, calls: bool) -> Connection:
 def listen(peers: list[str]) -> tuple[int, socket.socket]:
     """Return the number of this host's entry, and a socket that listens there.
 
-    It is the first entry that is an address of this host and free. Raises ConfigError, also if the name
-    of this host is loopback here, as in Debian's /etc/hosts, and those of others are not.
+    It is the first entry that is an address of this host and free. Raises ConfigError, also if the
+    name of this host is loopback here, as in Debian's /etc/hosts, and those of others are not.
     """
     has_other_hosts = _has_other_hosts(peers)
     are_taken = False
@@ -224,9 +224,9 @@ class Newcomer(NamedTuple):
 class Peers:
     """The other hosts, as one host sees them: its leader, or the members that follow it.
 
-    `lock`: is held while what is exchanged is changed or read. `place()`: this host's outer steps and a
-    checksum of their result, called with the lock. `reply(message)`: a follower's answer to its leader,
-    None if it has none.
+    `lock`: is held while what is exchanged is changed or read. `place()`: this host's outer steps
+    and a checksum of their result, called with the lock. `reply(message)`: a follower's answer to
+    its leader, None if it has none.
     """
 
     def __init__(
@@ -278,8 +278,8 @@ class Peers:
 
     def _look(self) -> None:
         """Ask each other host whether it leads, until one does."""
-        # By one thread at a time: a host that finds a leader twice is taken for gone when the first link
-        # closes.
+        # By one thread at a time: a host that finds a leader twice is taken for gone when the first
+        # link closes.
         with self._looking:
             for number in range(len(self.peers)):
                 if self.leader is not None or number == self.index or number in self.members:

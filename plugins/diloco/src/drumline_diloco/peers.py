@@ -1,17 +1,19 @@
 """DiLoCo between hosts each of which is a run of its own (as OpenDiLoCo and PRIME).
 
-The outer gradients of the hosts that are there are averaged, weighted by inner steps, and nobody waits.
+The outer gradients of the hosts that are there are averaged, weighted by inner steps, and nobody
+waits.
 
-When a fragment is due by the leader's steps, the leader asks all hosts for their outer gradient of it
-(θ − their weights), and for the inner steps they have done since their last outer gradient that was used.
-`delay` of its own steps later it takes what has arrived: Σ steps × outer gradient / Σ steps, in `bits`. It
-sends the mean, and the list of the hosts in it, to all hosts, in it or not. Each takes the same outer step
-from the same bytes before its next inner step, so the outer weights are the same on all hosts.
+When a fragment is due by the leader's steps, the leader asks all hosts for their outer gradient of
+it (θ − their weights), and for the inner steps they have done since their last outer gradient that
+was used. `delay` of its own steps later it takes what has arrived: Σ steps × outer gradient / Σ
+steps, in `bits`. It sends the mean, and the list of the hosts in it, to all hosts, in it or not.
+Each takes the same outer step from the same bytes before its next inner step, so the outer weights
+are the same on all hosts.
 
-So a slow host contributes fewer steps. A host whose answer is late is left out once: its weights move with
-the outer ones, so its accumulated update is included in the next round. A new host is sent the outer
-weights and their momentum, and begins from them. Message order depends on the network, so runs are not
-bit-reproducible.
+So a slow host contributes fewer steps. A host whose answer is late is left out once: its weights
+move with the outer ones, so its accumulated update is included in the next round. A new host is
+sent the outer weights and their momentum, and begins from them. Message order depends on the
+network, so runs are not bit-reproducible.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class PeersEngine(StreamingEngine):
 
     `rounds`: outer steps that this host has taken or been sent.
     `pending`: round → the round, on the leader, until its answers are taken.
-    `used`: fragment → steps of this host up to its last outer gradient that went into an outer step.
+    `used`: fragment → steps of this host up to its last outer gradient that went into an outer
+    step.
     `came`: round → steps of this host when it gave its outer gradient.
     `hosts`: host → its inner steps in the last outer step.
     """
@@ -83,7 +86,8 @@ class PeersEngine(StreamingEngine):
     def _settings(self, plan: Plan) -> dict[str, Any]:
         """Return what must be the same on all hosts, and the seed, which must not.
 
-        Hosts with other weights must not be averaged, so the names and shapes of weights are part of it.
+        Hosts with other weights must not be averaged, so the names and shapes of weights are part
+        of it.
         """
         settings: dict[str, Any] = {}
         for option in SHARED_OPTIONS:
@@ -136,7 +140,8 @@ class PeersEngine(StreamingEngine):
                 self._close(number)
 
         fragment = self.outer.sends(self.steps - 1)
-        # A host that has just been sent the state, by a leader that is gone, has no steps of its own.
+        # A host that has just been sent the state, by a leader that is gone, has no steps of its
+        # own.
         if fragment is not None and self.steps > self.used[fragment]:
             self._open(fragment)
 
@@ -210,14 +215,15 @@ class PeersEngine(StreamingEngine):
     def _reply(self, message: Message) -> Message | None:
         """Return the answer to the leader's question; None if there is none.
 
-        It is called in a thread of its own, also while this host computes: weights change in `step` alone.
+        It is called in a thread of its own, also while this host computes: weights change in `step`
+        alone.
         """
         number = message.header["round"]
         fragment = message.header["fragment"]
         with self.peers.lock:
             for waiting in list(self.peers.inbox.queue):
-                # The last outer step of this fragment is not taken yet. A message without a fragment is
-                # a new state.
+                # The last outer step of this fragment is not taken yet. A message without a
+                # fragment is a new state.
                 fragment_of_waiting = waiting.header.get("fragment", fragment)
                 if fragment_of_waiting == fragment:
                     return None

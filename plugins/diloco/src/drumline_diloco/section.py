@@ -1,7 +1,7 @@
 """The section diloco of the YAML with the keys for slow links.
 
-The outer step is taken of all weights at the end of a period, or of one fragment after another while the
-inner steps go on. No torch here.
+The outer step is taken of all weights at the end of a period, or of one fragment after another
+while the inner steps go on. No torch here.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class StreamingDiLoCoStrategy(DiLoCoStrategy):
     def sends(self, step: int) -> int | None:
         """Return the fragment that is sent at the end of the step after `step` steps; None if none is.
 
-        Fragment f is sent after period × (f + 1) / fragments steps of each period, rounded down; the last
-        one at the end of the period.
+        Fragment f is sent after period × (f + 1) / fragments steps of each period, rounded down;
+        the last one at the end of the period.
         """
         if step < 0:
             return None

@@ -1,17 +1,19 @@
 """Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512, algorithm 2).
 
-Fragments of the weights take their outer steps in turn, and are exchanged while the inner steps go on.
+Fragments of the weights take their outer steps in turn, and are exchanged while the inner steps go
+on.
 
-A fragment is an equal part of all trainable weights, end to end. It is sent after its step t, and always
-used after step t + `delay`: a rank that gets there first waits, so all ranks take the same course, whatever
-the network does. Then θ ← `keep` × θ + (1 − keep) × the outer weights (without a delay: the outer weights).
+A fragment is an equal part of all trainable weights, end to end. It is sent after its step t, and
+always used after step t + `delay`: a rank that gets there first waits, so all ranks take the same
+course, whatever the network does. Then θ ← `keep` × θ + (1 − keep) × the outer weights (without a
+delay: the outer weights).
 
-In 8 bits (`engine.compress.encode`: block-wise, as Int8 there) there is no error feedback. The outer
-gradient is the sum of a period's steps, and what rounding takes from it stays in the rank's own weights if
-it keeps some of them (docs/explanations/slow_links.md has the distance).
+In 8 bits (`engine.compress.encode`: block-wise, as Int8 there) there is no error feedback. The
+outer gradient is the sum of a period's steps, and what rounding takes from it stays in the rank's
+own weights if it keeps some of them (docs/explanations/slow_links.md has the distance).
 
-Evaluation and a checkpoint first take the outer steps that are under way. So a checkpoint holds no fragment
-that is on its way, and a run that is killed and resumed from it takes the same course.
+Evaluation and a checkpoint first take the outer steps that are under way. So a checkpoint holds no
+fragment that is on its way, and a run that is killed and resumed from it takes the same course.
 """
 
 from __future__ import annotations
@@ -112,9 +114,9 @@ class StreamingEngine(DiLoCoEngine):
     def _outer_step(self, number: int, flat: torch.Tensor, is_in: bool = True) -> None:
         """Take the outer step of a fragment.
 
-        `flat`: fp32[N], the mean of its outer gradients, with padding. `is_in`: this rank's gradient is
-        part of the mean. Otherwise its weights move with the outer ones, so that its outer gradient stays
-        what it is.
+        `flat`: fp32[N], the mean of its outer gradients, with padding. `is_in`: this rank's
+        gradient is part of the mean. Otherwise its weights move with the outer ones, so that its
+        outer gradient stays what it is.
         """
         weights, anchors, moments = self.fragments[number]
         sizes = [part.numel() for part in anchors]
@@ -153,7 +155,8 @@ class StreamingEngine(DiLoCoEngine):
 class PendingMean:
     """The mean of a tensor over all ranks, while it is computed. A single process gets its own tensor.
 
-    In 8 bits it takes two collectives: each rank gets all ranks' codes of its part, and sends on their mean.
+    In 8 bits it takes two collectives: each rank gets all ranks' codes of its part, and sends on
+    their mean.
     """
 
     def __init__(self, flat: torch.Tensor, bits: int, ranks: int) -> None:

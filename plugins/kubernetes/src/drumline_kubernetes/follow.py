@@ -1,6 +1,7 @@
 """Follow a run in a cluster to its end.
 
-Shown are the phases of pods, warnings, and the log of rank 0; and which pod was evicted or ran out of memory, and on which node.
+Shown are the phases of pods, warnings, and the log of rank 0; and which pod was evicted or ran out
+of memory, and on which node.
 """
 
 from __future__ import annotations

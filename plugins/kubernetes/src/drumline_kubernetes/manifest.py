@@ -1,9 +1,11 @@
 """Make the objects that are submitted: a TrainJob, JobSet or Job with its config, and for a Job the service by which pods find each other.
 
-They are dictionaries in the form of the API. Each is also made into an object of its own library, which knows the fields.
+They are dictionaries in the form of the API. Each is also made into an object of its own library,
+which knows the fields.
 
-TrainJob: https://www.kubeflow.org/docs/components/trainer; JobSet: https://jobset.sigs.k8s.io/docs; Job:
-https://kubernetes.io/docs/concepts/workloads/controllers/job (indexed, with a pod failure policy).
+TrainJob: https://www.kubeflow.org/docs/components/trainer; JobSet: https://jobset.sigs.k8s.io/docs;
+Job: https://kubernetes.io/docs/concepts/workloads/controllers/job (indexed, with a pod failure
+policy).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ RUN_LABEL = "drumline/run"
 class Submission:
     """A run under its name in the cluster.
 
-    `config`: the text of its YAML. `path`: of that file in the container. `command`: of the container.
+    `config`: the text of its YAML. `path`: of that file in the container. `command`: of the
+    container.
     """
 
     launch: KubernetesOptions
@@ -135,7 +138,8 @@ class Submission:
     def _job(self) -> dict[str, Any]:
         """Return a Job.
 
-        When a pod fails, the pods that wait for it fail as well, so each start takes as many failures as there are pods.
+        When a pod fails, the pods that wait for it fail as well, so each start takes as many
+        failures as there are pods.
         """
         restarts = self.launch.max_restarts * self.launch.nodes
         spec = self._job_spec(f"{self.name}-0.{self.name}", restarts)
@@ -279,9 +283,9 @@ class Submission:
 def checked(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the same manifest, after its library has shown that it knows every field.
 
-    The models of the libraries drop unknown fields silently, so that a slip would be noticed in the cluster, if at all.
-    Raises DrumlineError with the place of the first unknown field, and EnvironmentFault if a library
-    is missing.
+    The models of the libraries drop unknown fields silently, so that a slip would be noticed in the
+    cluster, if at all. Raises DrumlineError with the place of the first unknown field, and
+    EnvironmentFault if a library is missing.
     """
     kind = manifest["kind"]
     if kind in ("TrainJob", "JobSet"):

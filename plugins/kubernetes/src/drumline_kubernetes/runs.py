@@ -1,6 +1,7 @@
 """A run that was submitted to a cluster: its state, its logs, and how it is followed and stopped.
 
-Its run folder lies on a volume of the cluster. Here is only a note in runs/NAME (`drumline.launch.submitted`).
+Its run folder lies on a volume of the cluster. Here is only a note in runs/NAME
+(`drumline.launch.submitted`).
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def _workload(launch: KubernetesOptions) -> str:
 def submission_of(launch: KubernetesOptions, request: Request) -> Submission:
     """Return what is submitted for a run.
 
-    Raises ConfigError for a run folder that would be lost with its pods, for a secret that pods would not have, and for a secret that all
-    could read in the manifest.
+    Raises ConfigError for a run folder that would be lost with its pods, for a secret that pods
+    would not have, and for a secret that all could read in the manifest.
     """
     loaded = request.loaded
     folder = loaded.config.run.dir or default_run_dir(loaded.path)
@@ -102,7 +102,8 @@ def submission_of(launch: KubernetesOptions, request: Request) -> Submission:
 def relative(value: Any, base: str, key: str = "") -> Any:
     """Return the values of a config, with paths that loading has made absolute relative to the config again.
 
-    The config lies elsewhere in the container. `base` is its folder here, and `key` the key of this value.
+    The config lies elsewhere in the container. `base` is its folder here, and `key` the key of this
+    value.
     """
     if isinstance(value, dict):
         return {name: relative(inner, base, name) for name, inner in value.items()}

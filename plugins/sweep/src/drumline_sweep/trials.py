@@ -46,8 +46,9 @@ class Trial:
 class Outcome:
     """What is known of a trial.
 
-    `state`: finished, failed, not started, or that of `drumline ps`. `value`: the metric at its best, at
-    step `at`. `seconds`: of all its attempts. `reason`: why it has no value, or did not finish.
+    `state`: finished, failed, not started, or that of `drumline ps`. `value`: the metric at its
+    best, at step `at`. `seconds`: of all its attempts. `reason`: why it has no value, or did not
+    finish.
     """
 
     trial: Trial
@@ -63,8 +64,8 @@ class Outcome:
 class Trials:
     """How trials are run.
 
-    `common`: overrides of all. `jobs`: how many at a time; None: all. `slurm`: each is a job of Slurm's
-    queue. `gpus`: the number of this machine's GPUs, which the trials share out.
+    `common`: overrides of all. `jobs`: how many at a time; None: all. `slurm`: each is a job of
+    Slurm's queue. `gpus`: the number of this machine's GPUs, which the trials share out.
     """
 
     config: Path
@@ -85,8 +86,8 @@ class Trials:
     def run(self, trials: Iterator[Trial], on_end: Callable[[Trial, int], object]) -> int:
         """Run trials to their ends, and call `on_end(trial, exit code)` after each.
 
-        Returns the number of the signal that stopped it, or 0. After a signal running trials save and end,
-        and jobs go on.
+        Returns the number of the signal that stopped it, or 0. After a signal running trials save
+        and end, and jobs go on.
         """
         running: dict[int, Running] = {}
         has_more = True
@@ -169,8 +170,9 @@ def _states(folder: Path) -> list[runs.State]:
 class Running:
     """A trial that was started.
 
-    `process`: its launcher; of a job the process that submitted it, None for one that was in the queue
-    before. `asked_at`: when the queue was read last. `gone_at`: when its job was first missing there.
+    `process`: its launcher; of a job the process that submitted it, None for one that was in the
+    queue before. `asked_at`: when the queue was read last. `gone_at`: when its job was first
+    missing there.
     """
 
     trial: Trial
@@ -271,8 +273,8 @@ def _seconds_and_speed(events: list[Event]) -> tuple[float, float | None]:
 def best(events: list[Event], options: EvalConfig) -> tuple[float | None, int | None]:
     """Return the best value of eval.metric after the first step, and its step.
 
-    If nothing was evaluated, it is the mean of the last tenth of the training steps, which have the metric.
-    (None, None) if that is no number.
+    If nothing was evaluated, it is the mean of the last tenth of the training steps, which have the
+    metric. (None, None) if that is no number.
     """
     held_out = {}
     for step, value in series(events, options.metric, Eval).items():
