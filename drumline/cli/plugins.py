@@ -1,4 +1,4 @@
-"""Commands that installed packages add to the command line: entry points of the group `drumline.commands`.
+"""Add the commands of installed packages: entry points of the group `drumline.commands`.
 
 A package is imported when one of its commands is run, completed or listed by `drumline --help`. A
 package that cannot be imported is reported by its own commands alone.

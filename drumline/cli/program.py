@@ -1,4 +1,4 @@
-"""The program `drumline`: it reads the command line, runs one command and turns its errors into one line."""
+"""The program `drumline`: read the command line, run a command, and turn errors into one line."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _bare_resume(arguments: list[str]) -> list[str]:
 
 
 def _may_be_checkpoint(argument: str) -> bool:
-    """Return whether an argument may be the path of --resume, and not an option, an override or a config."""
+    """Return whether an argument may be the path of --resume: no option, override or config."""
     if argument.startswith("-") or argument.endswith((".yaml", ".yml")):
         return False
     key, has_value, _ = argument.partition("=")

@@ -1,4 +1,4 @@
-"""How the command line is read: lists and numbers. A mistake in it is one line, like all mistakes of a user."""
+"""Read lists and numbers of the command line, and report a mistake in it in one line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_list(texts: Sequence[str] | None, flag: str, example: str) -> tuple[str
 
 
 class Command(TyperCommand):
-    """A command that also refuses numbers that no option can mean: NaN, infinity, more than 64 bits."""
+    """A command that also refuses senseless numbers: NaN, infinity, more than 64 bits."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         command = f"drumline {ctx.info_name}"
@@ -111,7 +111,7 @@ def _help_hint(command: str) -> str:
 
 
 def _unknown_option(option: str, context: Any, command: str) -> UsageMistake:
-    """Return the error for an option that the command lacks, with the most similar one that it has."""
+    """Return the error for an option that the command lacks, with the most similar option."""
     known = []
     if context is not None:
         for parameter in context.command.params:
@@ -132,7 +132,7 @@ def _name_of(parameter: Any) -> str:
 
 
 def _describe_value(error: Any) -> str:
-    """Return what is wrong with a value. typer 0.29 reads values by pydantic, older ones by click's types."""
+    """Return what is wrong with a value, which typer 0.29 reads by pydantic, older ones by click."""
     from pydantic import ValidationError
 
     cause = error.__cause__

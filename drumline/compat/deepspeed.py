@@ -1,4 +1,4 @@
-"""A DeepSpeed config, in a file of its own or inside another one → strategy zeroN, batch, rate and precision.
+"""Translate a DeepSpeed config, which may be part of another file: strategy, batch, precision.
 
 Keys by DeepSpeed 0.19 (`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`), which
 is not imported here.
@@ -417,7 +417,7 @@ def low_precision(sheet: Sheet) -> None:
 
 
 def deepspeed_file(sheet: Sheet, olds: list[OldKey], own_file: str | None = None) -> None:
-    """Put a DeepSpeed config that is a file by itself on the sheet. Raises ConfigError with its line."""
+    """Put a DeepSpeed config in a file of its own on the sheet. Raises ConfigError with its line."""
     deepspeed_config(sheet, olds, own_file)
     low_precision(sheet)
 

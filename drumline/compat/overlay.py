@@ -184,7 +184,7 @@ def lay(values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]) -
 
 
 class _Merge:
-    """A config while an overlay is laid over it. `placed`: the origin of each value that it sets."""
+    """A config while an overlay changes it. `placed` is the origin of each value that is set."""
 
     def __init__(
         self, values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]

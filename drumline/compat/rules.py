@@ -1,4 +1,4 @@
-"""The rules in the tables of old keys: each rule writes on the sheet what its key means for the new config."""
+"""The rules for keys of other tools: each writes on the sheet what a key means for our config."""
 
 from __future__ import annotations
 

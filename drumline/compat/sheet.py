@@ -43,7 +43,7 @@ class OldKey:
 
     @property
     def where(self) -> str:
-        """The source, the line if it is known, and the dotted key, as errors and notes print them."""
+        """The source, the line if known, and the dotted key, as errors and notes print them."""
         file = self.source.name
         if self.place in self.source.lines:
             file += f":{self.source.lines[self.place]}"
@@ -97,7 +97,7 @@ class Sheet:
     lenient: bool = False
 
     def put(self, dotted: str, value: Any, old: OldKey, over: Any = None) -> None:
-        """Set a value of the new config; `dotted` is its `section.key`, `old` the key that gives it.
+        """Set a value of the new config. `dotted` is its `section.key`, `old` the key it comes from.
 
         Raises ConfigError if another old key has set a different value. `over` is a value that may
         be replaced.

@@ -454,7 +454,7 @@ def _without_nulls(value: Any, place: Place = ()) -> Any:
 
 
 def _without_trust(value: Any, overrides: tuple[Place, ...], place: Place = ()) -> Any:
-    """Return a copy of the values in which trust_remote_code is false unless an override sets it."""
+    """Return a copy of the values without trust_remote_code, unless an override sets it."""
     if isinstance(value, dict):
         copied = {}
         for key, inner in value.items():
@@ -574,7 +574,7 @@ def _override_error(override: str, what: str, fix: str) -> ConfigError:
 
 
 def override_label(override: str) -> str:
-    """Return how an error line names an override: its key, and its value without the middle of a long one."""
+    """Return how an error line names an override: its key and value, without a long value's middle."""
     key, _, value = override.partition("=")
     return f"override {key}={shortened(value, MOST_VALUE)}"
 

@@ -1,4 +1,4 @@
-"""Finds the kinds of strategies, algorithms and so on: this package's, installed packages', the user's.
+"""Find the kinds of strategies, algorithms and so on: of this package, of others, of the user.
 
 It also finds any code of the user's own by its name: `module:name`, `file.py:name`, or an entry
 point of an installed package.
@@ -45,7 +45,7 @@ from drumline.foreign import class_and_line, expanded
 
 
 class Spec(Section):
-    """The base of the specs of all groups. The base class of a group sets `group`, `thing` and `yaml_key`."""
+    """The base of all specs. The base class of a group sets `group`, `thing` and `yaml_key`."""
 
     # For example "strategies": the entry points drumline.strategies.
     group: ClassVar[str]
@@ -71,7 +71,7 @@ class Spec(Section):
 
     @classmethod
     def kind_key(cls, field: str | None = None) -> str:
-        """Return the key of the YAML that holds the kind. `field`: the field of its section, if known."""
+        """Return the key of the YAML that holds the kind. `field` is that of its section, if known."""
         return f"{cls.yaml_key}.kind"
 
     @classmethod
@@ -141,7 +141,7 @@ _own: dict[type[Spec], dict[str, Any]] = {}
 
 @cache
 def part_class(path: str | type) -> Any:
-    """Return another part of a kind: the class that `module:Name` names; a class is returned as it is.
+    """Return the class that `module:Name` names; a class is returned as it is.
 
     Raises ConfigError if a plug-in's module cannot be imported.
     """
@@ -261,7 +261,7 @@ def _spec_modules(base: type[Spec]) -> list[str]:
 
 
 def _extended(base: type[S], kind: str) -> type[S]:
-    """Return the spec of a kind of this package, or the one of an installed package that adds keys to it."""
+    """Return the spec of a kind of this package, or of an installed package that adds keys to it."""
     if kind in entry_points(f"extended_{base.group}"):
         return _extension(base, kind)
     return _built_in(base)[kind]
@@ -417,7 +417,7 @@ def _require_distribution(base: type[Spec], kind: Any) -> None:
 def _without_added_keys(
     base: type[Spec], spec: type[Spec], section: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a section without the keys of a distribution that is not installed, if they have their defaults.
+    """Return a section without keys of a missing distribution, if they have their defaults.
 
     A plan that was made before 0.6.0 has all of them. Raises ConfigError for another value.
     """
@@ -444,7 +444,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> Any:
-    """Return what `module:name` or `file.py:name` names. Modules are also looked for beside the YAML.
+    """Return the object of `module:name` or `file.py:name`. Modules may also be beside the YAML.
 
     `thing`: what an error calls it; a "function" must be callable.
     Raises ConfigError for what cannot be found or imported.
@@ -464,7 +464,7 @@ def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> 
 
 
 def _member(module: Any, name: str, place: str, where: str, thing: str = "class") -> Any:
-    """Return what a module has under a name, which may have dots. Raises ConfigError if it has none.
+    """Return a module's object by its name, which may have dots. Raises ConfigError if it has none.
 
     `place`: what an error calls the module.
     """
@@ -497,7 +497,7 @@ def _callable(found: Any, name: str, where: str) -> Any:
 
 @cache
 def installed_entry_points() -> dict[str, dict[str, importlib.metadata.EntryPoint]]:
-    """Return group → name → what installed packages offer in Drumline's groups, in the order of names.
+    """Return the entry points of installed packages in Drumline's groups, by group and name, sorted.
 
     The metadata of every installed package is read for it.
     """
@@ -513,7 +513,7 @@ def installed_entry_points() -> dict[str, dict[str, importlib.metadata.EntryPoin
 
 
 def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Return name → what installed packages offer in the group drumline.GROUP, in the order of names."""
+    """Return the entry points of installed packages in the group drumline.GROUP, by name, sorted."""
     return installed_entry_points().get(f"drumline.{group}", {})
 
 

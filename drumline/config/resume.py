@@ -1,4 +1,4 @@
-"""What a run resumes from. Command lines carry it as the value of `--resume`; the code holds a `Resume`."""
+"""The checkpoint or run that a run resumes from, as a `Resume` and as the value of `--resume`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Resume:
 
     @classmethod
     def from_argument(cls, argument: bool | str | Path | None) -> Resume | None:
-        """Return what the argument `resume` of a Python function stands for: a place, True or False."""
+        """Return what the argument `resume` of a Python function means: a place, True or False."""
         if argument is True:
             return cls()
         if not argument:

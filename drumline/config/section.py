@@ -1,4 +1,4 @@
-"""What all parts of the config have in common: their base class, types of numbers, and short forms."""
+"""The base class of all sections of the config, and the types of numbers and short forms in them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Section(BaseModel):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Return the schema, with null among the values of each key that null leaves at its default."""
+        """Return the schema. Keys that null leaves at their default have null among their values."""
         json_schema = handler(schema)
         properties = handler.resolve_ref_schema(json_schema).get("properties", {})
         for name, info in cls.model_fields.items():

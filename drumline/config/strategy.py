@@ -59,7 +59,7 @@ class Compression(Section):
 
 
 class CopyOptions(Section):
-    """How copies of the model are kept equal: DDP's options, or those that other strategies use around theirs."""
+    """How copies of the model are kept equal: the options of DDP, and of strategies with copies."""
 
     bucket_cap_mb: float = Field(
         25.0, gt=0, le=10**6, description="MiB of gradients reduced together."
@@ -85,7 +85,13 @@ COPIES = CopyOptions()
 
 
 class Names(NamedTuple):
-    """`family`: what a strategy is called without its numbers; `name`: with them; `simple`: less is simpler."""
+    """How tables name a strategy.
+
+    Attributes:
+        family: Its name without numbers.
+        name: Its name with numbers.
+        simple: A number that is lower for a simpler strategy.
+    """
 
     family: str
     name: str
@@ -137,7 +143,7 @@ class StrategyConfig(Spec):
         return {"kind": kind, **options}
 
     def with_files(self, base_dir: Path) -> Self:
-        """Return this strategy with the contents of the files that it names: ranks read the plan alone.
+        """Return this strategy with the contents of the files that it names, for the plan.
 
         `base_dir`: the folder that paths are relative to.
         """
@@ -200,7 +206,7 @@ class StrategyConfig(Spec):
         return None
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
-        """Return what the user should know of this strategy on `plan_world` processes, a line each."""
+        """Return lines about this strategy on `plan_world` processes, for the user."""
         return []
 
     def frozen(self) -> StrategyConfig:
@@ -208,7 +214,7 @@ class StrategyConfig(Spec):
         return self
 
     def step_kind(self, step: int) -> str:
-        """Return a name for what the step after `step` steps sends: steps of one kind send alike."""
+        """Return the kind of the step after `step` steps. Steps of one kind send the same."""
         return "whole"
 
     def step_shares(self) -> dict[str, float]:
@@ -257,7 +263,11 @@ class PipelineConfig(Section):
     )
 
     def stages(self) -> tuple[Schedule, int]:
-        """The schedule, and how many stages a rank holds. Raises PlanError where the two do not go together."""
+        """Return the schedule, and how many stages a rank holds.
+
+        Raises:
+            PlanError: The schedule does not allow that number of stages.
+        """
         interleaves = self.schedule in ("interleaved", "zero_bubble")
         if self.stages_per_rank not in (None, 1) and not interleaves:
             what = f"schedule {self.schedule} has one stage a rank, {self.stages_per_rank} were asked for"
@@ -280,7 +290,10 @@ class SequenceParallel(Section):
 
 
 class Degrees(SequenceParallel, StrategyConfig):
-    """The mesh is pp × replicate × shard × ep × cp × tp; what pp, cp and tp leave of the processes is data parallel."""
+    """The degrees of parallelism: the mesh is pp × replicate × shard × ep × cp × tp.
+
+    Processes that pp, cp and tp do not use are data parallel.
+    """
 
     tp: Ranks = Field(1, description="Tensor parallel: each matrix is cut over this many ranks.")
     cp: Ranks = Field(1, description="Context parallel: each sequence is cut over this many ranks.")

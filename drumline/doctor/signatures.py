@@ -1,4 +1,4 @@
-"""The table of signatures in `signatures.yaml`: what logs say when a distributed run fails, why, and how to fix it."""
+"""Read `signatures.yaml`, the table of known failures: words in the log, cause and fix."""
 
 from __future__ import annotations
 

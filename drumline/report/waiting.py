@@ -93,7 +93,7 @@ class Waits:
             write_whole(self.memory, text, shared=True)
 
     def _read(self) -> dict[str, dict[str, float]]:
-        """Return the durations of earlier runs by kind; empty if there is no file, or a damaged one."""
+        """Return the durations of earlier runs by kind; empty without a file, or if it is damaged."""
         if self.memory is None:
             return {}
         kinds = {}

@@ -84,7 +84,7 @@ class Event:
 
     @staticmethod
     def of(values: dict[str, Any]) -> Event:
-        """Return the event that is `values` on disk; `Unknown` for a kind that this version does not know.
+        """Return the event with these values on disk; `Unknown` for a kind that is not known here.
 
         A field whose value is of another type than the kind declares is None.
         """
@@ -466,7 +466,7 @@ def read(path: Path) -> list[Event]:
 
 
 def examine(path: Path) -> list[tuple[int, Event | None, bool]]:
-    """Return number (from 1), event, and whether the line is sound, of each line of a file of events.
+    """Return the number (from 1), event and soundness of each line of a file of events.
 
     The event is None for a line that is torn by a kill, or damaged. A line is not sound, either, if
     a field of its event is of another type than its kind declares.
@@ -511,7 +511,7 @@ def _parse_line(line: str) -> tuple[Event | None, bool]:
 
 
 def _has_valid_step(values: dict[str, Any]) -> bool:
-    """Return whether an event has a step if its kind needs one, and the step is a whole number from 0 on.
+    """Return whether an event has a step that is a whole number from 0 on, if its kind needs one.
 
     Events of kinds that need none may have -1, which is before the first step.
     """

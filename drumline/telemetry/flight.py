@@ -204,7 +204,7 @@ def blame(
 
 
 def _has_left_out(entry: Entry, peer_entry: Entry, peer_entries: Iterable[Entry]) -> bool:
-    """Return whether a rank has left out a collective: its entry is the one that another rank has next.
+    """Return whether a rank has left out a collective, since its entry is the next of another rank.
 
     Args:
         entry: The collective of the rank.

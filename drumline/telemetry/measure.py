@@ -1,4 +1,4 @@
-"""What a run really takes, compared with its plan: memory by category, host memory, seconds, bytes sent.
+"""Measure what a run takes, to compare it with its plan: memory by category, seconds, bytes sent.
 
 A run has two `measured` events: one as soon as enough steps are timed, and one at its end. One step
 of each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on a
@@ -83,7 +83,7 @@ def process_bytes() -> dict[str, int]:
 
 
 class HostPeak:
-    """Bytes of host memory at their largest while weights are loaded, in training, and from the first checkpoint on."""
+    """Peak bytes of host memory: while weights load, in training, and from the first checkpoint."""
 
     def __init__(self) -> None:
         """Begin with the memory until now, which counts as loading."""
@@ -165,7 +165,7 @@ class Measure:
     def end_step(
         self, step: int, micro_batches: list[Any], copies: int, whole: bool, **waits: float
     ) -> tuple[int | None, str | None]:
-        """End a step, and return the bytes that it sent, and the name for its seconds that `took` needs.
+        """End a step, and return the bytes that it sent and the name that `took` needs.
 
         Collective if the step was counted. The bytes are None if they are not known. The name is
         None for a step that is neither counted nor timed.
@@ -357,7 +357,7 @@ class Measure:
         return bytes_of_phases
 
     def _mean_traffic(self) -> float | None:
-        """Return the bytes that a rank sends in a step, mean over the kinds of steps; None until all kinds are counted."""
+        """Return the mean bytes that a rank sends in a step; None until all kinds are counted."""
         known = self.traffic.known
         # Kind of step → its part of the steps of a long run.
         shares = self.plan.config.strategy.step_shares()

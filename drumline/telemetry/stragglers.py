@@ -36,7 +36,10 @@ class _Step(NamedTuple):
 
 
 class Stragglers:
-    """Finds ranks that hold up the others. All ranks call `add` after the same steps, with the same numbers."""
+    """Finds ranks that hold up the others.
+
+    All ranks call `add` after the same steps, with the same numbers.
+    """
 
     def __init__(self, gather: Gather, emit: Emit, ratio: float) -> None:
         """Make a watch over the ranks. Collective.

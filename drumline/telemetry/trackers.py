@@ -134,7 +134,11 @@ class Sink:
         self._tracker = tracker
 
     def event(self, event: Event) -> None:
-        """Hand over the metrics of an event of GROUPS, under its group, or samples. When a checkpoint is loaded, go back to its step."""
+        """Pass the metrics or samples of an event on to the tracker.
+
+        Metrics are those of the events of GROUPS, each under its group. When a checkpoint is
+        loaded, the tracker goes back to its step.
+        """
         if isinstance(event, Restore):
             self._guard(lambda tracker: tracker.rewind(event.step))
         elif isinstance(event, Samples):
@@ -346,7 +350,7 @@ def find_callbacks(paths: Sequence[str], base_dir: Path) -> list[Any]:
 
 
 class Callbacks:
-    """The callbacks of one rank: all on rank 0, on other ranks those whose class has `every_rank = True`.
+    """The callbacks of one rank: all on rank 0, elsewhere those of classes with `every_rank = True`.
 
     A callback that raises is reported once and not called again; the run goes on.
     """

@@ -173,7 +173,7 @@ class Traffic:
         return self.steps >= self.FIRST and self.kind(step) not in self.known
 
     def watch(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that counts the collectives of a part of a step. A step may have several."""
+        """Return a context that counts the collectives of a part of a step, which may have several."""
         if not self.due(step) or not dist.is_initialized():
             return contextlib.nullcontext()
         if self._mode is None:
