@@ -171,6 +171,8 @@ class _Logs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Run a command once on all ranks of this host.
 
+    `drumline_hosts.agent.HostRanks` overrides `_wait_for_others_to_end`.
+
     Args:
         command: Arguments of the Python interpreter.
         nproc: Number of ranks on this host.

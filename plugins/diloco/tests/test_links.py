@@ -138,8 +138,8 @@ def test_who_leads_as_its_leader_goes_begins_no_outer_step_without_a_step_of_its
     engine.steps = 50
     engine.waited = 0.0
     engine.rounds = 2
-    engine.used = {0: 0}
-    engine.came = {}
+    engine.steps_used = {0: 0}
+    engine.steps_at_gradient = {}
     engine.pending = {}
 
     state = torch.zeros(32, dtype=torch.uint8)

@@ -55,7 +55,10 @@ from drumline_hosts.timing import (
 
 
 class HostRanks(Agent):
-    """The ranks of this host. The launcher learns of a failure before the other ranks have ended."""
+    """The ranks of this host. The launcher is told of a failure before the other ranks have ended.
+
+    It overrides a step of the base's `attempt`, `_wait_for_others_to_end`.
+    """
 
     link: Link
 
@@ -186,7 +189,7 @@ class Host:
         return {"ends": [_end_values(end) for end in ends], "leaves": is_leaving}
 
     def _await_launcher(self) -> None:
-        """Wait until the launcher has heard a recent beat, or has gone; no rank starts before (A1)."""
+        """Wait until the launcher has heard a recent beat, or has gone. No rank starts before (A1)."""
         while time.monotonic() - self.confirmed > 2 * BEAT_SECONDS:
             if self.gone.wait(AGENT_LOOK_SECONDS):
                 return
@@ -264,7 +267,7 @@ class Host:
 
 
 def _end_values(end: RankEnd) -> Message:
-    """Return the end of a rank as JSON, with the end of its log, which the launcher may not have."""
+    """Return the end of a rank as JSON, with the last lines of its log for the launcher."""
     return {**asdict(end), "log": str(end.log), "lines": log_lines(end, end.error)}
 
 

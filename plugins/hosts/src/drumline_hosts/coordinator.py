@@ -219,7 +219,7 @@ class Hosts:
         self.lose(remote, link, "the agent of its host has ended")
 
     def _adopt_link(self, remote: Remote, link: Link, hello: Message) -> bool:
-        """Take a link as that of its host (L1); return False if the host has another agent already."""
+        """Take a link as that of its host (L1); return False if the host has an agent already."""
         with self._lock:
             older = remote.link
             if older is not None and hello["process"] == remote.facts.get("process"):

@@ -333,7 +333,7 @@ class ElasticHosts(Hosts):
         self.before = {}
 
     def _files(self) -> dict[str, str]:
-        """Return the text of each file that hosts with run folders of their own need, by its name."""
+        """Return the text of each file that a host with its own run folder needs, by its name."""
         if self.shared:
             return {}
         run_dir = Path(self.run["run_dir"])

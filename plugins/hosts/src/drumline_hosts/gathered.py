@@ -1,4 +1,4 @@
-"""Connect the hosts of a launcher once for each process, and check that they have what a plan needs.
+"""Connect the hosts of a launcher, once in a process, and check that they have what a plan needs.
 
 This module does not import torch.
 """

@@ -165,7 +165,7 @@ class StandbyLauncher:
         return None
 
     def _call_launcher(self) -> Link | None:
-        """Connect to the launcher that goes on; None if there is none yet, or it does not answer."""
+        """Connect to the launcher that goes on; None if there is none yet, or without an answer."""
         with suppress(OSError, EnvironmentFault):
             place = self._launcher_place()
             if place is not None:
