@@ -47,19 +47,19 @@ from drumline.foreign import class_and_line, expanded
 class Spec(Section):
     """The base of all specs. The base class of a group sets `group`, `thing` and `yaml_key`."""
 
-    # For example "strategies": the entry points drumline.strategies.
+    # Name of the group, such as "strategies" for the entry points drumline.strategies.
     group: ClassVar[str]
-    # The modules of this package's kinds, with {} for a name: drumline.algorithms.{}.spec. Empty:
-    # none.
+    # The modules of this package's kinds, with {} for a name, such as drumline.algorithms.{}.spec.
+    # Empty for none.
     modules: ClassVar[str] = ""
-    # What an error calls one of them.
+    # The word for one of the group in errors.
     thing: ClassVar[str]
     # The key of the YAML whose `kind` errors name, which need not be the `thing`: launch, not
     # launcher.
     yaml_key: ClassVar[str]
     # Module of this package's specs that have no folder of their own.
     module: ClassVar[str] = ""
-    # The kind of a section that names none; empty: it must name one.
+    # The kind of a section that names none; empty if it must name one.
     default: ClassVar[str] = ""
     # Whether the kind alone may stand for a section without further keys.
     short: ClassVar[bool] = True
@@ -76,9 +76,9 @@ class Spec(Section):
 
     @classmethod
     def long(cls, value: Any, base_dir: Path | None) -> Any:
-        """Return the section that a short form stands for; another value is returned as it is.
+        """Return the section that a short form stands for; any other value is returned unchanged.
 
-        `base_dir`: the folder that paths are relative to.
+        `base_dir` is the folder that paths are relative to.
         """
         if isinstance(value, str) and cls.short:
             return {"kind": value}
@@ -95,17 +95,17 @@ class Spec(Section):
 
 
 S = TypeVar("S", bound=Spec)
-OWN = {
+# JSON schema of a kind that is code of the user's own.
+USERS_OWN_KIND = {
     "type": "string",
     "pattern": ":",
     "description": "path.py:Name or package.module:Name of your own",
 }
-# Attribute of a module with the text of the file that it was run from.
+# Attribute of a module that was run from a file, with the text of that file.
 TEXT = "__drumline_text__"
-# Public names of a module that an error shows at most.
+# At most so many public names of a module are shown in an error.
 MOST_NAMES = 8
-# What Drumline's own distributions beside this package offer: group → kind or command →
-# distribution.
+# Drumline's other distributions, by group and by the kind or command that they offer.
 DISTRIBUTIONS: dict[str, dict[str, str]] = {
     "launchers": {
         "ssh": "drumline-hosts",
@@ -122,21 +122,21 @@ DISTRIBUTIONS: dict[str, dict[str, str]] = {
 
 
 class AddedKeys(NamedTuple):
-    """Keys that a distribution of Drumline's own adds to a kind of this package: key → default."""
+    """The keys, with their defaults, that another distribution of Drumline adds to a kind."""
 
     distribution: str
     defaults: dict[str, Any]
 
 
-# Group and kind → the keys that are added to it.
+# The keys that are added to a kind, by group and kind.
 ADDED_KEYS = {
     ("strategies", "diloco"): AddedKeys(
         "drumline-diloco",
         {"fragments": 1, "bits": 32, "delay": 0, "keep": 0.5, "peers": [], "secret": None},
     )
 }
-# Base class of a group → name (path.py:Name) → spec of the user's own, as configs have named them.
-_own: dict[type[Spec], dict[str, Any]] = {}
+# Specs of the user's own that configs have named, by base class of the group and by path.py:Name.
+_users_specs: dict[type[Spec], dict[str, Any]] = {}
 
 
 @cache
@@ -162,9 +162,10 @@ def literal_kinds(model: type[BaseModel]) -> list[str]:
 
 
 def kinds(base: type[S]) -> dict[str, type[S]]:
-    """Return kind → spec of all known kinds, in the order of tables and lists.
+    """Return the specs of all known kinds by kind, in the order of tables and lists.
 
-    Raises ConfigError for a plug-in that cannot be imported.
+    Raises:
+        ConfigError: A plug-in cannot be imported.
     """
     built_in = _built_in(base)
     specs = {}
@@ -172,13 +173,13 @@ def kinds(base: type[S]) -> dict[str, type[S]]:
         if name in built_in:
             specs[name] = _extended(base, name)
         else:
-            specs[name] = _of_package(base, name)
-    specs |= _own.get(base, {})
+            specs[name] = _spec_of_package(base, name)
+    specs |= _users_specs.get(base, {})
     return dict(sorted(specs.items(), key=lambda item: item[1].position))
 
 
 def make(base: type[S], kind: str, **values: Any) -> S:
-    """Return a spec with the defaults of its kind. `values`: its fields."""
+    """Return a spec of a kind with these fields, and defaults for all others."""
     spec = find(base, kind)
     assert spec is not None, kind
     return spec.model_validate({"kind": kind, **values})
@@ -201,25 +202,31 @@ def find(
     trusted: bool = True,
     field: str | None = None,
 ) -> type[S] | None:
-    """Return the spec of a kind; None if there is none.
+    """Return the spec class of a kind; None if there is none.
 
-    `base_dir`: the folder that a file's path is relative to. `field`: the field of the config that
-    errors name, for a group that several fields take. Raises ConfigError for a plug-in that cannot
-    be imported or is no spec of this group, and for the user's own code in a file that is not
-    `trusted`.
+    Args:
+        base: Base class of the group.
+        kind: The kind, which may be path.py:Name or module:Name.
+        base_dir: Folder that paths are relative to.
+        trusted: Whether code beside the config may be run.
+        field: Field of the config that errors name, for a group that several fields take.
+
+    Raises:
+        ConfigError: A plug-in cannot be imported or is no spec of this group, or `kind` is code
+            that is not trusted.
     """
     if kind in _built_in(base):
         return _extended(base, kind)
     if ":" not in kind:
         if kind in entry_points(base.group):
-            return _of_package(base, kind)
+            return _spec_of_package(base, kind)
         return None
     where = base.kind_key(field)
     place, _, name = kind.rpartition(":")
     base_dir = (base_dir or Path()).absolute()
     if place.endswith(".py"):
         kind = f"{base_dir / expanded(place)}:{name}"
-    own = _own.setdefault(base, {})
+    own = _users_specs.setdefault(base, {})
     if kind not in own:
         if not trusted:
             what = f"{kind} is code that lies beside the config, and this may be a stranger's"
@@ -232,7 +239,7 @@ def find(
 
 @cache
 def _built_in(base: type[S]) -> dict[str, type[S]]:
-    """Return kind → spec of this package's kinds."""
+    """Return the specs of this package's kinds, by kind."""
     specs = {}
     for name in _spec_modules(base):
         for value in vars(importlib.import_module(name)).values():
@@ -280,7 +287,7 @@ def _extension(base: type[S], kind: str) -> type[S]:
 
 
 @cache
-def _of_package(base: type[S], name: str) -> type[S]:
+def _spec_of_package(base: type[S], name: str) -> type[S]:
     """Return the spec that an installed package offers under a name."""
     point = entry_points(base.group)[name]
     package = package_of(point)
@@ -309,10 +316,10 @@ def _checked(base: type[S], spec: Any, kind: str, where: str) -> type[S]:
 
 @dataclass(frozen=True)
 class Registered:
-    """Makes the type of a config's field that takes each kind of a group.
+    """Lets a field of the config take all kinds of a group.
 
-    It is written `Annotated[Base, Registered(Base)]`. The kind alone is short for a section without
-    further keys. The context of a validation may have `base_dir` and `trusted`; see `find`.
+    The field's type is `Annotated[Base, Registered(Base)]`. The kind alone is short for a section
+    without further keys. The context of a validation may have `base_dir` and `trusted`; see `find`.
     """
 
     base: type[Spec]
@@ -333,10 +340,10 @@ class Registered:
         full = handler(_union(schemas))
         choices: list[dict[str, Any]] = []
         if self.base.short:
-            choices += [{"enum": sorted(kinds_without_keys(full, handler))}, OWN]
+            choices += [{"enum": sorted(kinds_without_keys(full, handler))}, USERS_OWN_KIND]
         if self.base.texts:
             choices += [{"type": "string"}, {"type": "object", "not": {"required": ["kind"]}}]
-        own = {"type": "object", "properties": {"kind": OWN}, "required": ["kind"]}
+        own = {"type": "object", "properties": {"kind": USERS_OWN_KIND}, "required": ["kind"]}
         return {"anyOf": [*choices, full, own]}
 
     def _validated(self, value: Any, info: ValidationInfo) -> Any:
@@ -366,9 +373,9 @@ class Registered:
 
 @dataclass(frozen=True)
 class Named:
-    """Makes the type of a text that names a function.
+    """Lets a field of the config take a text that names a function.
 
-    It is one of `own`, an entry point of drumline.GROUP, or path.py:Name of the user's.
+    The text is one of `own`, an entry point of drumline.GROUP, or path.py:Name of the user's own.
     """
 
     group: str
@@ -382,7 +389,7 @@ class Named:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"anyOf": [{"enum": known_names(self.group, self.own)}, OWN]}
+        return {"anyOf": [{"enum": known_names(self.group, self.own)}, USERS_OWN_KIND]}
 
     def _known(self, name: str) -> str:
         known = known_names(self.group, self.own)

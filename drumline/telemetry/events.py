@@ -333,11 +333,12 @@ class Fault(Event, kind="fault"):
 
 
 class Replan(Event, kind="replan"):
-    """Memory ran out, and the run goes on with another plan."""
+    """The run goes on with another plan, since memory ran out, or hosts came or went."""
 
-    from_: str  # changed keys of the YAML, as they were
-    to: str  # the same keys, as they are now
-    why: str  # which memory ran out, and what the old plan had predicted wrongly
+    from_: str  # the old plan: keys of the YAML, or ranks and strategy
+    to: str  # the new plan, in the same form
+    # That hosts came or went, or which memory ran out and what the old plan had predicted wrongly.
+    why: str
     predicted_bytes: dict[str, int]  # peak of tensors on a device: {from, to}
     plan: str  # file of the old plan; plan.json is the new one
     step: int  # the last finished step
