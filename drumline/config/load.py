@@ -313,9 +313,9 @@ def drafted(
     if "data" in draft.values:
         draft.values["data"] = in_full(draft.values["data"], base)
     if over is not None:
-        from drumline.compat.overlay import lay
+        from drumline.compat.overlay import merge_overlay
 
-        set_by_launcher = lay(draft.values, over, draft.where)
+        set_by_launcher = merge_overlay(draft.values, over, draft.where)
         draft.set_at = {**set_by_launcher, **draft.set_at}
         draft.notes += over.notes
     return draft
