@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from drumline.cli import main
-from drumline.cli.program import _complete_resume, _arguments_for_typer
+from drumline.cli.program import _arguments_for_typer, _complete_resume
 from drumline.report.compare import _direction
 from drumline.report.details import _memory_by_rank, _total_of_steps, repeat
 from drumline.report.facts import RunFacts
