@@ -19,11 +19,11 @@ from drumline.hardware.cluster import DeviceSpec, Link
 SHORT = re.compile(r"^(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(\S.*)$", re.IGNORECASE)
 # The largest clusters that exist have some 25,000 hosts.
 MOST_NODES = 2**15
-# Devices of a host, of those in the catalog: DGX-2, and boards of eight in pairs.
+# Most devices of a host, if they are in the catalog: DGX-2, and two boards of eight.
 MOST_GPUS = 16
-# Devices of a host, of those in `devices`: NVIDIA's GB200 NVL72.
+# Most devices of a host, if they are in `devices`: NVIDIA's GB200 NVL72.
 MOST_OWN = 72
-# Devices of a usual host, which a refusal proposes.
+# Number of devices of a usual host, which a refusal proposes.
 USUAL_GPUS = 8
 
 

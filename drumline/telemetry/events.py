@@ -144,7 +144,8 @@ class RunStart(Event, kind="run_start"):
 class Planned(Event, kind="planned"):
     """The plan's prediction of a rank's memory, seconds and traffic."""
 
-    # Bytes by category, on the fullest rank, as in plan.estimate.Memory; `phase` is that of the peak.
+    # Bytes by category, on the fullest rank, as in plan.estimate.Memory; `phase` is that of the
+    # peak.
     memory: dict[str, Any]
     host: dict[str, int]  # bytes of one host, all its ranks: {load, train, save}
     seconds: dict[str, float]  # of a step, by category, and their `total`
@@ -200,9 +201,9 @@ class Step(Event, kind="step"):
     # Seconds waiting for other ranks, mean over ranks; null if they are not measured and so are a
     # part of `compute_s`.
     comm_s: float | None
-    # Bytes that a rank sends to others in such a step, mean over ranks; null until they are counted.
-    # The collectives of one step of each kind are counted with the ring algorithm's shares: an
-    # all-reduce of S bytes over n ranks sends 2 (n - 1) / n × S.
+    # Bytes that a rank sends to others in such a step, mean over ranks; null until they are
+    # counted. The collectives of one step of each kind are counted with the ring algorithm's
+    # shares: an all-reduce of S bytes over n ranks sends 2 (n - 1) / n × S.
     sent_bytes: int | None
     # For each rank, the allocator's peak on a GPU, or the resident set on a CPU.
     memory_bytes: list[int]
@@ -363,7 +364,8 @@ class Preempt(Event, kind="preempt"):
 class Exporting(Event, kind="exporting"):
     """The export of the trained model begins."""
 
-    # The last step. The run is finished and its weights are saved, so only the export can still fail.
+    # The last step. The run is finished and its weights are saved, so only the export can still
+    # fail.
     step: int
 
 

@@ -98,7 +98,8 @@ class HostPeak:
             # The peak since the last call.
             peak = counts["VmHWM"]
         except OSError:
-            # The peak cannot be reset and would be that of all phases: the present memory replaces it.
+            # The peak cannot be reset and would be that of all phases: the present memory replaces
+            # it.
             peak = counts["VmRSS"]
         self.bytes_[phase] = max(self.bytes_[phase], peak)
 
@@ -273,7 +274,8 @@ class Measure:
             of_ranks = by_rank[f"in {phase}"]
             if _are_known(of_ranks):
                 phases[phase] = [round(value, 3) for value in of_ranks]
-        # The plan of a pipeline predicts its fullest stage, so other stages are not compared with it.
+        # The plan of a pipeline predicts its fullest stage, so other stages are not compared with
+        # it.
         fullest_ranks = self._ranks_of_fullest_stage(memory)
         most_memory = {}
         for name, sizes in memory.items():
