@@ -101,9 +101,9 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class RefusesNull:
-    """Metadata of a key whose default does something that null may be meant to turn off.
+    """Metadata of a key that refuses null, since it is unclear whether null means off or the default.
 
-    `fix`: what to write for either.
+    `fix` says what to write for either.
     """
 
     fix: str
@@ -112,8 +112,8 @@ class RefusesNull:
 def null_means_default(field: FieldInfo) -> bool:
     """Return whether null at a key means its default.
 
-    It does wherever the type has no null, apart from a `kind` that selects its section and from
-    keys that are marked `RefusesNull`.
+    It does if the type has no null, except for a `kind` that selects its section, and for keys that
+    are marked `RefusesNull`.
     """
     if field.is_required() or _admits_null(field.annotation):
         return False
@@ -155,11 +155,11 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Short:
-    """A short way to write a section.
+    """A short form of a section.
 
-    `long`: turns the short form into the section. `short_schema`: the JSON schema of the short
-    form;
-    None: one of the section's kinds, as text.
+    Attributes:
+        long: Returns the section for its short form.
+        short_schema: JSON schema of the short form; None if that is a kind of the section, as text.
     """
 
     long: Callable[[Any], Any]
@@ -179,7 +179,7 @@ class Short:
 
 
 def kinds_without_keys(full: dict[str, Any], handler: GetJsonSchemaHandler) -> list[str]:
-    """Return the kinds of a section that need no further key. `full`: its JSON schema."""
+    """Return the kinds of a section that need no further key. `full` is the section's JSON schema."""
     kinds: list[str] = []
     if "discriminator" in full:
         for reference in full["discriminator"]["mapping"].values():
@@ -190,7 +190,7 @@ def kinds_without_keys(full: dict[str, Any], handler: GetJsonSchemaHandler) -> l
     if required - {"kind"}:
         return []
     kind = section["properties"]["kind"]
-    # null is among the choices where it means the default.
+    # null is among the choices if it means the default.
     for choice in kind.get("anyOf", [kind]):
         if choice.get("type") != "null":
             kinds += choice.get("enum", [choice.get("const")])

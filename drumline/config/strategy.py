@@ -28,8 +28,8 @@ Engine = Literal["native", "pipeline", "deepspeed"]
 DataParallel = Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
 Precision = Literal["fp32", "bf16", "fp16"]
-# Of two strategies as fast as each other the planner takes the simpler: less to understand, and to
-# go wrong.
+# If two strategies are equally fast, the planner takes the simpler one, with the lower number.
+# Each degree of pp, ep, cp or tp above 1 adds MIXED, and offloading adds OFFLOADED.
 MIXED, OFFLOADED = 10, 5
 WITH_MEMORY = ("powersgd", "topk")  # compressions that keep on each rank what they have not sent
 
@@ -108,19 +108,19 @@ class StrategyConfig(Spec):
     engine_class: ClassVar[str | type] = "drumline.plan.strategy_engine:StrategyEngine"
     thing: ClassVar[str] = "strategy"
     yaml_key: ClassVar[str] = "strategy"
-    # Of two strategies as fast as each other the planner takes the one with the smaller number.
+    # If two strategies are equally fast, the planner takes the one with the smaller number.
     simplicity: ClassVar[int] = MIXED
     # Whether the planner chooses another strategy in its place.
     planned: ClassVar[bool] = False
     # Whether `drumline verify` compares it if nobody names strategies.
     compared: ClassVar[bool] = False
     one_process: ClassVar[bool] = False
-    # A package that it needs besides Drumline's dependencies.
+    # A package that it needs beside Drumline's dependencies; None for none.
     package: ClassVar[str | None] = None
     # Without tp, cp and pp: whether ranks take each forward together, on whole samples of their
     # own.
     in_step: ClassVar[bool] = False
-    # How ranks exchange weights now and then; None: gradients are averaged in each step.
+    # How ranks exchange weights now and then; None if gradients are averaged in each step instead.
     exchange: ClassVar[Collective | None] = None
     # Whether it works with the packed weights of QLoRA, without tp.
     takes_packed: ClassVar[bool] = False

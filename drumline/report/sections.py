@@ -33,11 +33,11 @@ from drumline.telemetry.events import has_groups
 from drumline.telemetry.truth import Comparison
 from drumline.telemetry.watched import ranks_named
 
-# Columns of keys that differ in the table of runs, at most.
+# Most columns for differing keys in the table of runs.
 MOST_COLUMNS = 8
-# Characters of a value in a table, at most.
+# Most characters of a value in a table.
 MOST_CELL = 300
-# Remarks about one kind of event, at most.
+# Most remarks about one kind of event.
 MOST_REMARKS = 3
 # Kinds of events that are remarks, with the line of one. Fields that an event lacks are None.
 REMARKS = {
