@@ -157,7 +157,7 @@ DEVICES = {"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"}
 
 
 def put_offload(sheet: Sheet, kind: str, name: str, old: OldKey, inner: dict[str, OldKey]) -> None:
-    """Set where optimizer states or parameters are kept.
+    """Set the memory in which optimizer states or parameters are kept.
 
     DeepSpeed offloads parameters under ZeRO-3 only, and nothing at stage 0.
 

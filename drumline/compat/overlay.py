@@ -220,7 +220,7 @@ class _Merge:
                 raise self._contradiction(here, current, value)
 
     def _origin(self, place: Place) -> str:
-        """Return where the overlay's value at a position comes from, or the section around it."""
+        """Return the origin of the overlay's value at a position, or of the section around it."""
         while place not in self.overlay.origins:
             place = place[:-1]
         return self.overlay.origins[place].where

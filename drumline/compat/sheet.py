@@ -83,7 +83,7 @@ class Sheet:
         notes: lines that tell the user what lost its meaning.
         weak: positions of values that yield to a config's own values without an error.
         resume: the checkpoint that the old file resumes from.
-        lenient: leave out what Drumline lacks, and write a note where an error would be raised.
+        lenient: leave out what Drumline lacks, and write a note in place of an error.
     """
 
     base: Path

@@ -171,7 +171,7 @@ class _Logs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Run a command once on all ranks of this host.
 
-    `drumline_hosts.agent.HostRanks` overrides `_wait_for_others_to_end`.
+    `drumline_hosts.agent.HostRanks` overrides `_wait_for_remaining_ranks`.
 
     Args:
         command: Arguments of the Python interpreter.
@@ -322,7 +322,7 @@ class Agent(LocalElasticAgent):
         self._forward_signal()
         codes = self._exitcodes()
         if any(codes.values()) or self.failed_codes_of_other_hosts or self._has_lingering_error():
-            self._wait_for_others_to_end()
+            self._wait_for_remaining_ranks()
             self.kill()
         elif self._find_hang() or self._is_grace_over():
             self.kill()
@@ -337,7 +337,7 @@ class Agent(LocalElasticAgent):
         """Return whether the ranks were signalled and have used up their time to save."""
         return self._kill_at is not None and time.monotonic() > self._kill_at
 
-    def _wait_for_others_to_end(self) -> None:
+    def _wait_for_remaining_ranks(self) -> None:
         """Wait for the other ranks after one has failed.
 
         How long depends on the failure: not at all after a kill, SETTLE_SECONDS after an error or

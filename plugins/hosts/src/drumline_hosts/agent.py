@@ -57,19 +57,19 @@ from drumline_hosts.timing import (
 class HostRanks(Agent):
     """The ranks of this host. The launcher is told of a failure before the other ranks have ended.
 
-    It overrides a step of the base's `attempt`, `_wait_for_others_to_end`.
+    It overrides a step of the base's `attempt`, `_wait_for_remaining_ranks`.
     """
 
     link: Link
 
-    def _wait_for_others_to_end(self) -> None:
+    def _wait_for_remaining_ranks(self) -> None:
         """Tell the launcher that ranks have failed, unless it knows, then wait for the others."""
         if not self.failed_codes_of_other_hosts:
             codes = {code for code in self._exitcodes().values() if code}
             if not codes:
                 codes = {1}  # a rank has noted an error, and still runs
             self.link.send({"failed": sorted(codes), "attempt": self.logs.name})
-        super()._wait_for_others_to_end()
+        super()._wait_for_remaining_ranks()
 
 
 class Host:

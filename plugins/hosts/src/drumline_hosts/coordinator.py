@@ -481,20 +481,20 @@ class Attempt:
             EnvironmentFault: Its host cannot reach the address and port at which ranks meet.
         """
         if "refused" in message:
-            self._tell_others_of_failure(remote, [1])
+            self._report_failure_to_hosts(remote, [1])
             raise EnvironmentFault(
                 f"host {remote.name} {message['refused']}",
                 where="launch.hosts",
                 fix="open it, or name another",
             )
         if "failed" in message:
-            self._tell_others_of_failure(remote, message["failed"])
+            self._report_failure_to_hosts(remote, message["failed"])
         elif "ends" in message:
             if message["leaves"]:
                 self.leaving.add(remote.name)
             ends = [self._rank_end(remote, values) for values in message["ends"]]
             self.ends[remote.name] = ends
-            self._tell_others_of_failure(remote, [end.exitcode for end in ends if end.exitcode])
+            self._report_failure_to_hosts(remote, [end.exitcode for end in ends if end.exitcode])
 
     def _forward(self) -> None:
         """Send the launcher's signals to the ranks, each once."""
@@ -506,7 +506,7 @@ class Attempt:
             self.sent_hurry = True
             self.hosts.send({"do": "signal", "number": int(signal.SIGINT)}, ranks=True)
 
-    def _tell_others_of_failure(self, remote: Remote, codes: list[int]) -> None:
+    def _report_failure_to_hosts(self, remote: Remote, codes: list[int]) -> None:
         """Tell the other hosts that ranks of a host have failed.
 
         Their ranks would wait for them in a collective.
@@ -553,7 +553,7 @@ class Attempt:
         link = remote.link
         if link is not None:
             link.close()
-        self._tell_others_of_failure(remote, [-int(signal.SIGKILL)])
+        self._report_failure_to_hosts(remote, [-int(signal.SIGKILL)])
 
     def _rank_end(self, remote: Remote, values: Message) -> RankEnd:
         """Return the end of a rank as its agent reports it.
