@@ -410,14 +410,14 @@ def decide_exit_code(ends: list[RankEnd], stop_signal: int) -> int | None:
     return 1
 
 
-def _with_exit_code(ends: list[RankEnd], code: int) -> list[RankEnd]:
+def reports_with_exit_code(ends: list[RankEnd], code: int) -> list[RankEnd]:
     """Return the ends of the ranks that reported an error with this exit code."""
     return [end for end in ends if end.error and end.error.get("exit_code") == code]
 
 
 def _report_end(ends: list[RankEnd], code: int, stop_signal: int, plan: Plan) -> None:
     """Print one line about a deliberate end, once for all ranks."""
-    reports = _with_exit_code(ends, code)
+    reports = reports_with_exit_code(ends, code)
     if reports:
         if code == 75:
             say(f"stopped: {reports[0].message}")
@@ -455,7 +455,7 @@ def _note_mistake(ends: list[RankEnd], code: int, attempt: int, events_path: Pat
 
     Rank 0 writes the events of a run. Of another rank's mistake it saw only a lost connection.
     """
-    reports = _with_exit_code(ends, code)
+    reports = reports_with_exit_code(ends, code)
     is_mistake = code in (UserError.exit_code, TrainingStopped.exit_code)
     if not is_mistake or not reports or reports[0].rank == 0:
         return

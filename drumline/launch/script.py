@@ -27,6 +27,7 @@ from drumline.launch.local import (
     next_attempt,
     progress_since,
     report_failure,
+    reports_with_exit_code,
 )
 from drumline.launch.postmortem import RankEnd, Restarts, exhausted, report, root_cause
 from drumline.system.files import following, write_whole
@@ -196,7 +197,7 @@ def _report_failed_attempt(
 
 def _report_silent_end(ends: list[RankEnd], code: int, signal: int) -> None:
     """Say why an attempt ended on purpose if rank 0, whose log is shown, does not say it."""
-    reported = [end for end in ends if end.error and end.error.get("exit_code") == code]
+    reported = reports_with_exit_code(ends, code)
     if any(end.rank == 0 for end in reported):
         return
     if reported:
