@@ -25,10 +25,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 @pytest.fixture(autouse=True)
 def own_kinds_end_with_their_test() -> Iterator[None]:
     """What a test's config named as `path.py:Name` is no kind in the next test of the same process."""
-    known = {base: dict(kinds) for base, kinds in registry._own.items()}
+    known = {base: dict(kinds) for base, kinds in registry._users_specs.items()}
     yield
-    registry._own.clear()
-    registry._own.update(known)
+    registry._users_specs.clear()
+    registry._users_specs.update(known)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

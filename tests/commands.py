@@ -12,7 +12,7 @@ import typer.main
 
 from drumline.cli import app
 from drumline.cli import arguments as cli_arguments
-from drumline.cli.program import _own
+from drumline.cli.program import _arguments_for_typer
 from tests.harness import ROOT
 
 # Each page in Chinese has the same commands as its English twin (tests/unit/test_languages.py).
@@ -84,7 +84,7 @@ def parsed(line: str) -> list[tuple[str, dict[str, Any]]]:
         words = shlex.split(part)
         if "drumline" not in words:
             continue
-        arguments = _own(words[words.index("drumline") + 1 :])
+        arguments = _arguments_for_typer(words[words.index("drumline") + 1 :])
         if arguments and arguments[0].startswith("-"):
             assert any(arguments[0] in option.opts for option in DRUMLINE.params), line
             found.append((arguments[0], dict[str, Any]()))

@@ -14,7 +14,7 @@ from drumline.config.launcher import LauncherSpec
 from drumline.config.registry import (
     DISTRIBUTIONS,
     _extension,
-    _of_package,
+    _spec_of_package,
     entry_points,
     find,
     installed_entry_points,
@@ -23,7 +23,7 @@ from drumline.config.registry import (
 
 def forget_installed() -> None:
     """Let what is installed be looked for anew."""
-    for cached in (installed_entry_points, _extension, _of_package):
+    for cached in (installed_entry_points, _extension, _spec_of_package):
         cached.cache_clear()
 
 

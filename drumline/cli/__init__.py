@@ -1,4 +1,7 @@
-"""The command line: one module a group of commands, and `program`, which runs them. Heavy imports are inside of the commands."""
+"""The command line: a module for each group of commands, and `program`, which runs them.
+
+Heavy imports are within the commands.
+"""
 
 from drumline.cli.program import app, main
 

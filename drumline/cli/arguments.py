@@ -62,7 +62,7 @@ def is_there(path: Path) -> bool:
 
 
 def existing_path(given: str | Path) -> Path:
-    """Parse a path that must exist. Raises UserError, which names a similar path if there is one."""
+    """Parse a path that must exist. Raises UserError with a similar path if there is one."""
     path = path_of(given)
     full_path = expanded(str(path))
     if is_there(full_path):

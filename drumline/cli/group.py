@@ -31,7 +31,7 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def _check_name(self, ctx: Any, name: str) -> None:
-        """Raise UsageMistake for a command that is not there, ConfigError for one that is there twice."""
+        """Raise UsageMistake for an unknown command, ConfigError for one that is offered twice."""
         if name in self.commands:
             plugins.refuse_own_name(name)
             return

@@ -43,10 +43,10 @@ def watch(
 
     The runs are only read.
     """
-    from drumline.launch.stages import stages
+    from drumline.launch.rank_phases import rank_phases
     from drumline.report.watch import watch as serve
 
-    serve(list(dict.fromkeys(runs)), host, port, stages)
+    serve(list(dict.fromkeys(runs)), host, port, rank_phases)
 
 
 def report(

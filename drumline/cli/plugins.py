@@ -1,4 +1,4 @@
-"""Commands that installed packages add to the command line: entry points of the group `drumline.commands`.
+"""Add the commands of installed packages: entry points of the group `drumline.commands`.
 
 A package is imported when one of its commands is run, completed or listed by `drumline --help`. A
 package that cannot be imported is reported by its own commands alone.
@@ -29,8 +29,8 @@ class PluginCommand:
     """A command of another package. An entry point of the group `drumline.commands` names one.
 
     `function` is written as a function of typer: its arguments are those of the command line, its
-    docstring is the help. `drumline --help` imports its module, so heavy imports belong inside of the
-    function. `heading` is the panel of `drumline --help`: Train, Plan, Data, Look, Runs, Share,
+    docstring is the help. `drumline --help` imports its module, so heavy imports belong inside of
+    the function. `heading` is the panel of `drumline --help`: Train, Plan, Data, Look, Runs, Share,
     Diagnose, or another one.
     """
 

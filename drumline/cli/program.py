@@ -1,4 +1,4 @@
-"""The program `drumline`: it reads the command line, runs one command and turns its errors into one line."""
+"""The program `drumline`: read the command line, run a command, and turn errors into one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     cls=Group,
     help="One YAML and one command train a model on however many devices there are.",
 )
-# What torch.distributed.launch and deepspeed add to a rank's arguments.
+# Options that torch.distributed.launch and deepspeed add to a rank's arguments.
 LOCAL_RANK_OPTIONS = ("--local_rank=", "--local-rank=")
 
 
@@ -53,9 +53,9 @@ for _heading, _group in GROUPS.items():
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command, whether or not somebody reads what it prints.
+    """Run a command, even if nobody reads its output.
 
-    `arguments`: those of the command line, without the program's name; None: those of this process.
+    `arguments` are those after the program's name; None for those of this process.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         # Names of files and texts of strangers need not be UTF-8.
@@ -70,26 +70,30 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _main(given: list[str]) -> None:
-    """Run a command. A DrumlineError becomes one line on stderr and an exit code.
+    """Run a command, and turn any error into one line on stderr and an exit code.
 
-    So does a signal, as long as there is nothing to lose, and any other error.
+    A signal becomes a line as well, unless the command handles it because it has work to save.
     """
-    from drumline.launch.environment import expandable_segments, first_rank, other_rank_runs
+    from drumline.launch.environment import (
+        is_first_rank,
+        is_left_to_another_rank,
+        use_expandable_segments,
+    )
     from drumline.launch.tasks import join_tasks
     from drumline.system.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
 
-    arguments = _own(given)
+    arguments = _arguments_for_typer(given)
     try:
         join_tasks()
-        if other_rank_runs(arguments[0] if arguments else ""):
+        if is_left_to_another_rank(arguments[0] if arguments else ""):
             return
-        expandable_segments()
+        use_expandable_segments()
         with Stoppable():
-            _run(arguments, speaks=first_rank())
+            _run(arguments, speaks=is_first_rank())
     except DrumlineError as error:
         raise SystemExit(_report(error)) from None
     except Interrupted as stop:
-        if first_rank():
+        if is_first_rank():
             say(f"stopped: {stop} — start it again")
         raise SystemExit(NOTHING_LOST) from None
     except KeyboardInterrupt:
@@ -99,7 +103,7 @@ def _main(given: list[str]) -> None:
 
 
 def _report(error: DrumlineError) -> int:
-    """Print an error's line, and its notes below it. Returns its exit code."""
+    """Print an error's line, and its notes below it; return its exit code."""
     say(f"error: {redact(error.line())}")
     for note in getattr(error, "__notes__", ()):  # more mistakes of the same file
         say(f"       {redact(note)}")
@@ -107,7 +111,7 @@ def _report(error: DrumlineError) -> int:
 
 
 def _report_unexpected(error: Exception) -> int:
-    """Report an error that was not raised on purpose, in one line. Returns its exit code."""
+    """Report in one line an error that was not raised on purpose; return its exit code."""
     from drumline.plan.out_of_memory import is_out_of_memory, memory_fault
 
     if isinstance(error, PermissionError) and error.filename:
@@ -121,7 +125,7 @@ def _report_unexpected(error: Exception) -> int:
 
 
 def _report_bug(error: Exception) -> int:
-    """Write the traceback to a file and print its path in one line. Returns the exit code."""
+    """Write the traceback to a file and print its path in one line; return the exit code."""
     import tempfile
     import traceback
 
@@ -136,8 +140,8 @@ def _report_bug(error: Exception) -> int:
 def _run(arguments: list[str], speaks: bool) -> None:
     """Run a command and exit with its code. A mistake in its usage is raised as a UserError.
 
-    `speaks`: whether this rank reports such a mistake. Under another launcher all ranks make the same
-    one, and the others exit silently.
+    `speaks` is whether this rank reports such a mistake. All ranks of a launcher make the same
+    mistake, and ranks that do not report it exit silently.
     """
     from drumline.launch.environment import first_rank_reports
 
@@ -158,21 +162,22 @@ def _run(arguments: list[str], speaks: bool) -> None:
     raise SystemExit(code or 0)
 
 
-def _own(arguments: list[str]) -> list[str]:
-    """Return the arguments as typer can read them. Those behind `--` are a script's, and stay.
+def _arguments_for_typer(arguments: list[str]) -> list[str]:
+    """Return the arguments in a form that typer can read. Those after `--` are a script's, and stay.
 
-    torch.distributed.launch and deepspeed add `--local_rank=N`, which is removed: LOCAL_RANK has it, too.
+    `--local_rank=N`, which torch.distributed.launch and deepspeed add, is removed: the variable
+    LOCAL_RANK has the same number.
     """
     end = len(arguments)
     if "--" in arguments:
         end = arguments.index("--")
     own = [each for each in arguments[:end] if not each.startswith(LOCAL_RANK_OPTIONS)]
     if own[:1] == ["train"]:
-        own = _bare_resume(own)
+        own = _complete_resume(own)
     return own + arguments[end:]
 
 
-def _bare_resume(arguments: list[str]) -> list[str]:
+def _complete_resume(arguments: list[str]) -> list[str]:
     """Return the arguments with the value `newest` after each `--resume` that has no path.
 
     typer's options always take a value.
@@ -188,7 +193,7 @@ def _bare_resume(arguments: list[str]) -> list[str]:
 
 
 def _may_be_checkpoint(argument: str) -> bool:
-    """Return whether an argument may be the path of --resume, and not an option, an override or a config."""
+    """Return whether an argument may be the path of --resume: no option, override or config."""
     if argument.startswith("-") or argument.endswith((".yaml", ".yml")):
         return False
     key, has_value, _ = argument.partition("=")

@@ -1,4 +1,4 @@
-"""How the command line is read: lists and numbers. A mistake in it is one line, like all mistakes of a user."""
+"""Read lists and numbers of the command line, and report a mistake in it in one line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from drumline.config.registry import nearest
 from drumline.errors import UserError
 from drumline.foreign import MOST_WHOLE
 
-# Every mistake in the usage of a command is a subclass of this; typer exports it under no name.
+# The base class of all mistakes in the usage of a command, which typer does not export.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-# Characters of what the user wrote that an error shows.
+# Most characters of the user's text that an error shows.
 MOST_SHOWN = 80
 
 
@@ -29,10 +29,15 @@ class UsageMistake(UserError):
 def read_list(texts: Sequence[str] | None, flag: str, example: str) -> tuple[str, ...]:
     """Return the parts of a comma-separated option, each once and in order.
 
-    `texts` has one entry for each time that the option was given: `--allow a,b` and `--allow a --allow b`
-    mean the same. `None` or nothing means that it was not given, and gives no parts. An option that was
-    given must name something: an empty list or an empty part would silently stand for everything.
-    `example` is shown in the error. Raises UsageMistake.
+    `--allow a,b` and `--allow a --allow b` mean the same.
+
+    Args:
+        texts: One text for each time that the option was given; None or empty if it was not given.
+        flag: The option, for errors.
+        example: Names that an error shows as an example.
+
+    Raises:
+        UsageMistake: A part is empty, which would silently stand for everything.
     """
     names: list[str] = []
     for text in texts or ():
@@ -54,7 +59,7 @@ def read_list(texts: Sequence[str] | None, flag: str, example: str) -> tuple[str
 
 
 class Command(TyperCommand):
-    """A command that also refuses numbers that no option can mean: NaN, infinity, more than 64 bits."""
+    """A command that also refuses senseless numbers: NaN, infinity, more than 64 bits."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         command = f"drumline {ctx.info_name}"
@@ -111,7 +116,7 @@ def _help_hint(command: str) -> str:
 
 
 def _unknown_option(option: str, context: Any, command: str) -> UsageMistake:
-    """Return the error for an option that the command lacks, with the most similar one that it has."""
+    """Return the error for an option that the command lacks, with the most similar option."""
     known = []
     if context is not None:
         for parameter in context.command.params:
@@ -132,7 +137,7 @@ def _name_of(parameter: Any) -> str:
 
 
 def _describe_value(error: Any) -> str:
-    """Return what is wrong with a value. typer 0.29 reads values by pydantic, older ones by click's types."""
+    """Return what is wrong with a value. Typer 0.29 reads values by pydantic, before by click."""
     from pydantic import ValidationError
 
     cause = error.__cause__

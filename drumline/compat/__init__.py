@@ -1,9 +1,11 @@
-"""Configs of other tools → the same in Drumline's words.
+"""Translate configs of other tools into Drumline's config.
 
-Those of accelerate and DeepSpeed are read here, by tables that have a rule for each key. Nothing is
-dropped silently: a key without a meaning gets a note. One whose effect Drumline lacks is an error,
-or on a lenient sheet a note. Configs of LLaMA-Factory, Axolotl, TRL and transformers are read by the
-distribution drumline-convert, with the same sheet and rules.
+Rules write the new config on a `Sheet`, one rule for each key of the old file. No key is dropped
+silently: a key without a meaning here gets a note, and a key whose effect Drumline lacks is an
+error, or on a lenient sheet a note.
+
+Configs of accelerate and DeepSpeed are read here. Those of LLaMA-Factory, Axolotl, TRL and
+transformers are read by the distribution drumline-convert, with the same sheet.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drumline.compat.readers import reading, recognise
+from drumline.compat.readers import find_reader, recognise
 from drumline.compat.sheet import Sheet, Source, section_keys
 from drumline.system.yaml_lines import Place
 
@@ -28,19 +30,21 @@ def translate(
     """Return a sheet with the values of an old file under Drumline's keys; None for any other file.
 
     Args:
-        values: the keys and values of the file.
-        lines: the line of each key.
-        name: names the file in messages.
-        base: the folder that files are named from; the current one is the second.
-        folder: the folder that new paths are relative to.
-        lenient: notes in the place of errors, as the sheet's.
+        values: Keys and values of the file.
+        lines: Line of each key.
+        name: Name of the file in messages.
+        base: Folder that paths in the file are relative to; the current folder is tried second.
+        folder: Folder that new paths are relative to.
+        lenient: Whether the sheet gets notes in the place of errors.
 
-    Raises ConfigError with the old file's line, or if the package that reads it is not installed.
+    Raises:
+        ConfigError: A key is refused (with the old file's line), or the package that reads the file
+            is not installed.
     """
     tool = recognise(values)
     if tool is None:
         return None
-    read = reading(tool, name)
+    read = find_reader(tool, name)
     sheet = Sheet(base, folder, lenient=lenient)
     read(sheet, section_keys(dict(values), Source(name, lines)))
     return sheet

@@ -1,4 +1,4 @@
-"""A DeepSpeed config, in a file of its own or inside another one → strategy zeroN, batch, rate and precision.
+"""Translate a DeepSpeed config, which may be part of another file: strategy, batch, precision.
 
 Keys by DeepSpeed 0.19 (`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`), which
 is not imported here.
@@ -157,7 +157,7 @@ DEVICES = {"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"}
 
 
 def put_offload(sheet: Sheet, kind: str, name: str, old: OldKey, inner: dict[str, OldKey]) -> None:
-    """Set where optimizer states or parameters are kept.
+    """Set the memory in which optimizer states or parameters are kept.
 
     DeepSpeed offloads parameters under ZeRO-3 only, and nothing at stage 0.
 
@@ -417,7 +417,7 @@ def low_precision(sheet: Sheet) -> None:
 
 
 def deepspeed_file(sheet: Sheet, olds: list[OldKey], own_file: str | None = None) -> None:
-    """Put a DeepSpeed config that is a file by itself on the sheet. Raises ConfigError with its line."""
+    """Put a DeepSpeed config in a file of its own on the sheet. Raises ConfigError with its line."""
     deepspeed_config(sheet, olds, own_file)
     low_precision(sheet)
 
@@ -434,7 +434,8 @@ def own_deepspeed_file(sheet: Sheet, old: OldKey) -> None:
 def locate_file(base: Path, name: str) -> Path:
     """Return the path of a file that an old file names.
 
-    It lies beside the old file or in the current folder, as accelerate and transformers look for it.
+    It lies beside the old file or in the current folder, as accelerate and transformers look for
+    it.
     """
     here = expanded(name)
     beside = base / here

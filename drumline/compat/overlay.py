@@ -1,4 +1,7 @@
-"""The strategy of a launcher or of an accelerate file, laid over a config that does not set it."""
+"""Add the strategy of `accelerate launch`, or of an accelerate file, to a config without one.
+
+An overlay is a sheet whose values apply only to keys that the config leaves open.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,9 @@ def from_file(path: Path) -> Sheet:
     return sheet
 
 
-# `accelerate launch` exports the keys of its config file and its flags as variables. Each name has a
-# prefix and a key. Names by accelerate 1.15, `utils/launch.py`. It exports most of them with their
-# defaults, so a default has no meaning here.
+# `accelerate launch` exports the keys of its config file and its flags as variables. Each name has
+# a prefix and a key. Names by accelerate 1.15, `utils/launch.py`. It exports most of them with
+# their defaults, so a default has no meaning here.
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every way to launch sets it
 FSDP = (
     "offload_params",
@@ -162,18 +165,21 @@ def _read_strategy(sheet: Sheet, variables: _Variables) -> None:
         acc.read_megatron(sheet, megatron, variables.keys("MEGATRON_LM", MEGATRON))
 
 
-def lay(values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]) -> dict[Place, str]:
-    """Set what the config leaves open, and return the origin of each value that it sets.
+def merge_overlay(
+    values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]
+) -> dict[Place, str]:
+    """Set keys that a config leaves open from an overlay, and return the origin of each value set.
 
-    Options of the same strategy are no contradiction: the config's stay, since launchers pass on
-    their defaults as if the user had set them.
+    A different option of the same strategy is no error: that of the config stays, since launchers
+    pass on their defaults as if the user had set them.
 
     Args:
-        values: the sections of the config, which change.
-        overlay: the sheet of the launcher or of the accelerate file.
-        where: the file and line of a position in the config.
+        values: Sections of the config, which are changed.
+        overlay: The sheet of the launcher or of the accelerate file.
+        where: Returns the file and line of a position in the config.
 
-    Raises ConfigError if both set a key to different values.
+    Raises:
+        ConfigError: Both set a key to different values.
     """
     for name in ("strategy", "precision"):
         if isinstance(values.get(name), str):
@@ -184,7 +190,7 @@ def lay(values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]) -
 
 
 class _Merge:
-    """A config while an overlay is laid over it. `placed`: the origin of each value that it sets."""
+    """A config while an overlay changes it. `placed` is the origin of each value that is set."""
 
     def __init__(
         self, values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]
@@ -197,7 +203,7 @@ class _Merge:
         self.has_same_strategy = isinstance(strategy, dict) and strategy.get("kind") == kind
 
     def visit(self, inside: dict[str, Any], theirs: dict[str, Any], place: Place) -> None:
-        """Lay the section `theirs` of the overlay over the section `inside` at a position."""
+        """Merge the section `theirs` of the overlay into the section `inside` at a position."""
         for key, value in theirs.items():
             here = (*place, key)
             current = inside.get(key)
@@ -214,7 +220,7 @@ class _Merge:
                 raise self._contradiction(here, current, value)
 
     def _origin(self, place: Place) -> str:
-        """Return where the overlay's value at a position comes from, or the section around it."""
+        """Return the origin of the overlay's value at a position, or of the section around it."""
         while place not in self.overlay.origins:
             place = place[:-1]
         return self.overlay.origins[place].where

@@ -1,8 +1,9 @@
-"""Finds the reader of another tool's config.
+"""Recognise the tool whose config a file is, and find the function that reads it.
 
-accelerate's and DeepSpeed's are read here. Configs of other tools are read by installed packages: a
-`ConfigReader` each, which an entry point of the group `drumline.config_readers` names. Packages are
-asked only about a file that has keys which are not Drumline's own.
+Configs of accelerate and DeepSpeed are read by this package. Configs of other tools are read by
+installed packages: a `ConfigReader` each, which an entry point of the group
+`drumline.config_readers` names. Packages are asked only about a file that has keys which are not
+Drumline's own.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ def recognise(values: Mapping[Any, Any]) -> str | None:
     return launcher_by_signs(values)
 
 
-def reading(tool: str, name: str) -> Read:
+def find_reader(tool: str, name: str) -> Read:
     """Return the function that puts the keys of a tool's config on a sheet.
 
-    `name`: how an error line calls the file. Raises ConfigError if no package that is installed has
-    the function.
+    `name` is that of the file in errors. Raises ConfigError if no installed package has the
+    function.
     """
     if tool == "accelerate":
         from drumline.compat.accelerate import accelerate_file

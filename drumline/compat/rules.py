@@ -1,4 +1,4 @@
-"""The rules in the tables of old keys: each rule writes on the sheet what its key means for the new config."""
+"""The rules for keys of other tools: each writes on the sheet what a key means for our config."""
 
 from __future__ import annotations
 
@@ -215,8 +215,8 @@ def apply_rules(
 ) -> None:
     """Apply the table's rule to each old key, with or without `prefix`.
 
-    Raises ConfigError for a key that the table lacks, and suggests the nearest one; `what` names the
-    file in the message. On a lenient sheet unknown keys and unsupported values become notes.
+    Raises ConfigError for a key that the table lacks, and suggests the nearest one; `what` names
+    the file in the message. On a lenient sheet unknown keys and unsupported values become notes.
     """
     for old in olds:
         key = old.key.removeprefix(prefix)

@@ -44,7 +44,7 @@ class OldKey:
 
     @property
     def where(self) -> str:
-        """The source, the line if it is known, and the dotted key, as errors and notes print them."""
+        """The source, the line if known, and the dotted key, as errors and notes print them."""
         file = self.source.name
         if self.place in self.source.lines:
             file += f":{self.source.lines[self.place]}"
@@ -76,14 +76,15 @@ class Sheet:
 
     Args:
         base: the folder of the old file.
-        folder: the folder of the new config. Its paths are relative to it; None makes them absolute.
+        folder: the folder of the new config. Its paths are relative to it; None makes them
+            absolute.
         values: the sections and values of the new config.
         origins: the old key behind each new value, by the position of the value.
         waiting: old keys that wait until a group combines them, by their name in the tables.
         notes: lines that tell the user what lost its meaning.
         weak: positions of values that yield to a config's own values without an error.
         resume: what the old file resumes from; None: it starts afresh.
-        lenient: leave out what Drumline lacks, and write a note where an error would be raised.
+        lenient: leave out what Drumline lacks, and write a note in place of an error.
     """
 
     base: Path
@@ -97,7 +98,7 @@ class Sheet:
     lenient: bool = False
 
     def put(self, dotted: str, value: Any, old: OldKey, over: Any = None) -> None:
-        """Set a value of the new config; `dotted` is its `section.key`, `old` the key that gives it.
+        """Set a value of the new config. `dotted` is its `section.key`, `old` the key it comes from.
 
         Raises ConfigError if another old key has set a different value. `over` is a value that may
         be replaced.

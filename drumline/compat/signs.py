@@ -1,4 +1,4 @@
-"""Whose config a file is, as far as its distinctive keys show."""
+"""Tell by distinctive keys which tool a config is of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from drumline.config.config import Config
 from drumline.config.registry import Spec
 
-# Of each tool whose configs another distribution reads: what its file is called in an error.
+# The words for the file of each tool in errors, for tools whose configs another distribution reads.
 TITLES = {
     "llama_factory": "a config of LLaMA-Factory",
     "axolotl": "a config of Axolotl",

@@ -1,11 +1,15 @@
-"""What one algorithm answers to the rest of the house: the base of all specs. No torch here.
+"""The base classes of algorithm specs, which tell the rest of the code all about an algorithm.
 
-A spec is the section `algorithm` of the YAML itself. Its fields are the keys that a user may set; its methods and class variables are what
-data, planner, training and export read. Whatever needs torch or the tokenizer is imported inside the method that needs it.
-`drumline.algorithms.specs` has bases for text, pairs and prompts: an algorithm of one's own overrides only what differs.
+This module does not import torch.
 
-Terms: a *pair* is a chosen and a rejected answer; an *episode* one sampled completion of a prompt with its reward; a *group* the
-episodes of one prompt. `batch.global_samples` counts what an optimizer step learns from: sequences, pairs, rows or episodes.
+A spec is the section `algorithm` of the YAML itself. Its fields are the keys that a user may set;
+its methods and class variables are what data, planner, training and export read. Whatever needs
+torch or the tokenizer is imported inside the method that needs it. `drumline.algorithms.specs` has
+bases for text, pairs and prompts: an algorithm of one's own overrides only what differs.
+
+Terms: a *pair* is a chosen and a rejected answer; an *episode* one sampled completion of a prompt
+with its reward; a *group* the episodes of one prompt. `batch.global_samples` counts what an
+optimizer step learns from: sequences, pairs, rows or episodes.
 """
 
 from __future__ import annotations
@@ -36,13 +40,17 @@ from drumline.config.rollouts import (
 from drumline.config.section import Above0, Amount, RefusesNull, Weight
 
 ReferenceKind = Literal["none", "precomputed", "live", "adapter"]
-# By an objective, of the logits of a language model.
+# What an objective may ask of the logits of a language model.
 HeadOutput = Literal["cross_entropy", "log_probs", "entropy"]
 
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """A model besides the policy. `where`: the key of the YAML that it comes from."""
+    """A model that an algorithm uses besides the policy.
+
+    Attributes:
+        where: Key of the YAML that it comes from.
+    """
 
     model: ModelConfig
     where: str
@@ -52,14 +60,14 @@ class AuxiliaryModel:
 
 
 class Switchable(Protocol):
-    """An adapter, or none. `switches`: the model without it can be asked, too."""
+    """The section of an adapter. `switches` says whether the model can also run without it."""
 
     @property
     def switches(self) -> bool: ...
 
 
 class Trained(Protocol):
-    """What an algorithm reads of a Config to say which other models it needs."""
+    """The part of a Config from which an algorithm tells which other models it needs."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -72,7 +80,11 @@ class Trained(Protocol):
 
 
 class AlgorithmSpec(Spec):
-    """The answers of an algorithm that learns from rows of text by their tokens, and needs no other model."""
+    """The base of all algorithms.
+
+    Its defaults are those of an algorithm that learns from the tokens of rows of text and needs no
+    other model.
+    """
 
     group: ClassVar[str] = "algorithms"
     modules: ClassVar[str] = "drumline.algorithms.{}.spec"
@@ -80,32 +92,33 @@ class AlgorithmSpec(Spec):
     yaml_key: ClassVar[str] = "algorithm"
 
     # ---- what `init` and the YAML need to know
-    columns: ClassVar[str] = (
-        "`messages`, or `prompt` and `completion`, or `text`"  # of a row, for people
-    )
+    # The columns of a row, as text for people.
+    columns: ClassVar[str] = "`messages`, or `prompt` and `completion`, or `text`"
     rate: ClassVar[float] = 2e-5  # a usual peak learning rate to begin with
-    metrics: ClassVar[tuple[str, ...]] = ("loss",)  # what the eval event has, for `eval.metric`
-    best_by: ClassVar[
-        dict[str, str]
-    ] = {}  # default of `eval.metric`, where it is not loss, and its `eval.mode`
+    metrics: ClassVar[tuple[str, ...]] = ("loss",)  # of the eval event, for `eval.metric`
+    # Defaults of `eval.metric` and `eval.mode`, if the metric is not the loss.
+    best_by: ClassVar[dict[str, str]] = {}
 
     # ---- rows and samples
-    plain: ClassVar[bool] = False  # learns from any samples by any module, model.kind python
-    packs: ClassVar[bool] = False  # rows may share a sequence
-    shares_prompts: ClassVar[bool] = False  # a sample has rows with a prompt in common
-    cuts: ClassVar[bool] = (
-        False  # packs are cut from a stream of tokens, so that a row may go on in the next
-    )
-    rows_per_sample: ClassVar[int] = (
-        1  # sequences of up to data.max_length tokens that a sample is made of
-    )
-    sees_images: ClassVar[bool] = False  # rows may have images beside text
-    has_answers: ClassVar[bool] = (
-        False  # a row is a prompt and the answer to it, which a generated one can be compared with
-    )
-    writes: ClassVar[bool] = True  # the trained model writes text; otherwise it gives numbers
+    # Whether it learns from any samples by any module (model.kind python).
+    plain: ClassVar[bool] = False
+    # Whether rows may share a sequence.
+    packs: ClassVar[bool] = False
+    # Whether the rows of a sample have a prompt in common.
+    shares_prompts: ClassVar[bool] = False
+    # Whether packs are cut from a stream of tokens, so that a row may continue in the next pack.
+    cuts: ClassVar[bool] = False
+    # Number of sequences, each of up to data.max_length tokens, that make a sample.
+    rows_per_sample: ClassVar[int] = 1
+    # Whether rows may have images beside text.
+    sees_images: ClassVar[bool] = False
+    # Whether a row is a prompt with its answer, which a generated answer can be compared with.
+    has_answers: ClassVar[bool] = False
+    # Whether the trained model writes text; otherwise it gives numbers.
+    writes: ClassVar[bool] = True
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"cross_entropy"})
-    objective: ClassVar[str] = ""  # module:name of what makes the objective of a spec, for `build`
+    # The class or function, as module:name, that `build` calls with the spec.
+    objective: ClassVar[str] = ""
 
     @property
     def forms(self) -> Forms:
@@ -119,98 +132,134 @@ class AlgorithmSpec(Spec):
 
     @property
     def pairs_with_previous(self) -> bool:
-        """Whether `collator` also gets, for each sample, the nearest sample before it with another prompt.
+        """Whether `collator` also gets, for each sample, the previous sample with another prompt.
 
-        The samples are those of the global batch, or of the whole evaluation set, around the end. The
-        meta of a cached sample says in `prompt` which prompt it has.
+        It is the nearest earlier one of the global batch, or of the whole evaluation set; before
+        the first sample comes the last one. The meta of a cached sample has its prompt in `prompt`.
         """
         return False
 
     @property
     def samples_in_turn(self) -> int:
-        """What a global batch has to be a multiple of."""
+        """Number of samples that a global batch has to be a multiple of."""
         return 1
 
     @property
     def steps_in_turn(self) -> int:
-        """Optimizer steps on the same samples, between which a run cannot stop."""
+        """Number of optimizer steps on the same samples, between which a run cannot stop."""
         return 1
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of data.max_length that a row may not take: the completion of a prompt needs them."""
+        """Number of tokens of data.max_length that are kept free for the completion of a prompt."""
         return 0
 
     @property
     def rollout(self) -> RolloutSpec | None:
-        """The algorithm itself where it learns from completions that it samples."""
+        """The algorithm itself if it learns from completions that it samples; None otherwise."""
         return None
 
     def cache_parts(self) -> dict[str, Any]:
-        """What the token cache depends on besides the kind, the sources and the settings of `data`."""
+        """Return what else the token cache depends on: besides the kind, the sources and `data`."""
         return {}
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> Any:
-        """A `data.encode.RowEncoder`. `vision`: of a vision-language model. Raises DataError where the tokenizer lacks what the algorithm
-        needs, ConfigError for settings that mean nothing to it."""
+        """Return a `data.encode.RowEncoder`.
+
+        Args:
+            tokenizer: The tokenizer of the model.
+            data: The section `data`.
+            vision: The image part of a vision-language model; None for other models.
+
+        Raises:
+            DataError: The tokenizer lacks what the algorithm needs.
+            ConfigError: A setting has no meaning for the algorithm.
+        """
         raise NotImplementedError
 
     def check_rows(self, train: Any) -> None:
-        """Raises DataError if the algorithm cannot learn from the rows of a token cache. Streams are not checked: nobody knows all rows."""
+        """Check that the algorithm can learn from the rows of a token cache.
+
+        Streams are not checked, since nobody knows all their rows.
+
+        Raises:
+            DataError: It cannot.
+        """
 
     def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
-        """The classes of the samples in the token caches, in order; none where they have no class. `held_out`: of each evaluation set."""
+        """Return the classes of the samples in order; empty if samples have no class.
+
+        Args:
+            train: Token cache of the training set.
+            held_out: Token cache of each evaluation set.
+        """
         return ()
 
     def measures(self, labels: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of `metrics` that an evaluation has where these are the classes."""
+        """Return those of `metrics` that an evaluation has if these are the classes."""
         return self.metrics
 
     def collator(self, plan: Any, width: int | None) -> Callable[[Any], Callable[..., Any]]:
-        """Token cache → sample ids (-1: a filler) → micro-batch, a `data.batches.Batch`. `width`: tokens of all rows; None: as many as
-        the longest has. Where `pairs_with_previous`, the ids of the samples before these come second, -1 where
-        all samples have the same prompt."""
+        """Return a function that makes the collator of a token cache.
+
+        A collator takes sample ids (-1 for a filler) and returns a `data.batches.Batch`. If
+        `pairs_with_previous`, its second argument has the ids of the previous samples, -1 if all
+        samples have the same prompt.
+
+        Args:
+            plan: The plan.
+            width: Number of tokens that all rows are padded to; None for those of the longest row.
+        """
         raise NotImplementedError
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any] | None:
-        """A row of at least `length` tokens, for `plan --probe`; `random_text(n)` gives n words. None where random words will not do."""
+        """Return a row of at least `length` tokens for `plan --probe`; None if words do not suffice.
+
+        `random_text(n)` returns n random words.
+        """
         return None
 
     def traced_batch(self, plan: Any, rows: int, length: int, channels: int) -> Any:
-        """A micro-batch in which every row has the full length and every token has a loss. `channels`: of images."""
+        """Return a micro-batch whose rows have the full length and a loss at every token.
+
+        `channels` is the number of channels of images.
+        """
         raise NotImplementedError
 
     # ---- models and the objective
     def reference_of(self, config: Trained) -> ReferenceKind:
-        """Where a batch has the log-probabilities of a reference model from."""
+        """Return the source of a reference model's log-probabilities."""
         return "none"
 
     @property
     def extra_forwards(self) -> int:
-        """Forward passes of the policy in a step before that of the loss, such as `Algorithm.first_pass`."""
+        """Number of the policy's forward passes before that of the loss (`Algorithm.first_pass`)."""
         return 0
 
     @property
     def reference_forwards(self) -> int:
-        """Forward passes of the reference over a batch in a step: 2 if `Algorithm.first_pass` is about other rows than the loss."""
+        """Number of forward passes of the reference over a batch in a step.
+
+        It is 2 if `Algorithm.first_pass` needs other rows than the loss.
+        """
         return 1
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
-        """Name → model besides the policy: `reference`, `value`, and `reward`, `reward2`, … in the order of the config."""
+        """Return the models besides the policy by name: `reference`, `value`, `reward`, `reward2`…"""
         return {}
 
     def build_in(self, base_dir: Path) -> Any:
-        """`build`; files that the config names are relative to `base_dir`."""
+        """Return what `build` returns. Files that the config names are relative to `base_dir`."""
         return self.build()
 
     def build(self) -> Any:
-        """The objective: an `algorithms.base.Algorithm`."""
+        """Return the objective, an `algorithms.base.Algorithm`."""
         module, _, name = self.objective.partition(":")
         return getattr(importlib.import_module(module), name)(self)
 
 
 class ChunkedSpec(AlgorithmSpec):
-    """The loss needs logits, of some tokens at a time."""
+    """The base of algorithms whose loss needs logits, computed for some tokens at a time."""
 
     loss_chunk: Amount = Field(
         1024, description="Tokens whose logits exist at once in the loss; 0: all of them."
@@ -218,7 +267,10 @@ class ChunkedSpec(AlgorithmSpec):
 
 
 class ReferencedSpec(AlgorithmSpec):
-    """The policy is compared with a reference model. The subclass declares both fields."""
+    """The base of algorithms that compare the policy with a reference model.
+
+    The subclass declares the fields `reference` and `reference_model`.
+    """
 
     if TYPE_CHECKING:
         reference: Literal["auto", "precomputed", "live", "adapter"]
@@ -242,7 +294,10 @@ class ReferencedSpec(AlgorithmSpec):
 
 
 class RolloutSpec(ChunkedSpec):
-    """The policy learns from completions that it samples. The subclass declares `group_size`, completions of each prompt."""
+    """The base of algorithms whose policy learns from completions that it samples.
+
+    The subclass declares `group_size`, the number of completions of each prompt.
+    """
 
     if TYPE_CHECKING:
         group_size: int
@@ -262,7 +317,7 @@ class RolloutSpec(ChunkedSpec):
 
     @property
     def lookahead(self) -> int:
-        """Rollouts under way while another one is learned from."""
+        """Number of rollouts that are sampled while another one is learned from."""
         return 0
 
     rewards: Annotated[
@@ -319,7 +374,7 @@ class RolloutSpec(ChunkedSpec):
 
     @property
     def samples_in_turn(self) -> int:
-        """So that a rollout has whole groups."""
+        """Number of samples that a global batch is a multiple of, for whole groups in a rollout."""
         return self.group_size // math.gcd(self.group_size, self.minibatches)
 
     @property
@@ -328,7 +383,10 @@ class RolloutSpec(ChunkedSpec):
 
     @property
     def on_policy(self) -> bool:
-        """No step lies between a rollout and the loss, so the rollout's log-probabilities are those of the step's own forward."""
+        """Whether the weights are the same in a rollout and in the step that learns from it.
+
+        Then the rollout's log-probabilities are those of the step's own forward pass.
+        """
         return self.steps_in_turn == 1
 
     @property
@@ -337,8 +395,15 @@ class RolloutSpec(ChunkedSpec):
         return 1
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        """`data.batches.Episodes` with advantages (and returns, where a value is learned) and the weights of tokens. `rewards_N`: fp32,
-        NaN for an episode without one, from which nothing is learned. `cost_NM`: fp32, of each token the divergence times its weight."""
+        """Return `data.batches.Episodes` with advantages and the weights of tokens.
+
+        They also have returns if a value model is trained.
+
+        Args:
+            episodes: The episodes.
+            rewards_N: fp32, NaN for an episode without a reward, from which nothing is learned.
+            cost_NM: fp32, the divergence of each token times its weight.
+        """
         raise NotImplementedError
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:

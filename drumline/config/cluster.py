@@ -1,4 +1,7 @@
-"""The cluster section: the devices to plan for. Without it, those of this machine. No torch here."""
+"""The section `cluster`: the devices to plan for, if they are not those of this machine.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from drumline.hardware.cluster import DeviceSpec, Link
 SHORT = re.compile(r"^(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(\S.*)$", re.IGNORECASE)
 # The largest clusters that exist have some 25,000 hosts.
 MOST_NODES = 2**15
-# Devices of a host, of those in the catalog: DGX-2, and boards of eight in pairs.
+# Most devices of a host, if they are in the catalog: DGX-2, and two boards of eight.
 MOST_GPUS = 16
-# Devices of a host, of those in `devices`: NVIDIA's GB200 NVL72.
+# Most devices of a host, if they are in `devices`: NVIDIA's GB200 NVL72.
 MOST_OWN = 72
-# Devices of a usual host, which a refusal proposes.
+# Number of devices of a usual host, which a refusal proposes.
 USUAL_GPUS = 8
 
 
 class DeviceConfig(Section):
-    """A device that is not in the catalog. Rates are of dense matrix products, from its datasheet."""
+    """A device that is not in the catalog, with the rates of dense products from its datasheet."""
 
     memory_gb: float = Field(
         gt=0, le=10**6, allow_inf_nan=False, description="Memory, in 10^9 bytes."
@@ -91,7 +94,7 @@ NUMBER = Short(_as_text, {"type": "integer", "examples": [4090]})
 
 
 class ClusterConfig(Section):
-    """The cluster to plan for: nodes × per_node devices. A string such as `8xh100-80g` or `4x8xa100-80g` is short for it."""
+    """The cluster to plan for, of nodes × per_node devices; `4x8xa100-80g` is short for one."""
 
     links: dict[str, LinkConfig] = Field(default_factory=dict, description="More links, by name.")
     devices: dict[str, DeviceConfig] = Field(

@@ -1,8 +1,8 @@
 """The typed Config: the keys of the YAML, their defaults and their meaning. No torch here.
 
-Every class refuses unknown keys. A union (strategy, algorithm, data source) is discriminated by `kind`,
-and a bare string is short for `{kind: string}`. Descriptions go into `drumline schema`, and from there
-into the user's editor.
+Every class refuses unknown keys. A union (strategy, algorithm, data source) is discriminated by
+`kind`, and a bare string is short for `{kind: string}`. Descriptions go into `drumline schema`, and
+from there into the user's editor.
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), KIND_AL
 
 
 class BatchConfig(Section):
-    """global_samples = micro_batch × accumulation × data ranks. Set the left side or the right side; all that is set must agree."""
+    """The sizes of a batch: global_samples = micro_batch × accumulation × data ranks.
+
+    Set the left side or the right side. All keys that are set must agree.
+    """
 
     global_samples: Count | None = Field(
         None, description="Samples of one optimizer step over all devices."
@@ -167,13 +170,13 @@ class ScheduleConfig(Section):
     )
 
     def rate(self, step: int, steps: int, warmup: int) -> float:
-        """Return the learning rate of step `step` (counted from 0) of `steps`, as a fraction of the peak.
+        """Return the learning rate of step `step` (from 0) of `steps`, as a fraction of the peak.
 
-        Warm-up rises linearly, from 0 or from one step above it, and reaches the peak at step `warmup`.
-        Then the rate is constant; or falls linearly to `min_ratio`; or as a cosine to `min_ratio`
-        (Loshchilov & Hutter 2017, one half period); or is constant and falls linearly to `min_ratio` over
-        the last `decay_ratio` of all steps (wsd, Hu et al. 2024). The last step still trains: it gets the
-        rate just above the end of the course.
+        Warm-up rises linearly, from 0 or from one step above it, and reaches the peak at step
+        `warmup`. Then the rate is constant; or falls linearly to `min_ratio`; or as a cosine to
+        `min_ratio` (Loshchilov & Hutter 2017, one half period); or is constant and falls linearly
+        to `min_ratio` over the last `decay_ratio` of all steps (wsd, Hu et al. 2024). The last step
+        still trains: it gets the rate just above the end of the course.
         """
         if step < warmup:
             if self.warmup_from_zero:
@@ -338,21 +341,21 @@ class CheckpointConfig(Section):
 
     @property
     def memory_copies(self) -> int:
-        """Checkpoints in the memory of hosts at the same time: the newest, and the one being written."""
+        """Number of checkpoints in host memory at a time: the newest, and the one being written."""
         if self.in_memory_every is None:
             return 0
         return 2
 
     @property
     def steps(self) -> int | None:
-        """`every` of a plan, where auto and epochs have been resolved to a number; None if it is not set."""
+        """`every` of a plan, in which auto and epochs are resolved to a number; None if not set."""
         if isinstance(self.every, int):
             return self.every
         return None
 
     @property
     def apart(self) -> bool:
-        """Whether hosts may have separate run folders, because a copy of what one loses is elsewhere."""
+        """Whether hosts may have separate run folders, because checkpoints have a copy elsewhere."""
         return self.url is not None or self.replicas > 0
 
 
@@ -384,7 +387,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _best_by(cls, values: Any, info: ValidationInfo) -> Any:
-        """Fill in the algorithm's own metric for the best checkpoint, unless the config names another."""
+        """Fill in the algorithm's metric for the best checkpoint, unless the config names one."""
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
         kind = algorithm.get("kind") if isinstance(algorithm, dict) else algorithm
         if not isinstance(kind, str):
@@ -452,7 +455,7 @@ class Config(Section):
             )
 
     def _require_unmapped(self, role: str, sources: list[Source]) -> None:
-        """Raise ValueError for a source that renames columns, which no module of the user's own reads."""
+        """Raise ValueError for a source that renames columns, which a user's own module ignores."""
         for index, source in enumerate(sources):
             for key in ("columns", "format"):
                 field = type(source).model_fields[key]

@@ -47,7 +47,7 @@ def kind_of_file(path: str) -> str:
 
 
 class Columns(Section):
-    """Which column of a row has which part. A part that is not set is looked up under its own name."""
+    """The columns of a row that have its parts. The default column of a part has the part's name."""
 
     messages: str | None = Field(None, description="Column with a list of {role, content}.")
     prompt: str | None = Field(
@@ -102,8 +102,8 @@ class SourceSpec(Spec, Mixed):
         """Return a source in full; another value is returned as it is.
 
         A text is a file, folder, glob or URL; OWNER/NAME of the hub if no such path exists; or
-        hub:OWNER/NAME, modelscope:OWNER/NAME, tasks:NAME,NAME, digits. In a section without kind, `path`
-        is such a text.
+        hub:OWNER/NAME, modelscope:OWNER/NAME, tasks:NAME,NAME, digits. In a section without kind,
+        `path` is such a text.
         """
         if isinstance(value, str):
             return _source_of_text(value, base_dir)
@@ -171,14 +171,14 @@ class SourceSpec(Spec, Mixed):
 
     @property
     def is_built_in(self) -> bool:
-        """Whether `data.sources` reads the rows; those of other kinds come from their own `rows`."""
+        """Whether `data.sources` reads the rows; other kinds have a method `rows` of their own."""
         return type(self).rows is SourceSpec.rows
 
     def content(self, base_dir: Path) -> str:
         """Return a text that identifies these rows for the token cache.
 
-        By default it is a hash of all rows that may be read. With a condition `limit` counts the rows
-        that meet it, so all rows may be read.
+        By default it is a hash of all rows that may be read. With a condition `limit` counts the
+        rows that meet it, so all rows may be read.
         """
         most = None if self.where else self.limit
         digest = hashlib.sha256()
@@ -331,7 +331,10 @@ class TasksSource(SourceSpec):
 
 
 class DigitsSource(SourceSpec):
-    """scikit-learn's 1797 handwritten digits (8 × 8 pixels, Alpaydin & Kaynak 1998), as images, for classification without a download."""
+    """scikit-learn's 1797 handwritten digits as images, for classification without a download.
+
+    They have 8 × 8 pixels (Alpaydin & Kaynak 1998).
+    """
 
     kind: Literal["digits"] = "digits"
     split: Literal["train", "test", "all"] = Field(
@@ -340,7 +343,7 @@ class DigitsSource(SourceSpec):
 
 
 class PythonSource(SourceSpec):
-    """A function of your own that gives rows, or, for a model and algorithm of kind python, any samples."""
+    """A function of your own that gives rows, or for a model of kind python any samples."""
 
     kind: Literal["python"] = "python"
     path: PathText = Field(

@@ -1,7 +1,8 @@
-"""The section `launch` of the YAML, and how its kind starts ranks, or joins those that another program has started.
+"""The base class of launchers: the keys that all kinds have, and how a kind starts its ranks.
 
-No torch here. Types of rooms above this one are named in docstrings: a Plan is `plan.plan.Plan`, a Config is
-`config.config.Config`, a Request is `config.load.Request`, a Replans is `plan.out_of_memory.Replans`.
+This module does not import torch. Types of rooms above this one are named in docstrings: a Plan is
+`plan.plan.Plan`, a Config is `config.config.Config`, a Request is `config.load.Request`, a Replans
+is `plan.out_of_memory.Replans`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,22 @@ RunModule = Callable[[str, str, float], tuple[int | None, str, str]]
 
 @dataclass(frozen=True)
 class Reached:
-    """A host of a run. `address`: empty if it is not known. `run`: runs a module of Drumline there."""
+    """A host of a run.
+
+    Attributes:
+        address: Its address; empty if it is not known.
+        run: Runs a module of Drumline on it.
+    """
 
     address: str
     run: RunModule
 
 
 class SubmittedRun(ABC):
-    """A run whose folder lies elsewhere, on hosts of the program that has it.
+    """A run that another program holds, with its folder on hosts of that program.
 
-    `LauncherSpec.submit` notes it in a folder here, by `launch.submitted.note_run`. Then `drumline ps`, `logs`,
-    `follow` and `stop` of that folder call these methods.
+    `LauncherSpec.submit` notes it in a folder here (`launch.submitted.note_run`). The commands
+    `drumline ps`, `logs`, `follow` and `stop` call these methods for that folder.
     """
 
     @property
@@ -47,19 +53,26 @@ class SubmittedRun(ABC):
 
     @abstractmethod
     def values(self) -> dict[str, Any]:
-        """Return what is noted of the run, as JSON has it. `LauncherSpec.submitted_run` gets it back."""
+        """Return what is noted of the run, as JSON. `LauncherSpec.submitted_run` gets it back."""
 
     @abstractmethod
     def state(self) -> str:
-        """Return the state in one word: queued, running, finished, failed, gone; or unknown if nobody answers."""
+        """Return the state: queued, running, finished, failed, gone, or (no answer) unknown."""
 
     @abstractmethod
     def print_logs(self, rank: int | None) -> None:
-        """Print what the ranks have printed, or one of them. Raises UserError if there is nothing."""
+        """Print the logs of one rank, or of all ranks if `rank` is None.
+
+        Raises:
+            UserError: There are none.
+        """
 
     @abstractmethod
     def follow(self) -> int:
-        """Show what the run does until it ends, and return its exit code. Ctrl-C leaves the run alone."""
+        """Show what the run does until it ends, and return its exit code.
+
+        Ctrl-C ends the view and not the run.
+        """
 
     @abstractmethod
     def stop(self) -> None:
@@ -69,7 +82,8 @@ class SubmittedRun(ABC):
 class LauncherSpec(Spec):
     """The base of all launchers.
 
-    One of your own overrides `start`, or `rank_variables` if another program starts the ranks.
+    A launcher of your own overrides `start`; or `submit`, if another program runs `drumline train`;
+    or `rank_variables`, if another program starts the ranks.
     """
 
     group: ClassVar[str] = "launchers"
@@ -78,9 +92,9 @@ class LauncherSpec(Spec):
     yaml_key: ClassVar[str] = "launch"
     module: ClassVar[str] = "drumline.launch.spec"
     default: ClassVar[str] = "local"
-    # Ranks run on other hosts, and whoever starts them there holds the run folder, by its lease.
+    # Whether the program that starts the ranks on other hosts holds the lease of the run folder.
     elsewhere: ClassVar[bool] = False
-    # Hosts may come and go: `nodes` is {min, max}.
+    # Whether hosts may come and go, so that `nodes` may be {min, max}.
     elastic: ClassVar[bool] = False
 
     nproc: int | None = Field(
@@ -114,97 +128,128 @@ class LauncherSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _fixed(cls, values: Any) -> Any:
-        if (
-            not cls.elastic
-            and isinstance(values, Mapping)
-            and isinstance(values.get("nodes"), Mapping)
-        ):
+    def _refuse_changing_hosts(cls, values: Any) -> Any:
+        if cls.elastic or not isinstance(values, Mapping):
+            return values
+        if isinstance(values.get("nodes"), Mapping):
             raise ValueError(
                 "nodes: {min, max} is for launch.kind: ssh: only there hosts may come and go — give their number"
             )
         return values
 
     def rank_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of a rank that another program has started; none if this process starts the ranks.
+        """Return the variables of this rank if another program has started it; empty otherwise.
 
-        They are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Such a rank joins the others, and
-        rank 0 plans. `environment`: of this process.
+        They are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Such a rank joins the
+        others, and rank 0 plans.
+
+        Args:
+            environment: The environment variables of this process.
         """
         return {}
 
     def processes(self) -> int | None:
-        """Return how many ranks `start` starts; None: as many as `nproc` and this machine's devices say."""
+        """Return the number of ranks; None if `nproc` or this machine's devices decide."""
         return sum(self.host_ranks()) or None
 
     def machine(self, config: Any) -> Machine | None:
-        """Return a host that ranks run on, to plan for; None: this one.
+        """Return a host that ranks run on, to plan for; None if it is this one.
 
-        Raises EnvironmentFault if it is not known what the host has. `config`: a Config.
+        Args:
+            config: The Config.
+
+        Raises:
+            EnvironmentFault: It is not known what the host has.
         """
         return None
 
     def host_ranks(self) -> tuple[int, ...]:
-        """Return how many ranks each host has; nothing if all are on this one, or if another program decides."""
+        """Return how many ranks each host has; empty for this host alone, or if it is not known."""
         return ()
 
     @property
     def number_of_hosts(self) -> int:
-        """Return how many hosts a run has that starts from here; 0 if no number and no list says it."""
+        """Number of hosts of a run that starts from here; 0 if the section does not say it."""
         return 0
 
     @property
     def hosts_may_change(self) -> bool:
-        """Return whether hosts may join and leave while this run lasts."""
+        """Whether hosts may join and leave while this run lasts."""
         return False
 
     def on_hosts(self, number: int) -> list[str]:
-        """Return the overrides by which a run takes `number` hosts with `nproc` ranks each, for `drumline bench`.
+        """Return the overrides for a run on `number` hosts, for `drumline bench`.
 
-        Raises UserError if it cannot.
+        Raises:
+            UserError: There are fewer hosts.
         """
         return [f"launch.nodes={number}"]
 
     def reach(self) -> Mapping[str, Reached]:
-        """Return name → host of a run, for `drumline doctor`; nothing: this host alone.
+        """Return the hosts of a run by name, for `drumline doctor`; empty for this host alone.
 
-        Raises EnvironmentFault for a host that does not answer.
+        Raises:
+            EnvironmentFault: A host does not answer.
         """
         return {}
 
     def submission(self, plan: Any, plan_path: Path, resume: str | None) -> str:
-        """Return what `start` would hand to another program, for --dry-run; empty if it hands over nothing."""
+        """Return what `start` would give to another program, for --dry-run; empty if nothing."""
         return ""
 
     def submit(self, request: Any, dry_run: bool) -> int | None:
-        """Hand the run to another program, follow it, and return its exit code; None: it runs from here, by `start`.
+        """Give the run to another program, follow it, and return its exit code.
 
-        The other program starts `drumline train` on hosts of its own. `request`: a Request. `dry_run`: only
-        print what would be handed over.
+        The other program starts `drumline train` on hosts of its own. None means that this launcher
+        does not do so, and the run is started here by `start`.
+
+        Args:
+            request: The Request.
+            dry_run: Only print what would be given to the program.
         """
         return None
 
     def submitted_run(self, values: Any) -> SubmittedRun:
-        """Return a run that `submit` has noted. `values`: those of its note (`SubmittedRun.values`).
+        """Return a run that `submit` has noted.
 
-        Raises KeyError, TypeError or ValueError if they are none of this launcher's.
+        Args:
+            values: The noted values (`SubmittedRun.values`).
+
+        Raises:
+            KeyError, TypeError, ValueError: They are not of a run of this launcher.
         """
         raise ValueError(f"launcher {self.kind} notes no runs")
 
     def early(self, config: Any, plan_path: Path) -> AbstractContextManager[Any]:
-        """Return a context for what may start before there is a plan. What it gives is an argument of `start`.
+        """Return a context that starts what may start before there is a plan.
 
-        It is left when the ranks have ended, or if there is no plan. `config`: a Config.
+        Its value is the argument `early` of `start`. It is left when the ranks have ended, or if
+        there is no plan.
+
+        Args:
+            config: The Config.
+            plan_path: Path that the file of the plan will have.
         """
         return nullcontext()
 
     def require(self) -> None:
-        """Raise EnvironmentFault if ranks could not be started. It is called before the run folder is made."""
+        """Check that ranks could be started. This is called before the run folder is made.
+
+        Raises:
+            EnvironmentFault: They could not.
+        """
 
     def compare(self, plan: Any, early: Any) -> None:
-        """Raise EnvironmentFault if hosts differ in what the plan needs.
+        """Check that all hosts have what the plan needs.
 
-        The lease of the run folder is held then, and nothing is in the folder. `plan`: a Plan.
+        This is called while the lease of the run folder is held and nothing else is in the folder.
+
+        Args:
+            plan: The Plan.
+            early: The value of the context of the method `early`.
+
+        Raises:
+            EnvironmentFault: Hosts differ.
         """
 
     def start(
@@ -218,10 +263,16 @@ class LauncherSpec(Spec):
     ) -> int:
         """Run the ranks of a plan to their end, and return the exit code (`drumline.errors`).
 
-        A rank is `python -m drumline.train.entry PLAN`, with the variables of `rank_variables`. `resume`: the
-        value of its option `--resume`; None: it gets none.
-        `plan`: a Plan. `on_event`: gets each event of the run (`telemetry.events.Tail` follows events.jsonl).
-        `on_oom`: a Replans, which makes a new plan when memory has run out. `early`: what `early` gave.
+        A rank is `python -m drumline.train.entry PLAN`, with the variables of `rank_variables`, and
+        with `--resume` to resume.
+
+        Args:
+            plan: The Plan.
+            plan_path: File of the plan.
+            resume: The value of a rank's option `--resume`; None: it gets none.
+            on_event: Gets each event of the run (`telemetry.events.tail` follows events.jsonl).
+            on_oom: A Replans, which makes a new plan when memory has run out.
+            early: The value of the context of the method `early`.
         """
         raise EnvironmentFault(
             f"launcher {self.kind} starts no ranks",

@@ -56,11 +56,14 @@ PLAIN_PATH = re.compile(r"[\w.~+=-]*/[\w./~+=-]*")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config and where it came from.
+    """A config, and the file that it was loaded from.
 
-    Paths of data files in it are relative to `base_dir`; run.dir is relative to the current folder.
-    `old`: the config is another tool's, or another tool's is laid over it. Then `notes` says what
-    became of its keys, and `resume` is what it resumes from.
+    Paths of data files are relative to `base_dir`, and run.dir is relative to the current folder.
+
+    Attributes:
+        old: Whether the config is another tool's, or has the strategy of another tool's launcher.
+        notes: For an old config, what became of its keys.
+        resume: For an old config, what it resumes from.
     """
 
     config: Config
@@ -73,11 +76,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Request:
-    """What one `drumline train` is to run.
+    """A run that `drumline train` is asked for.
 
-    `world_size`: the number of processes; None: the config and the machine decide.
-    `resume`: what it resumes from; None: it starts afresh. `allow`: the keys that may change then.
-    `machine`: a host that the processes run on; None: this one.
+    Attributes:
+        loaded: The config.
+        world_size: Number of processes; None if the config and the machine decide.
+        resume: Checkpoint or run to resume from; None to start anew.
+        allow: Keys that may differ from the run that it resumes.
+        machine: A host that the processes run on; None for this one.
     """
 
     loaded: Loaded
@@ -90,11 +96,17 @@ class Request:
 def load(
     path: Path, overrides: list[str], over: Sheet | None = None, trusted: bool = True
 ) -> Loaded:
-    """Read a YAML file, lay a launcher's strategy `over` it, and then dotted overrides.
+    """Load the config of a YAML file, which may be another tool's (see `compat`).
 
-    The file may be another tool's (see `compat`). If it is not `trusted`, it may be a stranger's run,
-    and only an override can allow a model's own code (trust_remote_code).
-    Raises ConfigError.
+    Args:
+        path: The file.
+        overrides: Overrides such as `optimizer.lr=1e-4`, which come last.
+        over: Strategy of a launcher, for keys that the file leaves open.
+        trusted: Whether the file may allow a model's own code (trust_remote_code). In a file that
+            may be a stranger's, only an override can.
+
+    Raises:
+        ConfigError: The file cannot be read, or has a mistake.
     """
     base = _base_of(path)
     draft = drafted(read_text(path), str(path), base, over)
@@ -152,10 +164,10 @@ def reader(config: str | Path | Mapping[str, Any]) -> Callable[..., Loaded]:
 
 
 def overrides_of(given: Overrides | None) -> list[str]:
-    """Return overrides as the command line has them, `key=value`.
+    """Return overrides in the form of the command line, `key=value`.
 
-    `given` has either values of Python by dotted key, or overrides that are written so already.
-    Raises ConfigError for a value that cannot be written as YAML.
+    `given` has either values of Python by dotted key, or overrides in that form already. Raises
+    ConfigError for a value that cannot be written as YAML.
     """
     if given is None:
         return []
@@ -198,7 +210,7 @@ def _loaded(
 
 
 def load_text(text: str, overrides: list[str], name: str = "config") -> Config:
-    """Return the config of a YAML text. `name` stands in its error lines. Raises ConfigError."""
+    """Return the config of a YAML text, which error lines call `name`. Raises ConfigError."""
     return validated(drafted(text, name, Path(), None), overrides)
 
 
@@ -209,7 +221,7 @@ def load_lines(text: str, overrides: list[str], name: str) -> Loaded:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a config file, which YAML can read. Raises ConfigError."""
+    """Return the text of a config file, in a form that YAML can read. Raises ConfigError."""
     if path.is_dir():
         raise ConfigError(
             "is a folder, and one file is wanted", where=str(path), fix=_file_meant(path)
@@ -224,7 +236,7 @@ def read_text(path: Path) -> str:
 
 
 def _file_meant(folder: Path) -> str:
-    """Return which files of a folder may be meant in its place."""
+    """Return advice for a folder that is given as a config: the files in it that may be meant."""
     try:
         names = sorted(each.name for each in folder.iterdir() if each.suffix in CONFIG_SUFFIXES)
     except OSError:
@@ -239,11 +251,14 @@ def _file_meant(folder: Path) -> str:
 
 @dataclass
 class Draft:
-    """Values that become a Config, and the place where each was set.
+    """Values that become a Config, and the origin of each, for error lines.
 
-    `lines`: lines of the file. `set_at`: other places, of another tool's keys.
-    `overrides`: the overrides that are laid over both, by the place that they set.
-    `old`: the values come from another tool's file.
+    Attributes:
+        name: Name of the file in error lines.
+        lines: Line in the file of each value.
+        set_at: Origin of values that come from another tool's keys.
+        overrides: The overrides, by the value that they set.
+        old: Whether the values come from another tool's file.
     """
 
     name: str
@@ -258,13 +273,13 @@ class Draft:
     def where(self, place: Place) -> str:
         """Return the override or the line that a value came from, with the value's dotted key.
 
-        For a key that is not there, it is the line of the nearest section around it.
+        The line of a missing key is that of the nearest section around it.
         """
         for start, override in reversed(self.overrides.items()):
             if place[: len(start)] == start:
                 return override_label(override)
         if place and place not in self.lines:
-            # A section that an override has made.
+            # The section may exist only because an override has set a key in it.
             for start, override in self.overrides.items():
                 if start[: len(place)] == place:
                     return override_label(override)
@@ -290,10 +305,16 @@ def drafted(
 ) -> Draft:
     """Return the values of a config, which is Drumline's own or another tool's.
 
-    `name`: how error lines call the file. `base`: the folder that the config lies in.
-    `over`: a launcher's strategy that is laid over it. `folder`: the folder of a new config.
-    `lenient`: what Drumline lacks of another tool's keys is a note and no error.
-    Raises ConfigError.
+    Args:
+        text: Text of the config.
+        name: Name of the file in error lines.
+        base: Folder of the config.
+        over: Strategy of a launcher, for keys that the config leaves open.
+        folder: Folder of the new config if the old one is another tool's; None for `base`.
+        lenient: Whether a key of another tool that Drumline lacks gets a note and no error.
+
+    Raises:
+        ConfigError: The text has a mistake.
     """
     values, lines = _read_values(text, name)
     draft = Draft(name, values, lines)
@@ -314,9 +335,9 @@ def drafted(
     if "data" in draft.values:
         draft.values["data"] = in_full(draft.values["data"], base)
     if over is not None:
-        from drumline.compat.overlay import lay
+        from drumline.compat.overlay import merge_overlay
 
-        set_by_launcher = lay(draft.values, over, draft.where)
+        set_by_launcher = merge_overlay(draft.values, over, draft.where)
         draft.set_at = {**set_by_launcher, **draft.set_at}
         draft.notes += over.notes
     return draft
@@ -455,7 +476,7 @@ def _without_nulls(value: Any, place: Place = ()) -> Any:
 
 
 def _without_trust(value: Any, overrides: tuple[Place, ...], place: Place = ()) -> Any:
-    """Return a copy of the values in which trust_remote_code is false unless an override sets it."""
+    """Return a copy of the values without trust_remote_code, unless an override sets it."""
     if isinstance(value, dict):
         copied = {}
         for key, inner in value.items():
@@ -575,7 +596,7 @@ def _override_error(override: str, what: str, fix: str) -> ConfigError:
 
 
 def override_label(override: str) -> str:
-    """Return how an error line names an override: its key, and its value without the middle of a long one."""
+    """Return how an error line names an override: its key and value, without a long value's middle."""
     key, _, value = override.partition("=")
     return f"override {key}={shortened(value, MOST_VALUE)}"
 

@@ -1,6 +1,6 @@
-"""The mesh of a run: how many ranks each dimension has, and where a rank stands in it.
+"""The mesh of a run: how many ranks each dimension has, and the coordinates of a rank in it.
 
-This module computes only; it reads nothing and runs nothing.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "ep", "cp", "tp
 class Mesh(Frozen):
     """The degree of each dimension, outermost first. Their product is the world size.
 
-    A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline stages
-    furthest apart. `ep`: data ranks that each hold some of a mixture's experts.
+    A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline
+    stages furthest apart. `ep`: data ranks that each hold some of a mixture's experts.
     """
 
     pp: int = 1
@@ -44,34 +44,36 @@ class Mesh(Frozen):
         return self.replicate * self.shard * self.ep
 
     def place(self, rank: int) -> dict[Dimension, int]:
-        """Return where a rank stands in each dimension."""
+        """Return the coordinate of a rank in each dimension."""
         coordinates: dict[Dimension, int] = {}
         for name in reversed(DIMENSIONS):
             rank, coordinates[name] = divmod(rank, getattr(self, name))
         return coordinates
 
     def data_rank(self, rank: int) -> int:
-        """Return which samples a rank sees: 0 … data_ranks − 1.
+        """Return the number of a rank among those with different samples: 0 … data_ranks − 1.
 
-        Ranks that share samples differ in pp, cp or tp.
+        Ranks that share samples have the same number, and differ in pp, cp or tp.
         """
         place = self.place(rank)
         replica_and_shard = place["replicate"] * self.shard + place["shard"]
         return replica_and_shard * self.ep + place["ep"]
 
     def counts(self, rank: int) -> bool:
-        """Return whether a rank's sums go into a sum over all ranks.
+        """Return whether a rank's sums count in a sum over all ranks.
 
-        Of the ranks that share samples exactly one's do. It is in the last stage, which has the loss.
+        Exactly one of the ranks that share samples counts. It is in the last stage, which has the
+        loss.
         """
         place = self.place(rank)
         is_last_stage = place["pp"] == self.pp - 1
         return is_last_stage and place["cp"] == 0 and place["tp"] == 0
 
     def stream(self, rank: int) -> tuple[int, ...]:
-        """Return what a rank's random numbers depend on.
+        """Return the numbers that a rank's random numbers depend on.
 
-        Tensor-parallel peers draw the same: what each of them holds whole must stay equal.
+        Tensor-parallel peers draw the same numbers, so that tensors that each holds whole stay
+        equal.
         """
         if self.pp * self.cp == 1:
             return (self.data_rank(rank),)

@@ -220,7 +220,7 @@ def _describe(detail: Any, place: Place, kind: str | None) -> Mistake:
 
 
 def _fix_null(place: Place) -> str | None:
-    """Return what to write in place of a null that is refused; None if null is not refused there."""
+    """Return what to write in place of a null that is refused; None if it is not refused."""
     field = field_at(place)
     if field is None:
         return None
@@ -231,7 +231,7 @@ def _fix_null(place: Place) -> str | None:
 
 
 def _no_choice(value: Any, expected: str) -> Mistake:
-    """Return the mistake of a value that is none of `expected`, in pydantic's form `'a', 'b' or 'c'`."""
+    """Return the mistake of a value that is none of `expected`, which is `'a', 'b' or 'c'`."""
     choices = []
     for choice in expected.replace(" or ", ", ").split(", "):
         choices.append(choice.strip("'"))
@@ -254,7 +254,7 @@ def _mistaken_value(detail: Any, place: Place) -> Mistake:
 
 
 def _wanted(detail: Any) -> str | None:
-    """Return what pydantic wanted in the place of a value, with its limits; None if WANTED lacks it."""
+    """Return what pydantic wanted instead of a value, with limits; None if WANTED lacks it."""
     limits = {}
     for name, limit in detail.get("ctx", {}).items():
         if isinstance(limit, int | float):
@@ -266,7 +266,7 @@ def _wanted(detail: Any) -> str | None:
 
 
 def describe_value(detail: Any) -> str:
-    """Return what was given and what is wanted, of one of pydantic's errors about a single value."""
+    """Return what was given and what is wanted, from pydantic's error about a single value."""
     wanted = _wanted(detail)
     shown = _shown(detail["input"])
     if wanted is None:
@@ -417,7 +417,7 @@ def _unknown_key(place: Place, kind: str | None) -> Mistake:
 
 
 def _refusal_of_key(key: str, section: Place, kind: str | None) -> Any:
-    """Return why a kind of section has no such key, if it names it as one that it lacks; else None."""
+    """Return why a kind of section has no such key, if the kind gives a reason; else None."""
     for model in models_at(section):
         if kind_of(model) != kind:
             continue
@@ -540,7 +540,7 @@ def kind_of(model: type[BaseModel]) -> str | None:
 
 
 def kinds_at(place: Place) -> list[str]:
-    """Return the values that `kind` may have in the section at a place; empty without such a key."""
+    """Return the values that `kind` may have in the section at a place; empty without that key."""
     found = []
     for model in models_at(place):
         found += literal_kinds(model)

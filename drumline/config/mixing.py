@@ -1,7 +1,7 @@
-"""Keys of `data` that say which rows are trained on, how often and in which order.
+"""The keys of `data` that choose rows, their number in an epoch and their order.
 
-And `epoch_counts`, which computes from them how many samples of each source an epoch has.
-This module does not import torch.
+`epoch_counts` computes from them how many samples of each source an epoch has. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Mixed(Section):
 
     @property
     def mixes(self) -> bool:
-        """Return whether any of the keys is set."""
+        """Whether any of the keys is set."""
         return (self.weight, self.repeats, self.cap) != (None, None, None)
 
 
@@ -114,11 +114,13 @@ def epoch_counts(
 ) -> list[int]:
     """Return how many samples of each source an epoch has; `sizes` has the samples of each source.
 
-    A source with `repeats` gets that multiple of its size. The other sources share as many places
-    as they have samples together: by weight, else by size^(1/temperature), else by size. What is
-    above the cap of a source goes to the sources that are below theirs. Counts are made whole by
-    the largest remainder; ties go to the earlier source.
-    Raises DataError if a source has a part of the epoch and no samples, or if no source has a part.
+    A source with `repeats` gets that multiple of its size. The other sources together get as many
+    samples as they have. These are shared by weight, else by size^(1/temperature), else by size.
+    Samples above the cap of a source go to the sources that are below their caps. Counts are made
+    whole by the largest remainder, and ties go to the earlier source.
+
+    Raises:
+        DataError: A source with a share of the epoch has no samples, or no source has a share.
     """
     shared = [i for i, source in enumerate(sources) if source.repeats is None]
     shares = _shares(sources, sizes, shared, temperature)
@@ -150,7 +152,7 @@ def _cap(source: Mixed) -> float:
 
 
 def _repeated(source: Mixed, size: int) -> int:
-    """Return how many samples a source with `repeats` has in an epoch: one at least."""
+    """Return how many samples a source with `repeats` has in an epoch; at least one."""
     count = max(1, round((source.repeats or 0) * size))
     return int(min(count, _cap(source)))
 
@@ -182,8 +184,8 @@ def _require_samples(sources: Sequence[Mixed], sizes: Sequence[int]) -> None:
 def _share_out(places: int, shares: dict[int, float], caps: Mapping[int, float]) -> dict[int, int]:
     """Return how many of `places` each source gets, in proportion to its share and up to its cap.
 
-    All three are by the number of the source. What does not fit below a cap is shared out again
-    among the sources that are below theirs.
+    The keys are numbers of sources. Places above a cap are shared again among the sources that are
+    below their caps.
     """
     counts: dict[int, int] = {}
     below_cap = list(shares)

@@ -252,7 +252,7 @@ class ModelConfig(Section):
         return self.kind
 
     def rows_for(self, needed: int, stored: int) -> int:
-        """Return the rows of an embedding with `stored` rows, for tokens with ids below `needed`."""
+        """Return the rows of an embedding of `stored` rows, for tokens with ids below `needed`."""
         if needed <= stored:
             return stored
         # Rounded up.

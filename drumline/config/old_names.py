@@ -121,7 +121,7 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the new module in the place of the old one; a few get a module that has more than the new one."""
+        """Register the new module under the old name; a few old names get a module with more in it."""
         name = module.__name__
         old = name.partition(".")[2]
         new = new_name(old)

@@ -1,7 +1,7 @@
-"""Strategies that were written before 0.6.0, when the answers of all three parts were in one class, `StrategySpec`.
+"""Load strategies written before 0.6.0, whose three parts are in one class, `StrategySpec`.
 
-Under the old names of modules (`config.old_names`) the strategies of Drumline still have all answers, and
-the parts of such a strategy ask the section, so they call what a subclass overrides.
+Under the old names of modules (`config.old_names`) the strategies of Drumline still have all
+answers, and the parts of such a strategy ask the section, so they call what a subclass overrides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The section `optimizer`, and what each kind of optimizer keeps. No torch here; `engine.optimizer` makes them.
+"""The section `optimizer`, and the memory and traffic of each kind of optimizer.
 
-A new kind is a row of KINDS and a function there. What it keeps is counted in `planner.cost.optimizers`, what it is not
+This module does not import torch; `engine.optimizer` makes the optimizers. A new kind is a row of
+KINDS and a function there. What it keeps is counted in `planner.cost.optimizers`, what it is not
 combined with is in `plan.optimizer_rules`.
 """
 
@@ -27,9 +28,17 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """`slots`: fp32 numbers that it keeps of an entry, at most. `moved`: bytes of an entry that a step reads and writes, fused and not;
-    `copies`: of the largest tensor, fp32 copies that a step makes. `package`: that it needs besides torch. `drifts`: copies of the model
-    that exchange weights now and then may each have one of their own. `sends`: a step needs more of a weight than a rank may have."""
+    """The properties of a kind of optimizer. An entry is one number of a weight.
+
+    Attributes:
+        slots: Most fp32 numbers that it keeps for an entry.
+        moved: Bytes that a step reads and writes for an entry: fused, and not fused.
+        copies: Number of fp32 copies of the largest tensor that a step makes.
+        package: Package that it needs besides torch; empty for none.
+        drifts: Whether copies of the model that exchange weights only now and then may each have
+            an optimizer of their own.
+        sends: Whether a step needs more of a weight than the shard that a rank may have.
+    """
 
     slots: int
     moved: tuple[int, int]
@@ -39,8 +48,9 @@ class Kind:
     sends: bool = False
 
 
-# Bytes moved by one kernel: AdamW reads weight, gradient and both moments and writes three; SGD with momentum reads three and writes two.
-# Not fused, as counted in torch's _multi_tensor_adamw (18 passes), in Lion's and in torchao's step run without compiling.
+# Bytes moved by one kernel: AdamW reads weight, gradient and both moments and writes three; SGD
+# with momentum reads three and writes two. Not fused, as counted in torch's _multi_tensor_adamw (18
+# passes), in Lion's and in torchao's step run without compiling.
 KINDS = {
     "adamw": Kind(2, (28, 72), 3, drifts=True),
     "sgd": Kind(1, (20, 32), 3, drifts=True),
@@ -122,23 +132,24 @@ class OptimizerConfig(Section):
 
     @property
     def slots(self) -> int:
-        """fp32 numbers that it keeps of an entry, and writes into a checkpoint."""
+        """Number of fp32 numbers that it keeps for an entry, and writes into a checkpoint."""
         return self.does.slots if self.kind != "sgd" or self.momentum else 0
 
     def group_of(self, name: str) -> OptimizerGroup | None:
-        """The group of a parameter; None: it has none."""
-        return next(
-            (
-                group
-                for group in self.groups
-                if any(fnmatchcase(name, pattern) for pattern in group.match)
-            ),
-            None,
-        )
+        """Return the group of a parameter; None if it has none."""
+        for group in self.groups:
+            if any(fnmatchcase(name, pattern) for pattern in group.match):
+                return group
+        return None
 
     def require_groups(self, names: Sequence[str]) -> None:
-        """Raises PlanError for a pattern that none of `names`, the parameters that learn, has."""
-        for pattern in (pattern for group in self.groups for pattern in group.match):
+        """Check that each pattern of a group matches one of `names`, the parameters that learn.
+
+        Raises:
+            PlanError: A pattern matches none.
+        """
+        patterns = [pattern for group in self.groups for pattern in group.match]
+        for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 fix = f"parameters have names such as {', '.join(sorted({names[0], names[-1]}))}"
                 raise PlanError(
@@ -148,6 +159,6 @@ class OptimizerConfig(Section):
                 )
 
     def require(self) -> None:
-        """Raises EnvironmentFault for a missing package, without importing it."""
+        """Raise EnvironmentFault if the package of the optimizer is missing. It is not imported."""
         if self.does.package:
             require_package(self.does.package, "optimizer.kind")

@@ -1,4 +1,4 @@
-"""A refusal of one combination of options, and the error that a user sees for it. No torch here."""
+"""Refuse a combination of options, with the error that a user sees. No torch is imported here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from drumline.errors import PlanError
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why one combination is refused. `name` is how an error line calls it: `first × second`."""
+    """Why a combination of options is refused.
+
+    Attributes:
+        name: The combination as an error line names it: `first × second`.
+        reason: Why it is refused.
+        instead: What to use in its place.
+        where: Key of the YAML that the error names.
+    """
 
     name: str
     reason: str
@@ -17,15 +24,27 @@ class Refusal:
     where: str = "strategy"
 
     def error(self, reason: str = "") -> PlanError:
-        """`reason`: in the place of its own, where only a run shows it. `train.setup` tries a small copy of the model before any
-        rank starts; a rank raises it where several ranks or a GPU are needed."""
+        """Return the error of this refusal.
+
+        Args:
+            reason: Replaces the refusal's own reason, if only a run can tell it. `train.setup`
+                tries a small copy of the model before any rank starts, and a rank raises the error
+                if several ranks or a GPU are needed to tell.
+        """
         return PlanError(
             f"{self.name}: {reason or self.reason}", where=self.where, fix=self.instead
         )
 
 
 def no_option(options: str, reason: str, instead: str) -> tuple[Refusal, ...]:
-    """Options that cannot go with a strategy, so it has no key for them. offload_cpu and offload_nvme stand for `offload` by its value."""
+    """Return a refusal of each option that a strategy has no key for, because it cannot have it.
+
+    Args:
+        options: Names with spaces between them. offload_cpu and offload_nvme stand for the values
+            of `offload`.
+        reason: Why the strategy cannot have them.
+        instead: What to use in their place.
+    """
     return tuple(
         Refusal(option, reason, instead, f"strategy.{option}") for option in options.split()
     )

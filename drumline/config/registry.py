@@ -1,15 +1,16 @@
-"""Finds the kinds of strategies, algorithms and so on: this package's, installed packages', the user's.
+"""Find the kinds of strategies, algorithms and so on: of this package, of others, of the user.
 
-It also finds any code of the user's own by its name: `module:name`, `file.py:name`, or an entry point
-of an installed package.
+It also finds any code of the user's own by its name: `module:name`, `file.py:name`, or an entry
+point of an installed package.
 
-A kind is a spec: a `Section` whose fields are its part of the YAML, and whose methods answer the rest
-of the code. Specs of this package are found by the names of their modules (`Spec.modules`). Those of
-another package are entry points of `drumline.GROUP`. A user's own is written `kind: path.py:Name` (relative to the YAML) or
-`kind: package.module:Name`.
+A kind is a spec: a `Section` whose fields are its part of the YAML, and whose methods answer the
+rest of the code. Specs of this package are found by the names of their modules (`Spec.modules`).
+Those of another package are entry points of `drumline.GROUP`. A user's own is written `kind:
+path.py:Name` (relative to the YAML) or `kind: package.module:Name`.
 
-A package may also add keys to a kind of this package. Its entry point of `drumline.extended_GROUP` has
-the name of the kind and gives a subclass of the kind's spec, which takes its place. No torch here.
+A package may also add keys to a kind of this package. Its entry point of `drumline.extended_GROUP`
+has the name of the kind and gives a subclass of the kind's spec, which takes its place. No torch
+here.
 """
 
 from __future__ import annotations
@@ -44,19 +45,21 @@ from drumline.foreign import class_and_line, expanded
 
 
 class Spec(Section):
-    """The base of the specs of all groups. The base class of a group sets `group`, `thing` and `yaml_key`."""
+    """The base of all specs. The base class of a group sets `group`, `thing` and `yaml_key`."""
 
-    # For example "strategies": the entry points drumline.strategies.
+    # Name of the group, such as "strategies" for the entry points drumline.strategies.
     group: ClassVar[str]
-    # The modules of this package's kinds, with {} for a name: drumline.algorithms.{}.spec. Empty: none.
+    # The modules of this package's kinds, with {} for a name, such as drumline.algorithms.{}.spec.
+    # Empty for none.
     modules: ClassVar[str] = ""
-    # What an error calls one of them.
+    # The word for one of the group in errors.
     thing: ClassVar[str]
-    # The key of the YAML whose `kind` errors name, which need not be the `thing`: launch, not launcher.
+    # The key of the YAML whose `kind` errors name, which need not be the `thing`: launch, not
+    # launcher.
     yaml_key: ClassVar[str]
     # Module of this package's specs that have no folder of their own.
     module: ClassVar[str] = ""
-    # The kind of a section that names none; empty: it must name one.
+    # The kind of a section that names none; empty if it must name one.
     default: ClassVar[str] = ""
     # Whether the kind alone may stand for a section without further keys.
     short: ClassVar[bool] = True
@@ -68,14 +71,14 @@ class Spec(Section):
 
     @classmethod
     def kind_key(cls, field: str | None = None) -> str:
-        """Return the key of the YAML that holds the kind. `field`: the field of its section, if known."""
+        """Return the key of the YAML that holds the kind. `field` is that of its section, if known."""
         return f"{cls.yaml_key}.kind"
 
     @classmethod
     def long(cls, value: Any, base_dir: Path | None) -> Any:
-        """Return the section that a short form stands for; another value is returned as it is.
+        """Return the section that a short form stands for; any other value is returned unchanged.
 
-        `base_dir`: the folder that paths are relative to.
+        `base_dir` is the folder that paths are relative to.
         """
         if isinstance(value, str) and cls.short:
             return {"kind": value}
@@ -92,16 +95,17 @@ class Spec(Section):
 
 
 S = TypeVar("S", bound=Spec)
-OWN = {
+# JSON schema of a kind that is code of the user's own.
+USERS_OWN_KIND = {
     "type": "string",
     "pattern": ":",
     "description": "path.py:Name or package.module:Name of your own",
 }
-# Attribute of a module with the text of the file that it was run from.
+# Attribute of a module that was run from a file, with the text of that file.
 TEXT = "__drumline_text__"
-# Public names of a module that an error shows at most.
+# At most so many public names of a module are shown in an error.
 MOST_NAMES = 8
-# What Drumline's own distributions beside this package offer: group → kind or command → distribution.
+# Drumline's other distributions, by group and by the kind or command that they offer.
 DISTRIBUTIONS: dict[str, dict[str, str]] = {
     "launchers": {
         "ssh": "drumline-hosts",
@@ -118,26 +122,26 @@ DISTRIBUTIONS: dict[str, dict[str, str]] = {
 
 
 class AddedKeys(NamedTuple):
-    """Keys that a distribution of Drumline's own adds to a kind of this package: key → default."""
+    """The keys, with their defaults, that another distribution of Drumline adds to a kind."""
 
     distribution: str
     defaults: dict[str, Any]
 
 
-# Group and kind → the keys that are added to it.
+# The keys that are added to a kind, by group and kind.
 ADDED_KEYS = {
     ("strategies", "diloco"): AddedKeys(
         "drumline-diloco",
         {"fragments": 1, "bits": 32, "delay": 0, "keep": 0.5, "peers": [], "secret": None},
     )
 }
-# Base class of a group → name (path.py:Name) → spec of the user's own, as configs have named them.
-_own: dict[type[Spec], dict[str, Any]] = {}
+# Specs of the user's own that configs have named, by base class of the group and by path.py:Name.
+_users_specs: dict[type[Spec], dict[str, Any]] = {}
 
 
 @cache
 def part_class(path: str | type) -> Any:
-    """Return another part of a kind: the class that `module:Name` names; a class is returned as it is.
+    """Return the class that `module:Name` names; a class is returned as it is.
 
     Raises ConfigError if a plug-in's module cannot be imported.
     """
@@ -158,9 +162,10 @@ def literal_kinds(model: type[BaseModel]) -> list[str]:
 
 
 def kinds(base: type[S]) -> dict[str, type[S]]:
-    """Return kind → spec of all known kinds, in the order of tables and lists.
+    """Return the specs of all known kinds by kind, in the order of tables and lists.
 
-    Raises ConfigError for a plug-in that cannot be imported.
+    Raises:
+        ConfigError: A plug-in cannot be imported.
     """
     built_in = _built_in(base)
     specs = {}
@@ -168,13 +173,13 @@ def kinds(base: type[S]) -> dict[str, type[S]]:
         if name in built_in:
             specs[name] = _extended(base, name)
         else:
-            specs[name] = _of_package(base, name)
-    specs |= _own.get(base, {})
+            specs[name] = _spec_of_package(base, name)
+    specs |= _users_specs.get(base, {})
     return dict(sorted(specs.items(), key=lambda item: item[1].position))
 
 
 def make(base: type[S], kind: str, **values: Any) -> S:
-    """Return a spec with the defaults of its kind. `values`: its fields."""
+    """Return a spec of a kind with these fields, and defaults for all others."""
     spec = find(base, kind)
     assert spec is not None, kind
     return spec.model_validate({"kind": kind, **values})
@@ -197,25 +202,31 @@ def find(
     trusted: bool = True,
     field: str | None = None,
 ) -> type[S] | None:
-    """Return the spec of a kind; None if there is none.
+    """Return the spec class of a kind; None if there is none.
 
-    `base_dir`: the folder that a file's path is relative to. `field`: the field of the config that
-    errors name, for a group that several fields take.
-    Raises ConfigError for a plug-in that cannot be imported or is no spec of this group, and for the
-    user's own code in a file that is not `trusted`.
+    Args:
+        base: Base class of the group.
+        kind: The kind, which may be path.py:Name or module:Name.
+        base_dir: Folder that paths are relative to.
+        trusted: Whether code beside the config may be run.
+        field: Field of the config that errors name, for a group that several fields take.
+
+    Raises:
+        ConfigError: A plug-in cannot be imported or is no spec of this group, or `kind` is code
+            that is not trusted.
     """
     if kind in _built_in(base):
         return _extended(base, kind)
     if ":" not in kind:
         if kind in entry_points(base.group):
-            return _of_package(base, kind)
+            return _spec_of_package(base, kind)
         return None
     where = base.kind_key(field)
     place, _, name = kind.rpartition(":")
     base_dir = (base_dir or Path()).absolute()
     if place.endswith(".py"):
         kind = f"{base_dir / expanded(place)}:{name}"
-    own = _own.setdefault(base, {})
+    own = _users_specs.setdefault(base, {})
     if kind not in own:
         if not trusted:
             what = f"{kind} is code that lies beside the config, and this may be a stranger's"
@@ -228,7 +239,7 @@ def find(
 
 @cache
 def _built_in(base: type[S]) -> dict[str, type[S]]:
-    """Return kind → spec of this package's kinds."""
+    """Return the specs of this package's kinds, by kind."""
     specs = {}
     for name in _spec_modules(base):
         for value in vars(importlib.import_module(name)).values():
@@ -257,7 +268,7 @@ def _spec_modules(base: type[Spec]) -> list[str]:
 
 
 def _extended(base: type[S], kind: str) -> type[S]:
-    """Return the spec of a kind of this package, or the one of an installed package that adds keys to it."""
+    """Return the spec of a kind of this package, or of an installed package that adds keys to it."""
     if kind in entry_points(f"extended_{base.group}"):
         return _extension(base, kind)
     return _built_in(base)[kind]
@@ -276,7 +287,7 @@ def _extension(base: type[S], kind: str) -> type[S]:
 
 
 @cache
-def _of_package(base: type[S], name: str) -> type[S]:
+def _spec_of_package(base: type[S], name: str) -> type[S]:
     """Return the spec that an installed package offers under a name."""
     point = entry_points(base.group)[name]
     package = package_of(point)
@@ -305,10 +316,10 @@ def _checked(base: type[S], spec: Any, kind: str, where: str) -> type[S]:
 
 @dataclass(frozen=True)
 class Registered:
-    """Makes the type of a config's field that takes each kind of a group.
+    """Lets a field of the config take all kinds of a group.
 
-    It is written `Annotated[Base, Registered(Base)]`. The kind alone is short for a section without
-    further keys. The context of a validation may have `base_dir` and `trusted`; see `find`.
+    The field's type is `Annotated[Base, Registered(Base)]`. The kind alone is short for a section
+    without further keys. The context of a validation may have `base_dir` and `trusted`; see `find`.
     """
 
     base: type[Spec]
@@ -329,10 +340,10 @@ class Registered:
         full = handler(_union(schemas))
         choices: list[dict[str, Any]] = []
         if self.base.short:
-            choices += [{"enum": sorted(kinds_without_keys(full, handler))}, OWN]
+            choices += [{"enum": sorted(kinds_without_keys(full, handler))}, USERS_OWN_KIND]
         if self.base.texts:
             choices += [{"type": "string"}, {"type": "object", "not": {"required": ["kind"]}}]
-        own = {"type": "object", "properties": {"kind": OWN}, "required": ["kind"]}
+        own = {"type": "object", "properties": {"kind": USERS_OWN_KIND}, "required": ["kind"]}
         return {"anyOf": [*choices, full, own]}
 
     def _validated(self, value: Any, info: ValidationInfo) -> Any:
@@ -362,9 +373,9 @@ class Registered:
 
 @dataclass(frozen=True)
 class Named:
-    """Makes the type of a text that names a function.
+    """Lets a field of the config take a text that names a function.
 
-    It is one of `own`, an entry point of drumline.GROUP, or path.py:Name of the user's.
+    The text is one of `own`, an entry point of drumline.GROUP, or path.py:Name of the user's own.
     """
 
     group: str
@@ -378,7 +389,7 @@ class Named:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"anyOf": [{"enum": known_names(self.group, self.own)}, OWN]}
+        return {"anyOf": [{"enum": known_names(self.group, self.own)}, USERS_OWN_KIND]}
 
     def _known(self, name: str) -> str:
         known = known_names(self.group, self.own)
@@ -413,7 +424,7 @@ def _require_distribution(base: type[Spec], kind: Any) -> None:
 def _without_added_keys(
     base: type[Spec], spec: type[Spec], section: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a section without the keys of a distribution that is not installed, if they have their defaults.
+    """Return a section without keys of a missing distribution, if they have their defaults.
 
     A plan that was made before 0.6.0 has all of them. Raises ConfigError for another value.
     """
@@ -440,7 +451,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> Any:
-    """Return what `module:name` or `file.py:name` names. Modules are also looked for beside the YAML.
+    """Return the object of `module:name` or `file.py:name`. Modules may also be beside the YAML.
 
     `thing`: what an error calls it; a "function" must be callable.
     Raises ConfigError for what cannot be found or imported.
@@ -460,7 +471,7 @@ def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> 
 
 
 def _member(module: Any, name: str, place: str, where: str, thing: str = "class") -> Any:
-    """Return what a module has under a name, which may have dots. Raises ConfigError if it has none.
+    """Return a module's object by its name, which may have dots. Raises ConfigError if it has none.
 
     `place`: what an error calls the module.
     """
@@ -493,7 +504,7 @@ def _callable(found: Any, name: str, where: str) -> Any:
 
 @cache
 def installed_entry_points() -> dict[str, dict[str, importlib.metadata.EntryPoint]]:
-    """Return group → name → what installed packages offer in Drumline's groups, in the order of names.
+    """Return the entry points of installed packages in Drumline's groups, by group and name, sorted.
 
     The metadata of every installed package is read for it.
     """
@@ -509,7 +520,7 @@ def installed_entry_points() -> dict[str, dict[str, importlib.metadata.EntryPoin
 
 
 def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Return name → what installed packages offer in the group drumline.GROUP, in the order of names."""
+    """Return the entry points of installed packages in the group drumline.GROUP, by name, sorted."""
     return installed_entry_points().get(f"drumline.{group}", {})
 
 
@@ -540,7 +551,8 @@ def find_function(
 ) -> Callable[..., Any]:
     """Return a function by its name.
 
-    It is `module:function`, `file.py:function`, or what an installed package calls it in drumline.GROUP.
+    It is `module:function`, `file.py:function`, or what an installed package calls it in
+    drumline.GROUP.
     `thing`: what an error calls it.
     Raises ConfigError for what cannot be found or imported, or is no function.
     """
@@ -558,8 +570,8 @@ def find_function(
 class _Source(SourceFileLoader):
     """Loads source files without Python's cache of compiled ones.
 
-    The cache takes a file for the previous one if it has as many bytes and was written within the same
-    second.
+    The cache takes a file for the previous one if it has as many bytes and was written within the
+    same second.
     """
 
     def path_stats(self, path: Any) -> Any:
@@ -618,8 +630,8 @@ def _missing_module(error: ConfigError) -> str | None:
 def imported(load: Callable[[], Any], name: str, where: str, doing: str = "importing") -> Any:
     """Return what a plug-in's module gives.
 
-    Raises ConfigError for whatever the module raises. If `doing` is not importing but running, an error
-    of ours passes as it is.
+    Raises ConfigError for whatever the module raises. If `doing` is not importing but running, an
+    error of ours passes as it is.
     """
     try:
         return load()

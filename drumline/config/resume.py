@@ -1,4 +1,4 @@
-"""What a run resumes from. Command lines carry it as the value of `--resume`; the code holds a `Resume`."""
+"""The checkpoint or run that a run resumes from, as a `Resume` and as the value of `--resume`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CHECKPOINTS = "checkpoints"
 class Resume:
     """What a run resumes from. A run that starts afresh has None in its place."""
 
-    # A checkpoint's folder or URL, or the folder of a run, for its newest checkpoint. None: the newest
-    # checkpoint of the run itself, on disk or in memory, or step 0 if it has none yet.
+    # A checkpoint's folder or URL, or the folder of a run, for its newest checkpoint. None: the
+    # newest checkpoint of the run itself, on disk or in memory, or step 0 if it has none yet.
     place: str | None = None
 
     @classmethod
@@ -30,7 +30,7 @@ class Resume:
 
     @classmethod
     def from_argument(cls, argument: bool | str | Path | None) -> Resume | None:
-        """Return what the argument `resume` of a Python function stands for: a place, True or False."""
+        """Return what the argument `resume` of a Python function means: a place, True or False."""
         if argument is True:
             return cls()
         if not argument:

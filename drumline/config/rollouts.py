@@ -1,4 +1,7 @@
-"""What algorithms that learn from sampled completions share: rewards, generators, the divergence, the curriculum. No torch here."""
+"""The config of algorithms that learn from sampled completions: rewards, generators, curriculum.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +153,7 @@ class ContinuousGenerator(_Generator):
 
 
 class VLLMGenerator(_Generator):
-    """vLLM, as a server (`vllm serve`) or an engine in each rank; it gets the new weights before each rollout."""
+    """vLLM, as a server or as an engine in each rank; it gets new weights before each rollout."""
 
     kind: Literal["vllm"] = "vllm"
     url: PathText | None = Field(
@@ -286,7 +289,7 @@ class CurriculumConfig(Section):
 
 
 class RewardFailureConfig(Section):
-    """What is done about rewards that fail over and over: such a run trains nothing, and looks well."""
+    """When to end a run whose rewards keep failing: it would learn nothing and look healthy."""
 
     share: float = Field(
         0.5,

@@ -47,8 +47,11 @@ LOWER = {"loss", "perplexity", "kl", "error", "failed", "rejected", "std", "stde
 
 
 def direction(metric: str) -> Literal["min", "max"]:
-    """Whether a lower or a higher metric is better, by its name: lower, where that does not say. The names that users give do not count:
-    those of a set or task before it, and of a domain behind reward/."""
+    """Return whether a lower (min) or a higher (max) value of a metric is better, by its name.
+
+    A name that tells nothing means lower. Names that users give do not count: that of a set or task
+    before the metric, and that of a domain after `reward/`.
+    """
     *before, last = metric.split("/")
     found = {"reward"} if "reward" in before and before[0] != "tasks" else {*re.split("[_ ]", last)}
     return "max" if found & HIGHER and not found & LOWER else "min"
@@ -209,7 +212,10 @@ TrackerName = Annotated[str, Field(pattern=r"^[^/\\#?%:\x00-\x1f]+$", min_length
 
 
 class TrackerConfig(Section):
-    """What a run is called in all trackers of run.report_to. Keys for their servers come from the environment alone."""
+    """How a run is named in the trackers of run.report_to.
+
+    Their access keys come from the environment alone.
+    """
 
     project: TrackerName | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""What all parts of the config have in common: their base class, types of numbers, and short forms."""
+"""The base class of all sections of the config, and the types of numbers and short forms in them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from drumline.foreign import path_mistake
 
-# Limits of what a person may mean: more is a slip of the keyboard, and would end in an overflow, or never.
-# Rows, tokens, samples of a step.
+# Limits of what a person may mean: more is a slip of the keyboard, and would end in an overflow, or
+# never. Rows, tokens, samples of a step.
 MOST_SAMPLES = 10**9
 MOST_STEPS = 10**12
 MOST_RANKS = 2**20
@@ -90,7 +90,7 @@ class Section(BaseModel):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Return the schema, with null among the values of each key that null leaves at its default."""
+        """Return the schema. Keys that null leaves at their default have null among their values."""
         json_schema = handler(schema)
         properties = handler.resolve_ref_schema(json_schema).get("properties", {})
         for name, info in cls.model_fields.items():
@@ -101,9 +101,9 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class RefusesNull:
-    """Metadata of a key whose default does something that null may be meant to turn off.
+    """Metadata of a key that refuses null, since it is unclear whether null means off or the default.
 
-    `fix`: what to write for either.
+    `fix` says what to write for either.
     """
 
     fix: str
@@ -112,8 +112,8 @@ class RefusesNull:
 def null_means_default(field: FieldInfo) -> bool:
     """Return whether null at a key means its default.
 
-    It does wherever the type has no null, apart from a `kind` that selects its section and from
-    keys that are marked `RefusesNull`.
+    It does if the type has no null, except for a `kind` that selects its section, and for keys that
+    are marked `RefusesNull`.
     """
     if field.is_required() or _admits_null(field.annotation):
         return False
@@ -155,10 +155,11 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Short:
-    """A short way to write a section.
+    """A short form of a section.
 
-    `long`: turns the short form into the section. `short_schema`: the JSON schema of the short form;
-    None: one of the section's kinds, as text.
+    Attributes:
+        long: Returns the section for its short form.
+        short_schema: JSON schema of the short form; None if that is a kind of the section, as text.
     """
 
     long: Callable[[Any], Any]
@@ -178,7 +179,7 @@ class Short:
 
 
 def kinds_without_keys(full: dict[str, Any], handler: GetJsonSchemaHandler) -> list[str]:
-    """Return the kinds of a section that need no further key. `full`: its JSON schema."""
+    """Return the kinds of a section that need no further key. `full` is the section's JSON schema."""
     kinds: list[str] = []
     if "discriminator" in full:
         for reference in full["discriminator"]["mapping"].values():
@@ -189,7 +190,7 @@ def kinds_without_keys(full: dict[str, Any], handler: GetJsonSchemaHandler) -> l
     if required - {"kind"}:
         return []
     kind = section["properties"]["kind"]
-    # null is among the choices where it means the default.
+    # null is among the choices if it means the default.
     for choice in kind.get("anyOf", [kind]):
         if choice.get("type") != "null":
             kinds += choice.get("enum", [choice.get("const")])

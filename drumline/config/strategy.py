@@ -3,10 +3,11 @@
 A strategy has three parts, each a class that is found by the kind:
 - its fields and its mesh, a `StrategyConfig` (here, and in `config.strategies`),
 - what it costs, a `planner.strategies.StrategyCost`,
-- how it spreads and steps a model, a `plan.strategy_engine.StrategyEngine` (in `engine.strategies`).
+- how it spreads and steps a model, a `plan.strategy_engine.StrategyEngine` (in
+  `engine.strategies`).
 
-No torch here. Each answer has a default, that of copies of the model on all ranks, so that a strategy of
-a user's own overrides only what differs.
+No torch here. Each answer has a default, that of copies of the model on all ranks, so that a
+strategy of a user's own overrides only what differs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Engine = Literal["native", "pipeline", "deepspeed"]
 DataParallel = Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
 Precision = Literal["fp32", "bf16", "fp16"]
-# Of two strategies as fast as each other the planner takes the simpler: less to understand, and to go wrong.
+# If two strategies are equally fast, the planner takes the simpler one, with the lower number.
+# Each degree of pp, ep, cp or tp above 1 adds MIXED, and offloading adds OFFLOADED.
 MIXED, OFFLOADED = 10, 5
 WITH_MEMORY = ("powersgd", "topk")  # compressions that keep on each rank what they have not sent
 
@@ -57,7 +59,7 @@ class Compression(Section):
 
 
 class CopyOptions(Section):
-    """How copies of the model are kept equal: DDP's options, or those that other strategies use around theirs."""
+    """How copies of the model are kept equal: the options of DDP, and of strategies with copies."""
 
     bucket_cap_mb: float = Field(
         25.0, gt=0, le=10**6, description="MiB of gradients reduced together."
@@ -83,7 +85,13 @@ COPIES = CopyOptions()
 
 
 class Names(NamedTuple):
-    """`family`: what a strategy is called without its numbers; `name`: with them; `simple`: less is simpler."""
+    """How tables name a strategy.
+
+    Attributes:
+        family: Its name without numbers.
+        name: Its name with numbers.
+        simple: A number that is lower for a simpler strategy.
+    """
 
     family: str
     name: str
@@ -100,24 +108,26 @@ class StrategyConfig(Spec):
     engine_class: ClassVar[str | type] = "drumline.plan.strategy_engine:StrategyEngine"
     thing: ClassVar[str] = "strategy"
     yaml_key: ClassVar[str] = "strategy"
-    # Of two strategies as fast as each other the planner takes the one with the smaller number.
+    # If two strategies are equally fast, the planner takes the one with the smaller number.
     simplicity: ClassVar[int] = MIXED
     # Whether the planner chooses another strategy in its place.
     planned: ClassVar[bool] = False
     # Whether `drumline verify` compares it if nobody names strategies.
     compared: ClassVar[bool] = False
     one_process: ClassVar[bool] = False
-    # A package that it needs besides Drumline's dependencies.
+    # A package that it needs beside Drumline's dependencies; None for none.
     package: ClassVar[str | None] = None
-    # Without tp, cp and pp: whether ranks take each forward together, on whole samples of their own.
+    # Without tp, cp and pp: whether ranks take each forward together, on whole samples of their
+    # own.
     in_step: ClassVar[bool] = False
-    # How ranks exchange weights now and then; None: gradients are averaged in each step.
+    # How ranks exchange weights now and then; None if gradients are averaged in each step instead.
     exchange: ClassVar[Collective | None] = None
     # Whether it works with the packed weights of QLoRA, without tp.
     takes_packed: ClassVar[bool] = False
     # Without tp, cp and pp: whether each rank holds all weights.
     whole_weights: ClassVar[bool] = True
-    # Whether weights are kept in the type that they compute in, with fp32 weights for the step besides.
+    # Whether weights are kept in the type that they compute in, with fp32 weights for the step
+    # besides.
     keeps_low: ClassVar[bool] = False
     # Whether its engine gathers the weights of each module by hooks in Python.
     hooked: ClassVar[bool] = False
@@ -133,7 +143,7 @@ class StrategyConfig(Spec):
         return {"kind": kind, **options}
 
     def with_files(self, base_dir: Path) -> Self:
-        """Return this strategy with the contents of the files that it names: ranks read the plan alone.
+        """Return this strategy with the contents of the files that it names, for the plan.
 
         `base_dir`: the folder that paths are relative to.
         """
@@ -196,7 +206,7 @@ class StrategyConfig(Spec):
         return None
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
-        """Return what the user should know of this strategy on `plan_world` processes, a line each."""
+        """Return lines about this strategy on `plan_world` processes, for the user."""
         return []
 
     def frozen(self) -> StrategyConfig:
@@ -204,7 +214,7 @@ class StrategyConfig(Spec):
         return self
 
     def step_kind(self, step: int) -> str:
-        """Return a name for what the step after `step` steps sends: steps of one kind send alike."""
+        """Return the kind of the step after `step` steps. Steps of one kind send the same."""
         return "whole"
 
     def step_shares(self) -> dict[str, float]:
@@ -253,7 +263,11 @@ class PipelineConfig(Section):
     )
 
     def stages(self) -> tuple[Schedule, int]:
-        """The schedule, and how many stages a rank holds. Raises PlanError where the two do not go together."""
+        """Return the schedule, and how many stages a rank holds.
+
+        Raises:
+            PlanError: The schedule does not allow that number of stages.
+        """
         interleaves = self.schedule in ("interleaved", "zero_bubble")
         if self.stages_per_rank not in (None, 1) and not interleaves:
             what = f"schedule {self.schedule} has one stage a rank, {self.stages_per_rank} were asked for"
@@ -276,7 +290,10 @@ class SequenceParallel(Section):
 
 
 class Degrees(SequenceParallel, StrategyConfig):
-    """The mesh is pp × replicate × shard × ep × cp × tp; what pp, cp and tp leave of the processes is data parallel."""
+    """The degrees of parallelism: the mesh is pp × replicate × shard × ep × cp × tp.
+
+    Processes that pp, cp and tp do not use are data parallel.
+    """
 
     tp: Ranks = Field(1, description="Tensor parallel: each matrix is cut over this many ranks.")
     cp: Ranks = Field(1, description="Context parallel: each sequence is cut over this many ranks.")

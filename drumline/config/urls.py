@@ -1,4 +1,4 @@
-"""URLs of object stores, such as s3://bucket/runs/one: what is one, and which are refused. No fsspec here."""
+"""Recognise and check URLs of object stores, such as s3://bucket/runs/one, without fsspec."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from pydantic import AfterValidator
 from drumline.config.section import PathText
 from drumline.foreign import path_mistake
 
-FETCHED = (
-    "fetched"  # in a run folder: the copy of a checkpoint at another run's URL, until it is read
-)
+# Folder within a run folder for the copy of a checkpoint at another run's URL, until it is read.
+FETCHED = "fetched"
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
 
 
 def is_url(text: object) -> bool:
+    """Return whether a value is a text that begins like a URL, with `NAME://`."""
     return isinstance(text, str) and _URL.match(text) is not None
 
 
 def url_mistake(text: str) -> str | None:
-    """The reason why checkpoints cannot be kept at a URL; None if they can. It repeats nothing of a URL that may hold a password."""
+    """Return why checkpoints cannot be kept at a URL; None if they can.
+
+    The reason repeats nothing of a URL that may hold a password.
+    """
     match = _URL.fullmatch(text)
     if match is None:
         return "no URL: write s3://bucket/path, gs://bucket/path or another that fsspec knows; a folder goes into run.dir"
-    if secret := secret_mistake(text):
+    secret = secret_mistake(text)
+    if secret:
         return secret
     if match[1].lower() == "memory":
         return "memory:// is lost with each process: use s3://, gs:// or file://"
@@ -37,20 +41,21 @@ def url_mistake(text: str) -> str | None:
 
 
 def secret_mistake(text: str) -> str | None:
-    """The reason why a URL may hold a secret, which it does not repeat; None for one that cannot, and for a path."""
+    """Return why a text may be a URL with a secret, which is not repeated; None if it cannot be."""
     match = _URL.fullmatch(text)
     if match is None or not ("@" in match[2].split("/")[0] or "?" in match[2]):
         return None
     return "it holds a user, a password or options: credentials come from the environment and the usual files of s3fs"
 
 
-def _kept(text: str) -> str:
-    if mistake := url_mistake(text):
+def _checked_url(text: str) -> str:
+    mistake = url_mistake(text)
+    if mistake:
         raise ValueError(mistake)
     return text.rstrip("/")
 
 
-def _local(path: str) -> str:
+def _checked_local_path(path: str) -> str:
     if is_url(path):
         raise ValueError(
             "it is a URL, and lease, logs and events need a local folder: set checkpoint.url to it, and leave run.dir local"
@@ -58,5 +63,5 @@ def _local(path: str) -> str:
     return path
 
 
-UrlText = Annotated[str, AfterValidator(_kept)]
-LocalPath = Annotated[PathText, AfterValidator(_local)]
+UrlText = Annotated[str, AfterValidator(_checked_url)]
+LocalPath = Annotated[PathText, AfterValidator(_checked_local_path)]

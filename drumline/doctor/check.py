@@ -1,6 +1,6 @@
-"""The result of a check: its name, what was found, a verdict, and how to fix it.
+"""The results of checks: of each host, in a table, and compared between hosts.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from drumline.system.output import plural
 
 Verdict = Literal["ok", "warn", "fail"]
 MARKS: dict[str, str] = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
-# Facts that may differ between hosts: it costs speed at most.
+# Facts that may differ between hosts. The run is then at worst slower.
 MAY_DIFFER = ("GPUs", "driver")
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found in one line, and how to fix it if the verdict is not ok."""
+    """The result of one check: what was found, in one line, and how to fix it if it is not ok."""
 
     name: str
     found: str
@@ -46,9 +46,9 @@ class Host:
 
     name: str
     checks: tuple[Check, ...]
-    # What must be the same on all hosts: name → value.
+    # Values that must be the same on all hosts, by name.
     facts: Mapping[str, str]
-    # How many ranks it would have; 0 if it could not be reached.
+    # Number of ranks that it would have; 0 if it could not be reached.
     ranks: int = 0
     # A port that is free there.
     port: int = 0
@@ -65,7 +65,7 @@ class Host:
 
 
 def table(hosts: Sequence[Host]) -> Table:
-    """Return a table with a row for each check; below what is not ok stands how to fix it."""
+    """Return a table with a row for each check. A check that is not ok has its fix below it."""
     from rich.markup import escape
 
     has_many_hosts = len({host.name for host in hosts}) > 1
@@ -86,9 +86,9 @@ def table(hosts: Sequence[Host]) -> Table:
 
 
 def differences(hosts: Sequence[Host]) -> tuple[Check, ...]:
-    """Return a check for each fact that differs between hosts, or one that all are the same.
+    """Return a check for each fact that differs between hosts, or one that says that none does.
 
-    One host alone has nothing to be compared with.
+    There is none for one host alone.
     """
     if len(hosts) < 2:
         return ()

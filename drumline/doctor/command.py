@@ -10,7 +10,7 @@ from rich.console import Console
 
 from drumline.config.launcher import LauncherSpec
 from drumline.doctor.check import Host, table
-from drumline.doctor.diagnose import STDIN, Finding, diagnose, rank_without_log
+from drumline.doctor.diagnose import STDIN, Finding, diagnose, ranks_without_log
 from drumline.doctor.host import Question, examine
 from drumline.doctor.hosts import all_reduce, compare_hosts, examine_hosts
 from drumline.errors import UserError, printable
@@ -24,13 +24,13 @@ CPU_RANKS = 2
 
 
 def doctor(place: str | None, bandwidth: bool, as_json: bool) -> int:
-    """Check what a run needs, or say why it failed; return the exit code.
+    """Check what a run needs, or find why a run failed; return the exit code.
 
-    The code is 1 if a check failed, or if the logs say why the run did.
+    The code is 1 if a check failed, or if the logs tell why the run failed.
 
     Args:
-        place: A config, or nothing, before a run; a run folder, a log or - for standard input
-            after it.
+        place: Before a run, its config, or None to check this host; after it, the run folder, a
+            log, or - for standard input.
         bandwidth: Also measure between pairs of ranks.
         as_json: Print JSON instead of text.
 
@@ -60,7 +60,7 @@ def _after(place: str, as_json: bool) -> int:
     findings = diagnose(place)
     silent: list[int] = []
     if Path(place).is_dir():
-        silent = rank_without_log(Path(place))
+        silent = ranks_without_log(Path(place))
     if as_json:
         values = [finding.values() for finding in findings]
         _print_json({"findings": values, "ranks_without_log": silent})
@@ -79,7 +79,7 @@ def as_text(findings: Sequence[Finding], silent: Sequence[int] = ()) -> str:
     """Return the findings as text: causes with their evidence, and a line for each consequence.
 
     Args:
-        findings: Those of the newest attempt first.
+        findings: The findings, those of the newest attempt first.
         silent: Ranks without a log.
     """
     lines = []

@@ -60,8 +60,8 @@ _DATE = re.compile(
 # glog writes month and day, and no year.
 _GLOG = re.compile(r"\b[EWF](\d{1,2})(\d\d) (\d\d:\d\d:\d\d\.\d{1,6})")
 _EVENT = re.compile(r'^\{"t": (\d+\.?\d*)')
-# Texts that a model wrote or read may speak of any fault. They are in events, and the display prints
-# samples of them.
+# Texts that a model wrote or read may contain the words of any fault, so they are removed. They are
+# in events, and the display prints samples of them.
 _TEXTS = re.compile(r'^(\{"t": [^,\n]*, "kind": "(?:samples|completions)").*', re.MULTILINE)
 _SAMPLE = re.compile(r"^(.{0,80}?\bsample, step \d+: …).*", re.MULTILINE)
 # An event with which an attempt begins or ends; the groups are of a fault alone.
@@ -310,15 +310,15 @@ class _Attempts:
                 if is_fault:
                     # The attempt ends with the line of its fault.
                     attempts.numbers[-1] = int(found[2])
-                    attempts.begin(number + 1)
+                    attempts.start_next(number + 1)
                 elif has_started:
-                    # The attempt before was killed, and could not write its fault.
-                    attempts.begin(number)
+                    # The previous attempt was killed, and could not write its fault.
+                    attempts.start_next(number)
                 has_started = not is_fault
         return attempts
 
-    def begin(self, line: int) -> None:
-        """Let the next attempt begin at a line."""
+    def start_next(self, line: int) -> None:
+        """Let the next attempt start at a line."""
         self.first_lines.append(line)
         self.numbers.append(self.numbers[-1] + 1)
 
@@ -545,7 +545,7 @@ def _find_slow_loader(events: Path) -> Iterator[Line]:
         yield from _doctor_lines(text, events, last_line, steps[-1].t)
 
 
-def rank_without_log(run: Path) -> list[int]:
+def ranks_without_log(run: Path) -> list[int]:
     """Return the ranks of the plan that wrote no log in the newest attempt, though others did.
 
     Empty if the plan cannot be read, or if nobody wrote a log.

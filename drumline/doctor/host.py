@@ -40,9 +40,9 @@ MIB, GIB = 2**20, 2**30
 # have 64 MB, and shells 1024 files.
 SHM_BYTES = GIB
 OPEN_FILES = 4096
-# Free bytes of a disk: less is too little for any checkpoint.
+# A disk with fewer free bytes has no room for any checkpoint.
 FEW_BYTES = GIB
-# Free bytes of a disk: enough for a few checkpoints of a small model.
+# A disk with fewer free bytes has room for only a few checkpoints of a small model.
 SCARCE_BYTES = 20 * GIB
 # Bytes that are written to measure a disk.
 WRITTEN = 64 * MIB
@@ -78,13 +78,13 @@ class Question:
     """What is meant to run on a host. All paths are paths of that host."""
 
     run_dir: str = "."
-    # Of tokenised data; None: the default of this machine.
+    # Folder for tokenised data; None for the default of the host.
     cache_dir: str | None = None
-    # A folder; None for a model of the hub.
+    # Folder of the model; None for a model of the hub.
     model: str | None = None
-    # Files of rows.
+    # Files of training and evaluation rows.
     data: tuple[str, ...] = ()
-    # At which the ranks meet; None: any free one.
+    # Port at which the ranks meet; None for any free one.
     port: int | None = None
     # Addresses of the other hosts.
     peers: tuple[str, ...] = ()

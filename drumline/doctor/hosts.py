@@ -23,7 +23,7 @@ from drumline.system.output import plural
 
 # The name in tables of the checks that concern no single host.
 ALL = "all"
-# Seconds that clocks of hosts may differ: logs of several are read side by side.
+# Seconds that the clocks of hosts may differ. More would confuse a reader of several logs.
 CLOCKS = 1.0
 # The share of a link's usual rate below which a pair gets a warning.
 SLOW = 0.5
@@ -91,7 +91,7 @@ def compare_hosts(
         hosts: What `examine_hosts` returned.
         machine: This one; its devices stand for those of all hosts.
         inter: The link between hosts, by its name in the catalog.
-        interface: Of the network; None: any.
+        interface: Network interface of the ranks; None for any.
         bandwidth: Also measure between pairs of ranks.
     """
     answering = [host for host in hosts if host.ranks > 0]

@@ -1,7 +1,7 @@
-"""The ranks of one host in the doctor's all-reduce.
+"""Start the ranks of one host for the doctor's all-reduce.
 
 `python -m drumline.doctor.ranks` reads a Group from standard input and prints how each rank ended.
-Both are JSON. Nothing here imports torch: it is the ranks that do.
+Both are JSON. This module does not import torch; only the ranks do.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ End = tuple[int | None, str, str]
 class Group:
     """The ranks of one host."""
 
-    # At which the ranks of all hosts meet.
+    # Address and port at which the ranks of all hosts meet.
     address: str
     port: int
-    # The first rank of this host, and how many it has.
+    # The first rank of this host, and the number of its ranks.
     first: int
     count: int
     # The host of each rank of the world.
     hosts: tuple[str, ...]
     device: str
-    # Whether to measure between pairs, too.
+    # Whether to measure also between pairs of ranks.
     bandwidth: bool
-    # Of the network; None: any.
+    # Network interface of the ranks; None for any.
     interface: str | None = None
 
     @staticmethod

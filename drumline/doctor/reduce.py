@@ -24,7 +24,7 @@ SMALL = 1024
 # Bytes of the tensor whose all-reduce measures the bandwidth.
 LARGE = 2**24
 FLOAT_BYTES = 4
-# Of each measurement; the best one counts, since other work only slows it down.
+# Each measurement is repeated, and the best result counts, since other work only slows it down.
 REPEATS = 5
 
 
@@ -41,9 +41,9 @@ class Task:
     # The host of each rank.
     hosts: tuple[str, ...]
     device: str
-    # Whether to measure between pairs, too.
+    # Whether to measure also between pairs of ranks.
     bandwidth: bool
-    # The process to die with; 0: none.
+    # The process to die with; 0 for none.
     parent: int
     # Seconds that one collective may take.
     timeout: float
@@ -157,7 +157,7 @@ def _all_reduce_seconds(bytes_: int, device: str) -> float:
     tensor = torch.zeros(bytes_ // FLOAT_BYTES, device=device)
     best = float("inf")
     for _ in range(REPEATS):
-        # Else the wait for the slowest rank would be measured.
+        # Without the barrier, the wait for the slowest rank would be measured as well.
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""The table of signatures in `signatures.yaml`: what logs say when a distributed run fails, why, and how to fix it."""
+"""Read `signatures.yaml`, the table of known failures: words in the log, cause and fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import yaml
 TABLE = Path(__file__).with_name("signatures.yaml")
 ANY = "any"
 # What launchers write before a rank's lines: `[rank3]:` or `[default3]:` (torch), `[1,3]<stderr>:`
-# (mpirun), `3: ` (srun -l), `(Worker pid=7, ip=…) ` (Ray), `trainer-1  | ` (Compose), a time (kubectl).
+# (mpirun), `3: ` (srun -l), `(Worker pid=7, ip=…) ` (Ray), `trainer-1  | ` (Compose), a time
+# (kubectl).
 LAUNCHER = r"(?:\[?rank\d+\]?:? ?|\[[^\]\n]*\](?:<\w+>)?:? ?| *\d+: |\(\w+ pid=[^)\n]*\) |\S+ +\| |\d{4}-\d\d-\d\dT\S+ )?"
 # How far a wildcard of a pattern reaches. Without a limit, a line that repeats the text before the
 # wildcard would take time by the square of its length.

@@ -2,9 +2,9 @@
 
 The processes are started by torch's elastic agent.
 
-Two parts of torch's agent are not used: its restarts (measured to hang: stale keys in the store)
-and its shutdown (30 s on SIGTERM). `local.py` starts a new agent with a new store for each attempt,
-and this agent kills the remaining ranks as soon as one has failed.
+Two parts of torch's agent are not used: its restarts, which were seen to hang on stale keys in the
+store, and its shutdown, which takes 30 s after SIGTERM. Instead `local.py` starts a new agent with
+a new store for each attempt, and this agent kills the remaining ranks as soon as one has failed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from drumline.errors import NotSaved
 from drumline.hardware.detect import Groups, usable_cores
 from drumline.launch.early import EarlyRanks
-from drumline.launch.hangs import Hang, aborted
-from drumline.launch.postmortem import RankEnd, read_error
+from drumline.launch.hangs import Hang, gloo_abort_error
+from drumline.launch.postmortem import COLLECTIVE_EXIT_CODES, RankEnd, read_error
 from drumline.launch.watch import Watch
 from drumline.system.process import PIPE, SECRET_COMES, is_suspended, wait_for_exit
 from drumline.system.signals import LauncherSignals
@@ -56,13 +55,10 @@ MONITOR_SECONDS = 0.1
 # After an error the other ranks have this long to end by themselves: their errors may explain more
 # than the first one.
 SETTLE_SECONDS = 2.0
-# For ranks to be gone after SIGKILL: freeing memory takes a while.
+# How long to wait for ranks to be gone after SIGKILL: freeing memory takes a while.
 DEATH_SECONDS = 60.0
 # The same if a rank sleeps in the kernel, for a disk that stalls: it dies only when it wakes up.
 ASLEEP_SECONDS = 2.0
-# Exit codes (errors.py) of ends on purpose, to which all ranks come together: some of them later,
-# while they write the checkpoint.
-TOGETHER = (3, 75, NotSaved.rank_code)
 
 
 @dataclass(frozen=True)
@@ -175,6 +171,8 @@ class _Logs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Run a command once on all ranks of this host.
 
+    `drumline_hosts.agent.HostRanks` overrides `_wait_for_remaining_ranks`.
+
     Args:
         command: Arguments of the Python interpreter.
         nproc: Number of ranks on this host.
@@ -222,13 +220,13 @@ class Agent(LocalElasticAgent):
         # Exit codes of failed ranks of other hosts.
         self.failed_codes_of_other_hosts: set[int] = set()
         self.hang: Hang | None = None
-        # A signal number for the ranks of this attempt alone, 0 for none. The ranks save and end,
-        # and the launcher goes on.
-        self.paused = 0
+        # Number of a signal for the ranks of this attempt alone; 0 for none. The ranks save and
+        # end, and the launcher goes on.
+        self.pause_signal = 0
         # Unix seconds at which this agent first saw that a rank had ended.
         self._ended: dict[int, float] = {}
         # Monotonic seconds by which a rank that has noted an error must have ended.
-        self._raised: dict[int, float] = {}
+        self._must_end_by: dict[int, float] = {}
         self._forwarded = False
         self._kill_at: float | None = None  # monotonic seconds at which the grace time ends
         self._dead_at: float | None = None  # monotonic seconds at which killed ranks are given up
@@ -255,7 +253,7 @@ class Agent(LocalElasticAgent):
 
     def kill(self) -> None:
         """Send SIGKILL to all remaining ranks and their child processes, and wait for their end."""
-        self.strike()
+        self.kill_without_waiting()
         patience = DEATH_SECONDS
         if self.hang is not None and any(seen.state == "D" for seen in self.hang.seen):
             patience = ASLEEP_SECONDS
@@ -265,7 +263,7 @@ class Agent(LocalElasticAgent):
         for process in self._processes().values():
             wait_for_exit(process, max(0.0, self._dead_at - time.monotonic()))
 
-    def strike(self) -> None:
+    def kill_without_waiting(self) -> None:
         """Send SIGKILL to all ranks and their child processes, without waiting for their end.
 
         Each rank leads a session of its own, so its process group holds what it has started.
@@ -300,15 +298,15 @@ class Agent(LocalElasticAgent):
         Torch offers no hook for the start of a process, so `Popen` is replaced within this call.
         New processes get the secret of the store on their standard input.
         """
-        usual = subprocess_handler.Popen
+        original_popen = subprocess_handler.Popen
         try:
             if self.early is not None:
-                subprocess_handler.Popen = partial(self.early.take, usual)  # type: ignore[assignment, misc]
+                subprocess_handler.Popen = partial(self.early.start_rank, original_popen)  # type: ignore[assignment, misc]
             elif self.place.secret:
-                subprocess_handler.Popen = partial(_with_secret, usual, self.place.secret)  # type: ignore[assignment, misc]
+                subprocess_handler.Popen = partial(_with_secret, original_popen, self.place.secret)  # type: ignore[assignment, misc]
             return super()._start_workers(worker_group)
         finally:
-            subprocess_handler.Popen = usual  # type: ignore[misc]
+            subprocess_handler.Popen = original_popen  # type: ignore[misc]
             if self.early is not None:
                 # More processes may have waited than the plan has ranks.
                 self.early.end()
@@ -321,12 +319,12 @@ class Agent(LocalElasticAgent):
         Torch's own method is called only when all ranks have gone: at a failure it would send
         SIGTERM and wait 30 s.
         """
-        self._forward()
+        self._forward_signal()
         codes = self._exitcodes()
-        if any(codes.values()) or self.failed_codes_of_other_hosts or self._stuck():
-            self._settle()
+        if any(codes.values()) or self.failed_codes_of_other_hosts or self._has_lingering_error():
+            self._wait_for_remaining_ranks()
             self.kill()
-        elif self._hangs() or self._is_grace_over():
+        elif self._find_hang() or self._is_grace_over():
             self.kill()
         elif None in codes.values():
             return RunResult(state=WorkerState.HEALTHY)
@@ -339,18 +337,18 @@ class Agent(LocalElasticAgent):
         """Return whether the ranks were signalled and have used up their time to save."""
         return self._kill_at is not None and time.monotonic() > self._kill_at
 
-    def _settle(self) -> None:
+    def _wait_for_remaining_ranks(self) -> None:
         """Wait for the other ranks after one has failed.
 
         How long depends on the failure: not at all after a kill, SETTLE_SECONDS after an error or
-        an abort, and the grace time after an end on purpose, since other ranks may be saving.
+        an abort, and the grace time after a deliberate end, since other ranks may be saving.
         """
         codes = (set(self._exitcodes().values()) | self.failed_codes_of_other_hosts) - {None, 0}
         was_killed = min(codes - {-signal.SIGABRT}, default=0) < 0
         if was_killed and not self.signals.number:
             return
         patience = SETTLE_SECONDS
-        if codes & set(TOGETHER):
+        if codes & COLLECTIVE_EXIT_CODES:
             patience = self.grace_seconds
         until = time.monotonic() + patience
         if self._kill_at is not None:
@@ -358,32 +356,32 @@ class Agent(LocalElasticAgent):
         while None in self._exitcodes().values() and time.monotonic() < until:
             if self.signals.at_once:
                 return
-            self._forward()
+            self._forward_signal()
             time.sleep(MONITOR_SECONDS / 2)
 
-    def _stuck(self) -> bool:
+    def _has_lingering_error(self) -> bool:
         """Return whether a rank noted an error a while ago and still runs.
 
-        It may be blocked: leaving a process group before the other ranks do can wait for them.
+        It may be blocked: a rank that leaves a process group first may wait for the other ranks.
         """
         now = time.monotonic()
         for rank, code in self._exitcodes().items():
             file = self.logs / f"rank-{rank}.json"
-            if code is not None or rank in self._raised or not file.exists():
+            if code is not None or rank in self._must_end_by or not file.exists():
                 continue
             error = read_error(file)
             patience = SETTLE_SECONDS
-            if error is not None and error["exit_code"] in TOGETHER:
+            if error is not None and error["exit_code"] in COLLECTIVE_EXIT_CODES:
                 patience = self.grace_seconds
-            self._raised[rank] = now + patience
-        return any(now > at for at in self._raised.values())
+            self._must_end_by[rank] = now + patience
+        return any(now > at for at in self._must_end_by.values())
 
-    def _hangs(self) -> bool:
-        """Return whether the ranks have stood still for longer than they may.
+    def _find_hang(self) -> bool:
+        """Look for a hang, note it in `self.hang`, and return whether there is one.
 
         Ranks that were told to end are not checked, because the grace time limits them.
         """
-        if self.hang is None and not (self.signals.number or self.paused):
+        if self.hang is None and not (self.signals.number or self.pause_signal):
             running = {}
             for rank, process in self._processes().items():
                 if process.poll() is None:
@@ -391,12 +389,12 @@ class Agent(LocalElasticAgent):
             self.hang = self.watch.look(running)
         return self.hang is not None
 
-    def _forward(self) -> None:
+    def _forward_signal(self) -> None:
         """Forward the launcher's signal to the ranks, once.
 
         The grace time begins with the signal. A second Ctrl-C ends it at once.
         """
-        number = self.signals.number or self.paused
+        number = self.signals.number or self.pause_signal
         if number and not self._forwarded:
             self._forwarded = True
             for process in self._processes().values():
@@ -440,7 +438,7 @@ class Agent(LocalElasticAgent):
         if self.hang is not None and rank == self.hang.subject.rank:
             return self.hang.error()
         if error is None and code == -signal.SIGABRT:
-            return aborted(self.logs / f"rank-{rank}.log")
+            return gloo_abort_error(self.logs / f"rank-{rank}.log")
         return error
 
     def _processes(self) -> dict[int, Any]:
@@ -465,17 +463,17 @@ class Agent(LocalElasticAgent):
 
 
 def _with_secret(
-    usual: Callable[..., Any], secret: str, *, env: dict[str, str], **options: Any
+    original_popen: Callable[..., Any], secret: str, *, env: dict[str, str], **options: Any
 ) -> Any:
     """Start a rank that reads the secret of its store from standard input (`dist.start`).
 
     Args:
-        usual: The original `Popen`, for which this function stands.
+        original_popen: The original `Popen`, for which this function stands.
         secret: The secret, which must not be seen in arguments or in the environment.
         env: Environment of the rank.
         options: All other arguments of `Popen`.
     """
-    process = usual(env={**env, SECRET_COMES: "1"}, stdin=PIPE, **options)
+    process = original_popen(env={**env, SECRET_COMES: "1"}, stdin=PIPE, **options)
     # A pipe is broken if the rank has died, which is seen soon.
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(secret.encode() + b"\n")

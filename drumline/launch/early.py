@@ -1,6 +1,7 @@
-"""Fork ranks off the launcher before there is a plan, after it has imported what ranks need.
+"""Fork processes before there is a plan, so that ranks start without importing torch again.
 
-Torch is not imported at the top of this module.
+The launcher imports what ranks need and then forks. Torch is not imported at the top of this
+module.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class EarlyRanks:
             early.join()
         self.waiting.clear()
 
-    def take(
+    def start_rank(
         self,
-        usual: Callable[..., Any],
+        original_popen: Callable[..., Any],
         args: list[str],
         *,
         env: dict[str, str],
@@ -87,10 +88,10 @@ class EarlyRanks:
         """Turn a waiting process into a rank, or start a new process if none is fit.
 
         A waiting process is fit if it has as many threads as the plan's ranks: torch has read the
-        number at its import. This function stands for `Popen`, whose arguments it takes.
+        number at its import. This method replaces `Popen` and has the same arguments.
 
         Args:
-            usual: The original `Popen`.
+            original_popen: The original `Popen`.
             args: Command line of the rank.
             env: Environment of the rank.
             stdout: Open file whose path the rank writes its output to.
@@ -103,7 +104,7 @@ class EarlyRanks:
                 return early
             # It has died while it waited.
             early.join()
-        return usual(args=args, env=env, stdout=stdout, stderr=stderr, **options)
+        return original_popen(args=args, env=env, stdout=stdout, stderr=stderr, **options)
 
 
 def _can_forks_use_cuda() -> bool:

@@ -1,4 +1,4 @@
-"""Find and change the surroundings of this process: its launcher, its variables, its ports.
+"""Find which program launched this process, set variables for its ranks, and take ports.
 
 This module does not import torch.
 """
@@ -58,7 +58,7 @@ def launched_by() -> str | None:
     return os.environ.get(JOINED, "environment")
 
 
-def first_rank() -> bool:
+def is_first_rank() -> bool:
     """Return whether this process reports for all ranks: it is rank 0, or the only process."""
     return launched_by() is None or os.environ["RANK"] == "0"
 
@@ -69,7 +69,7 @@ def first_rank_reports() -> Iterator[None]:
 
     The other ranks exit silently after rank 0, since launchers end all ranks when one exits.
     """
-    if first_rank():
+    if is_first_rank():
         output: AbstractContextManager[object] = nullcontext()
     else:
         output = redirect_stderr(io.StringIO())
@@ -78,17 +78,18 @@ def first_rank_reports() -> Iterator[None]:
             yield
         except SystemExit:
             # Asked again, because this process may have become a rank meanwhile.
-            if not first_rank():
+            if not is_first_rank():
                 time.sleep(REPORT_SECONDS)
             raise
 
 
-def expandable_segments() -> None:
+def use_expandable_segments() -> None:
     """Make CUDA's allocator use expandable segments, unless the user has set an allocator option.
 
-    The allocator reads the variable as CUDA starts, and ranks inherit it. Nothing is set if NVML is
-    missing, as in containers with compute capability alone: before its first expandable segment
-    torch asks NVML about the device, through a pointer that is null then
+    This sets an environment variable, which the allocator reads as CUDA starts and ranks inherit.
+
+    Nothing is set if the library NVML is missing, as in containers with compute capability alone.
+    Torch asks NVML about the device before its first expandable segment, and would crash without it
     (c10/cuda/PeerToPeerAccess.cpp).
     """
     is_set = bool(os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
@@ -106,11 +107,11 @@ def _loads(library: str) -> bool:
     return True
 
 
-def other_rank_runs(command: str) -> bool:
-    """Return whether another rank of the launcher runs this `command`.
+def is_left_to_another_rank(command: str) -> bool:
+    """Return whether this rank shall not run `command`, because another rank does.
 
-    All ranks train. Data are prepared once on each host, and any other command runs on rank 0
-    alone.
+    All ranks run `train`. The first rank of each host runs `prepare`, and rank 0 alone any other
+    command.
     """
     if command == "train" or launched_by() is None:
         return False
@@ -121,7 +122,7 @@ def other_rank_runs(command: str) -> bool:
 
 
 def die_with_launchers() -> None:
-    """Have this process killed when a launcher above it dies: nobody would end it any more."""
+    """Have this process killed when a launcher above it dies, since nobody else would end it."""
     die_with(launchers())
 
 
@@ -144,12 +145,12 @@ def launchers() -> list[ProcessId]:
             name = above.name()
         except psutil.Error:  # another user's process
             continue
-        if _hands_on(line, own) or _is_starter(above.pid, name):
+        if _passes_on_arguments(line, own) or _is_starter(above.pid, name):
             found.append(process(above.pid))
     return found
 
 
-def _hands_on(line: list[str], arguments: list[str]) -> bool:
+def _passes_on_arguments(line: list[str], arguments: list[str]) -> bool:
     """Return whether a command line is Python's and ends with these arguments."""
     if not arguments or not line:
         return False
@@ -157,7 +158,7 @@ def _hands_on(line: list[str], arguments: list[str]) -> bool:
 
 
 def _is_starter(pid: int, name: str) -> bool:
-    """Return whether a process is the parent of this rank, and no shell."""
+    """Return whether a process is the parent of this rank, and is not a shell."""
     if launched_by() is None or pid != os.getppid() or pid <= 1:
         return False
     return name.lstrip("-") not in SHELLS

@@ -28,7 +28,7 @@ GLOO_SIZE_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs 
 
 @dataclass(frozen=True)
 class Seen:
-    """The watcher's knowledge of one rank at the time of a hang.
+    """What the watcher knows of one rank at the time of a hang.
 
     Attributes:
         state: State letter of the process, from `watch.state_of`.
@@ -228,7 +228,7 @@ def find_culprits(seen: list[Seen], has_other_hosts: bool) -> Hang:
     """
     # From the surest sign to the weakest: a rank that cannot run, then ranks whose collectives
     # differ, and only then the ranks with the fewest steps.
-    blamed, why = _stopped(seen)
+    blamed, why = _blame_unable_to_run(seen)
     if not blamed:
         blamed, why = _blame_by_collectives(seen)
     if blamed:
@@ -243,7 +243,7 @@ def _hang(blamed: list[Seen], why: str, seen: list[Seen], sure: bool) -> Hang:
     return Hang(ranks[0], ranks, why, tuple(seen), sure)
 
 
-def _stopped(seen: list[Seen]) -> tuple[list[Seen], str]:
+def _blame_unable_to_run(seen: list[Seen]) -> tuple[list[Seen], str]:
     """Return the ranks that cannot run at all, and why; no ranks if all of them can."""
     not_started = [each for each in seen if not each.has_started]
     if not_started:
@@ -265,18 +265,18 @@ def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
     """Return the ranks whose collectives differ from the rest, and why; no ranks if none differ."""
     collectives = {each.rank: each.collectives for each in seen if each.collectives is not None}
     different = first_difference(collectives)
-    missing = _missing(seen)
+    behind = _ranks_behind(seen)
     if different is None:
         # Ranks may begin the same collectives at different lines of code, so a difference in lines
         # counts only if nothing else explains the hang.
         by_line = first_difference(collectives, lines=True)
-        if by_line and (not missing or LEFT_OUT in blame(by_line, collectives)[1]):
+        if by_line and (not behind or LEFT_OUT in blame(by_line, collectives)[1]):
             different = by_line
     if different is not None:
         ranks, why = blame(different, collectives)
         return [each for each in seen if each.rank in ranks], why
-    if missing:
-        return missing, _why_missing(missing, seen)
+    if behind:
+        return behind, _why_behind(behind, seen)
     return [], ""
 
 
@@ -297,15 +297,15 @@ def _blame_slowest(seen: list[Seen], has_other_hosts: bool) -> Hang:
     return _hang(blamed, why, seen, sure)
 
 
-def _missing(seen: list[Seen]) -> list[Seen]:
-    """Return the ranks that have not come to a collective in which another rank waits."""
+def _ranks_behind(seen: list[Seen]) -> list[Seen]:
+    """Return the ranks that have not yet begun a collective in which another rank waits."""
     for rank in seen:
         entry = rank.pending_collective
         if entry is None:
             continue
         behind = []
         for each in seen:
-            newest = _newest(each, entry["group"])
+            newest = _newest_number(each, entry["group"])
             # A rank that was never seen in the group may not be a member of it.
             may_be_member = each.collectives is None or newest >= 0 or len(seen) == 2
             if each is not rank and newest < entry["number"] and may_be_member:
@@ -315,7 +315,7 @@ def _missing(seen: list[Seen]) -> list[Seen]:
     return []
 
 
-def _newest(seen: Seen, group: str) -> int:
+def _newest_number(seen: Seen, group: str) -> int:
     """Return the number of a rank's newest collective in a group; -1 if it has begun none."""
     newest = -1
     for entry in seen.collectives or ():
@@ -324,10 +324,10 @@ def _newest(seen: Seen, group: str) -> int:
     return newest
 
 
-def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
-    """Return the sentence that blames ranks for not coming to a collective."""
+def _why_behind(behind: list[Seen], seen: list[Seen]) -> str:
+    """Return the sentence that blames ranks for not having begun a collective."""
     entry = next(each.pending_collective for each in seen if each.pending_collective)
-    is_silent = all(each.collectives is None for each in missing)
+    is_silent = all(each.collectives is None for each in behind)
     if is_silent:
         rest = "and does not answer: it is in code that holds Python's lock"
     else:
@@ -335,7 +335,7 @@ def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
     return f"it has not come to the {entry['op']} {rest}"
 
 
-def aborted(log: Path) -> dict[str, Any] | None:
+def gloo_abort_error(log: Path) -> dict[str, Any] | None:
     """Return the error of a rank that gloo aborted, in the form of `Hang.error`.
 
     Gloo aborts a process if a message of another rank has an unexpected size. The result is None if

@@ -2,10 +2,11 @@
 
 The rule holds for launchers of this host and of any other host that shares the folder.
 
-- `run.lock` is a line of JSON with its holder, and a counter that its holder raises every two
-  seconds.
-- It appears whole by a hard link, and the lease of a dead holder is removed by a rename, so that
-  network file systems can keep it, too (not tried on one; there is no flock).
+- The file `run.lock` has a line of JSON about its holder, and a counter that the holder raises
+  every two seconds.
+- The file is made by a hard link, so it is never seen half written. The lease of a dead holder is
+  removed by a rename. Both work without flock, so they should work on network file systems (this
+  was not tried on one).
 - Whether a holder lives is seen from its process, or else from its counter. The times of files are
   never used, since clocks differ and jump.
 """
@@ -44,10 +45,10 @@ LONGEST = 8192  # bytes; no lease is longer
 
 
 class Lease:
-    """Holds the run folder while it is entered, and makes the folder if it does not exist.
+    """Holds the run folder within a `with` block, and makes the folder if it does not exist.
 
-    A holder that finds another token in its lease has lost the folder, since it was suspended or
-    cut off from the disk. Its process exits immediately, and its ranks with it.
+    A holder that finds another token in `run.lock` has lost the folder, because it was suspended or
+    cut off from the disk for a while. Its process exits immediately, and its ranks with it.
 
     Raises:
         EnvironmentFault: From `__enter__`, if another process holds the folder or if the folder
@@ -68,8 +69,10 @@ class Lease:
             at: Address and port on which the holder listens to agents of other hosts.
             after: Token of the only lease that this one may follow, once its holder is dead. A
                 lease that its holder has given back is not followed. None: follow any dead holder.
-            frozen: A text of the lease file, and since when this host has seen no other text there
-                (seconds of its monotonic clock). The text is None if no process has looked.
+            frozen: The text of the lease file that this host saw last, and the time since when it
+                has not changed (seconds of the monotonic clock). The text is None if no process has
+                looked yet. A holder whose lease has not changed for PATIENCE_SECONDS is dead, so a
+                caller that has watched the file need not watch it again.
         """
         self.run_dir = run_dir
         self.path = run_dir / NAME
@@ -85,10 +88,10 @@ class Lease:
         self._head = json.dumps(owner).encode() + b"\n"
         self._count = 0
         self._ended = threading.Event()
-        self._made = False  # whether the folder did not exist before
+        self._has_made_folder = False  # whether the folder did not exist before
 
     def __enter__(self) -> Self:
-        self._made = not self.run_dir.exists()
+        self._has_made_folder = not self.run_dir.exists()
         with disk_errors(
             "cannot write the run folder",
             str(self.run_dir),
@@ -103,8 +106,10 @@ class Lease:
                 self._remove_dead_lease()
                 has_followed = True
             if has_followed:
-                self._confirm()
-        self._thread = threading.Thread(target=self._keep, daemon=True, name="drumline-lease")
+                self._require_own_lease()
+        self._thread = threading.Thread(
+            target=self._renew_until_ended, daemon=True, name="drumline-lease"
+        )
         self._thread.start()
         return self
 
@@ -116,11 +121,11 @@ class Lease:
         with suppress(OSError):
             if _token(_read(self.path) or b"") == self.token:
                 self.path.unlink()
-            if self._made:
+            if self._has_made_folder:
                 # A run that has written nothing leaves no folder. With files in it this fails.
                 self.run_dir.rmdir()
 
-    def _confirm(self) -> None:
+    def _require_own_lease(self) -> None:
         """Make sure that this lease is still in place, shortly after a dead one was removed.
 
         If several processes wait for one dead holder, one of them may move the lease of the next
@@ -132,7 +137,7 @@ class Lease:
         time.sleep(LOOK_SECONDS)
         seen = _read(self.path)
         if seen is not None and _token(seen) != self.token:
-            raise self._in_use(seen)
+            raise self._in_use_error(seen)
 
     def _text(self) -> bytes:
         """Return the lease as text. Its length never changes, so it can be rewritten in place."""
@@ -152,13 +157,13 @@ class Lease:
         if is_alive is None:
             # The process cannot be seen from here, as on another host. A living holder changes the
             # counter.
-            now = self._lease_after_watching(seen)
-            if now is None:
+            newest = self._lease_after_watching(seen)
+            if newest is None:
                 return
-            is_alive = now != seen
+            is_alive = newest != seen
         if is_alive:
-            raise self._in_use(seen)
-        self._take_away(seen)
+            raise self._in_use_error(seen)
+        self._remove_if_unchanged(seen)
 
     def _lease_after_watching(self, seen: bytes) -> bytes | None:
         """Wait for the lease to differ from `seen`, for at most PATIENCE_SECONDS, and return it.
@@ -168,22 +173,22 @@ class Lease:
         say(
             f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s"
         )
-        until = self._stands_since(seen) + PATIENCE_SECONDS
+        until = self._unchanged_since(seen) + PATIENCE_SECONDS
         while time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
-            now = self._read_expected_lease()
-            if now != seen:
-                return now
+            newest = self._read_expected_lease()
+            if newest != seen:
+                return newest
         return seen
 
-    def _stands_since(self, seen: bytes) -> float:
+    def _unchanged_since(self, seen: bytes) -> float:
         """Return the monotonic seconds since which this host has seen only this content."""
         text, since = self.frozen
         if seen.decode(errors="replace") == text:
             return since
         return time.monotonic()
 
-    def _in_use(self, seen: bytes) -> EnvironmentFault:
+    def _in_use_error(self, seen: bytes) -> EnvironmentFault:
         """Return the error that names the holder of the lease `seen`."""
         what = f"the run folder is in use by {_holder_text(seen)}"
         fix = "wait for that run's end or stop it, or choose another folder with run.dir=…"
@@ -202,7 +207,7 @@ class Lease:
             )
         return seen
 
-    def _take_away(self, dead: bytes) -> None:
+    def _remove_if_unchanged(self, dead: bytes) -> None:
         """Remove the lease file if it still has the content `dead`.
 
         Between the read and the removal another process may have put its own lease there. The
@@ -214,12 +219,12 @@ class Lease:
             self.path.rename(aside)
             if aside.read_bytes() != dead:
                 # If a third process has made its own lease meanwhile, the holder whose lease was
-                # moved aside ends, in `_confirm` or in `_renew`.
+                # moved aside ends, in `_require_own_lease` or in `_renew`.
                 with suppress(FileExistsError):
                     os.link(aside, self.path)
             aside.unlink()
 
-    def _keep(self) -> None:
+    def _renew_until_ended(self) -> None:
         """Renew the lease until it is given back. This is the work of a thread."""
         while not self._ended.wait(RENEW_SECONDS):
             # A full disk or a server that does not answer is no reason to end a run: the next turn
@@ -272,7 +277,7 @@ class Holder:
 
 
 def holder(run_dir: Path) -> Holder | None:
-    """Return the process that the lease of a run folder names, alive or dead; None without one."""
+    """Return the holder of a run folder, alive or dead; None if there is no lease."""
     seen = _read(run_dir / NAME)
     process = seen and _holder(seen)
     if not seen or not process:
@@ -291,15 +296,16 @@ def holders(run_dirs: Sequence[Path]) -> dict[Path, Holder]:
     """
     found = {}
     for folder in run_dirs:
-        one = holder(folder)
-        if one is not None:
-            found[folder] = one
-    if any(one.alive is None for one in found.values()):
+        first = holder(folder)
+        if first is not None:
+            found[folder] = first
+    if any(first.alive is None for first in found.values()):
         time.sleep(2 * RENEW_SECONDS)
-    for folder, one in found.items():
-        if one.alive is None:
-            now = holder(folder)
-            found[folder] = replace(one, alive=now is not None and now.count != one.count)
+    for folder, first in found.items():
+        if first.alive is None:
+            second = holder(folder)
+            has_moved = second is not None and second.count != first.count
+            found[folder] = replace(first, alive=has_moved)
     return found
 
 
@@ -320,28 +326,29 @@ def request_stop(run_dir: Path, token: str) -> None:
 
 
 @contextmanager
-def guarded(run_dir: Path) -> Iterator[None]:
+def guard_run_folder(run_dir: Path) -> Iterator[None]:
     """Within the block, exit this rank if another launcher takes the run folder over.
 
     The rank's own launcher may be suspended, and then it cannot end its ranks.
     """
-    own = None
+    own_token = None
     ended = threading.Event()
     with suppress(OSError, EnvironmentFault):
-        own = token_of(run_dir)
+        own_token = token_of(run_dir)
 
-    def look() -> None:
+    def exit_if_taken_over() -> None:
         while not ended.wait(RENEW_SECONDS):
             with suppress(OSError, EnvironmentFault):
-                if token_of(run_dir) not in (own, None) and not ended.is_set():
+                if token_of(run_dir) not in (own_token, None) and not ended.is_set():
                     say(
                         f"error: another launcher has taken {run_dir} over: this rank ends, its own may be suspended"
                     )
                     os._exit(1)
 
     # Without a token no launcher holds the folder, as in a trial.
-    if own is not None:
-        threading.Thread(target=look, daemon=True, name="drumline-guard").start()
+    if own_token is not None:
+        guard = threading.Thread(target=exit_if_taken_over, daemon=True, name="drumline-guard")
+        guard.start()
     try:
         yield
     finally:

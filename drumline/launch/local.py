@@ -1,9 +1,9 @@
-"""Launch the ranks of a plan: start them, report their failures, and start them again.
+"""Launch the ranks of a plan: start them, report their failures, and restart them.
 
-A new start resumes from the newest checkpoint.
+A start of all ranks is an attempt. Each attempt after the first resumes from the newest checkpoint.
 
-The ranks run on this machine, or wherever a launcher's `Ranks` start them. No process is left
-behind.
+The ranks run on this machine (`LocalRanks`), or wherever the `Ranks` of another launcher start
+them. No process is left behind.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ MILESTONES = (Restore, Step, Eval, Save)
 # A session reads this variable: above 0 it goes on from its newest checkpoint.
 ATTEMPT = "DRUMLINE_ATTEMPT"
 GRACE_SECONDS = 60.0
-# Codes of ranks that ended on purpose, most important first. A rank exits with 75 only once the
-# checkpoint is whole on all ranks, so a failure while it leaves does not undo it.
+# Exit codes of ranks that ended deliberately, most important first. A rank exits with 75 only once
+# the checkpoint is whole on all ranks, so a failure during its exit does not undo it.
 DELIBERATE = (
     UserError.exit_code,
     TrainingStopped.exit_code,
@@ -70,7 +70,7 @@ DELIBERATE = (
 
 
 class Ranks(Protocol):
-    """All ranks of a run, one attempt after the other."""
+    """Starts all ranks of a run, once for each attempt."""
 
     def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
         """Start the ranks, wait until the last has ended, and return how each ended.
@@ -78,7 +78,7 @@ class Ranks(Protocol):
         Args:
             rank: Module that each rank runs, followed by its arguments.
             logs: Folder for the logs of this attempt.
-            signals: The signals that the launcher has received, which the ranks are to get as well.
+            signals: The signals that the launcher has received. They are forwarded to the ranks.
 
         Raises:
             EnvironmentFault: The ranks cannot be started.
@@ -149,32 +149,37 @@ def launch(
     """
     if ranks is None:
         ranks = LocalRanks.of_plan(plan)
-    launched = _Launch(plan, Path(plan.run_dir) / "events.jsonl", on_oom)
+    judge = _AttemptJudge(plan, Path(plan.run_dir) / "events.jsonl", on_oom)
     start = Resume.parse(resume)
     attempt = -1
-    with LauncherSignals(trial) as signals, tail(launched.events_path, on_event):
+    with LauncherSignals(trial) as signals, tail(judge.events_path, on_event):
         while True:
-            launched.past = len(read(launched.events_path))
+            judge.events_before_attempt = len(read(judge.events_path))
             # A network file system may show the newest folder late. The number before counts too,
             # so that no attempt writes over the logs of another.
-            attempt = max(attempt + 1, next_attempt(launched.run_dir))
-            rank = [worker, str(plan_path)]
+            attempt = max(attempt + 1, next_attempt(judge.run_dir))
+            rank_command = [worker, str(plan_path)]
             if start is not None:
-                rank += ["--resume", str(start)]
-            logs = launched.run_dir / "logs" / f"attempt-{attempt}"
-            ends = ranks.attempt(rank, logs, signals)
-            # Before the end is judged: ranks of a trial that a signal has killed did not fail.
+                rank_command += ["--resume", str(start)]
+            logs = judge.run_dir / "logs" / f"attempt-{attempt}"
+            ends = ranks.attempt(rank_command, logs, signals)
+            # Before the end is judged, since ranks of a trial that a signal killed did not fail.
             signals.raise_swallowed()
-            code = launched.finish(ends, attempt, signals)
+            code = judge.finish(ends, attempt, signals)
             if code is not None:
                 return code
             start = resume_of_restart(
-                start, launched.run_dir, plan.config.checkpoint.apart, launched.before
+                start, judge.run_dir, plan.config.checkpoint.apart, judge.events_before_launch
             )
 
 
-class _Launch:
-    """Reports the end of each attempt of a launch, and decides whether another one follows."""
+class _AttemptJudge:
+    """Reports how each attempt of a launch ended, and decides whether another one follows.
+
+    Attributes:
+        events_before_launch: Number of events that earlier launches have written.
+        events_before_attempt: Number of events before the present attempt.
+    """
 
     def __init__(self, plan: Plan, events_path: Path, on_oom: OnOutOfMemory) -> None:
         self.plan = plan
@@ -182,8 +187,8 @@ class _Launch:
         self.events_path = events_path
         self.on_oom = on_oom
         self.restarts = Restarts(plan.config.launch.max_restarts, "launch.max_restarts is 0")
-        self.before = len(read(events_path))  # number of events before this launch
-        self.past = self.before  # number of events before this attempt
+        self.events_before_launch = len(read(events_path))
+        self.events_before_attempt = self.events_before_launch
 
     def finish(self, ends: list[RankEnd], attempt: int, signals: LauncherSignals) -> int | None:
         """Report how an attempt ended. Return the exit code of the launch; None to start again.
@@ -191,21 +196,25 @@ class _Launch:
         A signal may come at any time, so `signals` are looked at where each decision is made.
         """
         plan = self.plan
-        # An end on purpose comes first: it is no failure, whatever else the ranks report.
+        # Deliberate ends come first: they are no failures, whatever else the ranks report.
         code = decide_exit_code(ends, signals.number)
-        if signals.number and code != 0 and _was_exporting(self.events_path, self.past):
+        if (
+            signals.number
+            and code != 0
+            and _was_exporting(self.events_path, self.events_before_attempt)
+        ):
             _report_stopped_export(signals.number, plan, self.events_path)
             return Preempted.exit_code
         if code is not None:
             _report_end(ends, code, signals.number, plan)
             _note_mistake(ends, code, attempt, self.events_path)
             if code == 0:
-                _report_failed_export(self.events_path, self.past)
+                _report_failed_export(self.events_path, self.events_before_attempt)
             if code == NotSaved.rank_code:
                 return NotSaved.exit_code
             return code
         cause = root_cause(ends)
-        if cause.rank == 0 and _was_exporting(self.events_path, self.past):
+        if cause.rank == 0 and _was_exporting(self.events_path, self.events_before_attempt):
             _report_lost_export(cause, plan, self.events_path)
             return 0
         may_start_again = self._decide(cause, ends, attempt, signals)
@@ -217,7 +226,7 @@ class _Launch:
         self, cause: RankEnd, ends: list[RankEnd], attempt: int, signals: LauncherSignals
     ) -> bool:
         """Report a failure, and return whether to start again."""
-        reached, failed_at = progress_since(self.events_path, self.past)
+        reached, failed_at = progress_since(self.events_path, self.events_before_attempt)
         step = max(failed_at, 0)
         out_of_memory = exhausted(cause)
         memory_line = None
@@ -306,7 +315,7 @@ def next_attempt(run_dir: Path) -> int:
     return max(numbered(run_dir / "logs", "attempt-"), default=-1) + 1
 
 
-def progress_since(events_path: Path, past: int) -> tuple[int, int]:
+def progress_since(events_path: Path, events_before: int) -> tuple[int, int]:
     """Return the last step that any attempt finished, and the last one of the present attempt.
 
     Each is -1 if there is none. Events are taken in the order of the file and not of their times,
@@ -314,33 +323,33 @@ def progress_since(events_path: Path, past: int) -> tuple[int, int]:
 
     Args:
         events_path: File of the events.
-        past: Number of events before the present attempt.
+        events_before: Number of events before the present attempt.
     """
     furthest = -1
     newest = -1
     for number, event in enumerate(read(events_path)):
         if isinstance(event, MILESTONES):
             furthest = max(furthest, event.step)
-            if number >= past:
+            if number >= events_before:
                 newest = event.step
     return furthest, newest
 
 
-def _was_exporting(events_path: Path, past: int) -> bool:
+def _was_exporting(events_path: Path, events_before: int) -> bool:
     """Return whether an attempt had finished its run and was ended while it exported.
 
-    `past` is the number of events before the attempt.
+    `events_before` is the number of events before the attempt.
     """
-    events = read(events_path)[past:]
+    events = read(events_path)[events_before:]
     return bool(events) and isinstance(events[-1], Exporting)
 
 
-def _report_failed_export(events_path: Path, past: int) -> None:
+def _report_failed_export(events_path: Path, events_before: int) -> None:
     """Print why an attempt exported nothing, if its export failed.
 
-    `past` is the number of events before the attempt.
+    `events_before` is the number of events before the attempt.
     """
-    exports = [event for event in read(events_path)[past:] if isinstance(event, Export)]
+    exports = [event for event in read(events_path)[events_before:] if isinstance(event, Export)]
     if exports and exports[-1].error:
         say(f"note: {exports[-1].error}")
 
@@ -397,14 +406,14 @@ def decide_exit_code(ends: list[RankEnd], stop_signal: int) -> int | None:
     return 1
 
 
-def _with_exit_code(ends: list[RankEnd], code: int) -> list[RankEnd]:
-    """Return the ends of the ranks whose own error asks for this exit code."""
+def reports_with_exit_code(ends: list[RankEnd], code: int) -> list[RankEnd]:
+    """Return the ends of the ranks that reported an error with this exit code."""
     return [end for end in ends if end.error and end.error.get("exit_code") == code]
 
 
 def _report_end(ends: list[RankEnd], code: int, stop_signal: int, plan: Plan) -> None:
-    """Print the line of an end on purpose, once for all ranks."""
-    reports = _with_exit_code(ends, code)
+    """Print one line about a deliberate end, once for all ranks."""
+    reports = reports_with_exit_code(ends, code)
     if reports:
         if code == 75:
             say(f"stopped: {reports[0].message}")
@@ -442,7 +451,7 @@ def _note_mistake(ends: list[RankEnd], code: int, attempt: int, events_path: Pat
 
     Rank 0 writes the events of a run. Of another rank's mistake it saw only a lost connection.
     """
-    reports = _with_exit_code(ends, code)
+    reports = reports_with_exit_code(ends, code)
     is_mistake = code in (UserError.exit_code, TrainingStopped.exit_code)
     if not is_mistake or not reports or reports[0].rank == 0:
         return

@@ -1,4 +1,4 @@
-"""Find which rank failed first and why, and decide whether another start may help.
+"""Find which rank of an attempt failed first and why, and decide whether a restart may help.
 
 A failure is reported once, with its consequences for the other ranks.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drumline.errors import NotSaved, Preempted
 from drumline.plan.out_of_memory import Exhausted
 from drumline.system.redact import redact
 
@@ -22,13 +23,16 @@ CONSEQUENCES = (
     "NCCL communicator was aborted", "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
     "failed on another rank", "Application timeout", "collective operation timeout",
 )  # fmt: skip
+# Exit codes (errors.py) of deliberate ends that all ranks reach, some of them later than others,
+# since they write the checkpoint first.
+COLLECTIVE_EXIT_CODES = {3, Preempted.exit_code, NotSaved.rank_code}
 LOG_LINES = 15
-MOST_CHARACTERS = 100  # of the error of a rank that failed in consequence
+MOST_CHARACTERS = 100  # of the error that is shown of a rank that failed in consequence
 OUT_OF_MEMORY = "the kernel does that too when memory runs out: see `dmesg`"
 # Addresses, sizes and counts differ between two reports of the same failure.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?", re.IGNORECASE)
-# Errors of Python that another start meets again: code or values do not fit.
-_CERTAIN = re.compile(
+# Python errors that a restart meets again, because the code or its values are wrong.
+_CERTAIN_TO_RECUR = re.compile(
     r"(Type|Attribute|Name|NotImplemented|Import|ModuleNotFound|Syntax|Indentation|UnboundLocal|ZeroDivision)Error\b"
 )
 
@@ -167,7 +171,7 @@ def report(cause: RankEnd, ends: list[RankEnd]) -> str:
         lines += ["", f"last lines of {cause.log}:", *_indent(tail)]
     else:
         lines += ["", f"its log: {cause.log}"]
-    lines += _other_ranks(cause, ends)
+    lines += _lines_about_other_ranks(cause, ends)
     known = likely_cause(lines)
     if known is not None:
         cause_text, fix = known
@@ -175,7 +179,7 @@ def report(cause: RankEnd, ends: list[RankEnd]) -> str:
     return redact("\n".join(lines))
 
 
-def _other_ranks(cause: RankEnd, ends: list[RankEnd]) -> list[str]:
+def _lines_about_other_ranks(cause: RankEnd, ends: list[RankEnd]) -> list[str]:
     """Return lines about the ranks that failed in consequence, and about ranks that hung."""
     consequences = []
     silent = []
@@ -184,7 +188,7 @@ def _other_ranks(cause: RankEnd, ends: list[RankEnd]) -> list[str]:
             continue
         if end.exitcode != 0 and not end.killed:
             summary = end.message.splitlines()[0][:MOST_CHARACTERS]
-            consequences.append(f"{end.name} {summary}{_begun(end)}")
+            consequences.append(f"{end.name} {summary}{_last_collective(end)}")
         if end.killed and not end.error and (end.suspended or cause.is_consequence):
             silent.append(f"{end.name} {end.message}")
     if consequences:
@@ -202,7 +206,7 @@ def likely_cause(lines: list[str]) -> tuple[str, str] | None:
     return known.cause, known.signature.fix
 
 
-def _begun(end: RankEnd) -> str:
+def _last_collective(end: RankEnd) -> str:
     """Return the collective that a rank had begun last, as the end of a line; empty if unknown."""
     if end.error and end.error.get("collective"):
         return f", in {end.error['collective']}"
@@ -234,9 +238,9 @@ def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
 
 
 class Restarts:
-    """A budget of restarts.
+    """A budget of restarts, which each restart without progress reduces.
 
-    Progress fills it up again. The same failure twice at the same step ends it.
+    Progress fills it up again. The same failure twice at the same step forbids another restart.
     """
 
     def __init__(self, limit: int, why_none: str = "") -> None:
@@ -268,7 +272,7 @@ class Restarts:
         if reached > self.reached:
             self.left = self.limit
             self.reached = reached
-        if _CERTAIN.match(message):
+        if _CERTAIN_TO_RECUR.match(message):
             return "another start would not help: it is an error of code or of values"
         failure = (failed_at, rank, host, _NUMBER.sub("#", message))
         if self.last == failure:

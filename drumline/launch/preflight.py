@@ -16,7 +16,7 @@ from drumline.hardware.detect import detect
 from drumline.plan.plan import Plan
 
 
-def require(reached: Mapping[str, Reached], plan: Plan) -> None:
+def check_hosts(reached: Mapping[str, Reached], plan: Plan) -> None:
     """Check the hosts of a run, and print a note for each doubt.
 
     Args:

@@ -40,7 +40,7 @@ LOOK_SECONDS = 0.5
 PAUSE_SECONDS = 0.1  # between two looks at the signals
 NO_RUNS = Path("runs")  # the default folder, which does not exist before the first run
 STOP_SECONDS = 30.0  # between two lines of `drumline stop` while a run saves
-# For another host to take over from a dead launcher, if hosts may come and go.
+# How long another host may take to take over from a dead launcher, if hosts may come and go.
 TAKEOVER_SECONDS = 60.0
 # A duration is shown in the largest unit of which it has at least two.
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
@@ -123,13 +123,13 @@ def _state(run: Path, holder: lease.Holder | None) -> State:
         newest = events[-1].t
     else:
         newest = (run / "plan.json").stat().st_mtime
-    name = _name(run, holder, events)
+    name = _state_word(run, holder, events)
     age = max(0.0, time.time() - newest)
     return State(run, name, step, where, age)
 
 
 def _where(job: str | None, holder: lease.Holder | None) -> str:
-    """Return the Slurm job of a run and the host and process of its launcher, as text."""
+    """Return the Slurm job of a run, and the host and process of its launcher, as one text."""
     where = ""
     if holder is not None:
         where = f"{holder.host} pid {holder.pid}"
@@ -140,10 +140,10 @@ def _where(job: str | None, holder: lease.Holder | None) -> str:
     return f"job {job}"
 
 
-def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
-    """Return the word for the state of a run.
+def _state_word(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
+    """Return the state of a run in one or two words.
 
-    The word is running, queued (also just before the run starts or ends), finished, preempted,
+    They are running, queued (also just before the run starts or ends), finished, preempted,
     stopped, failed, lost (the launcher has died), not started, or unknown (Slurm does not answer).
     """
     if holder is not None and holder.alive:
@@ -153,7 +153,7 @@ def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
             return "queued"
     except EnvironmentFault:
         return "unknown"
-    newest = _newest(events)
+    newest = _newest_of_state(events)
     if isinstance(newest, RunEnd):
         return str(newest.status)
     if isinstance(newest, Fault) and str(newest.action).startswith("stop"):
@@ -163,10 +163,10 @@ def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
     return "not started"
 
 
-def _newest(events: list[Event]) -> Event | None:
+def _newest_of_state(events: list[Event]) -> Event | None:
     """Return the newest event that tells whether a run has ended; None if there is none.
 
-    After the end of an earlier start this is the newer `RunStart`.
+    A run that was started again after its end has a `RunStart` as its newest event.
     """
     for event in reversed(events):
         if isinstance(event, RunStart | RunEnd | Fault | Step):
@@ -191,12 +191,12 @@ def print_logs(run: Path, rank: int | None) -> None:
     files = _log_files(run / "logs")
     found = files
     if rank is not None:
-        found = [path for path in files if _order(path)[0] == rank]
+        found = [path for path in files if _log_order(path)[0] == rank]
     found = [path for path in found if path.suffix in (".out", ".log") and path.is_file()]
     if not found and rank is None:
         file = _job_log(run)
         if file is not None:
-            _print(file, "")
+            _print_log(file, "")
             return
     if not found:
         if files:
@@ -205,16 +205,16 @@ def print_logs(run: Path, rank: int | None) -> None:
             what = "has no logs"
         fix = "under torchrun, srun and mpirun ranks print where that program does"
         raise UserError(what, where=str(run / "logs"), fix=fix)
-    _print_each(found, rank)
+    _print_logs(found, rank)
 
 
-def _print_each(files: list[Path], rank: int | None) -> None:
+def _print_logs(files: list[Path], rank: int | None) -> None:
     """Print logs one after another, each line with its rank if they are of all ranks."""
     for path in files:
         label = ""
         if rank is None:
-            label = f"rank {_order(path)[0]} | "
-        is_read = _print(path, label)
+            label = f"rank {_log_order(path)[0]} | "
+        is_read = _print_log(path, label)
         if not is_read:
             return
     if any(path.stat().st_size for path in files):
@@ -231,10 +231,10 @@ def _log_files(logs: Path) -> list[Path]:
     if not attempts:
         return []
     newest = attempts[max(attempts)]
-    return sorted(newest.glob("rank-*.*"), key=_order)
+    return sorted(newest.glob("rank-*.*"), key=_log_order)
 
 
-def _print(path: Path, label: str) -> bool:
+def _print_log(path: Path, label: str) -> bool:
     """Print a log with a label before each line, and return whether the next log may follow.
 
     False means that nobody reads standard output any more, as after `| head`.
@@ -261,7 +261,7 @@ def _job_log(run: Path) -> Path | None:
     return None
 
 
-def _order(path: Path) -> tuple[int, bool]:
+def _log_order(path: Path) -> tuple[int, bool]:
     """Return the key that sorts logs by rank, with standard error after standard output.
 
     The rank of other files is -1.
@@ -300,11 +300,11 @@ def follow(run: Path, on_event: Emit) -> int:
     exit_code = queue.end_of(run)
     events = last(path)
     if exit_code is None:
-        newest = _newest(events)
+        newest = _newest_of_state(events)
         if isinstance(newest, RunEnd):
             return newest.exit_code
     file = _job_log(run)
-    line = f"{run}: {_name(run, None, events)}"
+    line = f"{run}: {_state_word(run, None, events)}"
     if file is not None:
         line += f"; see {file}"
     print(line, file=sys.stderr)
@@ -342,14 +342,14 @@ def _wait_for_holder(run: Path, patience: float, signals: LauncherSignals) -> No
 
 
 def _pause(signals: LauncherSignals, seconds: float) -> None:
-    """Sleep, but not beyond a signal."""
+    """Sleep for some seconds, or until a signal comes."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and not signals.number:
         time.sleep(PAUSE_SECONDS)
 
 
 def stop(run: Path) -> None:
-    """Have a run save and end, as SIGTERM to its launcher does, and wait until it has ended.
+    """Ask a run to save and end, as SIGTERM to its launcher does, and wait until it has ended.
 
     A job that is still in Slurm's queue is cancelled instead.
 

@@ -27,6 +27,7 @@ from drumline.launch.local import (
     next_attempt,
     progress_since,
     report_failure,
+    reports_with_exit_code,
 )
 from drumline.launch.postmortem import RankEnd, Restarts, exhausted, report, root_cause
 from drumline.system.files import following, write_whole
@@ -117,8 +118,8 @@ def launch_script(
             os.environ[LOGS] = str(logs.absolute())
             if verbosity() is Verbosity.VERBOSE:
                 say(f"Starting {nproc} processes of {script}; their logs are in {logs}")
-            show_output = _shown(logs / "rank-0.out", sys.stdout)
-            show_errors = _shown(logs / "rank-0.log", sys.stderr)
+            show_output = _printed_to(logs / "rank-0.out", sys.stdout)
+            show_errors = _printed_to(logs / "rank-0.log", sys.stderr)
             with show_output, show_errors:
                 agent = Agent(rank, nproc, listen(None), logs, signals, GRACE_SECONDS)
                 ends = agent.attempt()
@@ -131,14 +132,14 @@ def launch_script(
                 _report_silent_end(ends, code, signals.number)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             if restarts is None:
-                restarts = _restarts_of(max_restarts, session)
+                restarts = _restart_budget(max_restarts, session)
             is_last = _report_failed_attempt(ends, attempts - 1, restarts, session, signals.number)
             if is_last:
                 return 1
 
 
-def _restarts_of(max_restarts: int | None, session: SessionOfScript | None) -> Restarts:
-    """Return the budget of restarts, which also has the reason to give if it is 0."""
+def _restart_budget(max_restarts: int | None, session: SessionOfScript | None) -> Restarts:
+    """Return the budget of restarts, with the reason that a message gives if it is 0."""
     if max_restarts is not None:
         return Restarts(max_restarts, "--max-restarts is 0")
     if session is not None:
@@ -196,7 +197,7 @@ def _report_failed_attempt(
 
 def _report_silent_end(ends: list[RankEnd], code: int, signal: int) -> None:
     """Say why an attempt ended on purpose if rank 0, whose log is shown, does not say it."""
-    reported = [end for end in ends if end.error and end.error.get("exit_code") == code]
+    reported = reports_with_exit_code(ends, code)
     if any(end.rank == 0 for end in reported):
         return
     if reported:
@@ -243,8 +244,8 @@ def _move_logs(logs: Path, session: SessionOfScript, ends: list[RankEnd]) -> lis
     return [replace(end, log=moved / end.log.name) for end in ends]
 
 
-def _shown(path: Path, stream: TextIO) -> AbstractContextManager[None]:
-    """Copy what is appended to `path` to `stream` within the block."""
+def _printed_to(path: Path, stream: TextIO) -> AbstractContextManager[None]:
+    """Return a context in which all that is appended to the file `path` is printed to `stream`."""
 
     def show(piece: bytes) -> None:
         print(piece.decode(errors="replace"), end="", file=stream, flush=True)

@@ -1,4 +1,4 @@
-"""The launcher of this machine."""
+"""The launcher `local`, which runs all ranks on this machine and is the default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LocalLauncher(LauncherSpec):
-    """Ranks of this machine, watched, and started again from the newest checkpoint."""
+    """Runs all ranks on this machine, and restarts them from the newest checkpoint."""
 
     # In the schema `kind` is an enum and not a constant, because it may be left out: a launch
     # section without it has this launcher.
@@ -53,14 +53,14 @@ class LocalLauncher(LauncherSpec):
         on_oom: Replans,
         early: Any,
     ) -> int:
-        """Run the plan on this machine and return the exit code.
+        """Run the plan on this machine to its end and return the exit code.
 
         Args:
             plan: The plan.
             plan_path: File of the plan.
             resume: Value of `--resume` for the ranks; None to start anew.
             on_event: Gets each event of the run.
-            on_oom: Looks for another plan when a rank ran out of memory.
+            on_oom: Called when a rank ran out of memory. It looks for another plan.
             early: The processes that the method `early` has forked; None for none.
         """
         from drumline.launch.local import LocalRanks, launch

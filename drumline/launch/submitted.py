@@ -1,7 +1,7 @@
-"""Keep notes of runs whose folder lies elsewhere, so that their launcher finds them again.
+"""Keep notes of runs whose folder is on another machine, so that their launcher finds them again.
 
-`drumline ps`, `logs`, `follow` and `stop` ask the launcher of the note. This module does not import
-torch.
+The note names the launcher, and `drumline ps`, `logs`, `follow` and `stop` ask that launcher about
+the run. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Turn the tasks that srun or mpirun has started into ranks.
 
-The variables of those programs say which rank this process is, and where rank 0 is. This module
-does not import torch.
+A task is one of the processes that srun or mpirun starts. The environment variables that those
+programs set say which rank this process is, and on which host rank 0 is. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def join_tasks() -> None:
 
 
 def joined() -> bool:
-    """Return whether this process has the variables of a rank, as torchrun sets them."""
+    """Return whether this process has all variables of a rank, as torchrun sets them."""
     return all(name in os.environ for name in REQUIRED)
 
 
@@ -61,7 +62,7 @@ def require_rendezvous() -> None:
         EnvironmentFault: It is such a task.
         SystemExit: It is such a task, and another task reports the error.
     """
-    tasks = max(_number(os.environ, name) for name in TASKS)
+    tasks = max(_int_variable(os.environ, name) for name in TASKS)
     if tasks < 2 or joined():
         return
     if "SLURM_PTY_PORT" in os.environ:
@@ -79,11 +80,11 @@ def _task_number() -> int:
     """Return the number of this task, from the first variable that is set; 0 if none is."""
     for name in TASK:
         if name in os.environ:
-            return _number(os.environ, name)
+            return _int_variable(os.environ, name)
     return 0
 
 
-def step_of_allocation() -> list[str]:
+def srun_of_allocation() -> list[str]:
     """Return the srun command that runs a program in all tasks of this Slurm allocation.
 
     The caller is the shell of salloc or a batch script. The command is empty if there is no
@@ -96,10 +97,10 @@ def step_of_allocation() -> list[str]:
     if env.get("SLURM_STEP_ID", "") not in {"", *NO_TASKS}:
         return []
     require_one_group()
-    hosts = expand(env.get("SLURM_JOB_NODELIST", ""))
+    hosts = expand_hosts(env.get("SLURM_JOB_NODELIST", ""))
     full_name = socket.gethostname()
     own_names = {full_name, full_name.partition(".")[0], env.get("SLURMD_NODENAME")}
-    is_one_task = len(hosts) < 2 and _number(env, "SLURM_NTASKS") < 2
+    is_one_task = len(hosts) < 2 and _int_variable(env, "SLURM_NTASKS") < 2
     if is_one_task and own_names & set(hosts):
         return []
     step = ["srun", "--kill-on-bad-exit=1"]
@@ -114,7 +115,7 @@ def requeued() -> bool:
     """Return whether a batch script that Slurm has requeued runs this command once more."""
     if joined() or "SLURM_JOB_ID" not in os.environ:
         return False
-    return _number(os.environ, "SLURM_RESTART_COUNT") > 0
+    return _int_variable(os.environ, "SLURM_RESTART_COUNT") > 0
 
 
 def require_one_group() -> None:
@@ -124,8 +125,8 @@ def require_one_group() -> None:
         EnvironmentFault: The job is heterogeneous.
         SystemExit: The same, in tasks other than the first: one report is enough.
     """
-    if _number(os.environ, "SLURM_HET_SIZE") > 1:
-        if _number(os.environ, "SLURM_PROCID"):
+    if _int_variable(os.environ, "SLURM_HET_SIZE") > 1:
+        if _int_variable(os.environ, "SLURM_PROCID"):
             raise SystemExit(EnvironmentFault.exit_code)
         what = "this job is heterogeneous, and a run is planned for nodes that are alike"
         raise EnvironmentFault(
@@ -143,7 +144,7 @@ def torchrun_of_node(count: Callable[[], int]) -> list[str]:
         count: Returns the number of ranks a node. Called only if srun has started one task a node.
     """
     env = os.environ
-    nodes = _number(env, "SLURM_STEP_NUM_NODES")
+    nodes = _int_variable(env, "SLURM_STEP_NUM_NODES")
     if env.get(JOINED) != "srun" or nodes != int(env["WORLD_SIZE"]):
         return []
     processes = count()
@@ -189,9 +190,9 @@ def task_variables(env: Mapping[str, str]) -> dict[str, str]:
     MASTER_ADDR and MASTER_PORT stay as the user has set them.
     """
     if _is_of_mpi(env):
-        variables = _of_open_mpi(env) or _of_hydra(env)
+        variables = _variables_of_open_mpi(env) or _variables_of_hydra(env)
     else:
-        variables = _of_slurm(env)
+        variables = _variables_of_slurm(env)
     if variables:
         for name in RENDEZVOUS:
             if env.get(name):
@@ -202,45 +203,47 @@ def task_variables(env: Mapping[str, str]) -> dict[str, str]:
 def _is_of_mpi(env: Mapping[str, str]) -> bool:
     """Return whether this is a task of mpirun, and not one of srun.
 
-    The two set variables of each other. Mpirun starts its own helpers by srun, so its tasks see the
-    variables of such a step as well. And srun --mpi=pmi2 sets PMI_SIZE, but no local rank.
+    A task may have the variables of both. Mpirun starts its own helpers by srun, so its tasks have
+    the variables of that step as well. And srun --mpi=pmi2 sets PMI_SIZE, but no local rank.
     """
-    if _number(env, "OMPI_COMM_WORLD_SIZE") > 1:
+    if _int_variable(env, "OMPI_COMM_WORLD_SIZE") > 1:
         return True
-    return "MPI_LOCALRANKID" in env and _number(env, "PMI_SIZE") > 1
+    return "MPI_LOCALRANKID" in env and _int_variable(env, "PMI_SIZE") > 1
 
 
-def _of_slurm(env: Mapping[str, str]) -> dict[str, str]:
+def _variables_of_slurm(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a task of srun; empty for any other process."""
     # In a terminal of srun (--pty) commands are typed in one task; the rest of the step does not
     # hear them.
     if "SLURM_PTY_PORT" in env or env.get("SLURM_STEP_ID") in NO_TASKS:
         return {}
-    if _number(env, "SLURM_STEP_NUM_TASKS") < 2:
+    if _int_variable(env, "SLURM_STEP_NUM_TASKS") < 2:
         return {}
     require_one_group()
     node = int(env.get("SLURM_NODEID", "0"))
-    hosts = expand(env["SLURM_STEP_NODELIST"])
+    hosts = expand_hosts(env["SLURM_STEP_NODELIST"])
     tasks = tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"])
-    numbers = _Numbers(
+    numbers = _RankNumbers(
         env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"], str(tasks[node])
     )
     if len(hosts) == 1:
         host = LOOPBACK
     else:
         host = env.get("MASTER_ADDR") or address(hosts[0])
-    variables = _rank("srun", numbers, host, f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}")
+    variables = _rank_variables(
+        "srun", numbers, host, f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
+    )
     # A job that was requeued goes on with its run.
     variables["TORCHELASTIC_RESTART_COUNT"] = env.get("SLURM_RESTART_COUNT", "0")
     return variables
 
 
-def _of_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
+def _variables_of_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a task of Open MPI's mpirun.
 
     They are empty for any other process, and if the host of rank 0 cannot be found.
     """
-    numbers = _numbers_of(
+    numbers = _rank_numbers(
         env,
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -259,9 +262,9 @@ def _of_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     # Rank 0 may be mapped to another host than mpirun's own. It notices, and reports that a
     # MASTER_ADDR is needed.
-    if numbers.rank == "0" and host in hosts and not _is_here(host):
+    if numbers.rank == "0" and host in hosts and not _is_own_address(host):
         return {}
-    return _rank("mpirun", numbers, host, job)
+    return _rank_variables("mpirun", numbers, host, job)
 
 
 def _hosts_of_mpirun(env: Mapping[str, str]) -> list[str]:
@@ -275,29 +278,31 @@ def _hosts_of_mpirun(env: Mapping[str, str]) -> list[str]:
     return [host for host in mpirun[1].split(",") if not host.startswith("127.")]
 
 
-def _of_hydra(env: Mapping[str, str]) -> dict[str, str]:
+def _variables_of_hydra(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a task of MPICH's or Intel's mpirun.
 
-    They are empty for any other process, and if the host of rank 0 cannot be found: these programs
-    do not name it, so several hosts need a MASTER_ADDR. Tasks on several hosts share no text of
-    this start alone either. Two runs of one user there, of equally many ranks, need a MASTER_PORT.
+    They are empty for any other process, and if the host of rank 0 cannot be found. These programs
+    do not name it, so on several hosts the user must set MASTER_ADDR.
+
+    On several hosts the port is derived from that host, the number of ranks and the user. Two runs
+    of one user that have all of these in common need a MASTER_PORT each.
     """
-    numbers = _numbers_of(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    numbers = _rank_numbers(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if numbers is None:
         return {}
     if numbers.local_world_size == numbers.world_size:
-        return _rank("mpirun", numbers, LOOPBACK, str(_proxy()))
+        return _rank_variables("mpirun", numbers, LOOPBACK, str(_id_of_start()))
     host = env.get("MASTER_ADDR")
     if not host:
         return {}
-    return _rank("mpirun", numbers, host, f"{host}.{numbers.world_size}.{os.getuid()}")
+    return _rank_variables("mpirun", numbers, host, f"{host}.{numbers.world_size}.{os.getuid()}")
 
 
-def _proxy() -> int:
-    """Return the id of a process above all ranks of this host, and of no other start.
+def _id_of_start() -> int:
+    """Return a number that the ranks of this host share and no other start has: a process id.
 
-    It is the nearest proxy of mpirun, since scripts may come between it and the rank. Without a
-    proxy it is the parent.
+    It is that of mpirun's nearest proxy, which is above all ranks of the host, with scripts perhaps
+    between it and the rank. Without a proxy it is that of the parent.
     """
     import psutil
 
@@ -310,8 +315,8 @@ def _proxy() -> int:
     return os.getppid()
 
 
-class _Numbers(NamedTuple):
-    """The place of a rank, as the text of its variables."""
+class _RankNumbers(NamedTuple):
+    """The numbers of a rank, as the text of its variables."""
 
     rank: str
     world_size: str
@@ -319,26 +324,26 @@ class _Numbers(NamedTuple):
     local_world_size: str
 
 
-def _numbers_of(env: Mapping[str, str], *names: str) -> _Numbers | None:
-    """Return the place of a rank by four variables, whose names are in the order of `_Numbers`.
+def _rank_numbers(env: Mapping[str, str], *names: str) -> _RankNumbers | None:
+    """Return the numbers of a rank from four variables, named in the order of `_RankNumbers`.
 
     None if a variable is missing, or if the process is the only one.
     """
     if not all(name in env for name in names):
         return None
-    numbers = _Numbers(*(env[name] for name in names))
+    numbers = _RankNumbers(*(env[name] for name in names))
     _, size_name, _, _ = names
-    if _number(env, size_name) < 2:
+    if _int_variable(env, size_name) < 2:
         return None
     return numbers
 
 
-def _rank(program: str, numbers: _Numbers, host: str, job: str) -> dict[str, str]:
+def _rank_variables(program: str, numbers: _RankNumbers, host: str, job: str) -> dict[str, str]:
     """Return the variables of a rank.
 
     Args:
         program: The program that has started it: srun or mpirun.
-        numbers: Its place among the ranks.
+        numbers: Its numbers among the ranks.
         host: The host of rank 0.
         job: A text that all ranks of this start share, and no other start has. The port is derived
             from it, so that runs on one host do not meet each other.
@@ -355,14 +360,14 @@ def _rank(program: str, numbers: _Numbers, host: str, job: str) -> dict[str, str
     }
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
+def _int_variable(env: Mapping[str, str], name: str) -> int:
     """Return the number in an environment variable; 0 if it is not set, or not a number."""
     if env.get(name, "").isdecimal():
         return int(env[name])
     return 0
 
 
-def _is_here(address: str) -> bool:
+def _is_own_address(address: str) -> bool:
     """Return whether an address is one of this host."""
     import psutil
 
@@ -372,7 +377,7 @@ def _is_here(address: str) -> bool:
     return address in own
 
 
-def expand(hosts: str) -> list[str]:
+def expand_hosts(hosts: str) -> list[str]:
     """Return the hosts of Slurm's list: `n[1-3,07],gpu1` is n1, n2, n3, n07 and gpu1."""
     found = []
     # A comma within brackets does not end an item.
@@ -380,7 +385,7 @@ def expand(hosts: str) -> list[str]:
         names = [""]
         for part in re.findall(r"\[[^\]]*\]|[^\[]+", item):
             if part.startswith("["):
-                endings = _numbers(part[1:-1])
+                endings = _expand_ranges(part[1:-1])
             else:
                 endings = [part]
             names = [name + ending for name in names for ending in endings]
@@ -388,7 +393,7 @@ def expand(hosts: str) -> list[str]:
     return found
 
 
-def _numbers(ranges: str) -> list[str]:
+def _expand_ranges(ranges: str) -> list[str]:
     """Return the numbers of ranges: `1-3,07` is 1, 2, 3, 07. Zeros in front are kept."""
     found = []
     for each in ranges.split(","):

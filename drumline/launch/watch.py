@@ -1,7 +1,8 @@
-"""Watch the heartbeats of one host's ranks, and find out what each of them does in a hang.
+"""Watch the heartbeats of one host's ranks, and collect what each rank does in a hang.
 
-A rank may be unable to run any code of its own then. So its state is read from shared memory and
-from /proc, and its stacks are written by a signal handler that needs no lock of Python.
+A rank that hangs may be unable to run any code of its own. So its state is read from shared memory
+and from /proc, and its stacks are written by a signal handler that does not need Python's lock. The
+module `hangs` then decides which rank to blame.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from typing import IO, Any, NamedTuple
 from drumline.launch.hangs import Hang, Seen, find_culprits
 from drumline.system import heartbeat as beats
 
-# The longest time, in seconds, that counts between two looks. If this process did not run for
-# longer, as on a suspended machine, ranks may not have run either.
-MOST_LOOK = 0.5
-# Seconds after a beat at which the waits for a core are read. Most phases are over by then, and
-# nothing has to be read for them.
-STARVED_AFTER = 1.0
-# A hang that another host may cause is reported so much later, so that the other host can name the
-# culprit first, or answer that a rank of it is at work.
-ELSEWHERE_SECONDS = 5.0
-DOUBT_SECONDS = 1.0  # between two looks until then
-ANSWER_SECONDS = 3.0  # for stacks and collectives
-SIGNAL_SECONDS = 1.0  # for the stacks of a rank that has not answered
+# Of the time between two looks, at most so many seconds count. If this process did not run for
+# longer, as on a suspended machine, the ranks may not have run either.
+LONGEST_COUNTED_SECONDS = 0.5
+# Seconds after a beat at which the threads' waits for a core are read. Most phases are shorter, and
+# nothing is read for them.
+CORE_WAITS_AFTER = 1.0
+# A hang that a rank of another host may have caused is reported so many seconds later. Until then
+# the other host can name the culprit, or answer that one of its ranks is at work.
+OTHER_HOST_SECONDS = 5.0
+DOUBT_SECONDS = 1.0  # between two looks within OTHER_HOST_SECONDS
+ANSWER_SECONDS = 3.0  # that a rank may take to answer with its stacks and collectives
+SIGNAL_SECONDS = 1.0  # that a rank without an answer may take to write stacks at a signal
 WAIT_SECONDS = 0.05  # between two looks for an answer
 
 
@@ -43,7 +44,7 @@ class _Pulse:
     count: int = -1  # number of its last beat
     waited: float = 0.0  # seconds since that beat, as far as this process has looked
     # For each thread, the seconds that it had waited for a core soon after the beat.
-    starved: dict[int, float] = field(default_factory=dict)
+    core_waits: dict[int, float] = field(default_factory=dict)
 
 
 class _Rank(NamedTuple):
@@ -62,7 +63,7 @@ class _State(NamedTuple):
 
 
 class Watch:
-    """Watches the ranks of this host.
+    """Watches the ranks of this host for hangs. The caller calls `look` again and again.
 
     Args:
         ranks: Number of ranks of this host.
@@ -114,14 +115,14 @@ class Watch:
             running: Process id of each rank that has not ended.
         """
         now = time.monotonic()
-        spent = min(now - self.looked, MOST_LOOK)
+        spent = min(now - self.looked, LONGEST_COUNTED_SECONDS)
         self.looked = now
         if self.board is None or not running:
             return None
         beating = self._beating(running)
         self._open_files(beating)
         for each in beating:
-            self._count(each, spent)
+            self._update_pulse(each, spent)
         if not beating:
             return None
         if not self._may_hang(beating):
@@ -132,7 +133,7 @@ class Watch:
         if any(state_of(each.pid)[0] == "t" for each in beating):
             return None
         has_other_hosts = max(self.ranks, len(beating)) < self.world_size
-        hang = find_culprits(self._seen(beating, running), has_other_hosts)
+        hang = find_culprits(self._question_ranks(beating, running), has_other_hosts)
         if hang.sure or self._is_doubt_over(hang, now):
             return hang
         return None
@@ -161,7 +162,7 @@ class Watch:
             # process ends.
             shutil.rmtree(self.board.folder, ignore_errors=True)
 
-    def _count(self, rank: _Rank, spent: float) -> None:
+    def _update_pulse(self, rank: _Rank, spent: float) -> None:
         """Update the pulse of a rank.
 
         Args:
@@ -175,9 +176,9 @@ class Watch:
         else:
             pulse.count = count
             pulse.waited = 0.0
-            pulse.starved = {}
-        if pulse.waited >= STARVED_AFTER and not pulse.starved:
-            pulse.starved = starved(rank.pid)
+            pulse.core_waits = {}
+        if pulse.waited >= CORE_WAITS_AFTER and not pulse.core_waits:
+            pulse.core_waits = core_waits(rank.pid)
 
     def _may_hang(self, beating: list[_Rank]) -> bool:
         """Return whether all ranks with the fewest steps are late, or one of them is suspended.
@@ -191,9 +192,9 @@ class Watch:
         steps = [self._int(each.place, beats.STEP) for each in busy]
         first_step = min(steps)
         behind = [each for each, step in zip(busy, steps, strict=True) if step == first_step]
-        if min(self._late(each) for each in behind) > 0:
+        if min(self._seconds_over_limit(each) for each in behind) > 0:
             return True
-        return any(self._suspended(each) for each in behind)
+        return any(self._is_suspended_too_long(each) for each in behind)
 
     def _is_doubt_over(self, hang: Hang, now: float) -> bool:
         """Return whether a hang that may be one of another host counts as one of this host.
@@ -203,17 +204,17 @@ class Watch:
         """
         if self.doubted is None:
             self.doubted = now
-        until = self.doubted + ELSEWHERE_SECONDS
+        until = self.doubted + OTHER_HOST_SECONDS
         is_other_at_work = any(seen.is_other_host_working for seen in hang.seen)
         if is_other_at_work:
-            self.look_again = now + ELSEWHERE_SECONDS
+            self.look_again = now + OTHER_HOST_SECONDS
             return False
         if now >= until:
             return True
         self.look_again = min(now + DOUBT_SECONDS, until)
         return False
 
-    def _late(self, rank: _Rank) -> float:
+    def _seconds_over_limit(self, rank: _Rank) -> float:
         """Return for how many seconds a rank has exceeded its limit; at most 0 if it has not.
 
         On an overloaded host a rank may stand still for lack of a core. The longest time that any
@@ -225,11 +226,11 @@ class Watch:
         if late <= 0:
             return late
         waits = []
-        for thread, seconds in starved(rank.pid).items():
-            waits.append(seconds - pulse.starved.get(thread, seconds))
+        for thread, seconds in core_waits(rank.pid).items():
+            waits.append(seconds - pulse.core_waits.get(thread, seconds))
         return late - max(waits, default=0.0)
 
-    def _suspended(self, rank: _Rank) -> bool:
+    def _is_suspended_too_long(self, rank: _Rank) -> bool:
         """Return whether a rank has been suspended for longer than a step may stand still.
 
         The limit of a step holds in every phase, even in those with a higher limit of their own: a
@@ -256,14 +257,14 @@ class Watch:
         assert self.board is not None
         return self.board.limit(place, self.pulses)
 
-    def _seen(self, beating: list[_Rank], running: Mapping[int, int]) -> list[Seen]:
-        """Ask every rank for its stacks and collectives, and return the findings by rank.
+    def _question_ranks(self, beating: list[_Rank], running: Mapping[int, int]) -> list[Seen]:
+        """Ask every rank for its stacks and collectives, and return what is known of each.
 
         The order matters: states and phases are read before the request, because the signal for the
         stacks may wake a rank up and so change them.
         """
         states = {each.rank: state_of(each.pid) for each in beating}
-        seen = {each.rank: self._one(each) for each in beating}
+        seen = {each.rank: self._read_board(each) for each in beating}
         offsets = {each.place: self._end_of_stacks(each.place) for each in beating}
         awake = [each for each in beating if states[each.rank].state != "T"]
         self._ask(beating, awake, offsets)
@@ -271,7 +272,7 @@ class Watch:
             # Asked twice: a rank that only read a disk for a moment is no longer in state D.
             if states[each.rank].state == "D":
                 states[each.rank] = state_of(each.pid)
-        found = self._not_started(beating, running, max(each.limit for each in seen.values()))
+        found = self._ranks_not_started(beating, running, max(each.limit for each in seen.values()))
         for each in beating:
             offset = offsets[each.place]
             found.append(self._answered(seen[each.rank], each.place, states[each.rank], offset))
@@ -293,7 +294,7 @@ class Watch:
         self._wait_for(ANSWER_SECONDS, self._has_answered, awake)
         silent = [each for each in awake if not self._has_answered(each.place)]
         for each in silent:
-            _signal(each.pid)
+            _request_stacks_by_signal(each.pid)
 
         def has_stacks(place: int) -> bool:
             return self._end_of_stacks(place) > offsets[place]
@@ -315,7 +316,7 @@ class Watch:
         while time.monotonic() < until and not all(is_there(each.place) for each in ranks):
             time.sleep(WAIT_SECONDS)
 
-    def _not_started(
+    def _ranks_not_started(
         self, beating: list[_Rank], running: Mapping[int, int], limit: float
     ) -> list[Seen]:
         """Return the running ranks that have not begun to beat."""
@@ -327,8 +328,8 @@ class Watch:
                 found.append(Seen(rank, "startup", -1, waited, limit, has_started=False))
         return found
 
-    def _one(self, rank: _Rank) -> Seen:
-        """Return the board's knowledge of a rank."""
+    def _read_board(self, rank: _Rank) -> Seen:
+        """Return what the board of heartbeats says of a rank."""
         place = rank.place
         return Seen(
             rank=rank.rank,
@@ -343,7 +344,7 @@ class Watch:
         """Return `seen` with the state of a rank, its new stacks and its answer.
 
         Args:
-            seen: The board's knowledge of the rank.
+            seen: What the board says of the rank.
             place: Its place on the board.
             state: State of its process.
             offset: End of its file of stacks before it was asked.
@@ -360,7 +361,7 @@ class Watch:
             state=state.state,
             sleeps_in=state.sleeps_in,
             stacks=stacks,
-            # True alone counts: a text says why the other hosts could not be asked.
+            # Only True counts: a text in its place says why the other hosts could not be asked.
             is_other_host_working=answer.get("elsewhere") is True,
             collectives=_list_of(answer, "collectives"),
             samples=_list_of(answer, "samples"),
@@ -393,7 +394,7 @@ def state_of(pid: int) -> _State:
     return _State("D", function)
 
 
-def starved(pid: int) -> dict[int, float]:
+def core_waits(pid: int) -> dict[int, float]:
     """Return for each thread the seconds for which it was ready to run and had no core.
 
     The source is schedstat (proc(5)). The result is empty if the kernel does not keep it.
@@ -429,7 +430,7 @@ def _state(folder: Path) -> str:
     return ""
 
 
-def _signal(pid: int) -> None:
+def _request_stacks_by_signal(pid: int) -> None:
     """Send a process the signal at which faulthandler writes its stacks.
 
     The signal goes to one thread that is able to take it: a signal to the process may be given to a

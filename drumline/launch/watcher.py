@@ -1,7 +1,7 @@
 """Watch the ranks of one host that another program has started (torchrun, srun, mpirun and others).
 
-The first rank of the host starts `python -m drumline.launch.watcher POST`, which ends with that
-rank. This module does not import torch.
+The first rank of the host starts the watcher as a process, `python -m drumline.launch.watcher JSON`
+with a `WatchedHost` as JSON. It ends with that rank. This module does not import torch.
 
 Ranks that hang are named on standard error and in the run folder, and killed. The program that
 started them sees that a rank has failed, and may start all of them again. Under
@@ -37,8 +37,8 @@ KILL_SECONDS = 2.0  # for the report: a disk that stalls must not keep the ranks
 
 
 @dataclass(frozen=True)
-class Post:
-    """The facts that a rank passes to the watcher of its host, as JSON."""
+class WatchedHost:
+    """What the first rank of a host tells the watcher that it starts, as JSON."""
 
     parent: int  # process id of the rank that has started the watcher, and with which it ends
     board: str  # folder of the heartbeats
@@ -50,14 +50,16 @@ class Post:
     program: str  # name of the program that has started the ranks
 
 
-def begin(name: str, rank: int, world_size: int, run_dir: Path) -> None:
-    """Have this rank watched. The first rank of the host that comes here starts the watcher.
+def watch_this_rank(name: str, rank: int, world_size: int, run_dir: Path) -> None:
+    """Have this rank watched for hangs by the watcher of its host.
+
+    The first rank of the host that calls this starts the watcher.
 
     A rank that cannot be watched runs all the same, and a note says so.
 
     Args:
-        name: A text that the ranks of this start share, and that nobody else knows. The board in
-            shared memory is found by it.
+        name: A text that the ranks of this start share, and that nobody else knows. The ranks find
+            their common board in shared memory by it.
         rank: This rank.
         world_size: Number of ranks of the run.
         run_dir: The run folder.
@@ -74,11 +76,11 @@ def begin(name: str, rank: int, world_size: int, run_dir: Path) -> None:
         return
     os.environ[heartbeat.VARIABLE] = f"{folder}:{rank}"
     if first:
-        post = _post(str(folder), world_size, run_dir, host)
-        start_module("drumline.launch.watcher", json.dumps(asdict(post)), keeps=())
+        watched = _watched_host(str(folder), world_size, run_dir, host)
+        start_module("drumline.launch.watcher", json.dumps(asdict(watched)), keeps=())
 
 
-def _post(board: str, world_size: int, run_dir: Path, host: str) -> Post:
+def _watched_host(board: str, world_size: int, run_dir: Path, host: str) -> WatchedHost:
     """Return the facts for the watcher of this host, which is to end with this process."""
     # LOCAL_SIZE is deepspeed's name of the variable.
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
@@ -87,7 +89,7 @@ def _post(board: str, world_size: int, run_dir: Path, host: str) -> Post:
         own_logs = str(logs)
     else:
         own_logs = ""
-    return Post(
+    return WatchedHost(
         parent=os.getpid(),
         board=board,
         ranks=int(ranks),
@@ -99,18 +101,21 @@ def _post(board: str, world_size: int, run_dir: Path, host: str) -> Post:
     )
 
 
-def keep(post: Post) -> None:
-    """Watch the ranks until the parent has ended, or until they hang and are killed."""
-    board = heartbeat.Board(Path(post.board), 0)
-    watch = Watch(post.ranks, 0, post.world_size, board)
+def watch_host(watched: WatchedHost) -> None:
+    """Watch the ranks of a host until the rank that started the watcher ends, or until they hang.
+
+    Ranks that hang are reported and killed.
+    """
+    board = heartbeat.Board(Path(watched.board), 0)
+    watch = Watch(watched.ranks, 0, watched.world_size, board)
     known: dict[int, ProcessId] = {}
     try:
-        # Another parent means that the rank has ended: the system gives its orphans a new one.
-        while os.getppid() == post.parent:
-            running = _running(board, post.world_size, known)
+        # The system gives orphans a new parent, so another parent means that the rank has ended.
+        while os.getppid() == watched.parent:
+            running = _running(board, watched.world_size, known)
             hang = watch.look(running)
             if hang is not None:
-                _end(post, hang, running)
+                _report_and_kill(watched, hang, running)
                 return
             time.sleep(LOOK_SECONDS)
     finally:
@@ -136,7 +141,7 @@ def _running(
     return {rank: each.pid for rank, each in known.items() if each.alive() is not False}
 
 
-def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
+def _report_and_kill(watched: WatchedHost, hang: Hang, running: Mapping[int, int]) -> None:
     """Report a hang and kill the ranks.
 
     Under Drumline's own launcher only the culprit is killed, since the launcher ends the rest.
@@ -144,34 +149,34 @@ def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
     error = hang.error()
     rank = hang.subject.rank
     attempt = 0
-    if post.logs:
+    if watched.logs:
         victims = [running[rank]]
     else:
         victims = list(running.values())
-        attempt = next_attempt(Path(post.run_dir))
+        attempt = next_attempt(Path(watched.run_dir))
     # The report may hang on a disk that stalls. The ranks are killed in time all the same.
-    late = threading.Timer(KILL_SECONDS, _kill, [victims])
-    late.start()
-    if post.logs:
-        noted = {"message": {"drumline": {**error, "host": post.host}}}
-        write_whole(Path(post.logs) / f"rank-{rank}.json", json.dumps(noted))
+    kill_timer = threading.Timer(KILL_SECONDS, _kill, [victims])
+    kill_timer.start()
+    if watched.logs:
+        noted = {"message": {"drumline": {**error, "host": watched.host}}}
+        write_whole(Path(watched.logs) / f"rank-{rank}.json", json.dumps(noted))
     else:
-        _report(post, rank, error, attempt)
-    late.cancel()
+        _report_hang(watched, rank, error, attempt)
+    kill_timer.cancel()
     # Without a chance to save: ranks of other hosts that wait for these would run into their own
     # time limits, and report errors that hide the cause.
     _kill(victims)
 
 
-def _report(post: Post, rank: int, error: dict[str, Any], attempt: int) -> None:
+def _report_hang(watched: WatchedHost, rank: int, error: dict[str, Any], attempt: int) -> None:
     """Name a hang on standard error and in the run folder."""
-    run_dir = Path(post.run_dir)
+    run_dir = Path(watched.run_dir)
     logs = run_dir / "logs" / f"attempt-{attempt}"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"rank-{rank}.log"
-    end = RankEnd(rank, 1, error, log, killed=True, at=error["time"], host=post.host)
+    end = RankEnd(rank, 1, error, log, killed=True, at=error["time"], host=watched.host)
     step = max(furthest_step(run_dir), 0)
-    reason = f"its ranks are killed, and {post.program} decides about another start"
+    reason = f"its ranks are killed, and {watched.program} decides about another start"
     report_failure(end, [end], attempt, step, reason, "", run_dir / "events.jsonl", None)
 
 
@@ -187,4 +192,4 @@ if __name__ == "__main__":
         # A batch system sends these to all processes of a task. The ranks save then; the watcher
         # ends with its rank, and not before.
         signal.signal(number, signal.SIG_IGN)
-    keep(Post(**json.loads(sys.argv[1])))
+    watch_host(WatchedHost(**json.loads(sys.argv[1])))

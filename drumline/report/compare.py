@@ -326,7 +326,7 @@ def _has_keys_below(run: RunFacts, section: str) -> bool:
 
 
 def _section_text(section: str, side: list[RunFacts], other: list[RunFacts]) -> str:
-    """Describe a section of one side: its kind, and its non-default keys that the other side lacks."""
+    """Describe a section of one side: its kind, and non-default keys that the other side lacks."""
     keys_of_other: set[str] = set()
     for run in other:
         keys_of_other.update(run.config)

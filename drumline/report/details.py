@@ -456,7 +456,7 @@ def data(run: RunFacts, drawings: Drawings) -> Data | None:
 
 
 def _source_table(sources: list[dict[str, Any]]) -> Table:
-    """Return a row for each source: how many rows were left out of it, and what an epoch has of it."""
+    """Return a row for each source: how many rows were left out, and how many an epoch has."""
     rows = []
     for source in sources:
         counts: dict[str, int] = {}

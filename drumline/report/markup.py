@@ -184,7 +184,7 @@ def format_time(value: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return a value for a script element of type application/json: nothing in it can end the element."""
+    """Return a value as JSON for a script element. Nothing in it can end the element."""
     dumped = json.dumps(plain(value), allow_nan=False, separators=(",", ":"))
     for character, escaped in (("&", "\\u0026"), ("<", "\\u003c"), (">", "\\u003e")):
         dumped = dumped.replace(character, escaped)

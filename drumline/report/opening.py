@@ -1,4 +1,4 @@
-"""The block that `drumline train` prints before the first step."""
+"""Write the block of lines that `drumline train` prints before the first step."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def report(folders: list[Path], out: Path | None) -> Path:
 
 
 def at_end(plan: Plan) -> Path | None:
-    """Write the page at a run's end, and its PNG if matplotlib is installed; return the page's path.
+    """Write the page at a run's end, and a PNG if matplotlib is installed; return the page's path.
 
     None if `report.html` is false or no rank began. Whatever fails is one note, since the run has
     already ended as it has.
@@ -91,7 +91,7 @@ def at_end(plan: Plan) -> Path | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a text to a file that others may read. Raises EnvironmentFault if it cannot be written."""
+    """Write a text to a file that others may read. Raises EnvironmentFault if that fails."""
     with _writing(path), whole_file(path, shared=True) as file:
         file.write(text.encode(errors="replace"))
 

@@ -16,7 +16,8 @@ COLUMNS = 3
 # A curve of fewer points has a marker at each.
 FEW_POINTS = 30
 CJK = re.compile(r"CJK|WenQuanYi|Source Han|PingFang|Heiti|Hiragino|Arial Unicode")
-# Those of draw.js but for its last one, so that a run has one color on the page and in the picture.
+# The colors of draw.js without its last one, so that a run has one color on the page and in the
+# picture.
 COLORS = (
     "#3b6fb6",
     "#d9793b",
@@ -44,7 +45,7 @@ def draw(runs: list[RunFacts], path: Path) -> bool:
     # system has such a font.
     fonts = ["DejaVu Sans", *_cjk_fonts()[:1]]
     with mpl.rc_context({"font.family": fonts}), warnings.catch_warnings():
-        # A box stands for a letter that neither font has.
+        # A letter that neither font has is drawn as a box, and matplotlib would warn about it.
         warnings.filterwarnings("ignore", "Glyph")
         _draw(runs, path)
     return True

@@ -28,28 +28,28 @@ from drumline.system.redact import redact
 from drumline.telemetry import events, watched
 
 REFRESH_PER_SECOND = 4
-# Lines about steps that a whole run prints to a file or a pipe.
+# Number of lines about steps that a whole run prints to a file or a pipe.
 PLAIN_STEP_LINES = 20
-# Steps of a mean. The losses of single steps jump, since a step has few samples.
+# Number of steps of a mean. The losses of single steps jump, since a step has few samples.
 MEAN_STEPS = 6
-# Steps whose mean time makes the ETA.
+# Number of steps whose mean time makes the ETA.
 RECENT_STEPS = 20
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_VALUES = 24
 # Relative change of a mean up to which it counts as flat.
 SAME = 0.01
-# Characters of the live display.
+# Most characters of a line of the live display.
 WIDEST = 100
-# Of what the model writes on held-out prompts: how many samples are shown, and how many characters
-# of the end of each prompt and of the start of each text.
+# How many texts for held-out prompts are shown, and how many characters of the end of each prompt
+# and of the start of each text.
 SAMPLES_SHOWN = 2
 PROMPT_CHARACTERS = 40
 TEXT_CHARACTERS = 100
-# Of the samples of a step that went wrong.
+# How many samples are shown of a step that went wrong.
 SAMPLE_IDS_SHOWN = 8
 # Characters of an operator's name in the table of a profile.
 OPERATOR_WIDTH = 44
-# Characters of a score's name in the summary, at least.
+# Least characters of a score's name in the summary.
 NAME_WIDTH = 15
 # Ranks whose memory is shown one by one. Of more ranks the display has the least and the most.
 MOST_RANKS = 4

@@ -33,11 +33,11 @@ from drumline.telemetry.events import has_groups
 from drumline.telemetry.truth import Comparison
 from drumline.telemetry.watched import ranks_named
 
-# Columns of keys that differ in the table of runs, at most.
+# Most columns for differing keys in the table of runs.
 MOST_COLUMNS = 8
-# Characters of a value in a table, at most.
+# Most characters of a value in a table.
 MOST_CELL = 300
-# Remarks about one kind of event, at most.
+# Most remarks about one kind of event.
 MOST_REMARKS = 3
 # Kinds of events that are remarks, with the line of one. Fields that an event lacks are None.
 REMARKS = {
@@ -95,7 +95,7 @@ class Drawings:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one looks at first: the plan, tiles and failure of one run, or a table of several runs."""
+    """The first part of the page: plan, tiles and failure of one run, or a table of several runs."""
 
     # The lines that a reader must not miss.
     remarks: list[str]
@@ -209,7 +209,7 @@ def _speed(run: RunFacts) -> str | None:
 
 
 def _first_and_last(name: str, trace: Trace) -> str | None:
-    """Return the first and the last value of a curve, sorted by the last; None if it has no number."""
+    """Return the first and the last value of a curve, sorted by the last; None without a number."""
     numbers = [value for _, value in trace if value is not None]
     if not numbers:
         return None
@@ -222,7 +222,7 @@ def _first_and_last(name: str, trace: Trace) -> str | None:
 
 
 def _peak(comparisons: list[Comparison]) -> str | None:
-    """Return the measured and the planned peak of memory, sorted by the first; None if not measured."""
+    """Return the measured and the planned peak of memory, sorted by the first; None without it."""
     for row in comparisons:
         if row.category == "peak":
             measured = row.show(row.measured)
@@ -468,7 +468,7 @@ def _key_row(key: str, runs: list[RunFacts], is_given: bool, is_differing: bool)
 
 
 def _set_keys_of_any(runs: list[RunFacts]) -> set[str] | None:
-    """Return the keys whose value is not the default in one of the runs; None if that is not known."""
+    """Return the keys whose value is not the default in one of the runs; None if not known."""
     given: set[str] = set()
     for run in runs:
         given_here = _set_keys(run)

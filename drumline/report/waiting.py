@@ -54,7 +54,7 @@ class Waits:
         """Know nothing yet; the events of the run come to `note`.
 
         Args:
-            ranks: Returns what each rank does now, as `launch.stages.stages` does.
+            ranks: Returns what each rank does now, as `launch.rank_phases.rank_phases` does.
             memory: The file that keeps the durations of earlier runs; None keeps nothing.
         """
         self.ranks = ranks
@@ -93,7 +93,7 @@ class Waits:
             write_whole(self.memory, text, shared=True)
 
     def _read(self) -> dict[str, dict[str, float]]:
-        """Return the durations of earlier runs by kind; empty if there is no file, or a damaged one."""
+        """Return the durations of earlier runs by kind; empty without a file, or if it is damaged."""
         if self.memory is None:
             return {}
         kinds = {}

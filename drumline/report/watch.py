@@ -42,21 +42,21 @@ from drumline.system.redact import plain
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.events import Event, tail
 
-# Run folder → what each of its ranks does now.
-Stages = Callable[[Path], list[dict[str, Any]]]
+# A function that returns what each rank of a run does now (`launch.rank_phases`).
+RankPhases = Callable[[Path], list[dict[str, Any]]]
 LOOPBACK = "127.0.0.1"
 PORT = 8765
-# Between two messages to a browser.
+# Seconds between two messages to a browser.
 TICK_SECONDS = 1.0
-# A new browser shows something sooner.
+# The same for the first message, so that a new browser shows something sooner.
 FIRST_TICK_SECONDS = TICK_SECONDS / 3
-# Each keeps a thread busy.
+# Number of browsers at a time. Each keeps a thread busy.
 MOST_BROWSERS = 32
-# Lines of what happened that wait for a browser, at most.
+# Most lines of the display that wait for a browser.
 MOST_LINES = 200
 # Steps whose mean time makes the ETA.
 RECENT_STEPS = 20
-# After which a browser that takes nothing is given up.
+# Seconds after which a browser that takes nothing is given up.
 TIMEOUT_SECONDS = 30.0
 TOKEN_BYTES = 32
 # errno.EADDRINUSE of Linux.
@@ -66,23 +66,23 @@ LATEST_TIME = 1e11
 
 
 class Live:
-    """One run as it goes on, for one browser.
+    """The news of one run for one browser.
 
-    The thread that reads the run's events calls `add`, and the thread of the browser calls
-    `message`, which takes what came since the last message. A lock keeps the two apart.
+    The thread that reads the run's events calls `add`. The thread of the browser calls `message`,
+    which returns what has come since the last message. A lock protects both.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lock = threading.Lock()
-        # What the display of progress has written, until it is in `lines`.
+        # Text that the display of progress has written and that is not in `lines` yet.
         self.text = io.StringIO()
         console = Console(file=self.text, width=160, no_color=True, highlight=False)
         self.progress = Progress(console)
-        # Points by curve, and lines, that the browser lacks.
+        # Points by curve, and lines, that the browser has not got yet.
         self.points: dict[str, Points] = {}
         self.lines: deque[str] = deque(maxlen=MOST_LINES)
-        # Texts that the browser lacks, by kind of event.
+        # Texts that the browser has not got yet, by kind of event.
         self.fresh: dict[str, Any] = {}
         # Seconds of each step; the last event of a step counts.
         self.seconds: dict[int, float] = {}
@@ -93,7 +93,7 @@ class Live:
         self.last = 0.0
         # Seconds between a stop and the next start.
         self.idle = 0.0
-        # What the browser gets whole with each message.
+        # Values that the browser gets with each message.
         self.state: dict[str, Any] = {"status": "planned", "restarts": 0}
 
     def add(self, event: Event) -> None:
@@ -350,7 +350,7 @@ class Handler(BaseHTTPRequestHandler):
         """
         messages = []
         for run in runs:
-            ranks = self.server.stages(run.folder)
+            ranks = self.server.rank_phases(run.folder)
             messages.append(run.message(ranks))
         values = plain({"first": is_first, "runs": messages})
         text = json.dumps(values, allow_nan=False)
@@ -376,19 +376,19 @@ class Server(ThreadingHTTPServer):
     # A stream that is still open does not keep the process from ending.
     daemon_threads = True
 
-    def __init__(self, folders: list[Path], host: str, port: int, stages: Stages) -> None:
+    def __init__(self, folders: list[Path], host: str, port: int, rank_phases: RankPhases) -> None:
         """Listen, without answering yet. Raises OSError if the port is held.
 
         Args:
             folders: The runs, in the order of the page.
             host: The address of this machine to listen at; a name is resolved.
             port: The port to listen at; 0 takes a free one.
-            stages: Says what each rank of a run does now.
+            rank_phases: Returns what each rank of a run does now.
         """
         # The base class reads it when it binds the socket.
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.folders = folders
-        self.stages = stages
+        self.rank_phases = rank_phases
         self.host = host
         super().__init__((host, port), Handler)
         # Cookies do not tell ports apart, so two servers of one host need different names.
@@ -449,13 +449,13 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(folders: list[Path], host: str, port: int, stages: Stages) -> Iterator[str]:
+def serve_page(folders: list[Path], host: str, port: int, rank_phases: RankPhases) -> Iterator[str]:
     """Serve the page by a thread, as long as the context is open, and give its address.
 
     Raises EnvironmentFault if it cannot listen at `host` and `port`.
     """
     try:
-        server = Server(folders, host, port, stages)
+        server = Server(folders, host, port, rank_phases)
     # A name that cannot be encoded for the name server raises UnicodeError.
     except (OSError, UnicodeError, ValueError) as error:
         raise _cannot_listen(error, host, port) from None
@@ -491,20 +491,20 @@ def _cannot_listen(error: Exception, host: str, port: int) -> EnvironmentFault:
 
 
 @contextmanager
-def serve_new_run(run_dir: Path, stages: Stages) -> Iterator[str]:
+def serve_new_run(run_dir: Path, rank_phases: RankPhases) -> Iterator[str]:
     """Serve the page of a run that begins, to this machine alone, and give its address.
 
     If the usual port is held, by the page of another run for example, any free one is taken.
     """
     with ExitStack() as stack:
         try:
-            url = stack.enter_context(serving([run_dir], LOOPBACK, PORT, stages))
+            url = stack.enter_context(serve_page([run_dir], LOOPBACK, PORT, rank_phases))
         except EnvironmentFault:
-            url = stack.enter_context(serving([run_dir], LOOPBACK, 0, stages))
+            url = stack.enter_context(serve_page([run_dir], LOOPBACK, 0, rank_phases))
         yield url
 
 
-def watch(folders: list[Path], host: str, port: int | None, stages: Stages) -> None:
+def watch(folders: list[Path], host: str, port: int | None, rank_phases: RankPhases) -> None:
     """Serve the page of some runs until Ctrl-C.
 
     `port`: None takes the usual one. Raises UserError for a folder that is no run, EnvironmentFault
@@ -515,7 +515,7 @@ def watch(folders: list[Path], host: str, port: int | None, stages: Stages) -> N
         RunFacts(folder)
     if port is None:
         port = PORT
-    with LauncherSignals() as signals, serving(folders, host, port, stages) as url:
+    with LauncherSignals() as signals, serve_page(folders, host, port, rank_phases) as url:
         print(f"watch: {url}", flush=True)
         print("Ctrl-C ends the page; the runs go on", flush=True)
         while not signals.number:

@@ -84,7 +84,7 @@ class Event:
 
     @staticmethod
     def of(values: dict[str, Any]) -> Event:
-        """Return the event that is `values` on disk; `Unknown` for a kind that this version does not know.
+        """Return the event with these values on disk; `Unknown` for a kind that is not known here.
 
         A field whose value is of another type than the kind declares is None.
         """
@@ -121,18 +121,20 @@ class Unknown(Event, kind=""):
 
 
 class RunStart(Event, kind="run_start"):
-    """The ranks begin. Each restart has one of its own."""
+    """The ranks begin. Each start of a run has such an event."""
 
     world_size: int  # processes
     steps: int | None  # optimizer steps of the whole run
-    parameters: int | None  # of the model; null where unknown
+    parameters: int | None  # number of the model's parameters; null if not known
     strategy: str  # how the model is spread
     device: str  # cpu or cuda
     run_dir: str
     resumed_from: str | None  # the argument of --resume; null for a fresh start
     plan_line: str  # the plan in words
     left_out: list[str]  # how many rows of the data were cut, dropped or skipped
-    writes: bool = False  # the model writes text: `drumline chat RUN` talks to it
+    writes: bool = (
+        False  # whether the model writes text, so that `drumline chat RUN` can talk to it
+    )
     # Large weights that `all-linear` does not adapt or QLoRA does not pack, in words.
     unadapted: list[str] = field(default_factory=list)
     # Rank 0's host, system and devices, and the versions of what trains.
@@ -140,9 +142,10 @@ class RunStart(Event, kind="run_start"):
 
 
 class Planned(Event, kind="planned"):
-    """What the plan predicts of a rank's memory, seconds and traffic."""
+    """The plan's prediction of a rank's memory, seconds and traffic."""
 
-    # Bytes by category, on the fullest rank, as plan.estimate.Memory has them; `phase`: where its peak lies.
+    # Bytes by category, on the fullest rank, as in plan.estimate.Memory; `phase` is that of the
+    # peak.
     memory: dict[str, Any]
     host: dict[str, int]  # bytes of one host, all its ranks: {load, train, save}
     seconds: dict[str, float]  # of a step, by category, and their `total`
@@ -150,17 +153,18 @@ class Planned(Event, kind="planned"):
     traffic: dict[str, float]
     verdict: str  # fits, tight or no
     limit: int | None  # bytes of a device's memory
-    calibrated: bool  # seconds are by rates that were measured here
+    calibrated: bool  # whether the seconds come from rates that were measured on this machine
 
 
 class Measured(Event, kind="measured"):
-    """What a run really took, compared with its plan. `metrics`: those of a Measurement."""
+    """Measurements of a run, compared with its plan. `metrics` are those of a Measurement."""
 
-    # Category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without a prediction.
+    # Category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without
+    # a prediction.
     off: dict[str, float]
     # Categories that are off by more than 15%, of those that count (notes say which do not).
     warned: list[str]
-    warnings: list[str]  # a line for each of them: predicted, measured, by how much
+    warnings: list[str]  # a line for each of `warned`: predicted, measured, difference
     notes: list[str]  # what could not be measured or compared, and why
 
     def measurement(self) -> Measurement:
@@ -175,12 +179,14 @@ class Measured(Event, kind="measured"):
 class Step(Event, kind="step"):
     """An optimizer step was done.
 
-    `metrics`: an algorithm's own; of a mixture of experts whose router loss is trained
-    `router_loss` (a part of `loss`, without its coefficient) and `expert_load`: each expert's share
+    `metrics` are those of the algorithm. A mixture of experts whose router loss is trained also has
+    `router_loss` (a part of `loss`, without its coefficient) and `expert_load`, each expert's share
     of all choices.
     """
 
-    step: int  # optimizer steps done, from 1; one that is done again after a restart has a second event, and the last one counts
+    # Number of the step, from 1. A step that is done again after a restart has a second event, and
+    # the last one counts.
+    step: int
     loss: Number  # mean over the tokens of the global batch that carry loss
     lr: float  # learning rate of this step
     grad_norm: Number  # global L2 norm before clipping
@@ -188,35 +194,36 @@ class Step(Event, kind="step"):
     samples: int  # samples (packs, where packing is on) of the global batch
     tokens_per_s: float  # over all ranks
     samples_per_s: float  # over all ranks
-    mfu: float | None  # model FLOPs a second over the devices' peak; null where the peak is unknown
+    mfu: float | None  # model FLOPs a second over the devices' peak; null if the peak is not known
     seconds: float  # of the step, waiting for data included
     data_s: float  # seconds waiting for data, mean over ranks
     compute_s: float  # what is left of the seconds, mean over ranks
-    # Seconds waiting for other ranks, mean over ranks; null where that is not measured and counts as computing.
+    # Seconds waiting for other ranks, mean over ranks; null if they are not measured and so are a
+    # part of `compute_s`.
     comm_s: float | None
-    # That a rank sends to others in such a step, mean over ranks: counted at the collectives of one step of each kind, by the ring
-    # algorithm's shares (all-reduce of S bytes over n ranks: 2 (n - 1) / n × S); null until one was counted.
+    # Bytes that a rank sends to others in such a step, mean over ranks; null until they are
+    # counted. The collectives of one step of each kind are counted with the ring algorithm's
+    # shares: an all-reduce of S bytes over n ranks sends 2 (n - 1) / n × S.
     sent_bytes: int | None
-    # Of each rank: the allocator's peak on a GPU, the resident set on a CPU.
+    # For each rank, the allocator's peak on a GPU, or the resident set on a CPU.
     memory_bytes: list[int]
     epoch: float  # passes over the training samples so far
 
 
 class Eval(Event, kind="eval"):
-    """An evaluation on the held-out data. `metrics`: its scores."""
+    """An evaluation on the held-out data. `metrics` are its scores."""
 
-    step: int  # steps done before it
+    step: int  # number of steps before it
     samples: int  # held-out samples, or prompts
-    seconds: float  # it took
-    reward_failures: Mapping[str, Mapping[str, int]] | None = (
-        None  # reward → reason → held-out answers that it cost; null: none
-    )
+    seconds: float  # that the evaluation took
+    # Number of held-out answers without a reward, by reward and reason; null for none.
+    reward_failures: Mapping[str, Mapping[str, int]] | None = None
 
 
 def has_tokens(tokens: float | None, samples: float | None) -> bool:
     """Return whether a step's samples have several tokens.
 
-    Of a module of the user's own a sample may be all there is to count.
+    Samples of a user's own module may have none, and then only samples are counted.
     """
     if tokens is None:
         # An event of another version.
@@ -230,82 +237,81 @@ def has_groups(prompts: float | None, episodes: float | None) -> bool:
 
 
 class Rollout(Event, kind="rollout"):
-    """Episodes were drawn, to be learned from.
+    """Episodes were sampled, for steps to learn from.
 
-    `metrics`: reward/DOMAIN, and those of the KL penalty.
+    `metrics` are reward/DOMAIN, and those of the KL penalty.
     """
 
-    step: int  # steps done after those that learn from it
+    step: int  # number of steps after those that learn from it
     prompts: int
-    drawn: int  # prompts that were rolled out for it; more than `prompts` where dynamic sampling passed over some
+    # Number of prompts that were sampled; more than `prompts` if dynamic sampling left some out.
+    drawn: int
     episodes: int
     reward: Number  # mean over its episodes; null if none has one
     reward_std: Number  # standard deviation over its episodes; null if none has a reward
     groups_differ: Number  # part of the groups whose rewards are not all alike; null if no episode has a reward
     left_out: int = 0  # episodes to which no reward applies
-    # Reward → mean of its values, without its weight, as last sampled.
+    # Mean values by reward, without its weight, as last sampled.
     rewards: Mapping[str, Number]
-    shares: dict[str, float]  # domain → part of the episodes
-    # Reward → reason → episodes that it cost, as last sampled.
+    shares: dict[str, float]  # share of the episodes by domain
+    # Number of episodes without a reward, by reward and reason, as last sampled.
     failures: Mapping[str, Mapping[str, int]]
     length: float  # mean tokens of a completion
-    length_max: float  # tokens of the longest
-    ended: (
-        float  # part of the completions that came to their end, and were not cut at max_new_tokens
-    )
+    length_max: float  # tokens of the longest completion
+    ended: float  # share of the completions that were not cut at max_new_tokens
     generate_s: float  # seconds that sampling took on rank 0, waiting for others included
     reward_s: float  # seconds of scoring
-    infer_s: float  # seconds for log-probs, values and the reference's
+    infer_s: float  # seconds for log-probs, values and the reference's log-probs
     train_s: float  # seconds of the steps that learned from it
-    # Mean difference of log-probs (nats) between what sampled it and the policy, on a probe after the hand-over of weights; null where
-    # the policy itself samples, or a server keeps its own weights.
+    # Mean difference of log-probs (nats) between the generator and the policy, on a probe after the
+    # weights were sent; null if the policy itself samples, or a server keeps its own weights.
     sampler_gap: float | None = None
-    trained: bool = (
-        True  # whether steps learned from it; where its rewards end the run, `step` is not reached
-    )
+    # Whether steps learned from it. If its rewards end the run, `step` is not reached.
+    trained: bool = True
 
 
 class Save(Event, kind="save"):
     """A checkpoint was saved, or failed to be."""
 
-    step: int  # of the state saved
-    path: str | None  # the checkpoint; null where it failed
+    step: int  # number of steps that the saved state has done
+    path: str | None  # the checkpoint; null if it failed
     seconds: float  # until it was whole on disk
-    bytes: int  # written by all ranks
-    blocked_seconds: float  # that training stood still for it
-    error: str | None  # why it failed, or what was lost besides
+    bytes: int  # that all ranks wrote
+    blocked_seconds: float  # for which training stood still
+    error: str | None  # why it failed, or what else was lost
 
 
 class Reference(Event, kind="reference"):
-    """The reference model's log-probabilities of the pairs' answers are known now."""
+    """The reference model's log-probabilities of all pairs are computed or read."""
 
     data: str  # train or eval
     pairs: int
-    found: bool  # they were computed before, and read
-    path: str  # the table of them
-    seconds: float  # it took
+    found: bool  # whether they were computed before, and only read
+    path: str  # file with the log-probabilities
+    seconds: float  # that this took
 
 
 class Started(Event, kind="started"):
-    """After the first step of a process."""
+    """The first step of a process is done."""
 
-    # By part: imports and plan (a rank is there before it), processes (joining), model, data, first step.
+    # Seconds of each part of the start: imports and plan, processes (until all have joined), model,
+    # data, first step.
     seconds: dict[str, float]
 
 
 class Restore(Event, kind="restore"):
     """A run goes on from a checkpoint."""
 
-    step: int  # that the run goes on after
-    path: str | None  # the checkpoint; null where there was none yet
-    seconds: float  # it took
-    skipped: list[dict[str, str]]  # damaged checkpoints passed over: [{path, reason}]
+    step: int  # the last step of the checkpoint
+    path: str | None  # the checkpoint; null if there was none yet
+    seconds: float  # that loading took
+    skipped: list[dict[str, str]]  # damaged checkpoints that were skipped: [{path, reason}]
 
 
 class Nonfinite(Event, kind="nonfinite"):
     """The loss or the gradient of a step was not finite."""
 
-    step: int  # whose update was not made
+    step: int  # the step, whose update was left out
     policy: str  # stop, skip or rescale (fp16)
     loss: Number
     grad_norm: Number
@@ -313,61 +319,63 @@ class Nonfinite(Event, kind="nonfinite"):
 
 
 class Fault(Event, kind="fault"):
-    """A rank failed. Written by the launcher."""
+    """A rank failed. The launcher writes this event."""
 
-    attempt: int  # count of starts before this one
-    rank: int  # that failed first
-    host: str | None = None  # of that rank, where there are several
-    signal: str | None  # that killed it
-    exitcode: int | None  # of that rank
+    attempt: int  # number of starts before this one
+    rank: int  # the rank that failed first
+    host: str | None = None  # host of that rank, if the run has several
+    signal: str | None  # signal that killed the rank
+    exitcode: int | None  # exit code of the rank
     error: str  # in one line
-    log: str  # file with what the rank printed
-    step: int  # the last one done
+    log: str  # file with the output of the rank
+    step: int  # the last finished step
     action: str  # restart, replan, or stop and why
     cause: str | None = None  # the likely cause and its fix, if the doctor knows such an error
 
 
 class Replan(Event, kind="replan"):
-    """Memory ran out, and the run goes on by another plan."""
+    """The run goes on with another plan, since memory ran out, or hosts came or went."""
 
-    from_: str  # what is left behind, as keys of the YAML
-    to: str  # what the run goes on with, as keys of the YAML
-    why: str  # which memory ran out, and what was wrong of the plan
-    predicted_bytes: dict[str, int]  # of a device: {from, to}, peak of tensors
-    plan: str  # file of the plan that was left; plan.json is the new one
-    step: int  # the last one done
+    from_: str  # the old plan: keys of the YAML, or ranks and strategy
+    to: str  # the new plan, in the same form
+    # That hosts came or went, or which memory ran out and what the old plan had predicted wrongly.
+    why: str
+    predicted_bytes: dict[str, int]  # peak of tensors on a device: {from, to}
+    plan: str  # file of the old plan; plan.json is the new one
+    step: int  # the last finished step
 
 
 class Takeover(Event, kind="takeover"):
-    """The launcher has gone, and another host's goes on with the run."""
+    """The launcher was lost, and the launcher of another host goes on with the run."""
 
-    host: str  # whose launcher goes on
-    from_: str  # the host of the one that has gone
-    why: str  # by what right: the lease of the run folder, or votes
-    step: int  # the last one done, as far as this host knows
+    host: str  # host of the new launcher
+    from_: str  # host of the lost launcher
+    why: str  # what decided: the lease of the run folder, or votes
+    step: int  # the last finished step that the new host knows
 
 
 class Preempt(Event, kind="preempt"):
     """A signal requested the end of the run, and its state was saved."""
 
-    step: int  # saved
-    signal: str  # that requested it
+    step: int  # step of the saved state
+    signal: str  # the signal
 
 
 class Exporting(Event, kind="exporting"):
     """The export of the trained model begins."""
 
-    step: int  # the last one: the run is finished and its weights are saved, so what fails from here on is the export alone
+    # The last step. The run is finished and its weights are saved, so only the export can still
+    # fail.
+    step: int
 
 
 class Export(Event, kind="export"):
     """The trained model was exported, or failed to be."""
 
-    path: str | None  # the Hugging Face folder; null where the export failed
-    seconds: float  # it took
-    max_logit_difference: (
-        Number  # between the trained model and the folder read back; null where the export failed
-    )
+    path: str | None  # the Hugging Face folder; null if the export failed
+    seconds: float  # that the export took
+    # Between the trained model and the folder that is read back; null if the export failed.
+    max_logit_difference: Number
     error: str | None = None  # why it failed, and what to do; the run is finished nevertheless
 
 
@@ -375,26 +383,25 @@ class Profiled(Event, kind="profile"):
     """Steps of a rank were profiled (`run.profile`)."""
 
     rank: int
-    step: int  # the first one of those
-    steps: int
-    trace: str  # the file
-    snapshot: str  # the file of the memory's history, or why there is none
-    operators: list[dict[str, Any]]  # the dearest, see telemetry.profile
+    step: int  # the first of these steps
+    steps: int  # number of these steps
+    trace: str  # file of the trace
+    snapshot: str  # file of the memory's history, or why there is none
+    operators: list[dict[str, Any]]  # the most expensive ones, see telemetry.profile
 
 
 class RunEnd(Event, kind="run_end"):
-    """The ranks have ended. Ranks that are killed write none."""
+    """The ranks have ended. Ranks that are killed write no such event."""
 
     status: str  # finished, preempted, stopped or failed
     exit_code: int  # see errors.py
-    step: int  # the last one done
-    why: str | None = (
-        None  # why it finished before its last step, or the error that ended it, in one line
-    )
-    kwh: Number = (
-        None  # that the devices took, of this process's start on; null where no counter can be read
-    )
-    # Seconds of this process by purpose: {elapsed, productive, startup, save, restore, recompute, eval, other}.
+    step: int  # the last finished step
+    # In one line, the error that ended the run, or why it finished before its last step.
+    why: str | None = None
+    # Energy that the devices took since this process began; null if no counter can be read.
+    kwh: Number = None
+    # Seconds of this process by purpose: {elapsed, productive, startup, save, restore, recompute,
+    # eval, other}.
     goodput: dict[str, float]
 
 
@@ -416,8 +423,8 @@ def last_measurement(events: list[Event]) -> Measurement | None:
 class EventLog:
     """Appends events to a file.
 
-    A run that was killed in the middle of a line goes on after it on a new one. A full disk costs
-    no event and stops no run: what could not be written waits in memory for the next one.
+    If a run was killed in the middle of a line, the next event begins a new line. A full disk loses
+    no event and stops no run: the bytes wait in memory, and are written with the next event.
     """
 
     def __init__(self, path: Path) -> None:
@@ -459,7 +466,7 @@ def read(path: Path) -> list[Event]:
 
 
 def examine(path: Path) -> list[tuple[int, Event | None, bool]]:
-    """Return number (from 1), event, and whether the line is sound, of each line of a file of events.
+    """Return the number (from 1), event and soundness of each line of a file of events.
 
     The event is None for a line that is torn by a kill, or damaged. A line is not sound, either, if
     a field of its event is of another type than its kind declares.
@@ -484,7 +491,8 @@ def _bytes(path: Path) -> bytes:
 def _parse_line(line: str) -> tuple[Event | None, bool]:
     """Return the event of a line, and whether every field of the line is of its declared type.
 
-    None for a line that is torn or lacks what readers need: a kind, a time and, for most kinds, a step.
+    None for a line that is torn or lacks what readers need: a kind, a time and, for most kinds, a
+    step.
     """
     values = parse(line)
     if values is None or not isinstance(values.get("kind"), str):
@@ -503,7 +511,7 @@ def _parse_line(line: str) -> tuple[Event | None, bool]:
 
 
 def _has_valid_step(values: dict[str, Any]) -> bool:
-    """Return whether an event has a step if its kind needs one, and the step is a whole number from 0 on.
+    """Return whether an event has a step that is a whole number from 0 on, if its kind needs one.
 
     Events of kinds that need none may have -1, which is before the first step.
     """
@@ -539,9 +547,9 @@ def last(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
 
 
 def last_start(path: Path) -> int:
-    """Return the place in a file of events, in bytes, of the newest start of its run.
+    """Return the byte at which the newest start of a run begins in its file of events; 0 for none.
 
-    0 if there is none. Raises EnvironmentFault if the file cannot be read.
+    Raises EnvironmentFault if the file cannot be read.
     """
     content = _bytes(path)
     kind_at = content.rfind(b'"kind": "run_start"')
@@ -549,9 +557,9 @@ def last_start(path: Path) -> int:
 
 
 def series(events: list[Event], name: str, kind: type[Event] = Step) -> dict[int, Any]:
-    """Return step → value of a field or metric, of the events of a kind that have it.
+    """Return the values of a field or metric by step, from the events of a kind that have it.
 
-    Of a step that was done again after a restart it is the newest value.
+    A step that was done again after a restart has its newest value.
     """
     values_by_step = {}
     for event in events:

@@ -17,7 +17,8 @@ from drumline.errors import EnvironmentFault
 
 # Entries that a rank reports; the recorder keeps 2000.
 RECENT = 200
-# Operations to which ranks may bring different sizes: one of them has all, or each as much as it has.
+# Operations to which ranks may bring different sizes: one of them has all, or each as much as it
+# has.
 UNEVEN = {"all_to_all", "alltoall", "alltoall_base", "gather", "scatter", "reduce"}
 LEFT_OUT = "has left one out"
 # A collective, as JSON: id, library, group, number, op, sizes, dtypes, line, waits.
@@ -203,7 +204,7 @@ def blame(
 
 
 def _has_left_out(entry: Entry, peer_entry: Entry, peer_entries: Iterable[Entry]) -> bool:
-    """Return whether a rank has left out a collective: its entry is the one that another rank has next.
+    """Return whether a rank has left out a collective, since its entry is the next of another rank.
 
     Args:
         entry: The collective of the rank.

@@ -1,4 +1,4 @@
-"""What a run really takes, compared with its plan: memory by category, host memory, seconds, bytes sent.
+"""Measure what a run takes, to compare it with its plan: memory by category, seconds, bytes sent.
 
 A run has two `measured` events: one as soon as enough steps are timed, and one at its end. One step
 of each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on a
@@ -33,7 +33,8 @@ from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
 from drumline.telemetry.traffic import Traffic
 from drumline.telemetry.truth import Measurement, compare, notes
 
-# Steps that are timed before the first report; the median of three passes over one that something else disturbed.
+# Steps that are timed before the first report. The median of three is not changed by one step that
+# something else disturbed.
 TIMED = 3
 SECONDS = ("total", "data", "communication", "optimizer", "counted")
 STATES = ("parameters", "gradients", "optimizer")
@@ -62,7 +63,7 @@ def process_bytes() -> dict[str, int]:
     """Return the memory of this process, in bytes, as proc(5) names it.
 
     The keys are VmSize, VmData, VmRSS and VmHWM, which is the largest VmRSS so far. On a system
-    without /proc they are what comes closest of what psutil knows.
+    without /proc the values are the closest ones of psutil.
     """
     try:
         text = STATUS.read_text()
@@ -82,7 +83,7 @@ def process_bytes() -> dict[str, int]:
 
 
 class HostPeak:
-    """Bytes of host memory at their largest while weights are loaded, in training, and from the first checkpoint on."""
+    """Peak bytes of host memory: while weights load, in training, and from the first checkpoint."""
 
     def __init__(self) -> None:
         """Begin with the memory until now, which counts as loading."""
@@ -97,7 +98,8 @@ class HostPeak:
             # The peak since the last call.
             peak = counts["VmHWM"]
         except OSError:
-            # The peak is that of all phases, so this takes the memory of now.
+            # The peak cannot be reset and would be that of all phases: the present memory replaces
+            # it.
             peak = counts["VmRSS"]
         self.bytes_[phase] = max(self.bytes_[phase], peak)
 
@@ -140,7 +142,7 @@ class Measure:
         """Watch a part of a step within the context.
 
         Args:
-            step: Steps done so far.
+            step: Number of steps before this one.
             phase: None for forward and backward, then `clip` for the norm, and `step` for the
                 update.
         """
@@ -150,7 +152,7 @@ class Measure:
             # At the end of backward.
             self.stats = self.memory_stats()._asdict()
         if self.plan.device == "cuda" and phase is None:
-            # The peak between steps (loading, evaluation, rollouts) is none of a step's.
+            # The peak between steps (loading, evaluation, rollouts) does not belong to a step.
             torch.cuda.reset_peak_memory_stats()
         if is_counted and self.plan.place == "cpu":
             if self._tracker is None:
@@ -164,15 +166,15 @@ class Measure:
     def end_step(
         self, step: int, micro_batches: list[Any], copies: int, whole: bool, **waits: float
     ) -> tuple[int | None, str | None]:
-        """End a step, and return the bytes that it sent, and the name for its seconds that `took` needs.
+        """End a step, and return the bytes that it sent and the name for `note_seconds`.
 
         Collective if the step was counted. The bytes are None if they are not known. The name is
         None for a step that is neither counted nor timed.
 
         Args:
-            step: Steps done before.
-            micro_batches: Those of the step, whose tokens are counted.
-            copies: Bytes of host memory that checkpoints are written from.
+            step: Number of steps before this one.
+            micro_batches: The micro-batches of the step, whose tokens are counted.
+            copies: Bytes of the copies in host memory that checkpoints are written from.
             whole: False if a counted step made no update.
             waits: Seconds of waiting for `data` (before the step) and for other ranks
                 (`communication`, NaN if it is not measured).
@@ -186,7 +188,8 @@ class Measure:
                 self.width = max(self.width, _tokens(micro_batch))
         self.host.end("save" if copies else "train")
         if self._tracker is not None:
-            # The copies are host memory wherever the model lies; on a CPU the tracker counts them too.
+            # The copies are host memory wherever the model lies; on a CPU the tracker counts them
+            # too.
             self.peak = max(self.peak, self._tracker.peak - copies)
             self._tracker = None
         elif self.plan.device == "cuda":
@@ -201,13 +204,13 @@ class Measure:
             self.seconds[name].append(value)
         return sent, "total"
 
-    def took(self, step: int, name: str | None, seconds: float) -> None:
+    def note_seconds(self, step: int, name: str | None, seconds: float) -> None:
         """Note the seconds of a step, and report once enough steps are timed. Collective.
 
         Args:
-            step: Steps done, with this one.
-            name: As `end_step` returned it.
-            seconds: That the step took on this rank, without waiting for data.
+            step: Number of steps with this one.
+            name: The name that `end_step` returned.
+            seconds: Seconds that the step took on this rank, without waiting for data.
         """
         if name is not None:
             self.seconds[name].append(seconds)
@@ -271,13 +274,14 @@ class Measure:
             of_ranks = by_rank[f"in {phase}"]
             if _are_known(of_ranks):
                 phases[phase] = [round(value, 3) for value in of_ranks]
-        # Of a pipeline the plan predicts the fullest stage, so the others are not compared with it.
+        # The plan of a pipeline predicts its fullest stage, so other stages are not compared with
+        # it.
         fullest_ranks = self._ranks_of_fullest_stage(memory)
         most_memory = {}
         for name, sizes in memory.items():
             most_memory[name] = max(sizes[rank] for rank in fullest_ranks)
         hosts = _ranks_by_host(by_rank["host"])
-        # As a part of the planned tokens; samples without tokens count as planned.
+        # Tokens as a fraction of the planned ones; samples without tokens count as planned.
         width = 1.0
         most_tokens = max(by_rank["width"])
         if most_tokens:
@@ -336,7 +340,7 @@ class Measure:
     def _fullest_host(
         self, by_rank: dict[str, list[float]], hosts: list[list[int]]
     ) -> dict[str, int]:
-        """Return phase → bytes of host memory of a host's ranks together, of the fullest host.
+        """Return the host memory of all ranks of the fullest host, in bytes by phase.
 
         Args:
             by_rank: As `_gathered_numbers` returns it.
@@ -355,7 +359,7 @@ class Measure:
         return bytes_of_phases
 
     def _mean_traffic(self) -> float | None:
-        """Return the bytes that a rank sends in a step, mean over the kinds of steps; None until all kinds are counted."""
+        """Return the mean bytes that a rank sends in a step; None until all kinds are counted."""
         known = self.traffic.known
         # Kind of step → its part of the steps of a long run.
         shares = self.plan.config.strategy.step_shares()
@@ -384,11 +388,12 @@ class Measure:
                 median = statistics.median(values)
             numbers[f"{name}_s"] = median
         if self.plan.device == "cuda":
-            # A GPU's step is still under way when it returns, so how long its optimizer takes is not seen.
+            # A GPU's step is still under way when it returns, so how long its optimizer takes is
+            # not seen.
             numbers["optimizer_s"] = None
         for phase, seconds in heartbeat.seconds().items():
             numbers[f"in {phase}"] = seconds
-        # Numbers alone are gathered, so the host's name becomes one.
+        # Only numbers are gathered, so the host's name becomes a number.
         numbers["host"] = zlib.crc32(socket.gethostname().encode())
         for phase, bytes_ in self.host.bytes_.items():
             numbers[phase] = bytes_ or None

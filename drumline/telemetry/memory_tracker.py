@@ -1,17 +1,26 @@
-"""Bytes of the tensors that live on this rank, followed through one step: how many at the peak, and in which phase that was.
+"""Follow the bytes of tensors on a CPU through one step: their peak, and the phase of the peak.
 
     live = LiveBytes()
-    with live:                    # may be entered several times; the first time it searches for what lives already
-        engine.forward_backward(…)          # its phases, forward and backward, come from autograd itself
-        live.phase = "clip";  norm = engine.grad_norm()
-        live.phase = "step";  engine.step(…)
-    live.base, live.peak, live.peaks       # bytes; {"forward": bytes, "backward": …, "clip": …, "step": …}
+    with live:
+        engine.forward_backward(…)
+        live.phase = "clip"
+        norm = engine.grad_norm()
+        live.phase = "step"
+        engine.step(…)
+    live.peak   # bytes
+    live.peaks  # bytes by phase: forward, backward, clip, step
 
-A CPU has no allocator that counts. As torch.distributed._tools.mem_tracker does it, storages are counted (not tensors: views share one),
-each with a weak reference, whose callback runs when it is freed. It may be entered beside `telemetry.traffic.CommunicatedBytes`, in
-either order. A step under it takes several times as long.
+The phases forward and backward come from autograd itself. The first time `live` is entered, it
+searches for tensors that exist already; it may be entered several times.
 
-It does not see what a kernel allocates and frees inside of itself, and what compiled code (torch.compile) keeps for its own backward.
+A CPU has no allocator that counts. Here storages are counted, as in
+torch.distributed._tools.mem_tracker: several views may share one. Each storage has a weak
+reference, whose callback runs when the storage is freed. A step takes several times as long as
+without the tracker. It may be entered beside `telemetry.traffic.CommunicatedBytes`, in either
+order.
+
+Not seen are memory that a kernel allocates and frees itself, and tensors that compiled code
+(torch.compile) keeps for its own backward.
 """
 
 from __future__ import annotations
@@ -37,16 +46,19 @@ Phase = Literal["forward", "backward", "clip", "step"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that follows the bytes of all storages on the CPU while it is entered.
+    """A dispatch mode that follows the bytes of all storages on the CPU while it is entered.
 
-    `current`: bytes that live now. `base`: bytes that lived when it was entered first. `peak`: the most
-    bytes at once, after any operator. `peaks`: the same of each phase. `phase`: set it to `clip` or
-    `step`; None leaves it to autograd (`backward` inside of its engine, recomputation included, else
-    `forward`).
+    While any dispatch mode is on, autograd adds the gradients of a weight that is used twice in a
+    new tensor, and not in place. If the peak is at the end of backward, a tied embedding therefore
+    has one gradient more here than in a run without the mode.
 
-    While any dispatch mode is on, autograd adds the gradients of a weight that is used twice in a tensor
-    of its own, and otherwise in place. If the peak is at backward's end, a tied embedding has one gradient
-    more here than in a run without the mode.
+    Attributes:
+        current: Bytes of all storages now.
+        base: Bytes of all storages when the mode was first entered.
+        peak: Most bytes at once, after any operator.
+        peaks: Most bytes at once in each phase.
+        phase: The phase, set by the caller to `clip` or `step`. None leaves it to autograd:
+            `backward` within its engine, recomputation included, else `forward`.
     """
 
     def __init__(self, fake: bool = False) -> None:
@@ -78,7 +90,7 @@ class LiveBytes(TorchDispatchMode):
             self._resize = resize = torch.UntypedStorage.resize_
 
             def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-                """Resize a storage and count it: FSDP2 frees gathered weights like this, without the dispatcher."""
+                """Resize a storage and count it. FSDP2 frees gathered weights this way."""
                 out = resize(storage, size)
                 if id(storage) in self._references:
                     self._resized(id(storage), storage.nbytes())
@@ -130,7 +142,12 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _follow(self, tensor: torch.Tensor, unknown: bool = False) -> None:
-        """Count a tensor's storage. `unknown`: a storage that is new here existed before, and was not seen."""
+        """Count the storage of a tensor.
+
+        Args:
+            tensor: The tensor.
+            unknown: Whether a storage that was not followed yet existed before and was not seen.
+        """
         for part in plain_parts(tensor):
             if isinstance(part, FakeTensor):
                 counts = self.fake and part.fake_device.type == "cpu"
@@ -145,7 +162,8 @@ class LiveBytes(TorchDispatchMode):
                     self._references[key] = weakref.ref(storage, partial(self._freed, key))
                     if unknown:
                         self._unknown[key] = 0
-                # An int: torch caches the sizes of fakes across modes, and a compiled function may have made a symbol of one.
+                # An int: torch caches the sizes of fakes across modes, and a compiled function may
+                # have made a symbol of one.
                 self._resized(key, int(storage.nbytes()))
 
     def _resized(self, key: int, bytes_: int) -> None:
@@ -165,8 +183,8 @@ class LiveBytes(TorchDispatchMode):
     def _settle(self) -> None:
         """Count the storages that Python could not find, and that were seen when they were used.
 
-        Storages that still exist, such as DDP's buckets, existed all the time. Freed ones belonged to a
-        kernel, such as gloo's buffers.
+        Storages that still exist, such as DDP's buckets, existed all the time. Freed ones belonged
+        to a kernel, such as gloo's buffers.
         """
         more = sum(self._unknown.values())
         self._sizes |= self._unknown
@@ -187,8 +205,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with storages of their own that a tensor consists of: of a DTensor, what this rank holds."""
-    # First, and nothing is called on it that would go through its mode, which takes long.
+    """Return the tensors with storages that a tensor consists of, as a DTensor's local shard."""
+    # First, since any call on a FakeTensor would go through its mode, which takes long.
     if isinstance(tensor, FakeTensor):
         return [tensor]
     if is_traceable_wrapper_subclass(tensor):
@@ -204,10 +222,10 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class MemoryStats(NamedTuple):
-    """Bytes that a rank holds of a model, on any device.
+    """Bytes of storages that a rank holds of a model, on any device. The padding of buffers counts.
 
-    Storages count, and so does the padding of a buffer. `optimizer`: moments, and fp32 copies of weights
-    that are kept in a lower precision. An optimizer's counts of steps (4 bytes a tensor) are left out.
+    `optimizer` is moments, and fp32 copies of weights that are kept in a lower precision. The
+    optimizer's step counters (4 bytes a tensor) do not count.
     """
 
     parameters: int
@@ -221,7 +239,7 @@ class MemoryStats(NamedTuple):
         gradients: Iterable[torch.Tensor],
         optimizer: Iterable[torch.Tensor],
     ) -> MemoryStats:
-        """Return the bytes of these tensors. Each storage counts once, under the first name that it has."""
+        """Return the bytes of these tensors. A storage counts once, for the first that has it."""
         seen: set[int] = set()
         moments = [tensor for tensor in optimizer if tensor.ndim]
         return cls(

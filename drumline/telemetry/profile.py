@@ -1,4 +1,8 @@
-"""`run.profile`: a trace of a few steps by torch.profiler, a snapshot of a GPU's memory, and the most expensive operators as an event."""
+"""Profile a few steps by torch.profiler, for the key `run.profile`.
+
+The results are a trace, a snapshot of a GPU's memory, and an event with the most expensive
+operators.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,12 @@ class Profile:
         self.profiler.start()
 
     def after(self, step: int, last: bool = False) -> None:
-        """Stop the profiler and write its files if `step` steps include the last one to profile. `last`: no more steps follow."""
+        """Stop the profiler and write its files if the last step to profile is done.
+
+        Args:
+            step: Number of steps that are done.
+            last: Whether no more steps follow.
+        """
         if self.profiler is None or (step < self.steps.stop and not last):
             return
         if self.on_gpu:
@@ -88,8 +97,8 @@ class Profile:
 def operators(done: Any, on_gpu: bool) -> list[dict[str, Any]]:
     """Return the most expensive operators of a finished profiler.
 
-    They are sorted by their own seconds, on a GPU those of the device. Each is {name, calls, seconds,
-    share of all, bytes taken and kept}.
+    They are sorted by their own seconds, on a GPU those of the device. Each is {name, calls,
+    seconds, share of all, bytes taken and kept}.
     """
     device = "device" if on_gpu else "cpu"
     timed = []

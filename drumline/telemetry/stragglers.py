@@ -1,4 +1,4 @@
-"""Ranks that hold up the others.
+"""Find stragglers, the ranks that hold up the others.
 
 The seconds of a rank's own work are compared with the median rank's, as medians over a window of
 steps. All ranks have the same numbers, so they agree without another message.
@@ -18,13 +18,13 @@ from drumline.dist.reduce import Gather, from_all
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Straggler
 
-# Steps of a window, at least.
+# Least number of steps of a window.
 WINDOW = 20
-# Seconds of a window, at least: a shorter delay is the host's own business.
+# Least seconds of a window: shorter delays come from the host's other work.
 WINDOW_SECONDS = 2.0
-# Share of a step: a smaller delay is not worth a line.
+# A delay below this share of a step is not worth a line.
 LEAST = 0.05
-# A rank is blamed for this share of a step at most.
+# A rank is blamed for at most this share of a step.
 MOST_SAVED = 0.99
 
 
@@ -36,7 +36,10 @@ class _Step(NamedTuple):
 
 
 class Stragglers:
-    """Finds ranks that hold up the others. All ranks call `add` after the same steps, with the same numbers."""
+    """Finds ranks that hold up the others.
+
+    All ranks call `add` after the same steps, with the same numbers.
+    """
 
     def __init__(self, gather: Gather, emit: Emit, ratio: float) -> None:
         """Make a watch over the ranks. Collective.
@@ -66,13 +69,13 @@ class Stragglers:
         """Add a step, and report slow ranks at the end of a window.
 
         Args:
-            step: Steps done, with this one.
-            seconds: That the step took.
-            tokens: Of its global batch.
+            step: Number of steps with this one.
+            seconds: Seconds that the step took.
+            tokens: Tokens of its global batch.
             data: Seconds that each rank waited for its own data.
-            communication: Seconds that each rank waited for other ranks. NaN: that is not measured
-                (models that are cut wait within their computation, on a GPU FSDP2 and ZeRO do,
-                too), and only the data's seconds are compared.
+            communication: Seconds that each rank waited for other ranks. They are NaN if not
+                measured, since models that are cut, and FSDP2 and ZeRO on a GPU, wait within their
+                computation. Then only the seconds of `data` are compared.
         """
         if len(data) == 1:
             # A single rank holds up nobody.
@@ -130,7 +133,7 @@ class Stragglers:
 
         `medians`: seconds of own work of each rank. `seconds`: of a step.
         """
-        # The lower one of the two in the middle: of two ranks it is the fast one.
+        # The lower of the two middle values: of two ranks it is that of the fast one.
         typical = statistics.median_low(medians)
         slow = set()
         for rank, own in enumerate(medians):

@@ -134,7 +134,11 @@ class Sink:
         self._tracker = tracker
 
     def event(self, event: Event) -> None:
-        """Hand over the metrics of an event of GROUPS, under its group, or samples. When a checkpoint is loaded, go back to its step."""
+        """Pass the metrics or samples of an event on to the tracker.
+
+        Metrics are those of the events of GROUPS, each under its group. When a checkpoint is
+        loaded, the tracker goes back to its step.
+        """
         if isinstance(event, Restore):
             self._guard(lambda tracker: tracker.rewind(event.step))
         elif isinstance(event, Samples):
@@ -226,8 +230,8 @@ def check_installed(report_to: Sequence[str], base_dir: Path = Path()) -> None:
 def maker_of(name: str, base_dir: Path) -> Callable[[Run], Tracker]:
     """Return the function that opens a tracker.
 
-    `name`: one of LIBRARIES, of an installed package, or `file.py:function` of the user's own. Raises
-    ConfigError if there is no such function.
+    `name`: one of LIBRARIES, of an installed package, or `file.py:function` of the user's own.
+    Raises ConfigError if there is no such function.
     """
     own = {
         "tensorboard": _tensorboard,
@@ -346,7 +350,7 @@ def find_callbacks(paths: Sequence[str], base_dir: Path) -> list[Any]:
 
 
 class Callbacks:
-    """The callbacks of one rank: all on rank 0, on other ranks those whose class has `every_rank = True`.
+    """The callbacks of one rank: all on rank 0, elsewhere those of classes with `every_rank = True`.
 
     A callback that raises is reported once and not called again; the run goes on.
     """
@@ -542,8 +546,8 @@ def _trackio(run: Run) -> Tracker:
 def _swanlab(run: Run) -> Tracker:
     """Open a run of SwanLab; SWANLAB_MODE sets offline, local or online.
 
-    What is written offline is in RUN/swanlab, a folder for each start, and `swanlab sync` joins those of
-    one id (experimental: uploads have not been tried).
+    What is written offline is in RUN/swanlab, a folder for each start, and `swanlab sync` joins
+    those of one id (experimental: uploads have not been tried).
     """
     swanlab = importlib.import_module("swanlab")
     options = run.options

@@ -1,9 +1,9 @@
-"""Bytes that a rank sends to others, counted at the collectives that really run.
+"""Count the bytes that a rank sends to others, at the collectives that really run.
 
-Whatever calls them (DDP's C++ reducer, FSDP2, DTensor, pipelines, DeepSpeed), each goes through
-torch's dispatcher as an operator of c10d, and a dispatch mode sees it with its tensors. A mode
-costs microseconds for each operator, so one step of each kind is counted, and its bytes stand for
-the others.
+All collectives (of DDP's C++ reducer, FSDP2, DTensor, pipelines, DeepSpeed) go through torch's
+dispatcher as operators of c10d, and a dispatch mode sees them with their tensors. A mode costs
+microseconds for each operator, so only one step of each kind is counted, and its bytes stand for
+all steps of that kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from drumline.vendor.torch import TorchDispatchMode, resolve_process_group
 class _RingShare(NamedTuple):
     """Operators that send the same share of a tensor."""
 
-    # Number of ranks n → how often the bytes of the tensor leave each rank.
+    # Returns for a number of ranks how often the bytes of the tensor leave each rank.
     share: Callable[[int], float]
     # Which argument of c10d's operators is sent.
     sent_argument: int
@@ -122,7 +122,7 @@ def _volume(func: Any, args: tuple[Any, ...]) -> float:
     name = func.overloadpacket.__name__
     if func.namespace == "c10d" and name in _BY_C10D_NAME:
         collective = _BY_C10D_NAME[name]
-        # The first such argument is the group. That of a reduction's operator comes behind it.
+        # The first such argument is the group. The operator of a reduction comes after it.
         script_object = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(script_object)
         sent = args[collective.sent_argument]
@@ -157,14 +157,15 @@ class Traffic:
         """Make a counter that knows nothing yet.
 
         Args:
-            kind: Steps done → the kind of the next step. Steps of one kind send the same bytes.
-            device: Of the tensors by which ranks add up their bytes.
+            kind: Returns the kind of the step after so many steps. Steps of one kind send the same
+                bytes.
+            device: Device of the tensors in which ranks add up their bytes.
         """
         self.kind = kind
         self.device = device
-        # Kind of step → bytes, of the kinds that were counted.
+        # Bytes by kind of step, for the kinds that were counted.
         self.known: dict[str, float] = {}
-        # Steps of this process.
+        # Number of steps of this process.
         self.steps = 0
         self._mode: CommunicatedBytes | None = None
 
@@ -173,7 +174,7 @@ class Traffic:
         return self.steps >= self.FIRST and self.kind(step) not in self.known
 
     def watch(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that counts the collectives of a part of a step. A step may have several."""
+        """Return a context that counts the collectives of a part of a step, which may have several."""
         if not self.due(step) or not dist.is_initialized():
             return contextlib.nullcontext()
         if self._mode is None:
@@ -183,8 +184,8 @@ class Traffic:
     def end_step(self, step: int, whole: bool) -> int | None:
         """End the step after `step` steps, and return the bytes that it sent.
 
-        Collective. The bytes are None if they are not known yet. `whole` is False if the step was
-        broken off: then it counts for nothing.
+        Collective. The bytes are None if they are not known yet. `whole` is False for a step that
+        was interrupted, which is not counted.
         """
         kind = self.kind(step)
         is_counted = self.due(step) and whole

@@ -1,6 +1,7 @@
-"""The predicted needs of a run and what it took, by category; pure functions.
+"""Compare what a run took with its plan's prediction, by category, in pure functions.
 
-`telemetry.measure` fills in a Measurement, which is the event `measured`. `compare` compares it with the Estimate of plan.json.
+`telemetry.measure` fills in a Measurement, which is the event `measured`. `compare` compares it
+with the Estimate of plan.json.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from drumline.config.section import Frozen
 from drumline.plan.estimate import Estimate
 from drumline.plan.explain import size
 
-# A share of the prediction: if a category differs by more, there is a warning.
+# A category that differs by more than this share of the prediction gets a warning.
 OFF = 0.15
-# A share of the planned tokens: below it, a peak scaled to them is too rough for a comparison.
+# A step with less than this share of the planned tokens is too small to compare its peak.
 NARROW = 0.75
-# Bytes: of a smaller category the difference in bytes counts, not its share.
+# For a category of fewer bytes the difference in bytes counts, and not its share.
 SMALL = 2**30
-# Bytes of a host's memory for each rank: the interpreter, the libraries and what malloc keeps are a few hundred MiB that no plan counts.
+# Bytes of host memory for each rank that no plan counts: the interpreter, the libraries and what
+# malloc keeps are a few hundred MiB.
 HOST_SLACK = 2**29
 # A measurement of more than ten times the prediction is written as a factor.
 TEN_TIMES = 9

@@ -1,4 +1,4 @@
-"""Events of what is watched while a run goes on: what it writes, its devices; hangs, slow ranks, losses that jump, weights that differ."""
+"""Events about a run's health: sample texts, devices, hangs, stragglers, spikes of the loss."""
 
 from __future__ import annotations
 
@@ -8,47 +8,57 @@ from drumline.telemetry.events import Event, Number
 
 
 class Samples(Event, kind="samples"):
-    """What the weights write on fixed held-out prompts, greedily (`eval.samples`). The texts are strangers': escape them."""
+    """Texts that the model writes greedily for fixed held-out prompts (`eval.samples`).
+
+    The texts are not trusted, so they must be escaped.
+    """
 
     step: int  # steps done before it
     when: str  # before (step 0), during, or after the last step
-    # Each has `set` (name of the evaluation set, or ""), `prompt`, `text` (special tokens left out), `answer` (what the row has; null
-    # where it has none), `ended` (false: cut at the most new tokens) and `tokens` (how many were written). The same prompts, in the same
-    # order, each time.
+    # Each has `set` (name of the evaluation set, or ""), `prompt`, `text` (special tokens left
+    # out), `answer` (what the row has; null where it has none), `ended` (false: cut at the most new
+    # tokens) and `tokens` (how many were written). The same prompts, in the same order, each time.
     samples: list[dict[str, Any]]
-    seconds: float  # it took
+    seconds: float  # that writing them took
 
 
 class Completions(Event, kind="completions"):
-    """The first few episodes of a rollout, as they were drawn. The texts are strangers': escape them."""
+    """The first few episodes of a rollout, as sampled.
+
+    The texts are not trusted, so they must be escaped.
+    """
 
     step: int  # steps done after those that learn from it
-    # Each has `prompt` (a text or messages), `text` (the first 4,000 characters), `reward` (null where it failed), `domain`, `ended` and
-    # `tokens`.
+    # Each has `prompt` (a text or messages), `text` (the first 4,000 characters), `reward` (null
+    # where it failed), `domain`, `ended` and `tokens`.
     completions: list[dict[str, Any]]
     trained: bool = True  # whether steps learned from it; else `step` is not reached
 
 
 class Devices(Event, kind="devices"):
-    """The device of each rank at a logged step, at most every ten seconds, and once at the end. Null: not known."""
+    """Readings of each rank's device, at logged steps and at the end; null if not known.
+
+    There is at most one such event in ten seconds.
+    """
 
     step: int  # steps done before it
-    # By rank: `utilisation` (percent), `celsius`, `watts`, `sm_mhz`, `memory_mhz` of its GPU, and `joules` that this has taken since the
-    # process began; `cpu_joules` of all CPU packages of the host since then, on its first rank alone.
+    # By rank: `utilisation` (percent), `celsius`, `watts`, `sm_mhz`, `memory_mhz` of its GPU, and
+    # `joules` that this has taken since the process began; `cpu_joules` of all CPU packages of the
+    # host since then, on its first rank alone.
     ranks: list[dict[str, Number]]
     kwh: Number  # of all these joules; null where no counter can be read
 
 
 class Spike(Event, kind="spike"):
-    """A loss far above those before it."""
+    """A loss far above the losses before it."""
 
     step: int
-    policy: (
-        str  # note, skip (its update was not made) or rollback (it is passed over after going back)
-    )
+    # What was done: note, skip (no update) or rollback (back to a checkpoint, and without the
+    # step).
+    policy: str
     loss: Number
     mean: float  # of the losses before
-    deviation: float  # their standard deviation
+    deviation: float  # standard deviation of the losses before
     limit: float  # a larger loss is a spike
     sample_ids: list[int]  # of its global batch
 
@@ -60,11 +70,10 @@ class Straggler(Event, kind="straggler"):
     rank: int
     host: str
     device: str
-    seconds: (
-        float  # of a step: its own work, and waiting for its data, without waiting for other ranks
-    )
+    # Of a step: the rank's own work and its waits for data, but not its waits for other ranks.
+    seconds: float
     median: float  # seconds of the median rank
-    lost_tokens_per_s: float  # what the run would gain if it were as fast as the others
+    lost_tokens_per_s: float  # that the run would gain if the rank were as fast as the others
 
 
 def ranks_named(ranks: list[int]) -> str:
@@ -76,27 +85,31 @@ def ranks_named(ranks: list[int]) -> str:
 
 
 class WeightsDiffer(Event, kind="weights_differ"):
-    step: int  # done before they were compared
-    ranks: list[int]  # that differ from most; all where there is no majority
-    # The last step after which they were the same; null where it was not compared before.
+    """Weights that should be equal on all ranks differ."""
+
+    step: int  # number of steps before they were compared
+    ranks: list[int]  # that differ from most ranks; all ranks if there is no majority
+    # The last step after which the weights were equal; null if they were not compared before.
     agreed: int | None
 
 
 class Hang(Event, kind="hang"):
-    """Ranks that did not move on; a `fault` follows. Written by the launcher."""
+    """Ranks that did not move on. The launcher writes this event, and a `fault` after it."""
 
-    attempt: int  # count of starts before this one
-    step: int  # the last one done; -1 before the first
-    rank: int  # to blame; the first of `ranks`
-    ranks: list[int]
-    host: str | None = None  # of that rank, where there are several
-    phase: str  # in which it stands: startup, data, forward, backward, collective, optimizer, save, eval, rollout, compile or report
-    seconds: float  # that it has stood there
-    limit: float  # seconds that this phase may take
+    attempt: int  # number of starts before this one
+    step: int  # the last finished step; -1 before the first
+    rank: int  # the rank to blame, the first of `ranks`
+    ranks: list[int]  # all ranks to blame
+    host: str | None = None  # host of `rank`, if the run has several
+    # Phase that the rank is in: startup, data, forward, backward, collective, optimizer, save,
+    # eval, rollout, compile or report.
+    phase: str
+    seconds: float  # that the rank has been in the phase
+    limit: float  # seconds that the phase may take
     why: str  # in words
-    waits: list[str]  # a line for each rank that waits: in what
-    # That they wait in: operation, types and shapes, number, group, line of code.
+    waits: list[str]  # a line for each rank that waits, with what it waits in
+    # The collective that the others wait in: operation, types and shapes, number, group, code line.
     collective: str | None
-    position: int  # where the samples of its step begin in the order of the run
-    sample_ids: list[int] | None  # of that step, where a rank could still give them
-    stack: list[str]  # the culprit's, innermost first; empty where it could not be had
+    position: int  # position in the order of the run at which the samples of the step begin
+    sample_ids: list[int] | None  # samples of that step, if a rank could still tell them
+    stack: list[str]  # of the rank to blame, innermost first; empty if it could not be read

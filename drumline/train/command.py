@@ -20,15 +20,15 @@ from drumline.config.load import Request, changed_values, load, reader, to_yaml
 from drumline.config.resume import Resume, resume_option
 from drumline.errors import UserError
 from drumline.hardware.detect import cache_dir, likely_gpus
-from drumline.launch.environment import die_with_launchers, first_rank, launched_by
+from drumline.launch.environment import die_with_launchers, is_first_rank, launched_by
 from drumline.launch.lease import Lease
 from drumline.launch.local import resume_of_restart
-from drumline.launch.stages import stages
+from drumline.launch.rank_phases import rank_phases
 from drumline.launch.tasks import (
     become,
     requeued,
     require_rendezvous,
-    step_of_allocation,
+    srun_of_allocation,
     torchrun_of_node,
 )
 from drumline.plan.explain import default_run_dir, explain, plan_line
@@ -64,7 +64,7 @@ def train(
     `everything`: a dry run also prints the keys that have their defaults.
     """
     own_command = ["drumline", *sys.argv[1:]]
-    srun = step_of_allocation()
+    srun = srun_of_allocation()
     if srun and _trains_in_tasks(config_path, overrides, resume, accelerate_config):
         become([*srun, sys.executable, "-m", *own_command])
     die_with_launchers()
@@ -78,7 +78,7 @@ def train(
         fix = "run `drumline watch RUN` in another terminal"
         raise UserError(f"{launched_by()} has started the ranks", where="--watch", fix=fix)
     if dry_run:
-        if not first_rank():
+        if not is_first_rank():
             return 0
         return _dry_run(make_request(int(os.environ["WORLD_SIZE"])), everything)
     from drumline.train.launched import train as train_launched
@@ -278,7 +278,7 @@ def launch_ranks(
         if watch:
             from drumline.report.watch import serve_new_run
 
-            address = stack.enter_context(serve_new_run(run_dir, stages))
+            address = stack.enter_context(serve_new_run(run_dir, rank_phases))
             print(f"watch: {address}", flush=True)
         with ExitStack() as claim:
             # A job elsewhere takes the lease itself, so this process gives it back.
@@ -316,7 +316,7 @@ def _ignore(event: Event) -> None:
 
 def waits(run_dir: Path) -> Waits:
     """Return what the display shows between the steps of a run on this machine."""
-    return Waits(partial(stages, run_dir), cache_dir() / "stages.json")
+    return Waits(partial(rank_phases, run_dir), cache_dir() / "stages.json")
 
 
 def prepare(config_path: Path, overrides: list[str]) -> None:

@@ -23,8 +23,8 @@ from drumline.errors import DrumlineError, EnvironmentFault, Preempted, Training
 from drumline.foreign import class_and_line, first_line
 from drumline.hardware.detect import hide_gpus
 from drumline.launch import watcher
-from drumline.launch.environment import expandable_segments, launched_by
-from drumline.launch.lease import guarded
+from drumline.launch.environment import launched_by, use_expandable_segments
+from drumline.launch.lease import guard_run_folder
 from drumline.plan.explain import EXPORT_FAILED, plan_line, strategy_name, way_to_export
 from drumline.plan.plan import Plan
 from drumline.system import heartbeat
@@ -73,7 +73,7 @@ def main(
             hide_gpus()
         else:
             # Ranks of other hosts inherit nothing from the launcher.
-            expandable_segments()
+            use_expandable_segments()
         if work is None:
             run(plan, options.resume)
         else:
@@ -87,7 +87,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
     """
     started = time.time()
     events_path = Path(plan.run_dir) / "events.jsonl"
-    with StopFlag() as stop_flag, guarded(Path(plan.run_dir)):
+    with StopFlag() as stop_flag, guard_run_folder(Path(plan.run_dir)):
         watch(plan)
         ranks = start(
             plan.device,
@@ -167,7 +167,7 @@ def watch(plan: Plan) -> None:
     is_launched = launched_by() or "TORCHELASTIC_ERROR_FILE" in os.environ
     if is_launched and not has_own_launcher:
         ranks = Ranks.from_environment()
-        watcher.begin(drawn("watch"), ranks.rank, ranks.world_size, Path(plan.run_dir))
+        watcher.watch_this_rank(drawn("watch"), ranks.rank, ranks.world_size, Path(plan.run_dir))
     if heartbeat.register(plan.config.health.limits()) is None:
         return
     heartbeat.answer("collectives", flight.recent)

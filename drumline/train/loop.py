@@ -504,7 +504,7 @@ class Loop:
         category = "recompute" if pending.step <= self.seen_step else "productive"
         self.goodput.seconds[category] += seconds
         seconds_without_data = max(0.0, seconds - pending.data_s)
-        self.measure.took(pending.step, pending.timing, seconds_without_data)
+        self.measure.note_seconds(pending.step, pending.timing, seconds_without_data)
 
         heartbeat.beat("report")
         startup_seconds = self.goodput.report_startup()

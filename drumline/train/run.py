@@ -16,7 +16,7 @@ from typing import Any
 from drumline.config.load import Overrides, Request, overrides_of
 from drumline.config.resume import Resume
 from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
-from drumline.launch.environment import die_with_launchers, expandable_segments, launched_by
+from drumline.launch.environment import die_with_launchers, launched_by, use_expandable_segments
 from drumline.launch.tasks import join_tasks
 from drumline.plan.out_of_memory import memory_errors
 from drumline.system.output import lossy
@@ -103,7 +103,7 @@ def train(
     from drumline.train.command import launch_ranks, requested
 
     join_tasks()
-    expandable_segments()
+    use_expandable_segments()
     changes = overrides_of(overrides)
     if callbacks:
         if any(not isinstance(path, str) for path in callbacks):

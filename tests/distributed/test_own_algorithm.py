@@ -10,7 +10,7 @@ import pytest
 
 from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.load import load
-from drumline.config.registry import _own
+from drumline.config.registry import _users_specs
 from tests.harness import ROOT, drumline, losses, write_config
 from tests.tiny import tiny_model_dir
 
@@ -66,7 +66,7 @@ def test_another_process_finds_it_by_its_kind(tmp_path: Path, model: Path) -> No
         write_config(tmp_path, model, algorithm={"kind": "focal.py:Focal", "gamma": 5.0}), []
     ).config.algorithm
     pickled = pickle.dumps(algorithm)
-    _own.clear()  # as in a process that has not read the YAML
+    _users_specs.clear()  # as in a process that has not read the YAML
     again = pickle.loads(pickled)  # noqa: S301 - our own
     assert (
         isinstance(again, AlgorithmSpec)

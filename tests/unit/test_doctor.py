@@ -22,7 +22,7 @@ from drumline.doctor.diagnose import (
     diagnose,
     moment,
     order_findings,
-    rank_without_log,
+    ranks_without_log,
     search,
 )
 from drumline.doctor.host import Question, _is_up, examine
@@ -367,11 +367,11 @@ def test_other_programs_logs(
 
 def test_a_rank_that_wrote_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_folder(tmp_path, rank_0="fine\n", rank_2="fine\n")
-    assert rank_without_log(run) == []
+    assert ranks_without_log(run) == []
     (run / "plan.json").write_text(
         json.dumps({"mesh": {"pp": 1, "replicate": 3, "shard": 1, "cp": 1, "tp": 1}})
     )
-    assert rank_without_log(run) == [1]
+    assert ranks_without_log(run) == [1]
     assert doctor(str(run), False, False) == 0
     assert "no log of rank 1" in capsys.readouterr().out
 

@@ -57,7 +57,7 @@ def take(threads):
     with open(folder + "/out", "w") as out, open(folder + "/err", "w") as err:
         command = [sys.executable, *tied(folder + "/rank.py", "plan.json")]
         env = {"RANK": "7", "OMP_NUM_THREADS": threads, "PATH": os.environ["PATH"]}
-        return ranks.take(lambda **options: "usual", command, env=env, stdout=out, stderr=err, start_new_session=True)
+        return ranks.start_rank(lambda **options: "usual", command, env=env, stdout=out, stderr=err, start_new_session=True)
 
 if case in ("begun", "interrupted"):
     early = take(ranks.threads)

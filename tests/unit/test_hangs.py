@@ -340,7 +340,7 @@ def test_a_suspended_rank_hangs_whatever_it_was_at(
 def test_a_host_that_waits_does_not_hang_while_another_one_is_at_work(
     gone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.launch.watch.ELSEWHERE_SECONDS", 0.2)
+    monkeypatch.setattr("drumline.launch.watch.OTHER_HOST_SECONDS", 0.2)
     watch, mine = Watch(1, 0, 2), {0: os.getpid()}
     try:
         folder, _, _ = watch.variable(0)[heartbeat.VARIABLE].rpartition(":")
@@ -393,7 +393,7 @@ def test_a_rank_that_answers_is_sent_no_signal(
 ) -> None:
     """In C its frames would be read while another thread of it changes them: one in a thousand such reads is a crash."""
     signalled: list[int] = []
-    monkeypatch.setattr("drumline.launch.watch._signal", signalled.append)
+    monkeypatch.setattr("drumline.launch.watch._request_stacks_by_signal", signalled.append)
     hearts(watch)
     hang = late(watch, 500.0)
     assert hang is not None and not signalled
@@ -428,7 +428,7 @@ def test_time_in_which_any_thread_of_a_rank_had_no_core_does_not_count(
 ) -> None:
     hearts(watch)
     waited = {1: 0.0, 2: 7.0}
-    monkeypatch.setattr("drumline.launch.watch.starved", lambda pid: {**waited})
+    monkeypatch.setattr("drumline.launch.watch.core_waits", lambda pid: {**waited})
     assert late(watch, 50.0) is None
     waited[2] += 60.0  # a thread of OpenMP; the main thread waits for it
     assert late(watch, 100.0) is None

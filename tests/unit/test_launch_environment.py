@@ -18,10 +18,10 @@ import pytest
 from drumline.cli import main
 from drumline.errors import EnvironmentFault
 from drumline.launch.environment import (
-    first_rank,
+    is_first_rank,
+    is_left_to_another_rank,
     launched_by,
     listen,
-    other_rank_runs,
     port_holder,
 )
 from drumline.launch.tasks import JOINED
@@ -151,14 +151,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_one_rank_does_for_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert first_rank() and not other_rank_runs("plan")
+    assert is_first_rank() and not is_left_to_another_rank("plan")
     for name, value in {**ALL, "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert (
-        not first_rank()
-        and other_rank_runs("plan")
-        and other_rank_runs("prepare")
-        and not other_rank_runs("train")
+        not is_first_rank()
+        and is_left_to_another_rank("plan")
+        and is_left_to_another_rank("prepare")
+        and not is_left_to_another_rank("train")
     )
     # Not with what runs these tests.
     monkeypatch.setattr("drumline.train.command.die_with_launchers", lambda: None)
@@ -173,7 +173,7 @@ def test_what_one_rank_does_for_all(
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == said.err == "", "rank 0 says it"
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert not other_rank_runs("prepare"), "once on each host"
+    assert not is_left_to_another_rank("prepare"), "once on each host"
 
 
 def test_signals_end_work_that_has_nothing_to_save() -> None:

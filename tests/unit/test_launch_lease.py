@@ -163,10 +163,8 @@ def test_what_is_no_lease_is_waited_for_and_taken_away(tmp_path: Path, text: byt
 
 
 GUARDED = "import sys, time; from pathlib import Path; from drumline.launch import lease\nlease.RENEW_SECONDS = 0.05\n"
-GUARDED += "with lease.guarded(Path(sys.argv[2])):\n    time.sleep(0.1)\n"
-GUARDED += (
-    "with lease.guarded(Path(sys.argv[1])):\n    print('guarded', flush=True)\n    time.sleep(600)"
-)
+GUARDED += "with lease.guard_run_folder(Path(sys.argv[2])):\n    time.sleep(0.1)\n"
+GUARDED += "with lease.guard_run_folder(Path(sys.argv[1])):\n    print('guarded', flush=True)\n    time.sleep(600)"
 
 
 def test_a_rank_ends_when_another_launcher_has_its_folder(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 from drumline.errors import EnvironmentFault
 from drumline.launch import tasks
 from drumline.launch.tasks import (
-    expand,
+    expand_hosts,
     join_tasks,
     require_rendezvous,
-    step_of_allocation,
+    srun_of_allocation,
     task_variables,
     tasks_of_nodes,
     torchrun_of_node,
@@ -87,7 +87,7 @@ def given(monkeypatch: pytest.MonkeyPatch, *several: Mapping[str, str]) -> None:
     ],
 )
 def test_lists_of_hosts(hosts: str, names: list[str]) -> None:
-    assert expand(hosts) == names
+    assert expand_hosts(hosts) == names
 
 
 def test_tasks_of_nodes() -> None:
@@ -173,21 +173,21 @@ def test_who_inherits_the_number_of_tasks_is_none_of_them(
     given(monkeypatch, {"SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1"} if step else {})
     assert task_variables(os.environ) == {}
     require_rendezvous()
-    assert step_of_allocation() == ["srun", "--kill-on-bad-exit=1", "--cpus-per-task=2"]
+    assert srun_of_allocation() == ["srun", "--kill-on-bad-exit=1", "--cpus-per-task=2"]
 
 
 def test_one_task_trains_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert step_of_allocation() == []
+    assert srun_of_allocation() == []
     # Srun --ntasks=1 in a job that has more.
     given(monkeypatch, JOB, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}, TASK)
-    assert step_of_allocation() == [] and task_variables(os.environ) == {}
+    assert srun_of_allocation() == [] and task_variables(os.environ) == {}
     require_rendezvous()
     monkeypatch.delenv("SLURM_STEP_ID")
     monkeypatch.setattr("socket.gethostname", lambda: "n1.example.org")
     given(monkeypatch, {"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1"})
-    assert step_of_allocation() == [], "salloc of one task, on this host"
+    assert srun_of_allocation() == [], "salloc of one task, on this host"
     given(monkeypatch, {"SLURM_JOB_NODELIST": "n2"})
-    assert step_of_allocation()[0] == "srun", "the shell of salloc is on the login host"
+    assert srun_of_allocation()[0] == "srun", "the shell of salloc is on the login host"
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_mpirun_in_an_allocation_is_refused_without_an_address(
     assert task_variables(os.environ) == {}, "the helper's numbers are not the rank's"
     for name in helper:
         monkeypatch.delenv(name)  # those of mpirun's own host have no helper above them
-    assert step_of_allocation() == []
+    assert srun_of_allocation() == []
     with pytest.raises(SystemExit):
         require_rendezvous()
     given(monkeypatch, {name: "0" for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in env})
@@ -346,7 +346,7 @@ def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_heterogeneous_job_is_refused_by_its_first_task(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, JOB, {"SLURM_HET_SIZE": "2"})
     with pytest.raises(EnvironmentFault, match="this job is heterogeneous"):
-        step_of_allocation()
+        srun_of_allocation()
     given(monkeypatch, STEP, {**TASK, "SLURM_PROCID": "0"})
     with pytest.raises(EnvironmentFault, match="this job is heterogeneous"):
         join_tasks()

@@ -19,7 +19,7 @@ from drumline.algorithms.python.objective import FIELDS, OURS, PythonObjective
 from drumline.algorithms.python.spec import PythonConfig
 from drumline.config.data import FileSource, PythonSource
 from drumline.config.load import Loaded, load, saved_config
-from drumline.config.registry import _own, find_object
+from drumline.config.registry import _users_specs, find_object
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import (
     SampleBatch,
@@ -431,11 +431,11 @@ def test_a_kind_beside_the_yaml_is_found_from_everywhere(
     request = Request(loaded(tmp_path, strategy="own_code_of_a_test:Mine", data=rows), 1)
     plan = make_plan(request, on_progress=lambda *_: None, dry_run=True)
     plan.save(tmp_path / "plan.json")
-    _own.clear()
+    _users_specs.clear()
     monkeypatch.setattr("sys.path", [path for path in sys.path if path != str(tmp_path)])
     monkeypatch.delitem(sys.modules, "own_code_of_a_test")
     assert Plan.load(tmp_path / "plan.json").config.strategy.kind == "own_code_of_a_test:Mine"
-    _own.clear()
+    _users_specs.clear()
     broken = json.loads((tmp_path / "plan.json").read_text())
     broken["config"]["strategy"] = {"kind": "gossip"}
     (tmp_path / "plan.json").write_text(json.dumps(broken))

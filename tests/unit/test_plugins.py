@@ -14,7 +14,7 @@ import pytest
 import drumline
 from drumline.config.launcher import LauncherSpec
 from drumline.config.load import load_values, schema
-from drumline.config.registry import _own, kinds
+from drumline.config.registry import _users_specs, kinds
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.planner.matrix import as_text
 from drumline.planner.question import find_model
@@ -48,7 +48,7 @@ number = 3
 def forget() -> Iterator[None]:
     yield
     forget_installed()
-    _own.clear()
+    _users_specs.clear()
 
 
 def install(

@@ -13,7 +13,7 @@ import pytest
 
 from drumline.config.load import Loaded, load, load_text, schema
 from drumline.config.registry import (
-    _own,
+    _users_specs,
     find,
     find_object,
     kinds,
@@ -41,7 +41,7 @@ class Other: ...
 def forget() -> Iterator[None]:
     yield
     forget_installed()
-    _own.clear()
+    _users_specs.clear()
 
 
 def config_in(folder: Path, strategy: str, code: str = OWN) -> Loaded:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from drumline.cli import main
-from drumline.cli.program import _bare_resume, _own
+from drumline.cli.program import _arguments_for_typer, _complete_resume
 from drumline.report.compare import _direction
 from drumline.report.details import _memory_by_rank, _total_of_steps, repeat
 from drumline.report.facts import RunFacts
@@ -184,14 +184,14 @@ def test_a_run_of_a_sweep_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=3e-5").mkdir()
     for place in ("runs/mine-sweep/lr=3e-5", "lr=3e-5"):
-        assert _bare_resume(["train", "x.yaml", "--resume", place, "run.dir=new"]) == [
+        assert _complete_resume(["train", "x.yaml", "--resume", place, "run.dir=new"]) == [
             "train",
             "x.yaml",
             "--resume",
             place,
             "run.dir=new",
         ]
-    assert _bare_resume(["train", "x.yaml", "--resume", "run.steps=9"]) == [
+    assert _complete_resume(["train", "x.yaml", "--resume", "run.steps=9"]) == [
         "train",
         "x.yaml",
         "--resume",
@@ -202,8 +202,17 @@ def test_a_run_of_a_sweep_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_stands_behind_two_hyphens_is_the_scripts_own() -> None:
     theirs = ["--", "--resume", "--foo", "--local_rank=3", "x.yaml"]
-    assert _own(["--local-rank=1", "launch", "s.py", *theirs]) == ["launch", "s.py", *theirs]
-    assert _own(["train", "x.yaml", "--resume"]) == ["train", "x.yaml", "--resume", "newest"]
+    assert _arguments_for_typer(["--local-rank=1", "launch", "s.py", *theirs]) == [
+        "launch",
+        "s.py",
+        *theirs,
+    ]
+    assert _arguments_for_typer(["train", "x.yaml", "--resume"]) == [
+        "train",
+        "x.yaml",
+        "--resume",
+        "newest",
+    ]
 
 
 def test_a_folder_of_somebody_else_s_is_one_line(

@@ -17,9 +17,9 @@ import pytest
 
 from drumline.errors import EnvironmentFault, UserError
 from drumline.launch.lease import Lease
-from drumline.launch.stages import stages
+from drumline.launch.rank_phases import rank_phases
 from drumline.report.facts import RunFacts
-from drumline.report.watch import MOST_BROWSERS, Live, Server, serve_new_run, serving, watch
+from drumline.report.watch import MOST_BROWSERS, Live, Server, serve_new_run, serve_page, watch
 from drumline.system import heartbeat
 from drumline.telemetry.events import EventLog, Fault, read
 from tests.unit.report_runs import HOSTILE, start, step, write_run
@@ -60,7 +60,7 @@ def until(stream: http.client.HTTPResponse, holds: Callable[[dict], object]) -> 
 def test_what_a_run_writes_comes_and_a_browser_that_goes_leaves_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", events=[start(9), *(step(number) for number in (1, 2, 3))])
     threads = threading.active_count()
-    with serving(
+    with serve_page(
         [run],
         "127.0.0.1",
         0,
@@ -113,7 +113,7 @@ def test_what_a_run_writes_comes_and_a_browser_that_goes_leaves_nothing(tmp_path
 )
 def test_who_gets_in(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    with serving([run], "127.0.0.1", 0, nothing) as url:
+    with serve_page([run], "127.0.0.1", 0, nothing) as url:
         port = url.split(":")[2].strip("/")
         assert (
             "token" not in url
@@ -125,7 +125,7 @@ def test_who_gets_in(tmp_path: Path) -> None:
             and get(url, "/events", Host=f"a.evil.example:{port}").status == 421
         )
         assert get(url, "/../../etc/passwd").status == 404
-    with serving([run], "0.0.0.0", 0, nothing) as url:
+    with serve_page([run], "0.0.0.0", 0, nothing) as url:
         token = url.split("token=")[1]
         assert len(token) >= 40 and token not in get(url, f"/?token={token}").read().decode()
         for path in ("/", "/events", f"/?token={token[:-1]}", "/?token=", "/events?token=%C3%A9"):
@@ -148,7 +148,7 @@ def test_who_gets_in(tmp_path: Path) -> None:
                 and get(url, Cookie=f"{cookie}; {odd}").status == 200
             ), odd
         assert get(url, f"/?token={token}", Host="evil.example").status == 421
-    with serving([run], "0.0.0.0", 0, nothing) as other:
+    with serve_page([run], "0.0.0.0", 0, nothing) as other:
         assert other.split("token=")[1] != token
 
 
@@ -172,7 +172,7 @@ def test_goodput_is_worked_out_once_a_message(tmp_path: Path) -> None:
 
 def test_a_held_port_and_what_is_no_run_are_one_line(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    with serving([run], "127.0.0.1", 0, nothing) as url:
+    with serve_page([run], "127.0.0.1", 0, nothing) as url:
         port = int(url.split(":")[2].strip("/"))
         with pytest.raises(EnvironmentFault, match=r"held by another process .* --port 0"):
             watch([run], "127.0.0.1", port, nothing)
@@ -197,7 +197,7 @@ def test_no_more_browsers_than_there_are_places(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="there is no /proc")
 def test_what_each_rank_does_is_read_from_the_launcher_s_memory(tmp_path: Path) -> None:
-    assert stages(tmp_path) == []
+    assert rank_phases(tmp_path) == []
     older = heartbeat.new_board(2)  # of an attempt before
     assert older is not None
     shutil.rmtree(older.folder)
@@ -213,7 +213,7 @@ def test_what_each_rank_does_is_read_from_the_launcher_s_memory(tmp_path: Path) 
         file.unlink()  # as the launcher does, as soon as all have it open
     board.folder.rmdir()
     with Lease(tmp_path):
-        found = stages(tmp_path)
+        found = rank_phases(tmp_path)
     assert [(each["rank"], each["phase"], each["step"]) for each in found] == [
         (0, "forward", 7),
         (1, "collective", 7),
@@ -226,7 +226,7 @@ def test_browser(tmp_path: Path) -> None:
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("there is no /usr/bin/chromium: apt-get install chromium")
     run = write_run(tmp_path / "run")
-    with serving([run], "0.0.0.0", 0, nothing) as url:
+    with serve_page([run], "0.0.0.0", 0, nothing) as url:
         with (
             sync_api.sync_playwright() as playwright,
             playwright.chromium.launch(

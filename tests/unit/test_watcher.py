@@ -28,7 +28,7 @@ from pathlib import Path
 from drumline.system import heartbeat
 from drumline.launch import watcher
 rank = int(sys.argv[1])
-watcher.begin(sys.argv[2], rank, 2, Path(sys.argv[3]))
+watcher.watch_this_rank(sys.argv[2], rank, 2, Path(sys.argv[3]))
 heart = heartbeat.register({**dict.fromkeys(heartbeat.LIMITS, 60.0), "hang": 1.0})
 while not (heart.ints[heartbeat.PID] and heart.ints[heartbeat.SLOT + heartbeat.PID]):
     time.sleep(0.01)  # as in a rendezvous
@@ -125,7 +125,7 @@ def test_where_there_is_no_room_a_rank_is_not_watched(
 
     monkeypatch.delenv(heartbeat.VARIABLE, raising=False)
     monkeypatch.setattr(heartbeat, "common_board", full)
-    watcher.begin("x", 0, 2, tmp_path)
+    watcher.watch_this_rank("x", 0, 2, tmp_path)
     assert (
         "rank 0 is not watched" in capsys.readouterr().err and heartbeat.VARIABLE not in os.environ
     )

@@ -13,7 +13,7 @@ from drumline.config.strategy import StrategyConfig
 
 
 class AutoStrategy(StrategyConfig):
-    """The planner chooses the strategy, and the micro-batch and activation checkpointing unless they are set."""
+    """The planner chooses the strategy, and unless set, micro-batch and activation checkpointing."""
 
     position: ClassVar[int] = 0
     planned: ClassVar[bool] = True

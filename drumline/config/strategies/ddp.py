@@ -1,7 +1,7 @@
 """The section ddp of the YAML: a copy of the model on each rank.
 
-Gradients are averaged while backward still runs. Inside of each copy there may be tensor, context and
-pipeline parallelism.
+Gradients are averaged while backward still runs. Inside of each copy there may be tensor, context
+and pipeline parallelism.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The section diloco of the YAML: local steps, and an outer optimizer over where they lead.
+"""The strategy diloco: ranks take local steps, and an outer optimizer steps by their difference.
 
 The distribution drumline-diloco adds keys to it, for slow links (`config.registry.ADDED_KEYS`).
 """
@@ -16,7 +16,7 @@ from drumline.config.strategy import DataParallel
 
 
 class DiLoCoStrategy(Apart):
-    """Each rank trains by itself; every `period` steps an outer Nesterov step is taken (Douillard et al. 2023)."""
+    """Each rank trains alone; every `period` steps there is an outer step (Douillard et al. 2023)."""
 
     position: ClassVar[int] = 5
     kind: Literal["diloco"] = "diloco"

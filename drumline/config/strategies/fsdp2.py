@@ -78,10 +78,15 @@ class FSDP2Strategy(Degrees):
         return Mesh(replicate=self.replicate, shard=shard, **degrees)
 
     def gathers_ends_apart(self, mesh: Mesh, is_own_module: bool) -> bool:
-        """Return whether the embedding and the head are units of their own, which are gathered while they compute.
+        """Return whether the embedding and the head are FSDP units of their own.
 
-        Otherwise they are gathered with the root, and stay until the end of a micro-batch. `is_own_module`: any torch
-        module, which may use the head's weight outside of its forward.
+        Such a unit is gathered only while it computes. Otherwise they are gathered with the root,
+        until the end of a micro-batch.
+
+        Args:
+            mesh: The mesh.
+            is_own_module: Whether the model is a torch module of the user's own, which may use the
+                head's weight outside of the head's forward.
         """
         return self.reshards and mesh.pp == 1 and not is_own_module
 

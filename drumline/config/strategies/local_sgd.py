@@ -1,4 +1,4 @@
-"""The section local_sgd of the YAML: each rank trains a copy, and the copies are averaged from time to time."""
+"""The strategy local_sgd: each rank trains a copy, and the copies are averaged now and then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drumline.config.strategy import DataParallel, StrategyConfig
 
 
 class Apart(StrategyConfig):
-    """The base of strategies whose ranks train copies of their own, and come together every `period` steps."""
+    """The base of strategies whose ranks train their own copies, and exchange every `period` steps."""
 
     lacks = (
         *no_option(

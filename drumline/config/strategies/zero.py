@@ -1,7 +1,7 @@
 """The sections zero1, zero2 and zero3 of the YAML, which train with DeepSpeed.
 
-ZeRO (Rajbhandari et al. 2020) shards over the ranks the optimizer's states (1), the gradients too (2),
-and the weights too (3).
+ZeRO (Rajbhandari et al. 2020) shards over the ranks the optimizer's states (1), the gradients too
+(2), and the weights too (3).
 """
 
 from __future__ import annotations

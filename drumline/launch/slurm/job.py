@@ -1,6 +1,7 @@
-"""Run the ranks of a plan inside the batch script of a job: as one step of srun, which is watched.
+"""Run the ranks of a plan within a Slurm job, as the tasks of one srun step.
 
-A job whose time is up goes back into the queue. This module does not import torch.
+The batch script runs this module, which watches the step. A job whose time is up is requeued. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config.resume import Resume
-from drumline.errors import DrumlineError, EnvironmentFault, NotSaved
+from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.launch.lease import Lease
 from drumline.launch.local import furthest_step, launch, resume_of_restart
-from drumline.launch.postmortem import RankEnd, read_error
+from drumline.launch.postmortem import COLLECTIVE_EXIT_CODES, RankEnd, read_error
 from drumline.launch.slurm.queue import END, ask, note_end
 from drumline.launch.slurm.spec import SlurmLauncher
 from drumline.plan.out_of_memory import OnOutOfMemory
@@ -28,10 +29,9 @@ from drumline.system.signals import LauncherSignals
 
 LOOK_SECONDS = 0.5
 # Between two kills of a step that does not end, or whose kill Slurm did not receive.
-AGAIN_SECONDS = 10.0
+NEXT_KILL_SECONDS = 10.0
 SETTLE_SECONDS = 2.0  # for the other ranks to end by themselves after an error
-SHARED_SECONDS = 5.0  # for files to be seen on another host
-TOGETHER = (3, 75, NotSaved.rank_code)  # exit codes of ends on purpose, to which all ranks come
+SHARED_SECONDS = 5.0  # until files of another host are seen on this one
 
 
 class StepRanks:
@@ -87,23 +87,26 @@ class StepRanks:
         return [*command, sys.executable, "-m", "drumline.launch.slurm.task", str(logs), *rank]
 
     def _watch(self, srun: Process, logs: Path, signals: LauncherSignals) -> bool:
-        """Wait for the end of the step, and kill it if it does not end in time. Return whether it was killed."""
+        """Wait for the end of the step, and return whether it was killed.
+
+        It is killed if it does not end in time after a signal or the failure of a rank.
+        """
         has_forwarded = False
         was_killed = False
-        until: float | None = None  # monotonic seconds at which the step is killed
+        kill_at: float | None = None  # monotonic seconds at which the step is killed
         while srun.poll() is None:
             now = time.monotonic()
             if signals.number and not has_forwarded:
-                # To the tasks alone: this script's own process is in another step.
+                # Only the tasks get it: this script's own process is in another step.
                 has_forwarded = _signal_steps(signal.Signals(signals.number).name)
-                until = now + self.options.grace_seconds
+                kill_at = now + self.options.grace_seconds
             codes = _failed_codes(logs)
-            if codes and until is None:
-                until = now + self._patience(codes)
-            is_late = until is not None and now > until
+            if codes and kill_at is None:
+                kill_at = now + self._patience(codes)
+            is_late = kill_at is not None and now > kill_at
             if is_late or (signals.at_once and not was_killed):
                 was_killed = True
-                until = now + AGAIN_SECONDS
+                kill_at = now + NEXT_KILL_SECONDS
                 _signal_steps("KILL")
             time.sleep(LOOK_SECONDS)
         if not was_killed:
@@ -111,10 +114,13 @@ class StepRanks:
         return was_killed
 
     def _patience(self, codes: set[int]) -> float:
-        """Return for how many seconds the other ranks may go on after ranks have ended with these exit codes."""
+        """Return how many seconds the other ranks may go on after a rank has failed.
+
+        `codes` are the exit codes of the failed ranks.
+        """
         if min(codes) < 0:
             return 0.0
-        if codes & set(TOGETHER):
+        if codes & COLLECTIVE_EXIT_CODES:
             return self.options.grace_seconds
         return SETTLE_SECONDS
 
@@ -137,9 +143,9 @@ def _failed_codes(logs: Path) -> set[int]:
 
 
 def _signal_steps(name: str) -> bool:
-    """Send a signal to the steps of this job that srun has started: JOB.0, and so on.
+    """Send a signal to the steps of this job that srun has started (JOB.0, JOB.1, …).
 
-    Return whether there was one, and Slurm answered.
+    Return True if there was such a step and Slurm answered, or if the step has just ended.
     """
     try:
         shown = ask(
@@ -149,7 +155,7 @@ def _signal_steps(name: str) -> bool:
         for step in steps:
             ask("scancel", f"--signal={name}", step)
     except EnvironmentFault as fault:
-        if "Invalid job id" in fault.what:  # Slurm ends that step already
+        if "Invalid job id" in fault.what:  # Slurm has ended that step already
             return True
         # It is busy, or restarts: the next look tries again.
         print(f"note: {fault.line()}", file=sys.stderr)
@@ -158,14 +164,18 @@ def _signal_steps(name: str) -> bool:
 
 
 def _notes(logs: Path) -> list[dict[str, Any]]:
+    """Return what the tasks have noted of the ends of their ranks."""
     return [json.loads(path.read_text()) for path in logs.glob("rank-*.end")]
 
 
 def _end(rank: int, logs: Path, killed: bool, stopped_by: int) -> RankEnd:
-    """Return how a rank ended, by what it, its task, its watcher or srun has written.
+    """Return how a rank ended, as written by the rank, its task, its watcher, or srun.
 
-    `killed` says that the step was killed. `stopped_by` is the number of the signal that the job
-    was stopped by, or 0.
+    Args:
+        rank: Its number.
+        logs: Folder of the logs of the attempt.
+        killed: Whether the step was killed.
+        stopped_by: Number of the signal that stopped the job; 0 for none.
     """
     error = read_error(logs / f"rank-{rank}.json")
     log = logs / f"rank-{rank}.log"
@@ -184,9 +194,10 @@ def _end(rank: int, logs: Path, killed: bool, stopped_by: int) -> RankEnd:
         if error:
             return RankEnd(rank, error["exit_code"], error, log, killed=True, at=error["time"])
         return RankEnd(rank, -signal.SIGKILL, error, log, killed=True, at=time.time())
-    if stopped_by:  # its task could not listen yet
+    if stopped_by:
+        # The signal came before its task had set up its handlers.
         return RankEnd(rank, -stopped_by, error, log, at=time.time())
-    # Its host has gone, or could not start it: srun knows more.
+    # Its host was lost, or could not start it: srun knows more.
     message = f"lost: {_error_of_srun(logs)}"
     error = {"message": message, "traceback": "", "time": time.time(), "exit_code": 1}
     return RankEnd(rank, 1, error, logs / "srun.log", at=time.time())
@@ -211,9 +222,17 @@ def _error_of_srun(logs: Path) -> str:
 
 
 def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, worker: str) -> int:
-    """Run the ranks of a plan in this job, and return the exit code. `worker` is the module that is a rank.
+    """Run the ranks of a plan in this job, and return the exit code.
 
-    Raises EnvironmentFault outside of a job, and in an array.
+    Args:
+        plan: The plan.
+        plan_path: File of the plan.
+        resume: Checkpoint or run to resume from; None to start anew.
+        on_oom: Called when a rank ran out of memory. It looks for another plan.
+        worker: Module that each rank runs.
+
+    Raises:
+        EnvironmentFault: This process is not in a job, or in an array of jobs.
     """
     options = plan.config.launch
     run_dir = Path(plan.run_dir)
@@ -242,7 +261,7 @@ def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, 
         raise
     if code == 75 and options.requeue:
         has_progressed = furthest_step(run_dir) > max(step_before, 0)
-        is_requeued = _requeued(ranks.signal, has_progressed)
+        is_requeued = _requeue(ranks.signal, has_progressed)
         if is_requeued:
             return code
     note_end(run_dir, code)
@@ -261,16 +280,20 @@ def _require_one_job(run_dir: Path) -> None:
 
 
 def _preflight(plan: Plan) -> None:
-    """Check the hosts of a job of several. Raises EnvironmentFault for a check that failed."""
+    """Check the hosts of a job that has several.
+
+    Raises:
+        EnvironmentFault: A check failed.
+    """
     options = plan.config.launch
     if isinstance(options, SlurmLauncher) and options.preflight and options.nodes > 1:
-        from drumline.launch.preflight import require
+        from drumline.launch.preflight import check_hosts
 
-        require(options.reach(), plan)
+        check_hosts(options.reach(), plan)
 
 
-def _requeued(stopped_by: int, progressed: bool) -> bool:
-    """Have Slurm put this job back into its queue, if its time was up or another job takes its nodes. Return whether it does.
+def _requeue(stopped_by: int, progressed: bool) -> bool:
+    """Have Slurm requeue this job if its time is up or it is preempted; return whether it does.
 
     Slurm itself requeues only a job that does not end within its grace time.
     """

@@ -1,10 +1,13 @@
-"""The options of a Slurm job: the section `launch` with kind slurm. No torch here."""
+"""The keys of the section `launch` with kind slurm: the options of a batch job.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -12,12 +15,9 @@ from drumline.config.cluster import MOST_NODES
 from drumline.config.launcher import LauncherSpec
 from drumline.foreign import first_line
 
-if TYPE_CHECKING:
-    pass
-
-# What the script says itself, or what a run cannot be: an array is several jobs, which would share
-# one run folder.
-OWN = {
+# Options of sbatch that `extra` must not have, and what to do instead. The script sets most of them
+# itself. A job array cannot be a run: its jobs would share one run folder.
+OPTIONS_OF_DRUMLINE = {
     "array": "a run is one job; submit one `drumline train` for each, with a run.dir of its own",
     "signal": "set launch.grace_seconds",
     "output": "its output is in RUN/logs",
@@ -38,19 +38,31 @@ OWN = {
     "cpus-per-task": "set launch.cpus",
     "clusters": "submit on a login host of that cluster: this one's would be asked for the job",
 }
-SHORT = {"a": "array", "o": "output", "n": "ntasks", "N": "nodes", "p": "partition", "A": "account", "q": "qos", "t": "time",
+LONG_NAMES = {"a": "array", "o": "output", "n": "ntasks", "N": "nodes", "p": "partition", "A": "account", "q": "qos", "t": "time",
          "C": "constraint", "c": "cpus-per-task", "W": "wait", "G": "gpus", "M": "clusters"}  # fmt: skip
-FLAGS = "HOQVhksv"  # short options without a value: another one may follow in the same word
+SHORT_FLAGS = "HOQVhksv"  # short options without a value, which may be joined as in -QH
 
 
 def _one_line(text: str) -> str:
+    """Return `text` if it has no line break or other unprintable character.
+
+    Raises:
+        ValueError: It has one.
+    """
     if not text.isprintable():
         raise ValueError(f"{text!r} would not stay on its line of the script")
     return text
 
 
 def _option(text: str) -> str:
-    """One option, its value perhaps a word of its own: sbatch takes all that stand on a line, and the beginning of a name for the name."""
+    """Return `text` if it is one option of sbatch that `extra` may have.
+
+    The value may be a separate word. Sbatch would accept several options on a line, and abbreviated
+    names.
+
+    Raises:
+        ValueError: It is no option, more than one, or one of OPTIONS_OF_DRUMLINE.
+    """
     try:
         option, *value = shlex.split(_one_line(text)) or [""]
     except ValueError as error:
@@ -58,27 +70,31 @@ def _option(text: str) -> str:
     name = re.match(r"--([\w-]+)|-(\w)", option)
     if name is None:
         raise ValueError(f"{text!r} is no option of sbatch: write --name=value")
-    if (
-        len(value) > 1
-        or (value and value[0].startswith("-"))
-        or (name[2] and name[2] in FLAGS and len(option) > 2)
-    ):
+    is_value_an_option = bool(value) and value[0].startswith("-")
+    has_joined_flags = bool(name[2]) and name[2] in SHORT_FLAGS and len(option) > 2
+    if len(value) > 1 or is_value_an_option or has_joined_flags:
         raise ValueError(f"{text!r} is more than one option: write each by itself")
-    known = (
-        SHORT.get(name[2], "")
-        if name[2]
-        else next((own for own in sorted(OWN) if own.startswith(name[1])), "")
-    )
-    if known:
-        raise ValueError(f"--{known} cannot stand here: {OWN[known]}")
+    refused = _refused_option(name[1], name[2])
+    if refused:
+        raise ValueError(f"--{refused} cannot stand here: {OPTIONS_OF_DRUMLINE[refused]}")
     return text
+
+
+def _refused_option(long_name: str | None, letter: str | None) -> str:
+    """Return the name in OPTIONS_OF_DRUMLINE that an option stands for; empty if it is none."""
+    if letter:
+        return LONG_NAMES.get(letter, "")
+    for name in sorted(OPTIONS_OF_DRUMLINE):
+        if long_name and name.startswith(long_name):
+            return name
+    return ""
 
 
 Name = Annotated[str, Field(pattern=r"^[^\s'\"\\#]+$")]
 
 
 class SlurmOptions(LauncherSpec):
-    """What a batch script is made of."""
+    """The keys from which a batch script is written."""
 
     nodes: int = Field(1, gt=0, le=MOST_NODES, description="Nodes of the job.")
     nproc: int | None = Field(
@@ -124,12 +140,12 @@ class SlurmOptions(LauncherSpec):
 
     @property
     def gpus_of_node(self) -> int:
-        """The GPUs of a node that the job requests, by `gpus` or else by `gres`."""
+        """Number of GPUs of a node that the job requests, by `gpus` or else by `gres`."""
         if self.gpus:
             return self.gpus
         number = 0
         for part in (self.gres or "").split(","):
-            # gpu, gpu:8 or gpu:a100:8, each perhaps with a list in brackets.
+            # gpu, gpu:8 or gpu:a100:8, each optionally followed by a list in brackets.
             fields = part.partition("(")[0].split(":")
             if fields[0] != "gpu":
                 continue
@@ -141,6 +157,7 @@ class SlurmOptions(LauncherSpec):
 
     @property
     def ranks_of_node(self) -> int:
+        """Number of ranks of each node."""
         return self.nproc or self.gpus_of_node or 1
 
     @property

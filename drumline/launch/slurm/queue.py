@@ -31,21 +31,21 @@ ANSWER_SECONDS = 60.0
 # minute that a file was not there.
 NOTE_SECONDS = 60.0
 KILLED_SECONDS = 5.0  # the same for a job that was killed, which most likely left no note
-# Variables of sbatch, and the options of the script that they overrule.
-VARIABLES = {
+# Environment variables that sbatch prefers to the script, and the option of each in the script.
+OVERRULING_VARIABLES = {
     "SBATCH_JOB_NAME": "job-name", "SBATCH_PARTITION": "partition", "SBATCH_ACCOUNT": "account", "SBATCH_QOS": "qos",
     "SBATCH_TIMELIMIT": "time", "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_GRES": "gres", "SBATCH_CONSTRAINT": "constraint",
     "SBATCH_OUTPUT": "output", "SBATCH_OPEN_MODE": "open-mode", "SBATCH_SIGNAL": "signal", "SBATCH_REQUEUE": "no-requeue",
     "SBATCH_NO_REQUEUE": "requeue",
 }  # fmt: skip
-REFUSED = {
+REFUSED_VARIABLES = {
     "SBATCH_ARRAY_INX": "make an array of the job, and a run is one",
     **dict.fromkeys(
         ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"),
         "submit to another cluster, and this one would be asked for the job",
     ),
 }
-WAITS = {
+WAITING_STATES = {
     "PENDING",
     "CONFIGURING",
     "REQUEUED",
@@ -54,8 +54,8 @@ WAITS = {
     "RESV_DEL_HOLD",
     "SPECIAL_EXIT",
 }
-THERE = {
-    *WAITS,
+STATES_IN_QUEUE = {
+    *WAITING_STATES,
     "RUNNING",
     "COMPLETING",
     "SUSPENDED",
@@ -64,7 +64,9 @@ THERE = {
     "SIGNALING",
     "STAGE_OUT",
 }
-NOTES = {"COMPLETED", "FAILED", ""}  # ended by itself, or longer ago than Slurm remembers
+# A job in one of these states has most likely noted its end. The state is empty if the job ended
+# longer ago than Slurm remembers.
+STATES_WITH_NOTE = {"COMPLETED", "FAILED", ""}
 
 
 def ask(
@@ -72,7 +74,16 @@ def ask(
     without: Sequence[str] = (),
     fix: str = "is this a login host of the cluster, and does Slurm run?",
 ) -> str:
-    """Return what a program of Slurm prints. It runs without the environment variables `without`. Raises EnvironmentFault."""
+    """Run a program of Slurm, and return what it prints.
+
+    Args:
+        command: The program and its arguments.
+        without: Environment variables that the program does not get.
+        fix: Advice if the program gives no answer.
+
+    Raises:
+        EnvironmentFault: It cannot be run, gives no answer in time, or refuses.
+    """
     program = command[0]
     line = list(command)
     if without:
@@ -95,8 +106,12 @@ def ask(
 
 
 def submit(options: SlurmOptions, plan_path: Path, resume: str | None) -> str:
-    """Write the script, submit it, and note its job in the run folder. Return the job's number."""
-    for name, effect in REFUSED.items():
+    """Write and submit the batch script, note its job in the run folder, and return its number.
+
+    Raises:
+        EnvironmentFault: A variable of sbatch forbids it, or Slurm refuses.
+    """
+    for name, effect in REFUSED_VARIABLES.items():
         if os.environ.get(name):
             raise EnvironmentFault(f"{name} would {effect}", where="launch", fix="unset it")
     run_dir = plan_path.parent
@@ -125,9 +140,9 @@ def submit(options: SlurmOptions, plan_path: Path, resume: str | None) -> str:
 
 
 def _hidden_variables(text: str) -> list[str]:
-    """Return the variables that would overrule an option of a script: sbatch prefers a variable to the script."""
+    """Return the environment variables that would overrule an option of this script."""
     hidden = []
-    for name, option in VARIABLES.items():
+    for name, option in OVERRULING_VARIABLES.items():
         if name in os.environ and f"#SBATCH --{option}" in text:
             hidden.append(name)
     return hidden
@@ -139,7 +154,7 @@ def job_of(run_dir: Path) -> str | None:
 
 
 def log_of(run_dir: Path, job: str) -> Path:
-    """Return the file of what the batch script of a job prints."""
+    """Return the file that has the output of a job's batch script."""
     return run_dir / "logs" / f"job-{job}.log"
 
 
@@ -163,9 +178,12 @@ def _field(path: Path, name: str) -> Any:
 
 
 def state_of(job: str) -> tuple[str, str]:
-    """Return the state of a job and why it waits, in Slurm's words; empty if Slurm does not know the job any more.
+    """Return the state of a job and why it waits, in Slurm's words.
 
-    Raises EnvironmentFault if Slurm does not answer.
+    Both are empty if Slurm does not know the job any more.
+
+    Raises:
+        EnvironmentFault: Slurm does not answer.
     """
     try:
         shown = ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T %r")
@@ -178,43 +196,55 @@ def state_of(job: str) -> tuple[str, str]:
 
 
 def queued_job(run_dir: Path) -> str | None:
-    """Return the job of a run if it waits or runs; a job that has ended with 75 may have been requeued.
+    """Return the job of a run if it waits or runs; None if it does not, or if there is no Slurm.
 
-    None if this host has no Slurm. Raises EnvironmentFault if Slurm does not answer.
+    Raises:
+        EnvironmentFault: Slurm does not answer.
     """
     job, state = _job_and_state(run_dir)
-    if state in THERE:
+    if state in STATES_IN_QUEUE:
         return job
     return None
 
 
 def require_no_job(run_dir: Path) -> None:
-    """Raise EnvironmentFault if the job of a run is in the queue, or if Slurm does not answer."""
+    """Check that no job of a run is in the queue.
+
+    Raises:
+        EnvironmentFault: A job is, or Slurm does not answer.
+    """
     _require_gone(run_dir, *_job_and_state(run_dir))
 
 
 def _require_gone(run_dir: Path, job: str | None, state: str) -> None:
-    if state in THERE:
+    if state in STATES_IN_QUEUE:
         fix = f"follow it with drumline follow {run_dir}, or stop it with drumline stop {run_dir}"
         raise EnvironmentFault(f"job {job} of this run is {state}", where=str(run_dir), fix=fix)
 
 
 def _job_and_state(run_dir: Path) -> tuple[str | None, str]:
+    """Return the job that was submitted last for a run, and its state.
+
+    The state is empty if the job has ended, or if this host has no Slurm.
+    """
     job = job_of(run_dir)
-    if job is None or end_of(run_dir) not in (None, 75) or shutil.which("squeue") is None:
+    # A job that ended with 75 may have been requeued.
+    may_be_in_queue = end_of(run_dir) in (None, 75)
+    if job is None or not may_be_in_queue or shutil.which("squeue") is None:
         return job, ""
     return job, state_of(job)[0]
 
 
 def forget_job(run_dir: Path) -> None:
-    """Remove what is noted of an earlier job, before a new start.
+    """Remove the notes about an earlier job, before a new start.
 
-    Raises EnvironmentFault if that job is in the queue. If Slurm does not answer here, the lease
-    guards the folder anyway.
+    Raises:
+        EnvironmentFault: That job is in the queue.
     """
     try:
         job, state = _job_and_state(run_dir)
     except EnvironmentFault:
+        # Slurm does not answer here. The lease guards the folder all the same.
         job = None
         state = ""
     _require_gone(run_dir, job, state)
@@ -223,14 +253,20 @@ def forget_job(run_dir: Path) -> None:
 
 
 def note_end(run_dir: Path, code: int) -> None:
-    """Note how this job ended. The job itself calls it."""
+    """Write the exit code of this job into the run folder. Called within the job."""
     write_whole(run_dir / END, json.dumps({"job": os.environ["SLURM_JOB_ID"], "exit_code": code}))
 
 
 def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -> int:
-    """Show what a job does until it ends, and return the exit code of the run. Ctrl-C leaves the job alone.
+    """Show what a job does until it ends, and return the exit code of the run.
 
-    `offset` is where to begin in the file of events, in bytes; None begins with new events.
+    Ctrl-C ends the view and not the job; then the exit code is LEFT.
+
+    Args:
+        run_dir: The run folder.
+        job: Number of the job.
+        on_event: Gets each event.
+        offset: Byte of the file of events to begin at; None begins with new events.
     """
     with (
         LauncherSignals() as signals,
@@ -246,7 +282,7 @@ def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -
             if not gone_at and (has_ended or now - asked_at > QUEUE_SECONDS):
                 state = _show_state(job, state)
                 asked_at = now
-                if state not in THERE:
+                if state not in STATES_IN_QUEUE:
                     gone_at = now
             if gone_at and (has_ended or now - gone_at > _seconds_for_note(state)):
                 return _exit_code(run_dir, job, state)
@@ -266,14 +302,14 @@ def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -
 def _show_state(job: str, before: str) -> str:
     """Return the state of a job, and print it if it has changed and the job waits."""
     state, why = _state(job, before)
-    if state != before and state in WAITS:
+    if state != before and state in WAITING_STATES:
         print(f"job {job} is {state} ({why})", file=sys.stderr)
     return state
 
 
 def _seconds_for_note(state: str) -> float:
-    """Return for how long to wait for the note of a job that has left the queue."""
-    if state in NOTES:
+    """Return how many seconds a job that has left the queue may take to note its end."""
+    if state in STATES_WITH_NOTE:
         return NOTE_SECONDS
     return KILLED_SECONDS
 
@@ -295,7 +331,10 @@ def _state(job: str, before: str) -> tuple[str, str]:
 
 
 def _exit_code(run_dir: Path, job: str, state: str) -> int:
-    """Return the exit code of a run whose job has left the queue, and print why if the job has noted none."""
+    """Return the exit code of a run whose job has left the queue.
+
+    If the job has noted none, the code is 1, and an error says so.
+    """
     code = end_of(run_dir)
     if code is not None:
         return code

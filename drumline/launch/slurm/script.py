@@ -17,7 +17,11 @@ WARN_SECONDS = 60
 
 
 def require_one_line(plan_path: Path) -> None:
-    """Raise ConfigError for a run folder that would not stay on its line of the script."""
+    """Check that the path of the run folder fits on one line of the batch script.
+
+    Raises:
+        ConfigError: It has a line break or another character that cannot be printed.
+    """
     run_dir = str(plan_path.absolute().parent)
     if not run_dir.isprintable():
         what = f"{run_dir!r} would not stay on its line of the batch script"
@@ -25,14 +29,18 @@ def require_one_line(plan_path: Path) -> None:
 
 
 def script(options: SlurmOptions, plan_path: Path, resume: str | None) -> str:
-    """Return the script for sbatch. It runs one process, which starts the ranks by srun and watches over them.
+    """Return the batch script of a run, for sbatch.
 
-    Raises ConfigError for a run folder that would not stay on its line.
+    The script runs one process (`launch.slurm.job`), which starts the ranks by srun and watches
+    them.
+
+    Raises:
+        ConfigError: The path of the run folder does not fit on one line.
     """
     require_one_line(plan_path)
     run_dir = plan_path.absolute().parent
     job_name = "".join(_plain_character(character) for character in run_dir.name)
-    # In the name of a file sbatch reads backslashes, quotes and percent signs.
+    # Backslashes, quotes and percent signs have a meaning for sbatch in file names.
     quoted_dir = str(run_dir).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     command = [sys.executable, "-m", "drumline.train.slurm_job", str(plan_path)]
     if resume:

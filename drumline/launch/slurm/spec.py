@@ -1,4 +1,7 @@
-"""A run as a job of Slurm. No torch here."""
+"""The launcher `slurm`, which submits a run as a batch job and follows it.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,28 @@ from drumline.hardware.detect import Device, Machine, detect
 from drumline.launch.slurm.options import SlurmOptions
 from drumline.launch.slurm.queue import follow, submit
 from drumline.launch.slurm.script import script
-from drumline.launch.tasks import address, expand, tasks_of_nodes
+from drumline.launch.tasks import address, expand_hosts, tasks_of_nodes
 from drumline.plan.out_of_memory import Replans
 from drumline.plan.plan import Plan
 from drumline.system.process import run_command
 
 
 class SlurmLauncher(SlurmOptions):
-    """A batch job of Slurm, followed until it ends. It is requeued, and goes on, when its time is up or another job takes its nodes."""
+    """Submits the run as a batch job of Slurm and follows it until it ends.
+
+    The job is requeued, and the run goes on, when its time is up or another job takes its nodes.
+    """
 
     elsewhere: ClassVar[bool] = True
 
     kind: Literal["slurm"] = "slurm"
 
     def machine(self, config: Config) -> Machine:
-        """Return a node of the job. Its GPUs are those of `cluster`, or else like this host's."""
+        """Return a node of the job, with the GPUs of `cluster` or else with those of this host.
+
+        Raises:
+            EnvironmentFault: Neither says which GPUs a node has.
+        """
         here = detect()
         number = self.gpus_of_node
         if number == 0 or config.run.device == "cpu":
@@ -53,10 +63,11 @@ class SlurmLauncher(SlurmOptions):
         return replace(here, devices=here.devices[:1] * number)
 
     def early(self, config: Config, plan_path: Path) -> AbstractContextManager[Any]:
-        """Check that a job can be submitted; nothing has to be started early.
+        """Check that a job can be submitted. No process is started before the plan.
 
-        Raises EnvironmentFault if a job of the run is in the queue, and ConfigError for a run
-        folder that no script can name.
+        Raises:
+            EnvironmentFault: A job of the run is in the queue already.
+            ConfigError: The path of the run folder does not fit on one line of the script.
         """
         from drumline.launch.slurm.queue import require_no_job
         from drumline.launch.slurm.script import require_one_line
@@ -66,10 +77,13 @@ class SlurmLauncher(SlurmOptions):
         return nullcontext()
 
     def reach(self) -> Mapping[str, Reached]:
-        """Return how to run a module on each node of the present job: by a step of srun. There are no nodes outside of a job."""
+        """Return how to run a module on each node of the present job, by a step of srun.
+
+        The mapping is empty outside of a job.
+        """
         nodes = []
         if "SLURM_JOB_ID" in os.environ:
-            nodes = expand(os.environ.get("SLURM_JOB_NODELIST", ""))
+            nodes = expand_hosts(os.environ.get("SLURM_JOB_NODELIST", ""))
         cores = tasks_of_nodes(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         return {
             node: Reached(address(node), partial(_run, node, count))
@@ -77,6 +91,11 @@ class SlurmLauncher(SlurmOptions):
         }
 
     def require(self) -> None:
+        """Check that jobs can be submitted on this host.
+
+        Raises:
+            EnvironmentFault: There is no sbatch.
+        """
         if shutil.which("sbatch") is None:
             raise EnvironmentFault(
                 "there is no sbatch on this host",
@@ -85,6 +104,7 @@ class SlurmLauncher(SlurmOptions):
             )
 
     def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
+        """Return the batch script."""
         return script(self, plan_path, resume)
 
     def start(
@@ -96,6 +116,7 @@ class SlurmLauncher(SlurmOptions):
         on_oom: Replans,
         early: Any,
     ) -> int:
+        """Submit the job, and follow it to its end unless `detach` is set; return the exit code."""
         job = submit(self, plan_path, resume)
         if self.detach:
             return 0
@@ -105,7 +126,8 @@ class SlurmLauncher(SlurmOptions):
 def _run(
     node: str, cores: int, module: str, question: str, seconds: float
 ) -> tuple[int | None, str, str]:
-    place = [
+    """Run a module on one node; return its exit code (None: out of time), output and errors."""
+    step_options = [
         f"--nodelist={node}",
         "--nodes=1",
         "--ntasks=1",
@@ -114,7 +136,7 @@ def _run(
     ]
     try:
         return run_command(
-            ["srun", *place, "--mpi=none", "--unbuffered", sys.executable, "-m", module],
+            ["srun", *step_options, "--mpi=none", "--unbuffered", sys.executable, "-m", module],
             question,
             seconds,
         )

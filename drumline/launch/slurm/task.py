@@ -1,7 +1,9 @@
-"""One task of the job's step: `python -m drumline.launch.slurm.task LOGS MODULE ARGUMENTS...`.
+"""Run one rank as a task of srun: `python -m drumline.launch.slurm.task LOGS MODULE ARGUMENTS...`.
 
-It runs the module as a rank, hands signals on to it, and notes how it ended: srun tells only the
-largest exit code. No torch here."""
+The task runs the module as a rank, forwards signals to it, and writes how it ended to
+LOGS/rank-R.end, since srun reports only the largest exit code of all ranks. This module does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from drumline.system.process import Process, start_command, tied
 
 
 def main(logs: Path, module: str, *arguments: str) -> int:
+    """Run the module as a rank, write how it ended, and return the exit code of the task."""
     env = {**os.environ, **task_variables(os.environ)}
     rank = env.get("RANK", "0")
     threads = env.get("OMP_NUM_THREADS") or str(
@@ -30,20 +33,20 @@ def main(logs: Path, module: str, *arguments: str) -> int:
     groups = Groups.of_this_process()
     kills = groups.oom_kills()
     process: Process | None = None
-    before = 0
+    early_signal = 0  # number of a signal that came before the rank had started
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        nonlocal before
-        before = number
+    def forward_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal early_signal
+        early_signal = number
         if process is not None:
             process.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, hand_on)
-    # A session of its own: a signal to the task's group comes once.
+        signal.signal(number, forward_signal)
+    # The rank is in a session of its own, so it gets a signal to the task's group only once.
     process = start_command([sys.executable, *tied(module, *arguments)], env)
-    if before:
-        process.send_signal(before)
+    if early_signal:
+        process.send_signal(early_signal)
     code = process.wait()
     host = env.get("SLURMD_NODENAME") or socket.gethostname()
     noted = {

@@ -39,7 +39,7 @@ SESSION: dict[str, Any] = {
 
 def outer_step(engine: PeersEngine) -> str:
     """Return a line about the last outer step."""
-    rounds, checksum = engine._place()
+    rounds, checksum = engine._progress()
     line = {
         "round": rounds,
         "hosts": engine.hosts,

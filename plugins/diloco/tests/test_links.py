@@ -129,7 +129,9 @@ def test_who_leads_as_its_leader_goes_begins_no_outer_step_without_a_step_of_its
     """It has just been sent the state, which its weights are then."""
     engine: Any = object.__new__(PeersEngine)
     engine.peers = Peers(group.names, "drum", {"seed": 1}, place, no_reply)
-    engine.outer = SimpleNamespace(sends=lambda step: 0, delay=1, bits=32, peers=group.names)
+    engine.outer = SimpleNamespace(
+        fragment_to_send=lambda step: 0, delay=1, bits=32, peers=group.names
+    )
     engine.weights = [torch.zeros(4)]
     engine.anchors = [torch.zeros(4)]
     engine.moments = [torch.zeros(4)]
@@ -138,8 +140,8 @@ def test_who_leads_as_its_leader_goes_begins_no_outer_step_without_a_step_of_its
     engine.steps = 50
     engine.waited = 0.0
     engine.rounds = 2
-    engine.used = {0: 0}
-    engine.came = {}
+    engine.steps_used = {0: 0}
+    engine.steps_at_gradient = {}
     engine.pending = {}
 
     state = torch.zeros(32, dtype=torch.uint8)

@@ -34,7 +34,7 @@ def test_when_fragments_are_sent(options: dict[str, Any], expected: dict[int, in
     strategy = StreamingDiLoCoStrategy(period=5, **options)
     sent = {}
     for step in range(10):
-        fragment = strategy.sends(step)
+        fragment = strategy.fragment_to_send(step)
         if fragment is not None:
             sent[step] = fragment
 

@@ -99,7 +99,7 @@ def ends(rank: int, code: int = 0) -> Callable[[Message], Message]:
 def test_a_host_that_is_lost_while_the_plan_is_made_leaves_the_rest(
     elastic: ElasticHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elastic, "_require_right", lambda: None)
+    monkeypatch.setattr(elastic, "_require_leadership", lambda: None)
     agents = {
         name: Called(elastic, name, {"know": confirms, "start": ends("ac".find(name))})
         for name in "abc"
@@ -124,11 +124,11 @@ def test_a_host_that_is_lost_while_the_plan_is_made_leaves_the_rest(
 
 def test_one_who_takes_part_and_is_lost_has_not_confirmed(elastic: ElasticHosts) -> None:
     agents = {name: Called(elastic, name, {"know": confirms}) for name in "abc"}
-    elastic._fit(LauncherSignals())
+    elastic._choose_hosts(LauncherSignals())
     agents["b"].link.close()
     until(lambda: elastic.remotes["b"].link is None)
     with pytest.raises(EnvironmentFault, match="host b: the agent of its host has ended"):
-        elastic._agree(["worker", "plan.json"])
+        elastic._have_members_confirmed(["worker", "plan.json"])
     assert not elastic.members
 
 
@@ -154,7 +154,7 @@ def test_a_plan_that_fails_leaves_the_ranks_of_the_one_that_is_there(elastic: El
     elastic.counts, elastic.resize = {"a": 1, "b": 1, "c": 1}, lambda ranks: False
     for _ in range(2):
         with pytest.raises(EnvironmentFault, match="no plan takes the same steps on 2 to 2 hosts"):
-            elastic._fit(LauncherSignals())
+            elastic._choose_hosts(LauncherSignals())
         assert elastic.counts == {"a": 1, "b": 1, "c": 1}
 
 
@@ -173,7 +173,7 @@ def test_hosts_that_are_lost_while_they_are_compared_are_waited_for(
 
     elastic.require = require
     with pytest.raises(EnvironmentFault, match="1 of at least 2 hosts are there"):
-        elastic._fit(LauncherSignals())
+        elastic._choose_hosts(LauncherSignals())
 
 
 def test_an_answer_is_to_its_own_question(elastic: ElasticHosts) -> None:
@@ -197,7 +197,7 @@ def test_an_answer_is_to_its_own_question(elastic: ElasticHosts) -> None:
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     made = Hosts(["a", "b"], Starter(), "127.0.0.1", None, None, [])
-    made.counts, made._begun = {"a": 1, "b": 1}, True
+    made.counts, made._has_run_attempt = {"a": 1, "b": 1}, True
     yield made
     made.close()
 
@@ -240,7 +240,7 @@ def test_attempts_that_follow_each_other_have_names_of_their_own(
         return [RankEnd(0, 75 if attempt.paused else 1, None, attempt.logs / "rank-0.log")]
 
     monkeypatch.setattr(Attempt, "run", run)
-    for name in ("_require_right", "_agree"):
+    for name in ("_require_leadership", "_have_members_confirmed"):
         monkeypatch.setattr(elastic, name, lambda *given: None)
     for name in "ab":
         Called(elastic, name)

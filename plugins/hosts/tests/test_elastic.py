@@ -190,22 +190,22 @@ def there(hosts: ElasticHosts, *names: str) -> None:
 
 def test_who_takes_part(elastic: ElasticHosts) -> None:
     there(elastic, "a", "b", "c")
-    elastic._fit(Quiet())
+    elastic._choose_hosts(Quiet())
     assert elastic.counts == {"a": 2, "b": 2, "c": 2}
     there(elastic, "a", "c")
-    elastic._fit(Quiet())
+    elastic._choose_hosts(Quiet())
     assert elastic.counts == {"a": 2, "c": 2}
     there(elastic, "a", "b", "c")
-    elastic._fit(Quiet())
+    elastic._choose_hosts(Quiet())
     assert list(elastic.counts) == ["a", "c", "b"], "rank 0 stays where it is"
     elastic.resize = lambda ranks: ranks != 4  # of two hosts there is no plan
     there(elastic, "b", "c")
-    elastic._fit(Quiet())
+    elastic._choose_hosts(Quiet())
     assert list(elastic.counts) == ["c"]
     elastic.most, elastic.resize = 1, lambda ranks: False
     there(elastic, "a")
     with pytest.raises(EnvironmentFault, match="no plan takes the same steps"):
-        elastic._fit(Quiet())
+        elastic._choose_hosts(Quiet())
 
 
 def test_a_host_that_comes_and_differs_is_sent_away(
@@ -218,7 +218,7 @@ def test_a_host_that_comes_and_differs_is_sent_away(
 
     elastic.require = require
     there(elastic, "a", "b")
-    elastic._fit(Quiet())
+    elastic._choose_hosts(Quiet())
     assert elastic.counts == {"a": 2} and elastic.remotes["b"].link is None
     assert "note: goes on without it: host b has torch 9.9" in capsys.readouterr().err
     assert isinstance(elastic.remotes["b"], Remote) and elastic._refused == {"b"}

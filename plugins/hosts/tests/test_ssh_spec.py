@@ -136,13 +136,14 @@ def test_of_hosts_that_come_and_go_those_that_are_there_are_compared(
     compared: list[list[str]] = []
     monkeypatch.setattr("drumline_hosts.gathered.compare", lambda *_: None)
     monkeypatch.setattr(
-        "drumline.launch.preflight.require",
+        "drumline.launch.preflight.check_hosts",
         lambda reached, plan: compared.append(sorted(reached)),
     )
     monkeypatch.setattr(SSHLauncher, "reach", lambda self: dict.fromkeys(self.hosts))
     spec = SSHLauncher(hosts=("a", "b", "c"), nodes={"min": 1})  # type: ignore[arg-type]
     for there in (["a", "c"], ["a"]):
-        spec.compare(None, SimpleNamespace(there=lambda there=there: there))  # type: ignore[arg-type]
+        hosts = SimpleNamespace(connected_hosts=lambda there=there: there)
+        spec.compare(None, hosts)  # type: ignore[arg-type]
     assert compared == [["a", "c"]]
 
 

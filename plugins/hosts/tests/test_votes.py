@@ -189,11 +189,11 @@ def test_before_the_first_ranks_a_busy_host_is_not_given_up(elastic: ElasticHost
     assert link is not None
     link.heard = time.monotonic() - 20.0
     time.sleep(0.5)
-    assert elastic.there() == ["a"]
-    elastic.since, until = time.monotonic() - 20.0, time.monotonic() + 60
-    while elastic.there() and time.monotonic() < until:
+    assert elastic.connected_hosts() == ["a"]
+    elastic.first_start, until = time.monotonic() - 20.0, time.monotonic() + 60
+    while elastic.connected_hosts() and time.monotonic() < until:
         time.sleep(0.05)
-    assert not elastic.there() and "no sign for 6 s" in elastic.remotes["a"].gone
+    assert not elastic.connected_hosts() and "no sign for 6 s" in elastic.remotes["a"].gone
 
 
 @pytest.mark.claim(
@@ -204,12 +204,12 @@ def test_a_launcher_without_half_of_its_hosts_ends(elastic: ElasticHosts) -> Non
     there(elastic, "a", "b", "c")
     # The agent of c is a new one, which may belong to another side.
     elastic.compared = {name: elastic.remotes[name].link for name in "ab"}
-    elastic._require_right()
+    elastic._require_leadership()
     elastic.remotes["b"].link = None
     with pytest.raises(DrumlineError, match="1 of the 3 hosts"):
-        elastic._require_right()
+        elastic._require_leadership()
     elastic.members = dict.fromkeys("ab")
-    elastic._require_right()  # of two hosts the launcher's side goes on
+    elastic._require_leadership()  # of two hosts the launcher's side goes on
 
 
 @pytest.mark.claim(
@@ -221,11 +221,11 @@ def test_a_launcher_without_the_lease_ends_before_it_writes(
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.0)
     there(elastic, "a")
     write(Path(elastic.run["run_dir"]), token="mine", pid=os.getpid())
-    elastic._require_right()
+    elastic._require_leadership()
     write(Path(elastic.run["run_dir"]), token="another", pid=os.getpid())
     until = time.monotonic() + 10
     with pytest.raises(DrumlineError, match="has taken the run over"):
-        elastic._require_right()
+        elastic._require_leadership()
     assert time.monotonic() < until
 
 
@@ -262,13 +262,13 @@ def test_a_host_that_is_told_to_end_leaves_the_rest(
     elastic: ElasticHosts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there(elastic, "a", "b", "c")
-    assert not elastic._without(set())
+    assert not elastic._drop_leaving_hosts(set())
     elastic.least = 3
-    assert not elastic._without({"b"}), "too few are left: the run ends, saved"
+    assert not elastic._drop_leaving_hosts({"b"}), "too few are left: the run ends, saved"
     elastic.least = 2
-    assert elastic._without({"b"}) and elastic.there() == ["a", "c"]
+    assert elastic._drop_leaving_hosts({"b"}) and elastic.connected_hosts() == ["a", "c"]
     assert "goes on without host b: it was asked to end, and has saved" in capsys.readouterr().err
-    assert elastic._rest["b"] > time.monotonic(), (
+    assert elastic._resting_until["b"] > time.monotonic(), (
         "it may be going down: it is not asked for at once"
     )
 
@@ -276,7 +276,11 @@ def test_a_host_that_is_told_to_end_leaves_the_rest(
 def test_heirs_learn_that_the_run_has_saved(elastic: ElasticHosts, tmp_path: Path) -> None:
     """It was to begin at a checkpoint of another folder; only the launcher's host has the events."""
     there(elastic, "a", "b")
-    elastic._fitted, elastic._named, elastic._events = ["a", "b"], True, tmp_path / "events.jsonl"
+    elastic._hosts_at_choice, elastic._is_checkpoint_named, elastic._events = (
+        ["a", "b"],
+        True,
+        tmp_path / "events.jsonl",
+    )
     link: Any = elastic.remotes["b"].link
     assert not elastic.may_pause() and not hasattr(link, "last")
     saved = Save(
@@ -291,7 +295,7 @@ def test_heirs_learn_that_the_run_has_saved(elastic: ElasticHosts, tmp_path: Pat
     elastic._next_look = 0.0
     assert not elastic.may_pause() and link.last == {"do": "saved"}
     elastic.counts, elastic._next_look = {"a": 1}, 0.0
-    elastic._fitted = ["a"]
+    elastic._hosts_at_choice = ["a"]
     assert elastic.may_pause(), "and b may join there"
 
 
@@ -331,7 +335,7 @@ def test_a_host_without_gpus_does_not_join_those_with(monkeypatch: pytest.Monkey
     }
     hosts: Any = SimpleNamespace(counts={"a": 1}, remotes=remotes, run={})
     monkeypatch.setattr(ssh_start, "create_whole", lambda path, data: True)
-    ssh_start.make_elastic(
+    ssh_start.set_elastic_run(
         SSHLauncher(hosts=("a", "b")), plan, Path("plan.json"), hosts, lambda ranks: True
     )
     with pytest.raises(EnvironmentFault, match="host a has GPUs, and host b has none"):

@@ -12,7 +12,7 @@ import yaml
 from drumline.config.load import Loaded, Request, load
 from drumline.train.command import train
 from drumline_kubernetes.manifest import Submission
-from drumline_kubernetes.submit import submission_of
+from drumline_kubernetes.submit import make_submission
 from plugins.kubernetes.tests.api import Api, Look, serving
 
 LAUNCH: dict[str, Any] = {
@@ -69,7 +69,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 def submission(loaded: Loaded, **options: Any) -> Submission:
     """Return what is submitted for a config. `options`: those of the command."""
     launch: Any = loaded.config.launch
-    return submission_of(launch, Request(loaded, **options))
+    return make_submission(launch, Request(loaded, **options))
 
 
 def objects(folder: Path, workload: str, **changes: Any) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from drumline.config.load import Request, load
 from drumline.config.resume import Resume
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.train.command import launch_ranks
-from drumline_kubernetes.manifest import checked
+from drumline_kubernetes.manifest import require_known_fields
 from plugins.kubernetes.tests.submitting import dry_run, objects, submission, write_config
 
 pytestmark = pytest.mark.slow
@@ -208,8 +208,8 @@ def test_a_field_that_does_not_exist_is_refused_at_each_level(
         for place in found:
             spoilt = with_unknown_field(manifest, place)
             with pytest.raises(DrumlineError, match=f"{kind} has no field .*notAField"):
-                checked(spoilt)
-        assert checked(manifest) == manifest
+                require_known_fields(spoilt)
+        assert require_known_fields(manifest) == manifest
 
 
 def test_paths_beside_the_yaml_stay_relative(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_library_that_is_missing_is_one_line(
     monkeypatch.setitem(sys.modules, module, None)
     package = module.replace("_", "-")
     with pytest.raises(EnvironmentFault) as fault:
-        checked({"kind": kind})
+        require_known_fields({"kind": kind})
     assert fault.value.line() == (
         f"launch.kind: the package {package} is missing — pip install {package}"
     )

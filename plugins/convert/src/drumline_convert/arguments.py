@@ -1,6 +1,6 @@
-"""Training arguments in the style of Hugging Face, flat or in sections → a config.
+"""Translate training arguments in the style of Hugging Face, flat or in sections.
 
-Names by transformers 5.23, TRL 1.16 and guides.
+The names are those of transformers 5.23, TRL 1.16 and guides.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ BITSANDBYTES = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit")
 PAGED = ("paged_adamw", "paged_adamw_32bit")
 
 
-# The names of optimizers there → the kinds of optimizer here.
+# Kinds of optimizer by their names in transformers.
 OPTIMIZERS = {
     "adamw": "adamw",
     "adamw_torch": "adamw",

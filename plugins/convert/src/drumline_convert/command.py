@@ -44,10 +44,16 @@ def convert(
 
 
 def write_converted(old: Path | list[str], output: Path | None) -> None:
-    """Write the new YAML to stdout or into a file, and notes to stderr.
+    """Write the new YAML to a file or standard output, and the notes to standard error.
 
-    `old`: a file, or the words of a command. The notes stand in the YAML, too. A terminal that shows
-    the YAML does not get them twice. Raises UserError if `output` cannot be written.
+    The YAML has the notes as well, so they are not written again if a terminal shows the YAML.
+
+    Args:
+        old: A file, or the words of a command.
+        output: The file to write; None for standard output.
+
+    Raises:
+        UserError: `output` exists already, or cannot be written.
     """
     from drumline.report.bars import notes
     from drumline_convert.convert import convert as to_drumline

@@ -1,4 +1,4 @@
-"""`drumline convert`: another tool's config or command as a Drumline YAML, checked before it is shown."""
+"""Make a Drumline YAML of another tool's config or command, and check that it loads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def convert(old: Path | list[str], new: Path | None = None) -> tuple[str, list[s
     The text has the notes as comments: a line for each key that has no meaning any more.
 
     Args:
-        old: a file, or the words of a command.
-        new: the path of the new config, which its paths are relative to; None puts it beside `old`.
+        old: A file, or the words of a command.
+        new: Path of the new config, to which its paths are relative; None puts it beside `old`.
 
-    Raises ConfigError, also if the new config would not load.
+    Raises:
+        ConfigError: A key of `old` is refused, or the new config would not load.
     """
     if isinstance(old, list):
         name = "command"

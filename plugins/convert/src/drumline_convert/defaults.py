@@ -1,4 +1,4 @@
-"""The defaults of other tools, which count for what an old file leaves out."""
+"""Fill in the defaults of another tool for keys that an old file leaves out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from drumline.compat.sheet import OldKey, Sheet, format_value
 
-# `section.key` of the new config → its value, and the key's name in the old file.
+# Defaults by `section.key` of the new config: the value, and the key's name in the old file.
 Defaults = dict[str, tuple[Any, str]]
 
 

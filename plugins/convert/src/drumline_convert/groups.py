@@ -1,4 +1,7 @@
-"""Training arguments that belong together: rate, warm-up, when to save, data, strategy, adapters."""
+"""Combine training arguments that have a meaning only together: rate, warm-up, data, adapters, …
+
+Rules leave such keys in `Sheet.waiting`, and `combine` takes them from there group by group.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ def combine(sheet: Sheet) -> None:
         sheet.note(ratio, f"without effect: {steps.where} says {format_value(steps.value)}")
 
 
-# What transformers', TRL's and LLaMA-Factory's evaluations call metrics that have another name here.
+# Drumline's names of metrics that transformers, TRL and LLaMA-Factory name otherwise.
 METRICS = {
     "rewards/accuracies": "accuracy",
     "rewards/margins": "margin",
@@ -110,9 +113,9 @@ def _metric_name(metric: OldKey, kind: str) -> str:
 
 
 def _set_best_metric(sheet: Sheet) -> None:
-    """Set the metric of the best checkpoint, and whether it rises.
+    """Set the metric of the best checkpoint, and whether higher is better.
 
-    As in transformers, every metric rises by default whose name does not end in `loss`.
+    As in transformers, higher is better by default unless the name ends in `loss`.
     """
     old = take_waiting(sheet, "metric_for_best_model", "greater_is_better")
     metric = old.get("metric_for_best_model")
@@ -138,8 +141,8 @@ def _set_best_metric(sheet: Sheet) -> None:
 def _set_learning_rate(sheet: Sheet) -> None:
     """Set the learning rate, and its scaling if use_linear_scaling is on.
 
-    Then it is base_learning_rate × devices, or × samples / base_batch_size (Goyal et al. 2017), and
-    with num_gpus × √devices.
+    A scaled rate is base_learning_rate × devices, or base_learning_rate × samples / base_batch_size
+    (Goyal et al. 2017). With the key num_gpus it is base_learning_rate × √devices.
     """
     old = take_waiting(sheet, "learning_rate", "base_learning_rate", "use_linear_scaling")
     plain = old.get("learning_rate")
@@ -163,7 +166,7 @@ def _set_learning_rate(sheet: Sheet) -> None:
 
 
 def _set_scaling(sheet: Sheet, scaling: OldKey, base: OldKey | None) -> None:
-    """Set how the learning rate grows with the devices. `base` is the key of the rate of one."""
+    """Set how the learning rate grows with the devices. `base` is the key base_learning_rate."""
     processes = sheet.waiting.get("num_processes")
     if base is not None and processes is not None and processes.key == "num_gpus":
         sheet.put("optimizer.lr_scaling", "sqrt", scaling)
@@ -210,7 +213,7 @@ def _set_schedule(sheet: Sheet) -> None:
 
 
 def _set_warmup(sheet: Sheet, key: str, old: OldKey) -> None:
-    """Set the warm-up by `warmup_steps` or `warmup_ratio`, which `key` says."""
+    """Set the warm-up from `old`, which is warmup_steps or warmup_ratio as `key` says."""
     if key == "warmup_ratio" or read_number(old) < 1:
         sheet.put("schedule.warmup_ratio", read_number(old), old)
     else:
@@ -218,7 +221,7 @@ def _set_warmup(sheet: Sheet, key: str, old: OldKey) -> None:
     sheet.put("schedule.warmup_from_zero", True, old)
 
 
-# Options of schedules that ask for what Drumline does in any case.
+# Options of schedules that request what Drumline does in any case.
 USUAL_OPTIONS = (("decay_type", "linear"), ("warmup_type", "linear"), ("num_cycles", 0.5))
 
 
@@ -321,10 +324,11 @@ def _set_interval(sheet: Sheet, prefix: str, dotted: str, verb: str, default: in
     """Set the interval of checkpoints or evaluations.
 
     Args:
-        prefix: of the old keys, `PREFIX_strategy` (no, steps, epoch, best) and `PREFIX_steps`.
-        dotted: the new key.
-        verb: what happens then, for notes.
-        default: the number of steps if only the strategy is given.
+        prefix: Prefix of the old keys, `PREFIX_strategy` (no, steps, epoch, best) and
+            `PREFIX_steps`.
+        dotted: The new key.
+        verb: The word for what happens then, in notes.
+        default: Number of steps if only the strategy is given.
     """
     old = take_waiting(sheet, f"{prefix}_strategy", f"{prefix}_steps")
     strategy = old.get(f"{prefix}_strategy")
@@ -449,7 +453,7 @@ def _file_names(file: OldKey) -> list[str]:
 def _dataset_sources(
     sheet: Sheet, old: dict[str, OldKey], keys: _DataKeys, is_limited: bool
 ) -> list[dict[str, Any]]:
-    """Return the sources of dataset_name and data_files. A hub's can stream if its rows are limited."""
+    """Return the sources of dataset_name and data_files; a hub's streams if its rows are limited."""
     files = old.get("data_files")
     path = old.get("dataset_name")
     if path is None:
@@ -488,7 +492,7 @@ def _postpone_eval_files(old: dict[str, OldKey]) -> None:
 
 
 def _source(sheet: Sheet, name: str) -> dict[str, Any]:
-    """Return the source for a file, a folder or a hub's dataset: data_path and the like name any."""
+    """Return the source for a file, a folder or a hub's dataset, as keys like data_path name it."""
     path = locate_file(sheet.base, name)
     if not path.exists() and "." not in path.name and "*" not in name:
         return {"kind": "hub", "id": name}
@@ -554,7 +558,7 @@ def _set_strategy(sheet: Sheet) -> None:
 
 
 def _set_named_kind(sheet: Sheet, kind: str | None, named: OldKey) -> None:
-    """Set the kind of strategy that distributed_strategy names; DeepSpeed without a stage is ZeRO-2."""
+    """Set the strategy that distributed_strategy names; DeepSpeed without a stage is ZeRO-2."""
     if kind == "deepspeed":
         if sheet.get("strategy.kind") is None:
             sheet.put("strategy.kind", "zero2", named)
@@ -666,7 +670,7 @@ def _set_zero(sheet: Sheet, old: dict[str, OldKey]) -> None:
 
 
 def _read_zero_section(sheet: Sheet, section: OldKey) -> None:
-    """Set ZeRO by a section: the path of a JSON, its content, or accelerate's stage and switches."""
+    """Set ZeRO from a section: the path or content of a JSON, or accelerate's stage and switches."""
     inner = section.by_key()
     file = inner.get("config") or inner.get("config_file") or inner.get("config_path")
     switches = {"stage", "zero_stage", "enabled", *acc.DEEPSPEED}
@@ -756,7 +760,7 @@ QUANTIZED = ("load_in_4bit", "load_in_8bit")
 
 
 def _set_adapter(sheet: Sheet) -> None:
-    """Set LoRA and its options, if a key requests it. Raises ConfigError for 4 and 8 bits at once."""
+    """Set LoRA and its options, if requested. Raises ConfigError for 4 and 8 bits together."""
     old = take_waiting(sheet, "use_peft", *ADAPTER_KEYS, "lora_target_modules", *QUANTIZED)
     switch = old.pop("use_peft", None)
     if switch is not None and not read_flag(switch):

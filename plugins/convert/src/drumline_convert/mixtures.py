@@ -1,6 +1,6 @@
-"""Mixtures of datasets → data.train and data.eval.
+"""Translate mixtures of datasets into data.train and data.eval.
 
-They are TRL's `datasets`, and dataset_mixture and dataset_mixer of the alignment handbook.
+These are `datasets` of TRL, and dataset_mixture and dataset_mixer of the alignment handbook.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def combine_preferences(sheet: Sheet) -> None:
 
 
 def set_kto_loss(sheet: Sheet, old: OldKey | None) -> None:
-    """Read `loss_type` of TRL's KTOTrainer, if it is given. Raises ConfigError for an unknown one."""
+    """Read `loss_type` of TRL's KTOTrainer, if given. Raises ConfigError for an unknown one."""
     if old is not None:
         sheet.put("algorithm.loss", read_choice(KTO_LOSSES)(old), old)
 

@@ -1,4 +1,4 @@
-"""Tells whose config a file is: the entry points of the group `drumline.config_readers`."""
+"""Recognise configs of other tools, for the entry points of the group `drumline.config_readers`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from drumline_convert.axolotl import axolotl
 from drumline_convert.llama_factory import llama_factory
 from drumline_convert.trl import trl_arguments
 
-# Keys of DeepSpeed configs that training arguments have, too.
-DEEPSPEED_TOO = {
+# Keys that DeepSpeed configs and training arguments have in common.
+KEYS_IN_COMMON_WITH_DEEPSPEED = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
@@ -47,7 +47,7 @@ def recognise(values: Mapping[Any, Any]) -> str | None:
 def _has_arguments(values: Mapping[Any, Any], keys: set[str]) -> bool:
     """Return True for training arguments, flat or in sections."""
     arguments = keys & TABLE.keys()
-    if DEEPSPEED_KEYS & keys and not arguments - DEEPSPEED_TOO:
+    if DEEPSPEED_KEYS & keys and not arguments - KEYS_IN_COMMON_WITH_DEEPSPEED:
         return False
     arguments -= ACCELERATE.keys() | Config.model_fields.keys()
     if ACCELERATE_KEYS & keys and not arguments - {"deepspeed", "fsdp"}:
@@ -57,7 +57,7 @@ def _has_arguments(values: Mapping[Any, Any], keys: set[str]) -> bool:
     sections = {key for key in keys & SECTIONS.keys() if _holds_arguments(key, values[key])}
     if not sections:
         return False
-    # With a section of Drumline's own, it is Drumline's with a mistake in another section.
+    # A file with a section of Drumline's own is Drumline's, with a mistake in another section.
     return not any(_is_own(key, values[key]) for key in keys - sections)
 
 

@@ -1,7 +1,7 @@
-"""A dataset as `datasets.load_dataset` takes it → sources of data.
+"""Translate a dataset as `datasets.load_dataset` takes it into sources of data.
 
-It is the name of a dataset of the hub, a folder, a file, or a loader such as `json`, perhaps with
-`data_files` or `data_dir`.
+It is the name of a dataset of the hub, a folder, a file, or a loader such as `json`, optionally
+with `data_files` or `data_dir`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ FIX = "name the files of each: data.train, data.eval, or set data.holdout"
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset as an old file gives it.
+    """The keys of an old file that describe a dataset.
 
-    Args:
-        path: the key with the name, folder, file or loader.
-        subset: the key with the configuration of a hub's dataset.
-        split: the key with the split.
-        revision: the key with the branch, tag or commit.
-        folder: the key data_dir.
-        files: the key data_files: a name, a list, or names by split.
+    Attributes:
+        path: Key of the name, folder, file or loader.
+        subset: Key of the configuration of a hub's dataset.
+        split: Key of the split.
+        revision: Key of the branch, tag or commit.
+        folder: The key data_dir.
+        files: The key data_files: a name, a list, or names by split.
     """
 
     path: OldKey
@@ -67,14 +67,14 @@ def sources_of(sheet: Sheet, dataset: Dataset) -> list[dict[str, Any]]:
 def put_sources(sheet: Sheet, part: str, sources: list[dict[str, Any]], old: OldKey) -> None:
     """Set data.train or data.eval (`part`) to the sources that a key names.
 
-    Nothing is set if there are none: a note has said why.
+    Nothing is set if there are none. A note about the reason was written before.
     """
     if sources:
         sheet.put(f"data.{part}", sources, old)
 
 
 def _unused(dataset: Dataset, sources: list[dict[str, Any]]) -> Iterator[OldKey]:
-    """Yield the keys of a dataset of the hub that have no effect, since its files are read directly."""
+    """Yield the keys of a hub's dataset that have no effect, since its files are read directly."""
     paths = [source["path"] for source in sources if source["kind"] != "hub"]
     if not paths:
         return

@@ -1,6 +1,7 @@
-"""Arguments of TRL's scripts (1.10): a YAML for `trl --config`, or a command line.
+"""Translate arguments of TRL's scripts (1.10): a YAML for `trl --config`, or a command line.
 
-Such a command is `trl dpo --beta 0.1`. They are training arguments; what a trainer adds stands here.
+Such a command is `trl dpo --beta 0.1`. This module has the rules for what TRL's trainers add to
+training arguments (`drumline_convert.arguments`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from drumline_convert.arguments import LOGS, NEUTRAL, training_arguments
 from drumline_convert.defaults import Defaults, fill_defaults
 from drumline_convert.preferences import set_kto_loss
 
-# The trainers of TRL → the kinds of algorithm here.
+# Kinds of algorithm by TRL's trainers.
 TRAINERS = {
     "sft": "sft",
     "dpo": "dpo",
@@ -46,7 +47,7 @@ TRAINERS = {
     "orpo": "orpo",
     "reward_modeling": "reward",
 }
-# A command of TRL: by its name (`trl sft`) or by its file's (`sft.py`).
+# A command of TRL, by its name (`trl sft`) or by its file (`sft.py`).
 COMMAND = re.compile(rf"(?:^|[\s/;&|])(trl\s|trl\.scripts\.)?({'|'.join(TRAINERS)})(\.py)?(?=\s|$)")
 
 
@@ -145,7 +146,7 @@ ROLLOUT: dict[str, Rule] = by_word(
         ),
     }
 )
-# The same for trainers that sample nothing.
+# Rules for the same arguments of trainers that sample nothing.
 IDLE: dict[str, Rule] = {
     **dict.fromkeys(
         ROLLOUT, drop("without effect: only trainers that sample completions read it", None)
@@ -170,8 +171,8 @@ MORE: dict[str, Rule] = by_word(
         "env": drop("set variables of the environment in the shell"),
     }
 )
-# PEFT's own for Llama, Qwen, Mistral and Gemma. A model that has no such layers is refused, and
-# never trained on others.
+# PEFT's default targets for Llama, Qwen, Mistral and Gemma. A model without such layers is refused,
+# rather than trained with adapters on other layers.
 PEFT: Defaults = {"adapter.targets": (["q_proj", "v_proj"], "lora_target_modules")}
 _LORA: Defaults = {
     "adapter.r": (16, "lora_r"),
@@ -240,14 +241,14 @@ def trl_arguments(sheet: Sheet, olds: list[OldKey], trainer: str | None = None) 
 
 
 def _guess_trainer(olds: list[OldKey]) -> str | None:
-    """Return the trainer that a file's keys, its name or its folders tell; None if they do not."""
+    """Guess the trainer from a file's keys, its name or its folders; None if they do not tell."""
     keys = {old.key for old in olds}
     for name, hints in HINTS.items():
         if hints & keys:
             return name
     if "beta" not in keys or "loss_type" in keys:
         return None
-    # Only trainers of pairs have beta; recipes name theirs in the path of the file.
+    # Only trainers of pairs have beta, and recipes have the trainer's name in the path of the file.
     tokens = re.split(r"[\W_]+", olds[0].source.name.lower())
     for word in reversed(tokens):
         if word in ("dpo", "orpo", "kto"):
@@ -265,7 +266,7 @@ def set_grpo_loss(sheet: Sheet, old: OldKey) -> None:
 
 
 def combine(sheet: Sheet, trainer: str, old: OldKey) -> None:
-    """Set the algorithm of a trainer, its rewards and its generator. `old` is any key of the file."""
+    """Set a trainer's algorithm, rewards and generator. `old` is any key of the file."""
     kind = TRAINERS[trainer]
     if kind in ("grpo", "ppo"):
         completion, _ = defaults_of(trainer)[f"{GENERATOR}.max_new_tokens"]

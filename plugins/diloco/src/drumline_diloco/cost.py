@@ -1,4 +1,4 @@
-"""What fragments cost: the bytes that each step sends, and the memory of fragments that are under way."""
+"""The cost of fragments: the bytes that each step sends, and the memory of fragments under way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StreamingDiLoCoCost(DiLoCoCost[StreamingDiLoCoStrategy]):
         return min(1.0, self._fragments_under_way())
 
     def _fragments_under_way(self) -> float:
-        """Return how many fragments are under way after a step of a long run, in the mean."""
+        """Return the mean number of fragments that are under way after a step of a long run."""
         steps_of_period = self.strategy.delay * self.strategy.fragments
         return steps_of_period / self.strategy.period
 
@@ -30,19 +30,19 @@ class StreamingDiLoCoCost(DiLoCoCost[StreamingDiLoCoStrategy]):
     ) -> None:
         """Add the fragment that is sent in a step, and the norm.
 
-        In 8 bits each rank gets all ranks' codes of its part of the fragment, and sends on their sum
-        `halfway` steps later.
+        In 8 bits each rank gets all ranks' codes of its part of the fragment, and sends on their
+        sum `halfway` steps later.
         """
         if not self.strategy.streams:
             super().send(volume, layout, facts, has, step)
             return
         ranks = layout.mesh.data_ranks
         if step is None:
-            # Of a long run's step.
+            # The mean of a long run's steps.
             sent = self.strategy.fragments / self.strategy.period
             sent_on = sent
         else:
-            sent = float(self.strategy.sends(step) is not None)
+            sent = float(self.strategy.fragment_to_send(step) is not None)
             sent_on = float(self.strategy.sends_on(step))
 
         beside: Beside = "nothing"

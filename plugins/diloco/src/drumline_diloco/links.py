@@ -1,10 +1,10 @@
 """Connections between hosts that train by themselves, and the choice of their leader.
 
-Any host may come or go, and none waits for another. Each listens at its entry of `strategy.peers`, and
-leads until it follows. A host without a leader looks for one every few seconds: another host takes it if
-that one leads and has done more outer steps (or as many, and stands before it in the list). If a broken
-network has left two groups with a leader each, they become one again in this way. A follower whose leader
-has gone leads, and the others find it, or it finds them.
+Any host may come or go, and none waits for another. Each listens at its entry of `strategy.peers`,
+and leads until it follows. A host without a leader looks for one every few seconds: another host
+takes it if that one leads and has done more outer steps (or as many, and stands before it in the
+list). If a broken network has left two groups with a leader each, they become one again in this
+way. A follower whose leader has gone leads, and the others find it, or it finds them.
 
 Both sides prove that they know a secret (HMAC, `multiprocessing.connection`). What is sent is not
 encrypted: a header in JSON, and bytes.
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 # Between two searches for a leader.
 LOOK_SECONDS = 3.0
 CONNECT_SECONDS = 5.0
-# For an answer to a greeting: the other host may be inside of an optimizer step.
+# How long an answer to a greeting may take: the other host may be within an optimizer step.
 ANSWER_SECONDS = 30
-# Limit reads alone: how long a write may take is what SILENT_SECONDS is for.
+# Only reads have a time limit of their own. Writes are limited by SILENT_SECONDS.
 READS = (socket.SO_RCVTIMEO,)
-# Since a host that is sent to has answered, or its kernel. Then it counts as gone.
+# A host counts as gone if neither it nor its kernel has acknowledged what was sent for so long.
 SILENT_SECONDS = 10
 # Messages that wait for one host. A host that takes none is given up.
 MOST_WAITING = 200
@@ -65,7 +65,7 @@ class Message(NamedTuple):
 
 
 class Link:
-    """A connection. One thread receives, and a thread of the link sends what any thread hands it."""
+    """A connection. One thread receives, and the link's own thread sends what any thread queues."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -73,7 +73,10 @@ class Link:
         threading.Thread(target=self._write, daemon=True, name="drumline-peer").start()
 
     def send(self, header: dict[str, Any], payload: torch.Tensor | None = None) -> None:
-        """Hand over a message without waiting. If the other side has gone, the receiving thread learns it."""
+        """Queue a message without waiting.
+
+        If the other side has gone, the thread that receives notices the loss.
+        """
         if self._waiting.qsize() < MOST_WAITING:
             self._waiting.put(Message(header, payload))
         else:
@@ -93,7 +96,7 @@ class Link:
         return Message(header, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
     def remove_limit(self) -> None:
-        """Let the next messages take as long as they take."""
+        """Let later messages take any time."""
         with socket.socket(fileno=self._connection.fileno()) as ends:
             wait_at_most(ends, 0, READS)
             ends.detach()
@@ -163,8 +166,8 @@ def greet(connected: socket.socket, secret: bytes, calls: bool) -> Connection:
 def listen(peers: list[str]) -> tuple[int, socket.socket]:
     """Return the number of this host's entry, and a socket that listens there.
 
-    It is the first entry that is an address of this host and free. Raises ConfigError, also if the name
-    of this host is loopback here, as in Debian's /etc/hosts, and those of others are not.
+    It is the first entry that is an address of this host and free. Raises ConfigError, also if the
+    name of this host is loopback here, as in Debian's /etc/hosts, and those of others are not.
     """
     has_other_hosts = _has_other_hosts(peers)
     are_taken = False
@@ -214,7 +217,12 @@ def split_peer(peer: str) -> tuple[str, int]:
 
 
 class Newcomer(NamedTuple):
-    """A host that has asked to follow. `place`: its outer steps and a checksum, or [-1, 0] (see `Peers`)."""
+    """A host that has asked to follow this one.
+
+    Attributes:
+        number: Number of its entry in `strategy.peers`.
+        place: Its outer steps and a checksum of their result; [-1, 0] if they are about to change.
+    """
 
     number: int
     place: list[int]
@@ -224,9 +232,10 @@ class Newcomer(NamedTuple):
 class Peers:
     """The other hosts, as one host sees them: its leader, or the members that follow it.
 
-    `lock`: is held while what is exchanged is changed or read. `place()`: this host's outer steps and a
-    checksum of their result, called with the lock. `reply(message)`: a follower's answer to its leader,
-    None if it has none.
+    Attributes:
+        lock: Held while weights are changed or read.
+        place: Returns this host's outer steps and a checksum of their result. Called with the lock.
+        reply: Returns a follower's answer to a message of its leader; None for no answer.
     """
 
     def __init__(
@@ -237,14 +246,17 @@ class Peers:
         place: Callable[[], tuple[int, int]],
         reply: Callable[[Message], Message | None],
     ) -> None:
-        """`settings`: what must be the same on all hosts; and `seed`, which must not."""
+        """Find this host's entry in `peers`, and listen there.
+
+        `settings` must be equal on all hosts, except for `seed`, which must differ.
+        """
         self.peers = peers
         self.secret = secret.encode()
         self.settings = settings
         self.place = place
         self.reply = reply
         self.lock = threading.RLock()
-        self._looking = threading.Lock()
+        self._searching = threading.Lock()
         self.leader: Link | None = None
         self.members: dict[int, Link] = {}
         # Seeds of the hosts that follow, or are about to.
@@ -253,34 +265,38 @@ class Peers:
         # Messages of the leader.
         self.inbox: queue.Queue[Message] = queue.Queue()
         # Round that is open → what followers gave, by their number.
-        self.gives: dict[int, dict[int, Message]] = {}
+        self.answers: dict[int, dict[int, Message]] = {}
         self.refused: str | None = None
         self.index, self.listener = listen(peers)
 
     def start(self) -> None:
-        """Follow a leader that is there, or lead. Raises ConfigError if another host refuses this one."""
+        """Follow a leader if there is one, or else lead.
+
+        Raises:
+            ConfigError: Another host refuses this one.
+        """
         threading.Thread(target=self._listen, daemon=True, name="drumline-peers").start()
-        self._look()
+        self._search_leader()
         if self.refused:
             raise ConfigError(
                 self.refused,
                 where=WHERE,
                 fix="give all hosts one config, and each a run.seed of its own",
             )
-        threading.Thread(target=self._look_again, daemon=True, name="drumline-peers").start()
+        threading.Thread(target=self._keep_searching, daemon=True, name="drumline-peers").start()
 
-    def _look_again(self) -> None:
+    def _keep_searching(self) -> None:
         """Look for a leader every few seconds while there is none."""
         while True:
             time.sleep(LOOK_SECONDS)
             if self.leader is None:
-                self._look()
+                self._search_leader()
 
-    def _look(self) -> None:
+    def _search_leader(self) -> None:
         """Ask each other host whether it leads, until one does."""
-        # By one thread at a time: a host that finds a leader twice is taken for gone when the first link
-        # closes.
-        with self._looking:
+        # One thread at a time: if a host found its leader twice, it would count as gone when the
+        # first link closes.
+        with self._searching:
             for number in range(len(self.peers)):
                 if self.leader is not None or number == self.index or number in self.members:
                     continue
@@ -293,13 +309,13 @@ class Peers:
                     continue
 
     def _note_refusal(self, reason: str) -> None:
-        """Log why another host refuses this one. It is asked again, and the reason is logged once."""
+        """Log once why another host refuses this one, which is asked again."""
         if reason != self.refused:
             log.warning("diloco: %s", reason)
         self.refused = reason
 
     def _ask_to_lead(self, number: int) -> None:
-        """Follow another host if it leads and takes this one. Raises OSError if it is not there."""
+        """Follow another host if it leads and accepts this one. Raises OSError if it is away."""
         connected = socket.create_connection(split_peer(self.peers[number]), CONNECT_SECONDS)
         link = Link(greet(connected, self.secret, calls=True))
         with self.lock:
@@ -338,7 +354,7 @@ class Peers:
         for link in links:
             link.close()
         self.members = {}
-        self.gives = {}
+        self.answers = {}
         self.seeds = {}
 
     def _follow(self, link: Link, number: int) -> None:
@@ -362,7 +378,7 @@ class Peers:
         log.warning(
             "diloco: %s has gone; %s goes on without it", self.peers[number], self.peers[self.index]
         )
-        self._look()
+        self._search_leader()
 
     def leave(self) -> None:
         """Leave the leader. This host finds it again, and then gets its state."""
@@ -378,7 +394,7 @@ class Peers:
         return Link(greet(connected, self.secret, calls=False))
 
     def _answer(self, link: Link) -> None:
-        """Answer a host that looks for a leader: it is welcome, refused, or this host does not lead it."""
+        """Answer a host that looks for a leader: welcome, refused, or this host does not lead."""
         greeting = link.receive()
         if greeting is None:
             link.close()
@@ -387,7 +403,7 @@ class Peers:
         settings = greeting.header["settings"]
         place = greeting.header["place"]
         with self.lock:
-            # More outer steps lead; of as many, the earlier entry in the list.
+            # The host with more outer steps leads; with equal steps, the earlier entry in the list.
             own_rounds, _ = self.place()
             own_rank = (own_rounds, -self.index)
             their_rank = (place[0], -number)
@@ -425,7 +441,7 @@ class Peers:
         return None
 
     def admit(self, state: Callable[[], torch.Tensor], rounds: int) -> None:
-        """Take in the hosts that have come since the last call. The caller has the lock.
+        """Let the hosts follow that have come since the last call. The caller holds the lock.
 
         Each gets the outer state, `state()` after `rounds` outer steps, unless it has the same.
         """
@@ -448,11 +464,14 @@ class Peers:
             self.members[number] = newcomer.link
             log.warning("diloco: %s has come", self.peers[number])
             threading.Thread(
-                target=self._hear, args=(newcomer.link, number), daemon=True, name="drumline-peer"
+                target=self._listen_to_follower,
+                args=(newcomer.link, number),
+                daemon=True,
+                name="drumline-peer",
             ).start()
 
-    def _hear(self, link: Link, number: int) -> None:
-        """Take what a follower gives until it has gone."""
+    def _listen_to_follower(self, link: Link, number: int) -> None:
+        """Take the outer gradients that a follower sends, until it has gone."""
         while True:
             message = link.receive()
             if message is None:
@@ -460,8 +479,8 @@ class Peers:
             round_number = message.header["round"]
             with self.lock:
                 # Otherwise it came too late.
-                if round_number in self.gives:
-                    self.gives[round_number][number] = message
+                if round_number in self.answers:
+                    self.answers[round_number][number] = message
 
         link.close()
         with self.lock:

@@ -1,7 +1,7 @@
-"""The section diloco of the YAML with the keys for slow links.
+"""The keys that this package adds to the strategy diloco, for slow links.
 
-The outer step is taken of all weights at the end of a period, or of one fragment after another while the
-inner steps go on. No torch here.
+The outer step is taken of all weights at the end of a period, or of one fragment after another
+while the inner steps go on. No torch here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from drumline.config.strategies.diloco import DiLoCoStrategy
 
 
 class StreamingDiLoCoStrategy(DiLoCoStrategy):
-    """Each rank trains by itself; every `period` steps an outer Nesterov step is taken (Douillard et al. 2023), of all weights at once or
-    of one fragment after another (Streaming DiLoCo, Douillard et al. 2025)."""
+    """Each rank trains alone; every `period` steps there is an outer step (Douillard et al. 2023).
+
+    It is a Nesterov step of all weights at once, or of one fragment after another (Streaming
+    DiLoCo, Douillard et al. 2025).
+    """
 
     cost_class: ClassVar[str | type] = "drumline_diloco.cost:StreamingDiLoCoCost"
     engine_class: ClassVar[str | type] = "drumline_diloco.spec:StreamingDiLoCoSpec"
@@ -70,11 +73,11 @@ class StreamingDiLoCoStrategy(DiLoCoStrategy):
             )
         return lines
 
-    def sends(self, step: int) -> int | None:
-        """Return the fragment that is sent at the end of the step after `step` steps; None if none is.
+    def fragment_to_send(self, step: int) -> int | None:
+        """Return the fragment to send at the end of the step after `step` steps; None for none.
 
-        Fragment f is sent after period × (f + 1) / fragments steps of each period, rounded down; the last
-        one at the end of the period.
+        Fragment f is sent after period × (f + 1) / fragments steps of each period, rounded down;
+        the last one at the end of the period.
         """
         if step < 0:
             return None
@@ -89,19 +92,23 @@ class StreamingDiLoCoStrategy(DiLoCoStrategy):
         return self.period * (fragment + 1) // self.fragments
 
     def sends_on(self, step: int) -> bool:
-        """Return whether the sum of a fragment in 8 bits is sent on at the end of the step after `step` steps."""
-        return self.sends(step - self.halfway) is not None
+        """Return whether a step sends the sum of a fragment on, in 8 bits.
+
+        It is the step after `step` steps. In 8 bits an exchange has two halves: each rank gets its
+        part from all ranks, and `halfway` steps later sends the sum of that part to all.
+        """
+        return self.fragment_to_send(step - self.halfway) is not None
 
     @property
     def halfway(self) -> int:
-        """Steps after which the sums of a fragment in 8 bits are sent on."""
+        """Number of steps after which the sums of a fragment in 8 bits are sent on."""
         return (self.delay + 1) // 2
 
     def step_kind(self, step: int) -> str:
-        """Return a name for what a step exchanges: steps with one name take equally long."""
+        """Return a name for what a step exchanges. Steps of one name take equally long."""
         if not self.streams:
             return super().step_kind(step)
-        sends = self.sends(step) is not None
+        sends = self.fragment_to_send(step) is not None
         sends_on = self.bits == 8 and self.sends_on(step)
         if not sends and not sends_on:
             return "apart"

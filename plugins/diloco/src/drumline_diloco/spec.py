@@ -1,4 +1,4 @@
-"""How DiLoCo trains a model, and what its fragments, delays and peers cannot be combined with."""
+"""Choose the engine of DiLoCo, and refuse what fragments, delays and peers do not work with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drumline_diloco.section import StreamingDiLoCoStrategy
 
 
 class StreamingDiLoCoSpec(DiLoCoSpec[StreamingDiLoCoStrategy]):
-    """DiLoCo's engines: of whole weights (Drumline's own), of fragments, and of hosts by themselves."""
+    """The engines of DiLoCo: for whole weights (Drumline's own), for fragments, and for peers."""
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
         """Yield what fragments, delays and peers cannot be combined with."""

@@ -1,17 +1,19 @@
 """Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512, algorithm 2).
 
-Fragments of the weights take their outer steps in turn, and are exchanged while the inner steps go on.
+Fragments of the weights take their outer steps in turn, and are exchanged while the inner steps go
+on.
 
-A fragment is an equal part of all trainable weights, end to end. It is sent after its step t, and always
-used after step t + `delay`: a rank that gets there first waits, so all ranks take the same course, whatever
-the network does. Then θ ← `keep` × θ + (1 − keep) × the outer weights (without a delay: the outer weights).
+A fragment is an equal part of all trainable weights, end to end. It is sent after its step t, and
+always used after step t + `delay`: a rank that gets there first waits, so all ranks take the same
+course, whatever the network does. Then θ ← `keep` × θ + (1 − keep) × the outer weights (without a
+delay: the outer weights).
 
-In 8 bits (`engine.compress.encode`: block-wise, as Int8 there) there is no error feedback. The outer
-gradient is the sum of a period's steps, and what rounding takes from it stays in the rank's own weights if
-it keeps some of them (docs/explanations/slow_links.md has the distance).
+In 8 bits (`engine.compress.encode`: block-wise, as Int8 there) there is no error feedback. The
+outer gradient is the sum of a period's steps, and what rounding takes from it stays in the rank's
+own weights if it keeps some of them (docs/explanations/slow_links.md has the distance).
 
-Evaluation and a checkpoint first take the outer steps that are under way. So a checkpoint holds no fragment
-that is on its way, and a run that is killed and resumed from it takes the same course.
+Evaluation and a checkpoint first take the outer steps that are under way. So a checkpoint holds no
+fragment that is on its way, and a run that is killed and resumed from it takes the same course.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ Parts = list[torch.Tensor]
 
 
 class Exchange(NamedTuple):
-    """The exchange of a fragment. `sent_at`: steps done when it was sent. `mean`: over the ranks."""
+    """The exchange of a fragment: the steps that were done when it was sent, and its mean."""
 
     sent_at: int
     mean: PendingMean
 
 
 class StreamingEngine(DiLoCoEngine):
-    """DiLoCo by fragments. `under_way`: fragment → its exchange."""
+    """DiLoCo by fragments. `under_way` has the exchange of each fragment that is not yet used."""
 
     outer: StreamingDiLoCoStrategy
 
@@ -54,7 +56,7 @@ class StreamingEngine(DiLoCoEngine):
         weights = cut(self.weights, number)
         anchors = cut(self.anchors, number)
         moments = cut(self.moments, number)
-        # Of each fragment its parts of the weights, the outer weights and their momentum.
+        # For each fragment, its parts of the weights, of the outer weights and of their momentum.
         self.fragments = list(zip(weights, anchors, moments, strict=True))
         # What is sent is padded to a multiple of so many entries: whole blocks for each rank.
         self.multiple = 1
@@ -64,9 +66,9 @@ class StreamingEngine(DiLoCoEngine):
         self.shares_norm = True
 
     def enable_steps_without_peers(self) -> bool:
-        """Let steps wait for no other rank from now on, if the strategy has a delay.
+        """Let steps no longer wait for other ranks, if the strategy has a delay.
 
-        Returns whether they do. Then the caller sums the norms of the ranks for its reports.
+        Return whether that is so. Then the caller sums the norms of the ranks for its reports.
         """
         self.shares_norm = self.outer.delay == 0
         return not self.shares_norm
@@ -87,23 +89,23 @@ class StreamingEngine(DiLoCoEngine):
             if age == self.outer.halfway:
                 exchange.mean.send_on()
             if age == self.outer.delay:
-                self._take(number)
+                self._finish_exchange(number)
 
-        due = self.outer.sends(self.steps - 1)
+        due = self.outer.fragment_to_send(self.steps - 1)
         if due is not None:
-            self._send(due)
+            self._start_exchange(due)
         self.waited += time.perf_counter() - began
 
-    def _send(self, number: int) -> None:
-        """Begin the exchange of a fragment. Without a delay, also take its outer step."""
+    def _start_exchange(self, number: int) -> None:
+        """Begin the exchange of a fragment. Without a delay, also finish it."""
         weights, anchors, _ = self.fragments[number]
         outer_gradient = difference(anchors, weights, self.multiple)
         mean = PendingMean(outer_gradient, self.outer.bits, self.ranks)
         self.under_way[number] = Exchange(self.steps, mean)
         if not self.outer.delay:
-            self._take(number)
+            self._finish_exchange(number)
 
-    def _take(self, number: int) -> None:
+    def _finish_exchange(self, number: int) -> None:
         """Wait for the mean of a fragment, and take its outer step."""
         exchange = self.under_way.pop(number)
         mean = exchange.mean.wait()
@@ -112,9 +114,9 @@ class StreamingEngine(DiLoCoEngine):
     def _outer_step(self, number: int, flat: torch.Tensor, is_in: bool = True) -> None:
         """Take the outer step of a fragment.
 
-        `flat`: fp32[N], the mean of its outer gradients, with padding. `is_in`: this rank's gradient is
-        part of the mean. Otherwise its weights move with the outer ones, so that its outer gradient stays
-        what it is.
+        `flat`: fp32[N], the mean of its outer gradients, with padding. `is_in`: this rank's
+        gradient is part of the mean. Otherwise its weights move with the outer ones, so that its
+        outer gradient stays what it is.
         """
         weights, anchors, moments = self.fragments[number]
         sizes = [part.numel() for part in anchors]
@@ -134,30 +136,38 @@ class StreamingEngine(DiLoCoEngine):
         else:
             foreach_copy_(weights, anchors)
 
-    def _drain(self) -> None:
+    def _finish_all_exchanges(self) -> None:
         """Take the outer steps of all fragments that are under way."""
         for number in list(self.under_way):
             self.together = False
-            self._take(number)
+            self._finish_exchange(number)
 
     def _prepare_evaluation_weights(self) -> None:
         """Take all outer steps that are under way, then average the copies."""
-        self._drain()
+        self._finish_all_exchanges()
         super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        self._drain()
+        self._finish_all_exchanges()
         return super().tensors()
 
 
 class PendingMean:
-    """The mean of a tensor over all ranks, while it is computed. A single process gets its own tensor.
+    """The mean of a tensor over all ranks, while it is computed. One rank alone gets its own.
 
-    In 8 bits it takes two collectives: each rank gets all ranks' codes of its part, and sends on their mean.
+    In 8 bits it takes two collectives: first each rank gets the codes of its part from all ranks,
+    then it sends their mean to all.
     """
 
     def __init__(self, flat: torch.Tensor, bits: int, ranks: int) -> None:
-        """Begin. `flat`: fp32[N]; it is overwritten. In 8 bits N is of whole blocks for each rank."""
+        """Begin the first collective.
+
+        Args:
+            flat: fp32[N], which is overwritten. In 8 bits N is a number of whole blocks for each
+                rank.
+            bits: 8 or 32.
+            ranks: Number of ranks.
+        """
         self.bits = bits
         self.ranks = ranks
         self.is_sent_on = False
@@ -198,13 +208,13 @@ class PendingMean:
         """Begin a collective and return its work; None if there is one rank."""
         if self.ranks == 1:
             return None
-        # In a group of its own: the sums of the loop in each step do not queue behind it.
+        # The exchange has its own group, so the loop's sums in each step do not queue behind it.
         group = side_group(dist.group.WORLD)
         return collective(*tensors, group=group, async_op=True)
 
 
 def difference(anchors: Parts, weights: Parts, multiple: int) -> torch.Tensor:
-    """Return anchors minus weights, end to end, padded by zeros to a multiple of `multiple` entries."""
+    """Return anchors minus weights as one flat tensor, with zeros up to a multiple of `multiple`."""
     sizes = [anchor.numel() for anchor in anchors]
     total = sum(sizes)
     padded = math.ceil(total / multiple) * multiple
@@ -217,9 +227,10 @@ def difference(anchors: Parts, weights: Parts, multiple: int) -> torch.Tensor:
 
 
 def cut(tensors: Parts, number: int) -> list[Parts]:
-    """Return views of `tensors`, end to end, in `number` parts whose sizes differ by one entry at most.
+    """Return flat views of `tensors` in `number` parts, whose sizes differ by at most one entry.
 
-    Raises ConfigError if there are fewer entries than parts.
+    Raises:
+        ConfigError: There are fewer entries than parts.
     """
     total = sum(tensor.numel() for tensor in tensors)
     if total < number:
@@ -233,7 +244,7 @@ def cut(tensors: Parts, number: int) -> list[Parts]:
         stops.append(total * fragment // number)
         parts.append([])
 
-    # Entries that are in a part, and the part that the next ones go to.
+    # Number of entries that are in a part already, and the part that the next entries go to.
     position = 0
     index = 0
     for tensor in tensors:

@@ -1,8 +1,9 @@
 """Run the ranks of one host of several: `python -m drumline_hosts.agent`.
 
-Standard input brings one line of JSON: this host's name, the launcher's address and port, the
-secret, and variables. The agent connects, says what this host has, and does what the launcher
-orders: it starts ranks, hands signals on to them, and reports how they ended.
+The agent reads one line of JSON from standard input: this host's name, the launcher's address and
+port, the secret, and environment variables. It connects to the launcher, tells it the versions and
+devices of this host, and carries out its orders: it starts ranks, forwards signals to them, and
+reports how they ended.
 
 When the launcher has gone, or has not heard of this host for a while, the agent kills its ranks,
 because they must not write into the run folder any more. Then it ends; or it looks for another
@@ -54,24 +55,27 @@ from drumline_hosts.timing import (
 
 
 class HostRanks(Agent):
-    """The ranks of this host. The launcher learns of a failure before the other ranks have ended."""
+    """The ranks of this host. The launcher is told of a failure before the other ranks have ended.
+
+    It overrides a step of the base's `attempt`, `_wait_for_remaining_ranks`.
+    """
 
     link: Link
 
-    def _settle(self) -> None:
-        """Tell the launcher that ranks have failed, unless it told us so, then end the others."""
+    def _wait_for_remaining_ranks(self) -> None:
+        """Tell the launcher that ranks have failed, unless it knows, then wait for the others."""
         if not self.failed_codes_of_other_hosts:
             codes = {code for code in self._exitcodes().values() if code}
             if not codes:
-                codes = {1}  # a rank that has raised an error hangs
+                codes = {1}  # a rank has noted an error, and still runs
             self.link.send({"failed": sorted(codes), "attempt": self.logs.name})
-        super()._settle()
+        super()._wait_for_remaining_ranks()
 
 
 class Host:
-    """This host, as long as it is connected to one launcher.
+    """Serves one launcher, for as long as this host is connected to it.
 
-    `standby` is what another launcher may need to take over; None if hosts do not come and go.
+    `standby` finds or starts another launcher; None if hosts do not come and go.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class Host:
         self.ended = False  # the launcher has sent this agent away
         self.orders = queue.SimpleQueue[Message | None]()
         self.ranks: HostRanks | None = None
-        self.ordered = False  # a signal came from the launcher
+        self.is_signal_from_launcher = False  # a signal came from the launcher
         self.limit = IDLE_SECONDS  # seconds that the launcher may not hear of this host
         # Exit codes of failed ranks of other hosts, by attempt.
         self.failed_codes_of_other_hosts = defaultdict[str, set[int]](set)
@@ -113,13 +117,13 @@ class Host:
         self.link.send(hello)
         order = self.orders.get()
         while order is not None:
-            self._obey(order)
+            self._carry_out(order)
             order = self.orders.get()
         is_lost = self.gone.is_set() and not self.ended
         self.gone.set()
         return not is_lost
 
-    def _obey(self, order: Message) -> None:
+    def _carry_out(self, order: Message) -> None:
         """Carry out one order and send its answer."""
         if order["do"] == "check":
             self.link.send({"checked": self._check(order), "of": order["id"]})
@@ -134,7 +138,8 @@ class Host:
         """Return whether this host has the launcher's run folder, and digests of files.
 
         Args:
-            order: The launcher's, with the run folder, its lease, and the paths of the files.
+            order: The order, with the run folder, the token of its lease, and the paths of the
+                files.
         """
         run_dir = Path(order["run_dir"])
         # A network file system shows the launcher's new lease late.
@@ -172,7 +177,7 @@ class Host:
         )
         ranks.link = self.link
         ranks.failed_codes_of_other_hosts = self.failed_codes_of_other_hosts[attempt]
-        # From here on `_leave` finds the ranks, so `gone` is looked at after it.
+        # From here on `_leave_launcher` finds the ranks, so `gone` is looked at after it.
         self.ranks = ranks
         ends: list[RankEnd] = []
         try:
@@ -180,11 +185,11 @@ class Host:
                 ends = ranks.attempt()
         finally:
             self.ranks = None
-        is_leaving = bool(self.signals.number) and not self.ordered
+        is_leaving = bool(self.signals.number) and not self.is_signal_from_launcher
         return {"ends": [_end_values(end) for end in ends], "leaves": is_leaving}
 
     def _await_launcher(self) -> None:
-        """Wait until the launcher hears of this host now, or has gone (A1): no rank starts before."""
+        """Wait until the launcher has heard a recent beat, or has gone. No rank starts before (A1)."""
         while time.monotonic() - self.confirmed > 2 * BEAT_SECONDS:
             if self.gone.wait(AGENT_LOOK_SECONDS):
                 return
@@ -196,22 +201,22 @@ class Host:
         """
         message = self.link.receive()
         while message is not None:
-            self._take(message)
+            self._act_or_queue(message)
             if message.get("do") == "end" and self.ranks is None:
                 return
             message = self.link.receive()
-        self._leave("the launcher has gone")
+        self._leave_launcher("the launcher has gone")
 
-    def _take(self, message: Message) -> None:
+    def _act_or_queue(self, message: Message) -> None:
         """Act on a message that cannot wait for the order before it, and queue any other."""
         if "beat" in message:
             self.confirmed = max(self.confirmed, message["beat"])
         elif message["do"] == "signal":
-            self.ordered = True
+            self.is_signal_from_launcher = True
             self.signals.note(message["number"])
         elif message["do"] == "pause":
             if self.ranks is not None:
-                self.ranks.paused = signal.SIGUSR1
+                self.ranks.pause_signal = signal.SIGUSR1
         elif message["do"] == "saved" and self.standby is not None:
             self.standby.known = {**self.standby.known, "resume": "newest"}
         elif message["do"] == "elsewhere":
@@ -237,9 +242,9 @@ class Host:
         while time.monotonic() - self.confirmed < self.limit:
             if self.gone.wait(AGENT_LOOK_SECONDS):
                 return
-        self._leave(f"the launcher has not heard of this host for {self.limit:g} s")
+        self._leave_launcher(f"the launcher has not heard of this host for {self.limit:g} s")
 
-    def _leave(self, why: str) -> None:
+    def _leave_launcher(self, why: str) -> None:
         """Kill the ranks, whatever this process is doing (A2).
 
         Exits immediately unless another launcher may follow.
@@ -251,7 +256,7 @@ class Host:
         if ranks is not None:
             # For ranks that are just starting.
             ranks.failed_codes_of_other_hosts.add(-signal.SIGKILL)
-            ranks.strike()
+            ranks.kill_without_waiting()
             why += ": its ranks were killed"
         say(why)
         if self.standby is None or not self.standby.known or self.ended:
@@ -262,14 +267,15 @@ class Host:
 
 
 def _end_values(end: RankEnd) -> Message:
-    """Return the end of a rank as JSON, with the end of its log, which the launcher may not have."""
+    """Return the end of a rank as JSON, with the last lines of its log for the launcher."""
     return {**asdict(end), "log": str(end.log), "lines": log_lines(end, end.error)}
 
 
-def prepare(settings: Message) -> None:
-    """Set the environment that the launcher wants ranks to have.
+def set_environment(settings: Message) -> None:
+    """Set the environment variables that ranks shall have.
 
-    Of it is the network interface that leads to the other hosts, unless the user has set one.
+    They are those of the launcher, and the network interface that leads to the other hosts unless
+    the user has set one.
     """
     os.environ.update(settings["env"])
     interface = interface_to(settings["peers"], settings["interface"])
@@ -279,7 +285,7 @@ def prepare(settings: Message) -> None:
 
 
 def main() -> None:
-    """Serve the launcher of the settings on standard input, and those that follow it."""
+    """Serve the launcher that standard input names, and those that follow it."""
     line = sys.stdin.readline()
     # The launcher was gone before it sent the settings.
     if not line:
@@ -287,7 +293,7 @@ def main() -> None:
     settings: Message = json.loads(line)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
-        prepare(settings)
+        set_environment(settings)
         link: Link | None = _connect(settings)
     except UserError as error:
         print(error.line(), file=sys.stderr)
@@ -309,7 +315,11 @@ def main() -> None:
 
 
 def _connect(settings: Message) -> Link:
-    """Return a link to the launcher. Raises EnvironmentFault if it cannot be reached."""
+    """Return a link to the launcher.
+
+    Raises:
+        EnvironmentFault: It cannot be reached.
+    """
     address = settings["address"]
     port = settings["port"]
     try:

@@ -1,8 +1,8 @@
 """Lead a run on several hosts: start the ranks of all hosts, and collect how the ranks ended.
 
-`Hosts` takes the place of one machine's agent in `launch.local.launch`, which decides about
-restarts as it does for one machine. A `Starter` starts the agents (ssh, Ray). Torch is not imported
-before the first attempt.
+`Hosts` is the `Ranks` that `launch.local.launch` runs attempts with, in the place of `LocalRanks`;
+so restarts are decided as for one machine. A `Starter` starts the agents (ssh, Ray). Torch is not
+imported before the first attempt.
 
 These threads work beside the launcher's own: one accepts connections, one listens to each agent,
 and one gives up agents that are silent.
@@ -59,7 +59,7 @@ class Starter(Protocol):
         """
 
     def close(self) -> None:
-        """Wait for the agents to end, which the launcher has sent away, and kill the others."""
+        """Wait for the agents, which the launcher has sent away, and kill those that do not end."""
 
 
 class Remote:
@@ -89,11 +89,13 @@ class Hosts:
         """Listen for agents.
 
         Args:
-            names: Of the hosts.
+            names: Names of the hosts.
             starter: Starts the agents.
-            address: At which ranks meet, and the launcher listens.
-            port: At which ranks meet; the launcher itself listens one above. None: any free ones.
-            interface: That ranks use on each host; None: the one that leads to `peers`.
+            address: Address at which ranks meet and the launcher listens.
+            port: Port at which ranks meet; the launcher itself listens one above. None for any
+                free ones.
+            interface: Network interface that ranks use on each host; None for the one that leads
+                to `peers`.
             peers: Addresses of the hosts.
         """
         self.remotes = {name: Remote(name) for name in names}
@@ -111,10 +113,10 @@ class Hosts:
             listener_port = port + 1
         self._listener = listen(listener_port, address)
         self._ended = threading.Event()
-        self._begun = False  # an attempt has been run
+        self._has_run_attempt = False  # an attempt has been run
         self._lock = threading.RLock()  # held to change which agent a host has
         self._questions = itertools.count()
-        self.since: float | None = None  # monotonic seconds of the first start of ranks
+        self.first_start: float | None = None  # monotonic seconds of the first start of ranks
         for work in (self._accept, self._watch):
             name = f"drumline-hosts{work.__name__}"
             threading.Thread(target=work, daemon=True, name=name).start()
@@ -124,28 +126,30 @@ class Hosts:
         """The address and the port at which the launcher listens to agents."""
         return self.address, self._listener.getsockname()[1]
 
-    # ------------------------------------------------------------------------------------------------------ connections
-
     def gather(self, stopped: Callable[[], int] = lambda: 0, patience: float = 0.0) -> None:
-        """Have an agent on each host.
+        """Start the missing agents, and wait until each host has one.
 
         Args:
             stopped: Returns the number of a signal to end at, or 0.
             patience: Seconds in which an agent that does not come is started again.
 
-        Raises EnvironmentFault that names a host without an agent, and Interrupted at a signal.
+        Raises:
+            EnvironmentFault: A host, which the message names, has no agent.
+            Interrupted: A signal came.
         """
-        for name, why in self._call(stopped, patience):
+        for name, why in self._start_missing_agents(stopped, patience):
             raise EnvironmentFault(f"host {name}: {why}", where="launch.hosts")
 
-    def _call(self, stopped: Callable[[], int], patience: float) -> Iterator[tuple[str, str]]:
+    def _start_missing_agents(
+        self, stopped: Callable[[], int], patience: float
+    ) -> Iterator[tuple[str, str]]:
         """Start the agents that are missing, and wait for each.
 
         Yield each host whose agent does not come, and why.
         """
         missing = [remote for remote in self.remotes.values() if remote.link is None]
         for remote in missing:
-            self.begin(remote)
+            self.start_agent(remote)
         started = time.monotonic()
         until = started + START_SECONDS
         try_again_until = started + patience
@@ -158,14 +162,14 @@ class Hosts:
                 now = time.monotonic()
                 if why is not None and now < try_again_until:
                     time.sleep(AGAIN_SECONDS)
-                    self.begin(remote)
+                    self.start_agent(remote)
                 elif why is not None or now > until:
                     yield remote.name, why or f"its agent did not come within {START_SECONDS:g} s"
                     break
                 else:
                     time.sleep(LOOK_SECONDS)
 
-    def begin(self, remote: Remote) -> None:
+    def start_agent(self, remote: Remote) -> None:
         """Start the agent of a host that has none."""
         # The agent may have connected by itself meanwhile.
         if remote.link is None:
@@ -184,9 +188,11 @@ class Hosts:
         }
 
     def _accept(self) -> None:
-        each_caller(self._listener, lambda connected: answer(connected, self.secret), self._hear)
+        each_caller(
+            self._listener, lambda connected: answer(connected, self.secret), self._listen_to_agent
+        )
 
-    def _hear(self, link: Link) -> None:
+    def _listen_to_agent(self, link: Link) -> None:
         """Listen to one agent until it is gone."""
         hello = link.receive()
         while hello is not None and "beat" in hello:
@@ -198,7 +204,7 @@ class Hosts:
         if hello is None or remote is None:
             link.close()
             return
-        if not self._take(remote, link, hello):
+        if not self._adopt_link(remote, link, hello):
             link.send({"do": "end"})
             link.close()
             return
@@ -212,8 +218,8 @@ class Hosts:
             message = link.receive()
         self.lose(remote, link, "the agent of its host has ended")
 
-    def _take(self, remote: Remote, link: Link, hello: Message) -> bool:
-        """Make a link the one of its host (L1). Return False if the host has another agent already."""
+    def _adopt_link(self, remote: Remote, link: Link, hello: Message) -> bool:
+        """Take a link as that of its host (L1); return False if the host has an agent already."""
         with self._lock:
             older = remote.link
             if older is not None and hello["process"] == remote.facts.get("process"):
@@ -239,12 +245,12 @@ class Hosts:
     def _watch(self) -> None:
         """Give up agents that have been silent for too long (L2)."""
         while not self._ended.wait(LOOK_SECONDS):
-            if self.since is None:
+            if self.first_start is None:
                 limit = IDLE_SECONDS
                 since = 0.0
             else:
                 limit = SILENT_SECONDS
-                since = self.since
+                since = self.first_start
             for remote in self.remotes.values():
                 link = remote.link
                 if link is None:
@@ -253,20 +259,19 @@ class Hosts:
                 if silence > limit:
                     self.lose(remote, link, CUT_OFF)
 
-    # ------------------------------------------------------------------------------------------------------------ asking
-
     def ask(self, order: Message, key: str, only: Sequence[str] | None = None) -> dict[str, Any]:
         """Send an order to hosts, and return the answer of each.
 
         Args:
             order: What to do.
             key: The answer is the value under this key of a host's message.
-            only: The hosts; None: all that are connected.
+            only: The hosts; None for all that are connected.
 
-        Raises EnvironmentFault for a host that gives no answer.
+        Raises:
+            EnvironmentFault: A host gives no answer.
         """
         if only is None:
-            names: Sequence[str] = self.there()
+            names: Sequence[str] = self.connected_hosts()
         else:
             names = only
         number = next(self._questions)
@@ -287,14 +292,22 @@ class Hosts:
         return answers
 
     def _require_links(self, names: Sequence[str], until: float) -> None:
-        """Raise EnvironmentFault for a host that is gone, or for any after `until` (monotonic seconds)."""
+        """Check that hosts are connected and may still answer.
+
+        Args:
+            names: The hosts.
+            until: Monotonic seconds after which none of them may still answer.
+
+        Raises:
+            EnvironmentFault: A host is gone, or the time is up.
+        """
         for name in names:
             remote = self.remotes[name]
             if remote.link is None or time.monotonic() > until:
                 why = self.why_gone(remote) or "gives no answer"
                 raise EnvironmentFault(f"host {name}: {why}", where="launch.hosts")
 
-    def there(self) -> list[str]:
+    def connected_hosts(self) -> list[str]:
         """Return the hosts that have an agent now."""
         return [name for name, remote in self.remotes.items() if remote.link is not None]
 
@@ -311,9 +324,9 @@ class Hosts:
                 link.send(order)
 
     def next_message(self) -> tuple[Remote, Message] | tuple[None, Message]:
-        """Return the next message of an agent, and its host; None if there is none for LOOK_SECONDS.
+        """Return the next message of an agent, and its host. Beats do not count as messages.
 
-        Beats are no such messages.
+        The host is None if no message comes within LOOK_SECONDS.
         """
         try:
             return self.inbox.get(timeout=LOOK_SECONDS)
@@ -329,37 +342,39 @@ class Hosts:
             return f"{remote.gone}: {last_words}"
         return remote.gone
 
-    # ---------------------------------------------------------------------------------------------------------- attempts
-
     def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
         """Run the ranks of all hosts and return how they ended.
 
-        Raises EnvironmentFault if a host cannot take part in the first attempt.
+        Raises:
+            EnvironmentFault: A host cannot take part in the first attempt. In a later attempt this
+                is the end of a rank, so that the launcher decides about another start.
         """
         try:
             return self._attempt(rank, logs, signals)
         except Interrupted as stop:
             return [RankEnd(0, -stop.number, None, logs / "rank-0.log", at=time.time())]
         except EnvironmentFault as fault:
-            if not self._begun:
+            if not self._has_run_attempt:
                 raise
-            return [lost(0, fault.what, logs, "")]
+            return [lost_rank_end(0, fault.what, logs, "")]
 
     def _attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
-        """Do what `attempt` does, but raise EnvironmentFault in each attempt.
+        """Run the ranks of all hosts and return how they ended.
 
-        At a signal raise Interrupted.
+        Raises:
+            EnvironmentFault: A host cannot take part.
+            Interrupted: A signal came before the ranks started.
         """
         patience = 0.0
-        if self._begun:
+        if self._has_run_attempt:
             patience = BACK_SECONDS
         self.gather(lambda: signals.number, patience)
         ends = Attempt(self, logs, signals).run(rank)
-        self._begun = True
+        self._has_run_attempt = True
         return ends
 
     def may_pause(self) -> bool:
-        """Return whether the ranks should save now and end, to go on with other hosts."""
+        """Return whether the ranks should save and end now, so that other hosts can take part."""
         return False
 
     def close(self) -> None:
@@ -374,7 +389,7 @@ class Hosts:
         stop_listening(self._listener)
 
 
-def lost(rank: int, why: str, logs: Path, host: str, at: float | None = None) -> RankEnd:
+def lost_rank_end(rank: int, why: str, logs: Path, host: str, at: float | None = None) -> RankEnd:
     """Return the end of a rank that nobody could report.
 
     Args:
@@ -382,8 +397,8 @@ def lost(rank: int, why: str, logs: Path, host: str, at: float | None = None) ->
         why: The message of its error.
         logs: The folder of the attempt's logs.
         host: Its host.
-        at: Unix seconds at which it was last heard of, so that ranks that waited for it count as
-            its consequences; None: now.
+        at: Unix seconds at which it was last heard of; None for now. Ranks that fail later count as
+            its consequences.
     """
     at = at or time.time()
     error = {"message": why, "traceback": "", "time": at, "exit_code": 1}
@@ -398,14 +413,14 @@ class Attempt:
         self.logs = logs
         self.signals = signals
         self.first: dict[str, int] = {}  # the first rank of each host
-        self.world = 0
+        self.world_size = 0
         for name, count in hosts.counts.items():
-            self.first[name] = self.world
-            self.world += count
+            self.first[name] = self.world_size
+            self.world_size += count
         # A host with another agent than at the start has no ranks any more.
         self.links = {name: hosts.remotes[name].link for name in hosts.counts}
         self.ends: dict[str, list[RankEnd]] = {}
-        self.until = float("inf")  # monotonic seconds by which each host must have reported
+        self.report_by = float("inf")  # monotonic seconds by which each host must have reported
         self.sent_number = False
         self.sent_hurry = False
         self.paused = False
@@ -414,20 +429,21 @@ class Attempt:
     def run(self, rank: list[str]) -> list[RankEnd]:
         """Run the ranks by the command `rank` and return how they ended, by rank.
 
-        Raises EnvironmentFault if a host cannot reach the place where ranks meet.
+        Raises:
+            EnvironmentFault: A host cannot reach the address and port at which ranks meet.
         """
         from drumline.launch.agent import open_store
 
         self._drop_old_messages()
-        # Ranks meet at this store. It is closed when the last reference to it is gone, at the end of
-        # this function.
+        # Ranks meet at this store. It is closed when the last reference to it is gone, at the end
+        # of this function.
         store = open_store(listen(self.hosts.port, self.hosts.address))
         self._start(rank, store.port)
         while len(self.ends) < len(self.hosts.counts):
             self._forward()
             remote, message = self.hosts.next_message()
             if remote is None:
-                self._look()
+                self._pause_or_give_up()
             elif message.get("attempt") == self.logs.name:
                 self._receive(remote, message)
             # Any other message is of an earlier attempt, or an answer that nobody waits for.
@@ -446,13 +462,13 @@ class Attempt:
         order = {
             "do": "start",
             "rank": rank,
-            "world_size": self.world,
+            "world_size": self.world_size,
             "port": port,
             "attempt": self.logs.name,
             "logs": str(self.logs),
             "grace": hosts.grace,
         }
-        hosts.since = hosts.since or time.monotonic()
+        hosts.first_start = hosts.first_start or time.monotonic()
         for name, count in hosts.counts.items():
             link = self.links[name]
             if link is not None:
@@ -461,35 +477,36 @@ class Attempt:
     def _receive(self, remote: Remote, message: Message) -> None:
         """Take what an agent reports.
 
-        Raises EnvironmentFault if its host cannot reach the address at which ranks meet.
+        Raises:
+            EnvironmentFault: Its host cannot reach the address and port at which ranks meet.
         """
         if "refused" in message:
-            self._failed(remote, [1])
+            self._report_failure_to_hosts(remote, [1])
             raise EnvironmentFault(
                 f"host {remote.name} {message['refused']}",
                 where="launch.hosts",
                 fix="open it, or name another",
             )
         if "failed" in message:
-            self._failed(remote, message["failed"])
+            self._report_failure_to_hosts(remote, message["failed"])
         elif "ends" in message:
             if message["leaves"]:
                 self.leaving.add(remote.name)
-            ends = [self._end(remote, values) for values in message["ends"]]
+            ends = [self._rank_end(remote, values) for values in message["ends"]]
             self.ends[remote.name] = ends
-            self._failed(remote, [end.exitcode for end in ends if end.exitcode])
+            self._report_failure_to_hosts(remote, [end.exitcode for end in ends if end.exitcode])
 
     def _forward(self) -> None:
         """Send the launcher's signals to the ranks, each once."""
         if self.signals.number and not self.sent_number:
             self.sent_number = True
             self.hosts.send({"do": "signal", "number": int(self.signals.number)}, ranks=True)
-            self._limit()
+            self._start_time_limit()
         if self.signals.at_once and not self.sent_hurry:
             self.sent_hurry = True
             self.hosts.send({"do": "signal", "number": int(signal.SIGINT)}, ranks=True)
 
-    def _failed(self, remote: Remote, codes: list[int]) -> None:
+    def _report_failure_to_hosts(self, remote: Remote, codes: list[int]) -> None:
         """Tell the other hosts that ranks of a host have failed.
 
         Their ranks would wait for them in a collective.
@@ -497,24 +514,24 @@ class Attempt:
         if codes:
             order = {"do": "elsewhere", "attempt": self.logs.name, "codes": codes}
             self.hosts.send(order, but=remote, ranks=True)
-            self._limit()
+            self._start_time_limit()
 
-    def _limit(self) -> None:
+    def _start_time_limit(self) -> None:
         """Start the time in which each host must report how its ranks ended."""
-        self.until = min(self.until, time.monotonic() + self.hosts.grace + END_SECONDS)
+        self.report_by = min(self.report_by, time.monotonic() + self.hosts.grace + END_SECONDS)
 
-    def _look(self) -> None:
-        """Have the ranks save and end if the hosts want that.
+    def _pause_or_give_up(self) -> None:
+        """Have the ranks save and end if other hosts shall join (`Hosts.may_pause`).
 
-        Then give up hosts that are gone or do not report in time.
+        Then give up hosts that are gone or have not reported in time.
         """
         is_undisturbed = not (self.paused or self.ends or self.signals.number)
         if is_undisturbed and self.hosts.may_pause():
             self.paused = True
             self.hosts.send({"do": "pause"}, ranks=True)
-            self._limit()
+            self._start_time_limit()
         for name in self.hosts.counts:
-            is_late = time.monotonic() > self.until
+            is_late = time.monotonic() > self.report_by
             remote = self.hosts.remotes[name]
             if name in self.ends:
                 continue
@@ -528,7 +545,7 @@ class Attempt:
         now = time.time()
         first = self.first[name]
         # The first rank has the reason; the others would only repeat it.
-        ends = [lost(first, why, self.logs, name, remote.heard)]
+        ends = [lost_rank_end(first, why, self.logs, name, remote.heard)]
         for rank in range(first + 1, first + self.hosts.counts[name]):
             log = self.logs / f"rank-{rank}.log"
             ends.append(RankEnd(rank, 1, None, log, killed=True, at=now, host=name))
@@ -536,9 +553,9 @@ class Attempt:
         link = remote.link
         if link is not None:
             link.close()
-        self._failed(remote, [-int(signal.SIGKILL)])
+        self._report_failure_to_hosts(remote, [-int(signal.SIGKILL)])
 
-    def _end(self, remote: Remote, values: Message) -> RankEnd:
+    def _rank_end(self, remote: Remote, values: Message) -> RankEnd:
         """Return the end of a rank as its agent reports it.
 
         Its time is by the launcher's clock, so that ends of several hosts can be ordered.

@@ -1,8 +1,8 @@
 """Run on hosts that come and go while the run lasts: `launch: {nodes: {min: 2, max: 8}}`.
 
 When a host is lost, a new plan is made for the remaining hosts, and they go on from the newest
-checkpoint. The launcher alone decides which hosts take part. It may be lost as well: another one
-follows it (`drumline_hosts.takeover`).
+checkpoint. The launcher alone decides which hosts take part; these are the members. The launcher
+may be lost as well: then another one follows it (`drumline_hosts.takeover`).
 
 The rules L4 to L7 of docs/explanations/elastic_hosts.md are here.
 """
@@ -70,7 +70,8 @@ class ElasticHosts(Hosts):
             most: Hosts that take part at most.
             own: The launcher's host, which has rank 0; empty if it has no ranks.
             run: What hosts have to know of the run.
-            known: What the agent of this host knows, if the launcher follows another.
+            known: What the lost launcher had told the agent of this host, if this launcher follows
+                another one.
         """
         super().__init__(*given)
         self.least = least
@@ -81,34 +82,39 @@ class ElasticHosts(Hosts):
         self.secret = self.known.get("secret", self.secret)
         self.term: int = self.known.get("term", 1)  # counts the launchers of a run
         self.shared: bool = self.known.get("shared", True)  # all hosts have the same run folder
-        # The hosts that took part last, and where each votes.
+        # The hosts that took part last, each with the address of its voter.
         self.members: dict[str, Any] = dict(self.known.get("members", {}))
-        # The list before, if not all hosts had confirmed the last one.
+        # The previous members, if not all hosts had confirmed the last list.
         self.before: dict[str, Any] = dict(self.known.get("before", {}))
-        self._number = 0  # of their list
-        self._last = -1  # number of the newest attempt
-        # The agent of a host when the host was compared with this one, and was the same.
+        self._list_number = 0  # counts the lists of members that this launcher has sent
+        self._newest_attempt = -1  # number of the newest attempt
+        # Hosts that have the same versions and files as this one, each with its agent's link at the
+        # time of the comparison.
         self.compared: dict[str, Link | None] = {}
         self._refused: set[str] = set()  # hosts that came and differ
         # The hosts that were connected when the members were chosen.
-        self._fitted: list[str] = []
-        # For hosts that left: the monotonic seconds before which their agents are not started again.
-        self._rest: dict[str, float] = {}
+        self._hosts_at_choice: list[str] = []
+        # For hosts that left: the monotonic seconds before which their agents are not started
+        # again.
+        self._resting_until: dict[str, float] = {}
         self._events = Path()
-        self._past = 0  # number of events before this attempt
+        self._events_before_attempt = 0  # number of events before this attempt
         self._next_look = 0.0  # at the events, in monotonic seconds
-        # The hosts know a checkpoint to begin at, and the run has saved none yet.
-        self._named = False
+        # The run resumes from a checkpoint that the hosts know by name, and has saved none yet.
+        self._is_checkpoint_named = False
 
     def gather(self, stopped: Callable[[], int] = lambda: 0, patience: float = 0.0) -> None:
-        """Have an agent on as many hosts as come. Raises EnvironmentFault if they are too few.
+        """Start the missing agents, and wait for those that come.
 
         Args:
             stopped: Returns the number of a signal to end at, or 0.
             patience: Seconds in which an agent that does not come is started again.
+
+        Raises:
+            EnvironmentFault: Fewer than `least` hosts have an agent.
         """
-        missing = dict(self._call(stopped, patience))
-        number = len(self.there())
+        missing = dict(self._start_missing_agents(stopped, patience))
+        number = len(self.connected_hosts())
         if number < self.least:
             name, why = next(iter(missing.items()))
             what = (
@@ -126,15 +132,15 @@ class ElasticHosts(Hosts):
         This replaces `gather` for a launcher that follows another: the agents connect to it by
         themselves.
         """
-        self._begun = True
+        self._has_run_attempt = True
         until = time.monotonic() + AGENTS_SECONDS
         expected = set(self.members) - {self.known["host"]}
-        while time.monotonic() < until and expected - set(self.there()):
+        while time.monotonic() < until and expected - set(self.connected_hosts()):
             time.sleep(LOOK_SECONDS)
         for remote in self.remotes.values():
             if remote.link is None:
                 with suppress(EnvironmentFault):  # hosts need not reach each other by ssh
-                    self.begin(remote)
+                    self.start_agent(remote)
         self._begin_recall()
 
     def _settings(self, name: str) -> Message:
@@ -152,32 +158,32 @@ class ElasticHosts(Hosts):
         """Start agents on hosts without one, again and again."""
         while not self._ended.wait(RECALL_SECONDS):
             for name, remote in self.remotes.items():
-                is_resting = time.monotonic() < self._rest.get(name, 0.0)
+                is_resting = time.monotonic() < self._resting_until.get(name, 0.0)
                 if name in self._refused or is_resting or remote.link is not None:
                     continue
                 if self.starter.ended(name) is not None:
                     with suppress(EnvironmentFault):
-                        self.begin(remote)
+                        self.start_agent(remote)
 
     def may_pause(self) -> bool:
         """Return whether a host has come and this attempt has a checkpoint to join at (L7)."""
         now = time.monotonic()
         may_join = self._may_join()
-        if now < self._next_look or not (may_join or self._named):
+        if now < self._next_look or not (may_join or self._is_checkpoint_named):
             return False
         self._next_look = now + EVENTS_SECONDS
-        events = read(self._events)[self._past :]
+        events = read(self._events)[self._events_before_attempt :]
         has_saved = any(isinstance(event, Save) and event.path for event in events)
-        if self._named and has_saved:
-            self._named = False
+        if self._is_checkpoint_named and has_saved:
+            self._is_checkpoint_named = False
             # Only this host may have the events.
             self.send({"do": "saved"})
         return may_join and any(isinstance(event, self.joins_at) for event in events)
 
     def _may_join(self) -> bool:
         """Return whether a host has come that takes no part, and there is room for it."""
-        there = self.there()
-        has_changed = there != self._fitted
+        there = self.connected_hosts()
+        has_changed = there != self._hosts_at_choice
         is_new = not set(there) <= self.counts.keys()
         return has_changed and is_new and len(self.counts) < self.most
 
@@ -185,37 +191,40 @@ class ElasticHosts(Hosts):
         """Run the ranks of the connected hosts, and again each time after hosts came or left."""
         self._events = logs.parents[1] / "events.jsonl"
         while True:
-            self._fit(signals)
+            self._choose_hosts(signals)
             if not self.counts.keys() <= set(self._same_hosts()):
                 continue  # a host was lost while the plan was made
-            self._last = max(self._last + 1, int(logs.name.removeprefix("attempt-")))
-            logs = logs.with_name(f"attempt-{self._last}")
-            self._require_right()
-            self._agree(rank)
-            self._past = len(read(self._events))
-            self._named = rank[3:] not in ([], ["newest"])
+            self._newest_attempt = max(
+                self._newest_attempt + 1, int(logs.name.removeprefix("attempt-"))
+            )
+            logs = logs.with_name(f"attempt-{self._newest_attempt}")
+            self._require_leadership()
+            self._have_members_confirmed(rank)
+            self._events_before_attempt = len(read(self._events))
+            self._is_checkpoint_named = rank[3:] not in ([], ["newest"])
             attempt = Attempt(self, logs, signals)
             ends = attempt.run(rank)
-            self._begun = True
-            self._require_right()
+            self._has_run_attempt = True
+            self._require_leadership()
             if signals.number or not _has_saved(ends):
                 return ends
-            if not (attempt.paused or self._without(attempt.leaving)):
+            if not (attempt.paused or self._drop_leaving_hosts(attempt.leaving)):
                 return ends
             rank = [*rank[:2], "--resume", "newest"]
 
-    def _without(self, leaving: set[str]) -> bool:
-        """Send the hosts away that got a signal that is not from this launcher.
+    def _drop_leaving_hosts(self, leaving: set[str]) -> bool:
+        """Send the hosts in `leaving` away, and return whether the run can go on without them.
 
-        Return False, and send none away, if there are none or too few would be left.
+        They got a signal that is not from this launcher. No host is sent away, and the result is
+        False, if there are none or too few would be left.
         """
-        remaining = set(self.there()) - leaving
+        remaining = set(self.connected_hosts()) - leaving
         if not leaving or len(remaining) < self.least:
             return False
         names = ", ".join(sorted(leaving))
         say(f"note: goes on without host {names}: it was asked to end, and has saved")
         for name in leaving:
-            self._rest[name] = time.monotonic() + BACK_SECONDS
+            self._resting_until[name] = time.monotonic() + BACK_SECONDS
             self._dismiss(self.remotes[name])
         return True
 
@@ -226,10 +235,12 @@ class ElasticHosts(Hosts):
             link.send({"do": "end"})
             self.lose(remote, link, "")
 
-    def _fit(self, signals: LauncherSignals) -> None:
+    def _choose_hosts(self, signals: LauncherSignals) -> None:
         """Choose which hosts take part (L7), and make a plan for as many of them as possible.
 
-        Raises EnvironmentFault if too few hosts come within BACK_SECONDS, and Interrupted at a signal.
+        Raises:
+            EnvironmentFault: Too few hosts come within BACK_SECONDS, or there is no plan for them.
+            Interrupted: A signal came.
         """
         there = self._await_enough(signals)
         if set(there) == self.counts.keys():
@@ -255,19 +266,21 @@ class ElasticHosts(Hosts):
         raise EnvironmentFault(what, where="launch.nodes")
 
     def _await_enough(self, signals: LauncherSignals) -> list[str]:
-        """Wait until at least `least` hosts are connected and the same as this one; return them.
+        """Wait for at least `least` hosts that do not differ from this one, and return them.
 
-        Raises EnvironmentFault after BACK_SECONDS, and Interrupted at a signal.
+        Raises:
+            EnvironmentFault: There are too few after BACK_SECONDS.
+            Interrupted: A signal came.
         """
         until = time.monotonic() + BACK_SECONDS
         while True:
-            there = self.there()
+            there = self.connected_hosts()
             if len(there) >= self.least:
                 same = self._same_hosts()
                 self._refuse([name for name in there if name not in same])
                 # Some may be lost by now, or differ.
                 there = self._same_hosts()
-                self._fitted = there
+                self._hosts_at_choice = there
                 if len(there) >= self.least:
                     return there
             if signals.number:
@@ -281,21 +294,23 @@ class ElasticHosts(Hosts):
     def _same_hosts(self) -> list[str]:
         """Return the connected hosts that have been compared with this one, and are the same."""
         same = []
-        for name in self.there():
+        for name in self.connected_hosts():
             # A host that has come again has another link, and is compared again.
             if self.compared.get(name) is self.remotes[name].link:
                 same.append(name)
         return same
 
-    def _agree(self, rank: list[str]) -> None:
+    def _have_members_confirmed(self, rank: list[str]) -> None:
         """Have the hosts confirm who takes part (L4), so that one of them can follow this launcher.
 
         Args:
-            rank: The command of the ranks; after its first three words, those of `--resume`.
+            rank: The command of the ranks: the worker, the plan, `--resume` and a checkpoint. The
+                last two may be missing.
 
-        Raises EnvironmentFault for a host that does not confirm.
+        Raises:
+            EnvironmentFault: A host does not confirm.
         """
-        self._number += 1
+        self._list_number += 1
         members = {name: self.remotes[name].facts["votes"] for name in self.counts}
         order = {
             "do": "know",
@@ -303,7 +318,7 @@ class ElasticHosts(Hosts):
             "host": self.own,
             "shared": self.shared,
             "term": self.term,
-            "number": self._number,
+            "number": self._list_number,
             "files": self._files(),
             "members": members,
             "before": self.members,
@@ -318,17 +333,18 @@ class ElasticHosts(Hosts):
         self.before = {}
 
     def _files(self) -> dict[str, str]:
-        """Return the text of each file of the run folder that hosts with folders of their own need."""
+        """Return the text of each file that a host with its own run folder needs, by its name."""
         if self.shared:
             return {}
         run_dir = Path(self.run["run_dir"])
         paths = (Path(self.run["plan"]), run_dir / "config.yaml", run_dir / RUN_ID)
         return {path.name: path.read_text() for path in paths}
 
-    def _require_right(self) -> None:
-        """Raise DrumlineError if another launcher may take the run over (L5).
+    def _require_leadership(self) -> None:
+        """Check that no other launcher can have taken the run over (L5).
 
-        This one must write nothing more then.
+        Raises:
+            DrumlineError: Another launcher may have. This one must write nothing more.
         """
         if self.shared:
             self._require_lease()
@@ -356,9 +372,10 @@ class ElasticHosts(Hosts):
     def _step_down(self) -> None:
         """Exit immediately if this side of a network split is the minority (L6).
 
-        The lease then looks abandoned, as that of a dead process, and the majority can take the run over.
+        The lease then looks abandoned, like that of a dead process, and the majority can take the
+        run over.
         """
-        there = self.there()
+        there = self.connected_hosts()
         here = set(self.members) & set(there)
         if self.shared and 2 * len(here) < len(self.members):
             say(f"error: {len(there)} of {len(self.members)} hosts are there: left to the others")
@@ -380,9 +397,9 @@ class ElasticHosts(Hosts):
 
 
 def _has_saved(ends: list[RankEnd]) -> bool:
-    """Return whether the ranks have saved at a signal.
+    """Return whether the ranks have saved and ended at a signal.
 
-    A rank that was just leaving, since the run is over, dies of the signal at which the others save.
+    A rank may be at the end of its run as the signal comes, and die of it while the others save.
     """
     codes = {end.exitcode for end in ends}
     return SAVED_EXIT_CODE in codes or -signal.SIGUSR1 in codes

@@ -1,6 +1,6 @@
-"""Gather the hosts of a launcher's spec once, with an agent on each.
+"""Connect the hosts of a launcher, once in a process, and check that they have what a plan needs.
 
-`compare` checks that all have what a plan needs. This module does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _gathered: dict[str, Hosts] = {}  # by the spec, as JSON
 def gather_hosts(spec: HostsOptions) -> Hosts:
     """Return the hosts of a spec with their agents; the first call starts the agents.
 
-    Raises EnvironmentFault that names a host that cannot be reached, or whose versions differ.
+    Raises:
+        EnvironmentFault: A host, which the message names, cannot be reached, or has other versions.
     """
     key = spec.model_dump_json()
     if key in _gathered:
@@ -36,7 +37,7 @@ def gather_hosts(spec: HostsOptions) -> Hosts:
     _gathered[key] = hosts
     try:
         hosts.gather()
-        there = {name: hosts.remotes[name].facts for name in hosts.there()}
+        there = {name: hosts.remotes[name].facts for name in hosts.connected_hosts()}
         require_same_versions(facts(), there)
     except BaseException:
         leave(spec)
@@ -55,7 +56,7 @@ def register_successor(spec: HostsOptions, hosts: ElasticHosts) -> Iterator[Elas
 
 
 def leave(spec: HostsOptions) -> None:
-    """Send the agents of a spec away."""
+    """End the agents of a spec's hosts, if `gather_hosts` has started them."""
     hosts = _gathered.pop(spec.model_dump_json(), None)
     if hosts is not None:
         hosts.close()
@@ -68,11 +69,12 @@ def compare(plan: Plan, hosts: Hosts, only: str | None = None) -> None:
     alone.
 
     Args:
-        plan: Of the run.
-        hosts: With their agents.
-        only: The host to check; None: all.
+        plan: The plan of the run.
+        hosts: The hosts, with their agents.
+        only: The host to check; None for all.
 
-    Raises EnvironmentFault for a host that differs.
+    Raises:
+        EnvironmentFault: A host differs.
     """
     run_dir = Path(plan.run_dir)
     own_digests = {path: digest(Path(path)) for path in _paths(plan)}

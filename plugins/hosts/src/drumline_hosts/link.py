@@ -5,8 +5,8 @@ not encrypted, so nothing secret goes this way.
 
 The agent sends a beat every second with its own time, and the launcher sends it back. So the agent
 knows, without a common clock, how long ago it sent the newest beat that the launcher has heard. It
-gives up before the launcher does (rules A2 and L2 of docs/explanations/elastic_hosts.md): a host that
-the launcher has given up has no ranks any more.
+gives up before the launcher does, so a host that the launcher has given up has no ranks any more
+(rules A2 and L2 of docs/explanations/elastic_hosts.md).
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ class Link:
         self.heard = time.monotonic()  # when the last message came
 
     def send(self, message: Message) -> None:
-        """Send a message. Nothing happens if the other side has gone: the thread that receives learns that."""
+        """Send a message.
+
+        If the other side has gone, the message is dropped. The thread that receives notices the
+        loss.
+        """
         data = json.dumps(message).encode()
         with self._lock:
             try:
@@ -84,14 +88,15 @@ def call(
     """Connect as the agent.
 
     Args:
-        address: Of the launcher, or of another voter.
-        port: At which it listens.
-        secret: Of the run.
+        address: Address of the launcher, or of another host's voter.
+        port: Port at which it listens.
+        secret: Secret of the run.
         reach: Seconds that the connection may take.
-        seconds: That each message may take, for a link of one question; None for a link that stays
-            open.
+        seconds: Seconds that each message may take, for a link of one question; None for a link
+            that stays open.
 
-    Raises OSError if nobody answers, or if the other side does not know the secret.
+    Raises:
+        OSError: Nobody answers, or the other side does not know the secret.
     """
     with socket.create_connection((address, port), reach) as connected:
         connection = _limited(connected, seconds or HANDSHAKE_SECONDS)
@@ -111,9 +116,9 @@ def call(
 
 
 def answer(connected: socket.socket, secret: str, seconds: float | None = None) -> Link | None:
-    """Answer as the launcher, with `seconds` as in `call`.
+    """Answer a caller as the launcher, and return the link; None if the caller is no agent of it.
 
-    Return None if the other side is not one of its agents.
+    `seconds` is as in `call`.
     """
     with connected:
         connection = _limited(connected, seconds or HANDSHAKE_SECONDS)

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 MOST_PORT = 65534
 
 
-def _whole(path: str) -> str:
+def _without_tilde(path: str) -> str:
     if path.startswith("~"):
         raise ValueError(f"{path!r} is read by no shell: write the whole path, without ~")
     return path
 
 
-HostPath = Annotated[PathText, AfterValidator(_whole)]
+HostPath = Annotated[PathText, AfterValidator(_without_tilde)]
 
 
 class HostsOptions(LauncherSpec):
@@ -36,7 +36,7 @@ class HostsOptions(LauncherSpec):
 
     @field_validator("port")
     @classmethod
-    def _one_above(cls, port: int | None) -> int | None:
+    def _leaves_next_port(cls, port: int | None) -> int | None:
         if port is not None and port > MOST_PORT:
             raise ValueError(
                 f"{port} given, {MOST_PORT} or less is wanted: the launcher listens one port above"
@@ -44,5 +44,9 @@ class HostsOptions(LauncherSpec):
         return port
 
     def make_hosts(self) -> Hosts:
-        """Return the hosts, with what starts their agents. Raises EnvironmentFault if they cannot be reached."""
+        """Return the hosts, with a `Starter` for their agents.
+
+        Raises:
+            EnvironmentFault: They cannot be reached.
+        """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The section `launch` of launchers that have an agent on each host."""
+"""The base class of launchers that have an agent on each host: ssh and Ray."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class HostsLauncher(HostsOptions):
 
     @contextmanager
     def early(self, config: Config, plan_path: Path) -> Iterator[Hosts]:
+        """Start the agents of all hosts; at the end of the block send them away."""
         from drumline_hosts.gathered import gather_hosts, leave
 
         try:
@@ -38,10 +39,11 @@ class HostsLauncher(HostsOptions):
             return min(sizes, default=machine.memory_bytes)
 
         hosts = gather_hosts(self)
-        machines = [machine_of(hosts.remotes[name].facts) for name in hosts.there()]
+        machines = [machine_of(hosts.remotes[name].facts) for name in hosts.connected_hosts()]
         return min(machines, key=room)
 
     def compare(self, plan: Plan, early: Hosts) -> None:
+        """Check that all hosts have the run folder, models and data of the plan."""
         from drumline_hosts.gathered import compare
 
         compare(plan, early)

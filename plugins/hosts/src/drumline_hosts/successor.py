@@ -1,7 +1,7 @@
-"""The launcher that goes on with a run whose own launcher has gone.
+"""The process of a launcher that goes on with a run whose own launcher has gone.
 
-An agent of another host starts it (T2, T4), and writes what the lost launcher had told it to standard
-input (`drumline_hosts.takeover`).
+The agent of another host starts it (rules T2 and T4). The agent writes what the lost launcher had
+told it to this process's standard input (`drumline_hosts.takeover`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ STDERR = 2
 
 
 def take_over(known: dict[str, Any]) -> int:
-    """Take the run folder, wait for the agents that are left, and launch. Returns the exit code.
+    """Take the run folder, wait for the remaining agents, launch, and return the exit code.
 
     Args:
         known: What the lost launcher had told the agent.
 
-    Raises EnvironmentFault if another host has the folder.
+    Raises:
+        EnvironmentFault: Another host has the folder.
     """
     path = Path(known["plan"])
     run_dir = Path(known["run_dir"])

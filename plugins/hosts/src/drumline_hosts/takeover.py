@@ -1,10 +1,10 @@
 """Let a run go on after its launcher has gone, if hosts may come and go.
 
-An agent looks for a launcher that goes on, or starts one on its own host.
+The agent of each host looks for a launcher that goes on with the run, or starts one on its host.
 
-If all hosts share the run folder, its lease decides. A launcher starts on each host; the launcher
-that gets the lease of the dead one writes into the folder where it listens. Otherwise hosts vote
-(`drumline_hosts.vote`), and each tells the others where its launcher is.
+If all hosts share the run folder, its lease decides. A launcher starts on each host, and the one
+that gets the lease of the dead launcher writes its address into the lease. Otherwise the hosts vote
+(`drumline_hosts.vote`), and each tells the others the address of its launcher.
 
 The rules A4 and T1 to T6 of docs/explanations/elastic_hosts.md are here.
 """
@@ -44,9 +44,9 @@ FIRST_CONFIRMED = (1, 1)  # the first launcher's first list of hosts: its term a
 def _is_another(run_dir: Path, order: Message) -> bool:
     """Return whether a folder with checkpoints belongs to another run than the launcher's.
 
-    If a user goes on with a run, the hosts that are there at the start have the run's checkpoints.
+    When a user resumes a run, the hosts that are there at its start have the run's checkpoints.
     """
-    # A new run has none.
+    # A new run has no checkpoints yet.
     if order["resume"] is None:
         return True
     list_number = (order["term"], order["number"])
@@ -59,24 +59,25 @@ def _is_another(run_dir: Path, order: Message) -> bool:
 
 
 class StandbyLauncher:
-    """What one agent needs to take the launcher's place."""
+    """What the agent of a host needs to find another launcher, or to start one on its host."""
 
     def __init__(self, settings: Message, address: str) -> None:
         self.settings = settings
         self.voter = Voter(settings["name"], address, settings["secret"])
         # What the launcher has all hosts know; empty before the first attempt.
         self.known: Message = {}
-        self.own = False  # the run folder is on a disk of this host's own
+        self.own = False  # whether the run folder is on a disk of this host alone
         self._folder = ExitStack()  # holds the lease of such a folder
         self._launcher: Helper | None = None
-        # The lease of a shared folder, and the monotonic seconds since which it has stood still.
+        # Text of the lease of a shared folder, and monotonic seconds since when it has not changed.
         self._frozen: tuple[str | None, float] = (None, 0.0)
-        self._lost = 0  # looks in a row at which the lease was another's, or was not there
+        # Number of looks in a row that found the lease of another launcher, or none.
+        self._looks_at_lost_lease = 0
 
     def claim(self, run_dir: Path) -> str:
         """Take the lease of the run folder on this host's own disk (A4).
 
-        Return why that cannot be; empty if it is taken.
+        Return why that is not possible; empty if the lease is taken.
         """
         if self.own:
             return ""
@@ -88,9 +89,9 @@ class StandbyLauncher:
         return ""
 
     def confirm(self, order: Message) -> str:
-        """Take over what a launcher has all hosts know (A3, A4).
+        """Take over what a launcher tells all hosts before an attempt (A3, A4).
 
-        Return why not; empty if it is confirmed.
+        Return why this host cannot confirm it; empty if it does.
         """
         run_dir = Path(order["run_dir"])
         has_checkpoints = self.own and any((run_dir / "checkpoints").glob("step-*"))
@@ -118,10 +119,10 @@ class StandbyLauncher:
         self.known = {**self.known, "before": {}}
 
     def _watch_lease(self) -> None:
-        """Note since when the lease has stood still.
+        """Note since when the lease has not changed.
 
-        A new launcher then need not look at it for as long again. This runs in a thread of its own,
-        because the folder may not answer.
+        A new launcher then need not watch it for as long again. This runs in a thread of its own,
+        because the file system may not answer.
         """
         while True:
             with suppress(OSError, EnvironmentFault):
@@ -146,7 +147,7 @@ class StandbyLauncher:
         now = time.monotonic()
         until = now + patience
         turn = now + first_trial
-        while time.monotonic() < until and not stopped() and not self._ended():
+        while time.monotonic() < until and not stopped() and not self._has_run_ended():
             link = self._call_launcher()
             if link is not None:
                 return link
@@ -159,12 +160,12 @@ class StandbyLauncher:
             name = self.settings["name"]
             run_dir = self.known["run_dir"]
             self._note(
-                f"error: host {name} found no launcher that goes on with {run_dir}{self._why()}"
+                f"error: host {name} found no launcher that goes on with {run_dir}{self._why_not_found()}"
             )
         return None
 
     def _call_launcher(self) -> Link | None:
-        """Connect to the launcher that goes on; None if there is none yet, or it does not answer."""
+        """Connect to the launcher that goes on; None if there is none yet, or without an answer."""
         with suppress(OSError, EnvironmentFault):
             place = self._launcher_place()
             if place is not None:
@@ -187,14 +188,17 @@ class StandbyLauncher:
             return line.index(name)
         return len(line)
 
-    def _ended(self) -> bool:
-        """Return whether nobody follows (T5): the lease was given back, or its holder has own agents."""
+    def _has_run_ended(self) -> bool:
+        """Return whether the run has ended, so that no launcher follows (T5).
+
+        The lease was given back then, or its new holder has agents of its own.
+        """
         with suppress(OSError, EnvironmentFault):
             if self._is_lease_lost():
-                self._lost += 1
+                self._looks_at_lost_lease += 1
             else:
-                self._lost = 0
-        return self._lost > ENDED_LOOKS
+                self._looks_at_lost_lease = 0
+        return self._looks_at_lost_lease > ENDED_LOOKS
 
     def _is_lease_lost(self) -> bool:
         """Return whether a shared folder has another lease than the launcher's.
@@ -224,8 +228,8 @@ class StandbyLauncher:
     def _start(self) -> None:
         """Start a launcher on this host.
 
-        With a shared folder a launcher that does not get the lease ends by itself (T2). Without one,
-        votes come first (T4).
+        With a shared folder a launcher that does not get the lease ends by itself (T2). Without a
+        shared folder, this host must first win a vote (T4).
         """
         term = self.known["term"] + 1
         if self.known["shared"]:
@@ -243,7 +247,7 @@ class StandbyLauncher:
         self._launcher = Helper([sys.executable, *tied(LAUNCHER)], None, self._note)
         self._launcher.tell(json.dumps(settings))
 
-    def _why(self) -> str:
+    def _why_not_found(self) -> str:
         """Return why no launcher was found, for a message; empty with a shared folder."""
         if self.known["shared"]:
             return ""
@@ -271,5 +275,5 @@ class StandbyLauncher:
 
 
 def _places(values: Message) -> dict[str, Place]:
-    """Return where each host votes; JSON has lists in the place of tuples."""
+    """Return the address of each host's voter, as tuples, which JSON does not have."""
     return {name: (address, port) for name, (address, port) in values.items()}

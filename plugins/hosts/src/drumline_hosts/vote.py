@@ -1,17 +1,19 @@
 """Vote for the host that goes on with a run whose launcher has gone, if hosts share no folder.
 
-The rules V1 to V5, A3 and A5 of docs/explanations/elastic_hosts.md are here. They follow Raft (Ongaro
-and Ousterhout 2014), with its joint majorities and its trial votes:
+The rules V1 to V5, A3 and A5 of docs/explanations/elastic_hosts.md are here. They follow Raft
+(Ongaro and Ousterhout 2014), with its joint majorities and its trial votes. The launchers of a run
+are counted: the number of a launcher is its term, and each vote is for a new term.
 
 - V1: A host gives no vote while it has a launcher, nor for FREE_SECONDS after it has lost one.
 - V2: It gives one vote a term, to a host whose list of hosts is not older than its own.
 - V3: After a vote it gives no other one for OFFICE_SECONDS.
-- V4: The winner needs a majority of its list. Two majorities have a host in common, which votes once.
-  Until the winner knows that all hosts have confirmed its list, it needs a majority of the list
-  before as well, because other hosts may still go by that one.
-- V5: A trial comes before each vote, so that a host that cannot win does not raise the term.
+- V4: The winner needs a majority of its list of hosts. Any two majorities have a host in common,
+  which votes once, so only one host wins. Until the winner knows that all hosts have confirmed its
+  list, it needs a majority of the previous list as well, because other hosts may still use that
+  one.
+- V5: A trial vote comes before each vote, so that a host that cannot win does not raise the term.
 - A3: Once a host has voted, it confirms no list of a launcher of an earlier term.
-- A5: When a host knows that all have confirmed its list, it forgets the list before.
+- A5: When a host knows that all have confirmed its list, it forgets the previous list.
 """
 
 from __future__ import annotations
@@ -55,10 +57,14 @@ class Voter:
     def confirm(
         self, known: tuple[int, int], members: Mapping[str, Place], before: Mapping[str, Place]
     ) -> bool:
-        """Take over a launcher's list of hosts (A3).
+        """Take over a launcher's list of hosts (A3), and return whether that was possible.
 
-        Return False if its term is older than this vote's, or the list is older than the one that is
-        known. `before` is the last list that all hosts had confirmed.
+        It is not if this host has voted in a later term, or if it knows a newer list.
+
+        Args:
+            known: Term of the launcher and number of its list.
+            members: Address of the voter of each host on the list.
+            before: The same of the last list that all hosts had confirmed.
         """
         term, _ = known
         with self._lock:
@@ -91,10 +97,10 @@ class Voter:
         return self.at is None and time.monotonic() > self._free
 
     def answer(self, question: Message) -> Message:
-        """Answer another host.
+        """Answer the question of another host.
 
-        It wants this vote, or in a trial to know whether it would get it. A question without a term
-        only wants to know the launcher's address.
+        A question with a term asks for this vote, or in a trial whether it would be given. A
+        question without a term only asks for the launcher's address.
         """
         with self._lock:
             term = question.get("term", 0)

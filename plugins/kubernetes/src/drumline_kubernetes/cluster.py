@@ -1,4 +1,4 @@
-"""The API server, by the official client: what the cluster knows, objects made and removed, pods, events and logs."""
+"""Talk to the API server by the official client: make, read and remove objects, read logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drumline.system.redact import redact
 from drumline_kubernetes.manifest import APIS, CONTAINER
 from drumline_kubernetes.options import KubernetesOptions
 
-# The most that one request may take.
+# How long one request may take.
 ANSWER_SECONDS = 30.0
 GONE = 404
 # Characters that are shown of an answer that is no JSON.
@@ -24,11 +24,11 @@ MESSAGE_CHARACTERS = 200
 
 
 class Unreachable(EnvironmentFault):
-    """Nothing answers, or not now: it may later."""
+    """The server does not answer now. It may answer later."""
 
 
 class Refused(EnvironmentFault):
-    """The server refuses, in its own words. `status`: HTTP's."""
+    """The server refuses a request. The message has its own words, and `status` is that of HTTP."""
 
     def __init__(self, status: int, what: str) -> None:
         fix = None
@@ -54,7 +54,8 @@ class Cluster:
     def connect(cls, launch: KubernetesOptions) -> Cluster:
         """Return the cluster of the kubeconfig, or in a pod that of its service account.
 
-        Raises EnvironmentFault if there is neither, or the package kubernetes is missing.
+        Raises:
+            EnvironmentFault: There is neither, or the package kubernetes is missing.
         """
         require_package("kubernetes", "launch.kind")
         from kubernetes import config
@@ -71,9 +72,10 @@ class Cluster:
         return cls(api, launch)
 
     def workload(self) -> str:
-        """Return the kind of workload to make: that of `launch.workload`, or for auto the first that the cluster knows.
+        """Return the kind of workload to make: `launch.workload`, or for auto the first known one.
 
-        Raises EnvironmentFault for a kind that the cluster does not know.
+        Raises:
+            EnvironmentFault: The cluster does not know the kind.
         """
         answer = _answer(self.groups.get_api_versions)
         groups = {group.name for group in answer.groups}
@@ -90,7 +92,10 @@ class Cluster:
         return wanted
 
     def create(self, objects: list[dict[str, Any]]) -> str:
-        """Make the workload, and the other objects as its property, so that its removal removes them. Return its uid."""
+        """Make the workload and then the objects that it owns, and return the workload's uid.
+
+        The workload is the first of `objects`. Its removal removes all objects that it owns.
+        """
         workload, *owned = objects
         api = workload["apiVersion"]
         name = workload["metadata"]["name"]
@@ -122,7 +127,7 @@ class Cluster:
         return found
 
     def delete(self, api: str, name: str) -> None:
-        """Remove a workload. Its pods get SIGTERM and have their grace time; it goes after them."""
+        """Remove a workload. Its pods get SIGTERM and their grace time, and it goes after them."""
         delete = self.custom.delete_namespaced_custom_object
         body = {"propagationPolicy": "Foreground"}
         try:
@@ -152,22 +157,22 @@ class Cluster:
                 yield event
 
     def log(self, pod: str, follow: bool = True) -> Iterator[bytes]:
-        """Yield what a pod has printed and, to `follow` it, what it prints until its end."""
-        with _faults():
+        """Yield what a pod has printed and, if `follow`, what it prints until its end."""
+        with _translate_errors():
             answer = self.core.read_namespaced_pod_log(
                 pod, self.namespace, container=CONTAINER, follow=follow, _preload_content=False
             )
             yield from answer.stream(decode_content=True)
 
     def _resource(self, api: str) -> tuple[str, str, str, str]:
-        """Return the group, version, namespace and plural by which the client finds workloads of an API."""
+        """Return the group, version, namespace and plural that the client needs for an API."""
         group, version = api.split("/")
         (kind,) = [kind for kind, known in APIS.items() if known == api]
         return group, version, self.namespace, f"{kind.lower()}s"
 
 
 def _client_in_pod(no_kubeconfig: Exception) -> Any:
-    """Return a client by the service account of this pod. Raises EnvironmentFault outside of a pod."""
+    """Return a client with the service account of this pod. Raises EnvironmentFault without one."""
     from kubernetes import client, config
 
     configuration = client.Configuration()
@@ -187,13 +192,13 @@ def _group_of(api: str) -> str:
 
 def _answer(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Return the answer of the server to a request. Raises Refused and Unreachable."""
-    with _faults():
+    with _translate_errors():
         return call(*arguments, **options, _request_timeout=ANSWER_SECONDS)
 
 
 @contextmanager
-def _faults() -> Iterator[None]:
-    """Raise Refused and Unreachable in place of what the client raises."""
+def _translate_errors() -> Iterator[None]:
+    """Within the block, raise Refused or Unreachable in place of the client's errors."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -215,15 +220,15 @@ def _unreachable(why: str) -> Unreachable:
 
 
 def _is_passing(status: int) -> bool:
-    """Return whether an answer may be another one later: the server restarts or is busy, or a proxy before it.
+    """Return whether a request may succeed later, since the server or its proxy is busy or restarts.
 
-    A status of 0 is TLS that breaks off.
+    A status of 0 is a TLS connection that broke off.
     """
     return status in (0, 429) or status >= 500
 
 
 def _message(body: Any) -> str:
-    """Return the reason in an answer, which is a Status of JSON, if the server itself wrote it."""
+    """Return the reason in an answer. It is JSON if the server wrote it, and not a proxy."""
     try:
         return str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,6 +1,7 @@
-"""Follow a run in a cluster to its end.
+"""Follow a run in a cluster to its end, and show its pods and its log.
 
-Shown are the phases of pods, warnings, and the log of rank 0; and which pod was evicted or ran out of memory, and on which node.
+Shown are the phases of pods, warnings, and the log of rank 0; and which pod was evicted or ran out
+of memory, and on which node.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from drumline.system.signals import LEFT, LauncherSignals
 from drumline_kubernetes.cluster import GONE, Cluster, Refused, Unreachable
 
 LOOK_SECONDS = 2.0
-PATIENCE_SECONDS = 600.0  # for an API server that does not answer; the run goes on meanwhile
+# How long the API server may give no answer. The run goes on meanwhile.
+PATIENCE_SECONDS = 600.0
 LOG_SECONDS = 10.0  # for the rest of a log, after the end
 INDEX = "batch.kubernetes.io/job-completion-index"
 # Reasons of a container that waits for something that does not come by itself.
@@ -41,7 +43,10 @@ class _Ended(NamedTuple):
 
 
 class Follower:
-    """Follows a workload that was made. A signal removes the workload: its pods save, and the exit code is 75."""
+    """Follows a workload to its end.
+
+    A signal removes the workload: its pods save and end, and the exit code is 75.
+    """
 
     def __init__(self, cluster: Cluster, api: str, name: str, uid: str) -> None:
         self.cluster = cluster
@@ -71,7 +76,7 @@ class Follower:
                 if signals.number and leaves:
                     self._say("it goes on")
                     return LEFT
-                code = self._look(stop or bool(signals.number))
+                code = self._stop_or_show_news(stop or bool(signals.number))
                 if signals.at_once:
                     self._say("not waiting for its pods any longer")
                     code = Preempted.exit_code
@@ -80,17 +85,20 @@ class Follower:
                     return code
                 time.sleep(LOOK_SECONDS)
 
-    def _look(self, should_stop: bool) -> int | None:
-        """Stop the run if it should and does not yet, and show what is new. Return the exit code, once the run has ended."""
+    def _stop_or_show_news(self, should_stop: bool) -> int | None:
+        """Stop the run if it should stop and was not stopped yet, then show what is new.
+
+        Return the exit code; None if the run has not ended.
+        """
         try:
             if should_stop and not self.is_stopping:
-                self._once("stop", "asked to stop: the pods save, and end")
+                self._say_once("stop", "asked to stop: the pods save, and end")
                 self.cluster.delete(self.api, self.name)
                 self.is_stopping = True
             code = self._show_news()
         except Unreachable as fault:
             self.silent_seconds += LOOK_SECONDS
-            self._once("silent", f"{fault.what}; the run goes on without this display")
+            self._say_once("silent", f"{fault.what}; the run goes on without this display")
             if self.silent_seconds > PATIENCE_SECONDS:
                 raise
             return None
@@ -106,7 +114,7 @@ class Follower:
             thread.join(patience)
 
     def _show_news(self) -> int | None:
-        """Show what is new of the pods and the workload. Return the exit code, once the run has ended."""
+        """Show what is new of the pods and the workload; return the exit code, None before the end."""
         pods = self.cluster.pods(self.api, self.name)
         for pod in pods:
             self._show_pod(pod)
@@ -114,21 +122,21 @@ class Follower:
             involved = event.involved_object
             place = f"{involved.kind.lower()} {involved.name}"
             key = (event.metadata.uid, event.message)
-            self._once(key, f"{place}: {event.reason}: {event.message}")
+            self._say_once(key, f"{place}: {event.reason}: {event.message}")
         try:
             workload = self.cluster.read(self.api, self.name)
         except Refused as refused:
             if refused.status != GONE:
                 raise
             if pods:
-                # They save.
+                # The pods are still saving.
                 return None
             if not self.is_stopping:
                 self._say("somebody has removed it")
-            return self._stopped()
+            return self._report_stop()
         if workload["metadata"]["uid"] != self.uid:
             self._say("somebody has removed it, and made another of that name")
-            return self._stopped()
+            return self._report_stop()
         return self._end_of(workload)
 
     def _end_of(self, workload: dict[str, Any]) -> int | None:
@@ -138,7 +146,7 @@ class Follower:
                 self._say("finished")
                 return 0
             if kind == "Failed" and not self.is_stopping:
-                return self._failed(condition)
+                return self._report_failure(condition)
         return None
 
     def _show_pod(self, pod: Any) -> None:
@@ -147,10 +155,10 @@ class Follower:
         node = _node_of(pod)
         phase = pod.status.phase
         place = f"pod {name} on {node}"
-        self._once((name, phase), f"{place}: {phase}")
+        self._say_once((name, phase), f"{place}: {phase}")
         found = list(faults(pod))
         for fault in found:
-            self._once((name, fault), f"{place}: {fault}")
+            self._say_once((name, fault), f"{place}: {fault}")
         if found:
             self.faults[name] = f"{place}: {found[0]}"
         elif phase in ("Running", "Succeeded"):
@@ -179,9 +187,9 @@ class Follower:
                 print(piece.decode(errors="replace"), end="", flush=True)
         except (Refused, Unreachable) as fault:
             # The pod is gone, or the server: the run goes on.
-            self._once((pod, "log"), f"the log of pod {pod} ended: {fault.what}")
+            self._say_once((pod, "log"), f"the log of pod {pod} ended: {fault.what}")
 
-    def _failed(self, condition: dict[str, Any]) -> int:
+    def _report_failure(self, condition: dict[str, Any]) -> int:
         """Report the pod that failed first, and return the exit code."""
         failed = [end for end in self.ends.values() if end.exit_code]
         if self.faults:
@@ -198,19 +206,19 @@ class Follower:
         print(f"error: {self.name} failed: {redact(why)}", file=sys.stderr)
         return 1
 
-    def _stopped(self) -> int:
+    def _report_stop(self) -> int:
         """Report a run that was stopped, and return its exit code."""
         print("stopped: its ranks had their time to save — go on with --resume", file=sys.stderr)
         return Preempted.exit_code
 
-    def _once(self, key: object, line: str) -> None:
+    def _say_once(self, key: object, line: str) -> None:
         """Print a line, unless a line of this key was printed."""
         if key not in self.reported:
             self.reported.add(key)
             self._say(line)
 
     def _say(self, line: str) -> None:
-        """Print a line behind the name of the run, without secrets."""
+        """Print a line with the name of the run before it, without secrets."""
         one_line = " ".join(line.split())
         print(f"{self.name}: {redact(one_line)}", file=sys.stderr, flush=True)
 
@@ -239,7 +247,7 @@ def index_of(pod: Any) -> int:
 
 
 def faults(pod: Any) -> Iterator[str]:
-    """Yield a line for each thing that the cluster did to a pod, or cannot do for it, with what may help."""
+    """Yield a line for each problem of a pod, with advice: evicted, disrupted, not scheduled, …"""
     status = pod.status
     if status.reason == "Evicted":
         fix = (
@@ -256,7 +264,7 @@ def faults(pod: Any) -> Iterator[str]:
 
 
 def _faults_of_container(container: Any) -> Iterator[str]:
-    """Yield a line for memory that has run out, also before the last restart, and for a start that cannot succeed."""
+    """Yield a line if memory ran out, now or before a restart, or if the start cannot succeed."""
     for state in (container.state, container.last_state):
         if state is None or state.terminated is None:
             continue

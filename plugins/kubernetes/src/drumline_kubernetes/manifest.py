@@ -1,9 +1,11 @@
-"""Make the objects that are submitted: a TrainJob, JobSet or Job with its config, and for a Job the service by which pods find each other.
+"""Make the objects that are submitted: a TrainJob, JobSet or Job, its config, and a Job's service.
 
-They are dictionaries in the form of the API. Each is also made into an object of its own library, which knows the fields.
+They are dictionaries in the form of the API. Each is also made into an object of its own library,
+which knows the fields.
 
-TrainJob: https://www.kubeflow.org/docs/components/trainer; JobSet: https://jobset.sigs.k8s.io/docs; Job:
-https://kubernetes.io/docs/concepts/workloads/controllers/job (indexed, with a pod failure policy).
+TrainJob: https://www.kubeflow.org/docs/components/trainer; JobSet: https://jobset.sigs.k8s.io/docs;
+Job: https://kubernetes.io/docs/concepts/workloads/controllers/job (indexed, with a pod failure
+policy).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from drumline_kubernetes.options import KubernetesOptions
 
 CONTAINER = "node"  # the name that Kubeflow and its torch runtime use
 PORT = 29500
-KILL_SECONDS = 30  # for torchrun to kill its ranks after their grace time
+KILL_SECONDS = 30  # that torchrun may take to kill its ranks after their grace time
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 APIS = {
     "TrainJob": "trainer.kubeflow.org/v1alpha1",
@@ -32,9 +34,13 @@ RUN_LABEL = "drumline/run"
 
 @dataclass(frozen=True)
 class Submission:
-    """A run under its name in the cluster.
+    """A run to submit.
 
-    `config`: the text of its YAML. `path`: of that file in the container. `command`: of the container.
+    Attributes:
+        name: Its name in the cluster.
+        config: Text of its YAML.
+        path: Path of that file in the container.
+        command: Command of the container.
     """
 
     launch: KubernetesOptions
@@ -51,7 +57,7 @@ class Submission:
             made = [self._job_set(), self._config_map()]
         else:
             made = [self._job(), self._config_map(), self._service()]
-        return [checked(each) for each in made]
+        return [require_known_fields(each) for each in made]
 
     def _config_map(self) -> dict[str, Any]:
         """Return the ConfigMap that has the text of the config."""
@@ -70,7 +76,7 @@ class Submission:
             "labels": {RUN_LABEL: self.name},
         }
 
-    def _top(self, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+    def _workload(self, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
         """Return a workload of a kind."""
         return {
             "apiVersion": APIS[kind],
@@ -80,7 +86,7 @@ class Submission:
         }
 
     def _train_job(self) -> dict[str, Any]:
-        """Return a TrainJob. Its runtime makes a JobSet of it, with the variables by which processes meet.
+        """Return a TrainJob. Its runtime makes a JobSet of it, with the variables of torchrun.
 
         What a TrainJob has no key for is a patch of the pods.
         """
@@ -109,7 +115,7 @@ class Submission:
             "trainingRuntimeSpec": patched,
         }
         spec = {"runtimeRef": runtime, "trainer": trainer, "runtimePatches": [patches]}
-        return self._top("TrainJob", spec)
+        return self._workload("TrainJob", spec)
 
     def _job_set(self) -> dict[str, Any]:
         """Return a JobSet of one replicated Job. When a pod fails, it starts all of them again."""
@@ -130,20 +136,26 @@ class Submission:
             "failurePolicy": {"maxRestarts": self.launch.max_restarts},
             "replicatedJobs": [replicated],
         }
-        return self._top("JobSet", spec)
+        return self._workload("JobSet", spec)
 
     def _job(self) -> dict[str, Any]:
         """Return a Job.
 
-        When a pod fails, the pods that wait for it fail as well, so each start takes as many failures as there are pods.
+        When a pod fails, the pods that wait for it fail as well, so each start takes as many
+        failures as there are pods.
         """
         restarts = self.launch.max_restarts * self.launch.nodes
         spec = self._job_spec(f"{self.name}-0.{self.name}", restarts)
         spec["template"]["spec"]["subdomain"] = self.name
-        return self._top("Job", spec)
+        return self._workload("Job", spec)
 
     def _job_spec(self, first: str, restarts: int) -> dict[str, Any]:
-        """Return the spec of a Job. `first` is the host name of the first pod, and `restarts` the number of failures that it takes."""
+        """Return the spec of a Job.
+
+        Args:
+            first: Host name of the first pod.
+            restarts: Number of failures of pods that the Job tolerates.
+        """
         nodes = self.launch.nodes
         processes = self.launch.processes_per_node
         pod = self._pod()
@@ -163,7 +175,7 @@ class Submission:
             "parallelism": nodes,
             "completionMode": "Indexed",
             "backoffLimit": restarts,
-            # Not while the old pod still saves.
+            # A new pod must not start while the old one still saves.
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {"rules": [rule]},
             "template": {"metadata": {"labels": labels}, "spec": pod},
@@ -193,7 +205,7 @@ class Submission:
         return {key: value for key, value in pod.items() if value}
 
     def _mounts(self) -> list[dict[str, Any]]:
-        """Return where the container has each volume."""
+        """Return the mount of each volume in the container."""
         config = {
             "name": "config",
             "mountPath": str(self.path),
@@ -231,12 +243,12 @@ class Submission:
         return tolerations
 
     def _env(self) -> list[dict[str, Any]]:
-        """Return the variables of the container: those of torchrun, those of the YAML, and secrets by their names."""
+        """Return the variables of the container: of torchrun, of the YAML, and of secrets."""
         launch = self.launch
         values = {
-            # By it torchrun's ranks know their run when pods start again.
+            # Torchrun's ranks recognise their run by it when pods start again.
             "PET_RDZV_ID": self.name,
-            # Pods start again, and not what is in them.
+            # Pods are started again, and not processes within them.
             "PET_MAX_RESTARTS": "0",
             # Torchrun reads it from torch 2.13 on; before, it waits 30 s.
             "PET_SHUTDOWN_TIMEOUT": str(int(launch.grace_seconds)),
@@ -276,19 +288,19 @@ class Submission:
         }
 
 
-def checked(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the same manifest, after its library has shown that it knows every field.
+def require_known_fields(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the same manifest, after a check that its library knows every field.
 
-    The models of the libraries drop unknown fields silently, so that a slip would be noticed in the cluster, if at all.
-    Raises DrumlineError with the place of the first unknown field, and EnvironmentFault if a library
-    is missing.
+    The models of the libraries drop unknown fields silently, so that a slip would be noticed in the
+    cluster, if at all. Raises DrumlineError with the place of the first unknown field, and
+    EnvironmentFault if a library is missing.
     """
     kind = manifest["kind"]
     if kind in ("TrainJob", "JobSet"):
         kept = _kept_by_kubeflow(manifest)
     else:
         kept = _kept_by_kubernetes(manifest)
-    lost = _lost(manifest, kept, kind)
+    lost = _first_lost(manifest, kept, kind)
     if lost:
         raise DrumlineError(f"a {kind} has no field {lost}", where="manifest")
     return manifest
@@ -322,34 +334,34 @@ def _kept_by_kubernetes(manifest: dict[str, Any]) -> Any:
     return api.sanitize_for_serialization(made)
 
 
-def _lost(given: Any, kept: Any, place: str) -> str | None:
+def _first_lost(given: Any, kept: Any, place: str) -> str | None:
     """Return the place of the first field of `given` that is not in `kept`; None if all are."""
     if isinstance(given, dict):
-        return _lost_key(given, kept, place)
+        return _first_lost_in_object(given, kept, place)
     if isinstance(given, list):
-        return _lost_item(given, kept, place)
+        return _first_lost_in_list(given, kept, place)
     return None
 
 
-def _lost_item(given: list[Any], kept: Any, place: str) -> str | None:
-    """The same for a list; a list of another length is lost as a whole."""
+def _first_lost_in_list(given: list[Any], kept: Any, place: str) -> str | None:
+    """Do the same as `_first_lost` for a list. A list of another length is lost as a whole."""
     if not isinstance(kept, list) or len(kept) != len(given):
         return place
     for number, value in enumerate(given):
-        lost = _lost(value, kept[number], f"{place}[{number}]")
+        lost = _first_lost(value, kept[number], f"{place}[{number}]")
         if lost:
             return lost
     return None
 
 
-def _lost_key(given: dict[str, Any], kept: Any, place: str) -> str | None:
-    """The same for an object. The models leave out empty values."""
+def _first_lost_in_object(given: dict[str, Any], kept: Any, place: str) -> str | None:
+    """Do the same as `_first_lost` for an object. The models leave out empty values."""
     for key, value in given.items():
         if value in ({}, []):
             continue
         if not isinstance(kept, dict) or key not in kept:
             return f"{place}.{key}"
-        lost = _lost(value, kept[key], f"{place}.{key}")
+        lost = _first_lost(value, kept[key], f"{place}.{key}")
         if lost:
             return lost
     return None

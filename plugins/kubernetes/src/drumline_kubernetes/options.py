@@ -1,4 +1,4 @@
-"""The options of a run in a Kubernetes cluster: the section `launch` with kind kubernetes. No torch here."""
+"""The keys of the section `launch` with kind kubernetes. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumline.config.launcher import LauncherSpec
 from drumline.config.section import Section
 from drumline.system.redact import SECRET
 
-# Of an object.
+# The name of an object.
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 Quantity = Annotated[
@@ -50,7 +50,7 @@ class SecretKey(Section):
 
 
 class KubernetesOptions(LauncherSpec):
-    """What the objects of a run are made of."""
+    """The keys from which the objects of a run are made."""
 
     image: Text = Field(
         description="The container's image. drumline and drumline-kubernetes must be installed in it, and `python` be its interpreter."

@@ -1,6 +1,7 @@
-"""A run that was submitted to a cluster: its state, its logs, and how it is followed and stopped.
+"""A run that was submitted to a cluster: read its state and logs, follow it, stop it.
 
-Its run folder lies on a volume of the cluster. Here is only a note in runs/NAME (`drumline.launch.submitted`).
+Its run folder lies on a volume of the cluster. Here is only a note in runs/NAME
+(`drumline.launch.submitted`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ EXPERIMENTAL = "note: launch.kind kubernetes is experimental: its tests know the
 
 @dataclass(frozen=True)
 class KubernetesRun(SubmittedRun):
-    """A workload that was made. `workload`: its kind. `uid`: tells it from a later one of the same name."""
+    """A run that was submitted.
+
+    Attributes:
+        workload: Kind of its workload.
+        uid: Identifier that tells the workload from a later one of the same name.
+    """
 
     launch: KubernetesOptions
     workload: str
@@ -34,7 +40,11 @@ class KubernetesRun(SubmittedRun):
 
     @classmethod
     def from_note(cls, launch: KubernetesOptions, values: dict[str, Any]) -> KubernetesRun:
-        """Return the run of a note. Raises KeyError and ValueError for values that are none of a run's."""
+        """Return the run of a note.
+
+        Raises:
+            KeyError, ValueError: The values are not of a run.
+        """
         workload = values["workload"]
         if workload not in APIS:
             raise ValueError(f"there is no workload {workload!r}")
@@ -100,7 +110,7 @@ class KubernetesRun(SubmittedRun):
         self.follower().until_end(stop=True)
 
     def follower(self) -> Follower:
-        """Return what follows this run. Raises EnvironmentFault if no cluster is known."""
+        """Return a follower of this run. Raises EnvironmentFault if no cluster is known."""
         return Follower(Cluster.connect(self.launch), APIS[self.workload], self.name, self.uid)
 
 

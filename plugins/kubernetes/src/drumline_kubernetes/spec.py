@@ -1,4 +1,4 @@
-"""A run in the pods of a Kubernetes cluster. Experimental: it has been tested without one."""
+"""The launcher `kubernetes`. It is experimental, since it was never tested in a cluster."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 
 
 class KubernetesLauncher(KubernetesOptions):
-    """Pods of a Kubernetes cluster, one a node: a Kubeflow TrainJob, a JobSet or an Indexed Job. Experimental."""
+    """Runs in pods of a Kubernetes cluster, one a node. Experimental.
+
+    It makes a Kubeflow TrainJob, a JobSet or an Indexed Job.
+    """
 
     short: ClassVar[bool] = False
     kind: Literal["kubernetes"] = "kubernetes"
 
     def early(self, config: Config, plan_path: Path) -> NoReturn:
+        """Raise EnvironmentFault: only a run from Python comes here; the command line submits."""
         what = "a run in a cluster is submitted by the command line, and not from Python"
         raise EnvironmentFault(what, where="launch.kind", fix="drumline train CONFIG.yaml")
 

@@ -1,4 +1,4 @@
-"""Run `drumline train` on a machine outside of the pods: check the config, write the manifest, submit it, and follow the run."""
+"""Submit a run to a cluster: check the config, write the manifest, submit and follow it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ from drumline_kubernetes.manifest import Submission
 from drumline_kubernetes.options import KubernetesOptions
 from drumline_kubernetes.runs import KubernetesRun, print_experimental
 
-# Keys of files that `config.load` makes absolute. The registry does so for code (path.py:Name).
+# Keys with paths of files that `config.load` makes absolute. The registry makes paths of code
+# (path.py:Name) absolute.
 LOADED = ("chat_template", "calibration")
-# Characters. A name may have 63 with what the operators append.
+# Characters of a run's name. With what the operators append it may have 63.
 LONGEST_NAME = 36
 
 
 def submit(launch: KubernetesOptions, request: Request, dry_run: bool) -> int:
-    """Submit a run, follow it unless it is detached, and return its exit code. With `dry_run` print the manifest alone."""
-    submission = submission_of(launch, request)
+    """Submit a run, follow it unless it is detached, and return its exit code.
+
+    With `dry_run` only print the manifest.
+    """
+    submission = make_submission(launch, request)
     if dry_run:
         objects = submission.objects(_workload(launch))
         print("---\n".join(write_yaml(each) for each in objects), end="")
@@ -44,7 +48,7 @@ def submit(launch: KubernetesOptions, request: Request, dry_run: bool) -> int:
 
 
 def _workload(launch: KubernetesOptions) -> str:
-    """Return the kind of workload that a cluster would get, and print a note if the cluster cannot be asked."""
+    """Return the kind of workload to make; without an answer of the cluster, guess and say so."""
     if launch.workload != "auto":
         return str(launch.workload)
     try:
@@ -57,11 +61,12 @@ def _workload(launch: KubernetesOptions) -> str:
         return "TrainJob"
 
 
-def submission_of(launch: KubernetesOptions, request: Request) -> Submission:
+def make_submission(launch: KubernetesOptions, request: Request) -> Submission:
     """Return what is submitted for a run.
 
-    Raises ConfigError for a run folder that would be lost with its pods, for a secret that pods would not have, and for a secret that all
-    could read in the manifest.
+    Raises:
+        ConfigError: The run folder would be lost with its pods, the pods would not have a secret,
+            or all could read a secret in the manifest.
     """
     loaded = request.loaded
     folder = loaded.config.run.dir or default_run_dir(loaded.path)
@@ -80,7 +85,9 @@ def submission_of(launch: KubernetesOptions, request: Request) -> Submission:
             where="run.dir",
             fix="choose another",
         )
-    config = relative(loaded.config.model_dump(mode="json"), f"{loaded.base_dir.absolute()}/")
+    config = with_relative_paths(
+        loaded.config.model_dump(mode="json"), f"{loaded.base_dir.absolute()}/"
+    )
     config["run"]["dir"] = run_dir
     text = write_yaml(config)
     require_secrets(text, launch)
@@ -93,28 +100,37 @@ def submission_of(launch: KubernetesOptions, request: Request) -> Submission:
     if request.allow:
         command += ["--allow", ",".join(request.allow)]
     if loaded.config.model.trust_remote_code:
-        # With --resume a pod does not take the config's word for it.
+        # With --resume a pod does not trust the config's own key.
         command.append("--trust-remote-code")
     run_name = f"run-{stem}-{secrets.token_hex(3)}"
     return Submission(launch, run_name, text, path, tuple(command))
 
 
-def relative(value: Any, base: str, key: str = "") -> Any:
-    """Return the values of a config, with paths that loading has made absolute relative to the config again.
+def with_relative_paths(value: Any, base: str, key: str = "") -> Any:
+    """Return the values of a config, with the absolute paths that loading made relative again.
 
-    The config lies elsewhere in the container. `base` is its folder here, and `key` the key of this value.
+    The config is in another folder in the container.
+
+    Args:
+        value: The values, or a part of them.
+        base: Folder of the config on this machine, with a slash at its end.
+        key: Key of `value`.
     """
     if isinstance(value, dict):
-        return {name: relative(inner, base, name) for name, inner in value.items()}
+        return {name: with_relative_paths(inner, base, name) for name, inner in value.items()}
     if isinstance(value, list):
-        return [relative(inner, base) for inner in value]
+        return [with_relative_paths(inner, base) for inner in value]
     if isinstance(value, str) and (key in LOADED or ".py:" in value):
         return value.removeprefix(base)
     return value
 
 
 def require_secrets(config: str, launch: KubernetesOptions) -> None:
-    """Raise ConfigError for a secret in the text of a config, and for a variable that pods do not have."""
+    """Check that the text of a config has no secret, and only variables that pods have.
+
+    Raises:
+        ConfigError: It has a secret, or another variable.
+    """
     for name in REFERENCE.findall(config):
         if name.startswith(OURS):
             what = "a secret in the config would stand in the manifest for all to read"

@@ -1,6 +1,6 @@
-"""The arguments `key=a,b,c` of a sweep: the values of a key, or a range, and the points that they make.
+"""Read the arguments of a sweep, `key=a,b,c` or `key=low..high`, and choose its points.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from drumline.system.yaml_lines import read_yaml
 
 SEED = "run.seed"
 # Keys that a sweep sets itself, and what the user can do instead.
-OWN = {
+KEYS_OF_SWEEP = {
     "run.dir": "each trial has a folder below the sweep's: --to names that",
     "launch.kind": "--on slurm makes each trial a job",
 }
 MOST_TRIALS = 10_000
-# Draws of known points in a row after which there are taken to be no more.
+# After so many draws of known points in a row, there are taken to be no other points.
 MOST_MISSES = 1000
 RANGE = re.compile(r"(log:)?([^,:\[{\"']+?)\.\.([^,:\[{\"']+)")
 # (key, value as YAML) of each axis, in their order.
@@ -35,10 +35,13 @@ CLOSES = {"[": "]", "{": "}", "(": ")"}
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and what it is tried with: `values` as they are written, or the numbers of a range.
+    """A key and the values to try: `values` as they are written, or a range of numbers.
 
-    A range is from `low` to `high`. `log`: it is drawn from by the logarithm. `whole`: it has whole
-    numbers alone, as its ends are.
+    Attributes:
+        low: Lower end of the range.
+        high: Upper end of the range.
+        log: Whether the logarithm of a drawn number is uniform.
+        whole: Whether the range has only whole numbers, because its ends are whole.
     """
 
     key: str
@@ -66,10 +69,10 @@ class Axis:
         return repr(drawn)
 
     def _digits(self) -> int:
-        """Return how many digits a drawn number has.
+        """Return the number of significant digits of a drawn number.
 
-        Four are of the part that differs inside of the range; the values of 0.999 to 0.9999 begin
-        with three equal digits, so they have three more.
+        There are four for the part that differs within the range. From 0.999 to 0.9999 all values
+        begin with three equal digits, so they have seven.
         """
         largest = max(abs(self.low), abs(self.high))
         equal_digits = math.floor(math.log10(largest / (self.high - self.low)))
@@ -79,15 +82,16 @@ class Axis:
 def axes_of(given: Sequence[str]) -> tuple[Axis, ...]:
     """Return the axes of a command line.
 
-    Raises ConfigError for one that cannot be read, UserError for a key that stands twice or that a
-    sweep sets itself.
+    Raises:
+        ConfigError: An argument cannot be read.
+        UserError: A key is there twice, or is one that a sweep sets itself.
     """
     axes = tuple(_axis(argument) for argument in given)
     keys = [axis.key for axis in axes]
     for axis in axes:
-        if axis.key in OWN:
+        if axis.key in KEYS_OF_SWEEP:
             raise UserError(
-                f"{axis.key} cannot be swept", where="drumline sweep", fix=OWN[axis.key]
+                f"{axis.key} cannot be swept", where="drumline sweep", fix=KEYS_OF_SWEEP[axis.key]
             )
         if keys.count(axis.key) > 1:
             raise UserError(
@@ -127,7 +131,7 @@ def _axis(given: str) -> Axis:
 def _range(key: str, text: str, where: str) -> Axis | None:
     """Return the axis of a range `low..high` or `log:low..high`; None if the text is no range.
 
-    `where`: for errors. Raises ConfigError for a range without numbers in it.
+    Raises ConfigError, which names `where`, for a range that has no numbers in it.
     """
     match = RANGE.fullmatch(text)
     if match is None:
@@ -157,7 +161,7 @@ def _is_finite_number(value: object) -> bool:
 def split(text: str) -> list[str]:
     """Return the parts of a text between its commas, except commas within brackets and quotes."""
     parts = [""]
-    # Brackets that are still to come, the innermost last.
+    # Closing brackets that are still to come, the innermost last.
     closing: list[str] = []
     # The quote that the text is within.
     quote = ""
@@ -166,7 +170,7 @@ def split(text: str) -> list[str]:
             if char == quote:
                 quote = ""
         elif char in "\"'" and not parts[-1].strip():
-            # Inside of a plain value a quote is a letter like any other.
+            # Within a plain value a quote is a letter like any other.
             quote = char
         elif char in CLOSES:
             closing.append(CLOSES[char])
@@ -180,10 +184,16 @@ def split(text: str) -> list[str]:
 
 
 def points(axes: Sequence[Axis], number: int | None, seed: int, seeds: int = 1) -> Iterator[Point]:
-    """Give all combinations of all values, or `number` different ones that are drawn.
+    """Yield all combinations of all values, or `number` different points that are drawn.
 
-    For a seed the draws are always the same, and fewer are the first of more. `seeds`: trials of a
-    point. Raises UserError for a range without a number, and for too many trials.
+    Args:
+        axes: The axes.
+        number: Number of points to draw; None for all combinations.
+        seed: Seed of the draws. The first draws are the same for any `number`.
+        seeds: Number of trials of a point.
+
+    Raises:
+        UserError: An axis is a range and `number` is None, or there are too many trials.
     """
     if number is not None:
         yield from _draw_points(axes, number, seed)
@@ -231,8 +241,10 @@ def overrides_of(point: Point) -> list[str]:
 def check(config: str, common: list[str], axes: Sequence[Axis]) -> Loaded:
     """Load the config that all trials share, and check that it takes each value of the axes.
 
-    `common`: overrides of all trials. Raises ConfigError for a key that does not exist, with the
-    nearest one, and for a value that is refused.
+    `common` are the overrides of all trials.
+
+    Raises:
+        ConfigError: A key does not exist, or a value is refused.
     """
     read = reader(config)
     base = read(common)
@@ -244,7 +256,7 @@ def check(config: str, common: list[str], axes: Sequence[Axis]) -> Loaded:
 
 
 def short_names(axes: Sequence[Axis]) -> dict[str, str]:
-    """Return a name for each key: its last part, or the whole key if another ends with that, too."""
+    """Return a name for each key: its last part, or the whole key if two have that last part."""
     last_parts = [axis.key.rpartition(".")[2] for axis in axes]
     names = {}
     for axis, last_part in zip(axes, last_parts, strict=True):

@@ -71,8 +71,8 @@ class Study:
     def points(self) -> Iterator[Point]:
         """Yield the points that an earlier sweep began or finished, then new ones.
 
-        The study chooses the new ones by the results so far. Raises ConfigError for a study of other keys
-        or values.
+        The study chooses the new ones by the results so far. Raises ConfigError for a study of
+        other keys or values.
         """
         known = []
         for trial in self._trials():

@@ -130,7 +130,8 @@ class Sweep:
     def claim(self) -> None:
         """Make the folder, and write what the sweep is of.
 
-        Raises EnvironmentFault for a folder that holds something else, and what `known_names` raises.
+        Raises EnvironmentFault for a folder that holds something else, and what `known_names`
+        raises.
         """
         claim(self.folder, STATE, "sweep")
         config = self.loaded.config.model_dump(mode="json")
@@ -141,7 +142,8 @@ class Sweep:
         """Return the keys by their names in the folders of trials.
 
         They are of this sweep and of those before it in its folder. Raises ConfigError if earlier
-        sweeps are of another config, or name another key so: then their trials are no trials of this one.
+        sweeps are of another config, or name another key so: then their trials are no trials of
+        this one.
         """
         own_names = {name: key for key, name in self.names.items()}
         state = self.folder / STATE

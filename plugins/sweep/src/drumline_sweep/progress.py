@@ -34,7 +34,8 @@ class Progress:
     def due(self) -> Iterator[Trial]:
         """Yield the trials that have not finished.
 
-        A point that the study chooses again is not trained again: its result is reported to the study once more.
+        A point that the study chooses again is not trained again: its result is reported to the
+        study once more.
         """
         trials: Iterable[Trial] = self.first
         if self.study is not None:

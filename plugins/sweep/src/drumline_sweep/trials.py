@@ -1,6 +1,6 @@
-"""Trials: runs of one config with different values.
+"""Run the trials of a sweep: runs of one config with different values.
 
-Each is a `drumline train` of its own. Some run at a time, on this machine or as jobs of Slurm.
+Each is a `drumline train` of its own. Several run at a time, on this machine or as jobs of Slurm.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from drumline.system.signals import NOTHING_LOST, LauncherSignals
 from drumline.telemetry.events import Eval, Event, RunEnd, Step, read, series
 from drumline_sweep.axes import Point, overrides_of
 
-# Between two looks at the trials, and at Slurm's queue.
+# Seconds between two looks at the trials, and between two at Slurm's queue.
 LOOK_SECONDS = 0.2
 QUEUE_SECONDS = 10.0
-# The folder of what each trial printed, in the sweep's folder.
+# Folder in the sweep's folder, with the output of each trial.
 LOGS = "logs"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a sweep. `point`: its values; `folder`: of the run."""
+    """A run of a sweep, with its values and its run folder."""
 
     point: Point
     folder: Path
@@ -46,8 +46,12 @@ class Trial:
 class Outcome:
     """What is known of a trial.
 
-    `state`: finished, failed, not started, or that of `drumline ps`. `value`: the metric at its best, at
-    step `at`. `seconds`: of all its attempts. `reason`: why it has no value, or did not finish.
+    Attributes:
+        state: finished, failed, not started, or a state of `drumline ps`.
+        value: The best value of the metric.
+        at: Step of that value.
+        seconds: Seconds of all its attempts.
+        reason: Why it has no value, or did not finish.
     """
 
     trial: Trial
@@ -61,10 +65,14 @@ class Outcome:
 
 @dataclass
 class Trials:
-    """How trials are run.
+    """Runs trials, several at a time.
 
-    `common`: overrides of all. `jobs`: how many at a time; None: all. `slurm`: each is a job of Slurm's
-    queue. `gpus`: the number of this machine's GPUs, which the trials share out.
+    Attributes:
+        config: The config.
+        common: Overrides of all trials.
+        jobs: Number of trials at a time; None for all.
+        slurm: Whether each trial is a job of Slurm.
+        gpus: Number of this machine's GPUs, which are divided among the trials.
     """
 
     config: Path
@@ -85,8 +93,8 @@ class Trials:
     def run(self, trials: Iterator[Trial], on_end: Callable[[Trial, int], object]) -> int:
         """Run trials to their ends, and call `on_end(trial, exit code)` after each.
 
-        Returns the number of the signal that stopped it, or 0. After a signal running trials save and end,
-        and jobs go on.
+        Return the number of the signal that stopped it; 0 for none. After a signal, trials on this
+        machine save and end, and jobs go on.
         """
         running: dict[int, Running] = {}
         has_more = True
@@ -109,7 +117,7 @@ class Trials:
         return signals.number
 
     def _fill(self, trials: Iterator[Trial], running: dict[int, Running]) -> bool:
-        """Start trials in the free places. Returns whether there may be more trials."""
+        """Start trials in the free places, and return whether there may be more trials."""
         while self.jobs is None or len(running) < self.jobs:
             trial = next(trials, None)
             if trial is None:
@@ -121,7 +129,7 @@ class Trials:
         return True
 
     def _start(self, trial: Trial, place: int) -> Running:
-        """Start a trial. One that was killed goes on from its newest checkpoint, or begins again."""
+        """Start a trial. If it was killed, it resumes from its newest checkpoint or begins anew."""
         if self.slurm and queue.queued_job(trial.folder):
             return Running(trial, None, None, True)
         has_begun = _has_begun(trial.folder)
@@ -169,8 +177,12 @@ def _states(folder: Path) -> list[runs.State]:
 class Running:
     """A trial that was started.
 
-    `process`: its launcher; of a job the process that submitted it, None for one that was in the queue
-    before. `asked_at`: when the queue was read last. `gone_at`: when its job was first missing there.
+    Attributes:
+        process: Its launcher, or the process that has submitted its job; None for a job that was in
+            the queue before.
+        asked_at: Monotonic seconds at which the queue was last read.
+        gone_at: Monotonic seconds at which its job was first missing in the queue.
+        stopped: Whether it was told to end.
     """
 
     trial: Trial
@@ -228,12 +240,15 @@ class Running:
 
 
 def log_of(trial: Trial) -> Path:
-    """Return the file of what a trial printed."""
+    """Return the file with the output of a trial."""
     return trial.folder.parent / LOGS / f"{trial.folder.name}.log"
 
 
 def outcome(trial: Trial, options: EvalConfig, code: int | None = None) -> Outcome:
-    """Return the outcome that the folder of a trial shows. `code`: its exit code, if it has just ended."""
+    """Return the outcome of a trial, as its folder shows it.
+
+    `code` is its exit code, if it has just ended.
+    """
     if not (trial.folder / "plan.json").exists():
         if code in (None, NOTHING_LOST):
             return Outcome(trial, "not started")
@@ -269,10 +284,10 @@ def _seconds_and_speed(events: list[Event]) -> tuple[float, float | None]:
 
 
 def best(events: list[Event], options: EvalConfig) -> tuple[float | None, int | None]:
-    """Return the best value of eval.metric after the first step, and its step.
+    """Return the best value of eval.metric after step 0, and its step; (None, None) without one.
 
-    If nothing was evaluated, it is the mean of the last tenth of the training steps, which have the metric.
-    (None, None) if that is no number.
+    If nothing was evaluated, the value is the mean of the metric over the last tenth of the training
+    steps.
     """
     held_out = {}
     for step, value in series(events, options.metric, Eval).items():

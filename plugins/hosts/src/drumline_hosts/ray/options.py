@@ -1,4 +1,4 @@
-"""The nodes of a run on a Ray cluster, as the YAML names them."""
+"""The keys of the section `launch` with kind ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on the nodes of a Ray cluster."""
+"""The launcher `ray`, which runs on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 

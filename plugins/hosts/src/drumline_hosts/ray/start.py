@@ -1,7 +1,7 @@
 """Run the agents of several hosts as actors of Ray.
 
-A placement group in a cluster has a bundle for each host, and in each bundle an actor with an agent.
-This module does not import torch.
+In the cluster a placement group has a bundle of resources for each host. An actor in each bundle
+runs the host's agent. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from drumline_hosts.timing import (
 
 
 class Node:
-    """The agent of a node, inside an actor with which it dies."""
+    """An actor that runs the agent of a node. The agent dies with the actor."""
 
     agent: Helper | None = None
     failed: str | None = None
@@ -83,7 +83,11 @@ class Actors:
     """The agents of a run on Ray, by the names of their nodes."""
 
     def __init__(self, spec: RayOptions, group: Any) -> None:
-        """Start an actor in each bundle of the placement group. Raises EnvironmentFault."""
+        """Start an actor in each bundle of the placement group.
+
+        Raises:
+            EnvironmentFault: An actor cannot start.
+        """
         self.spec = spec
         self.group = group
         actors = [self._actor(index) for index in range(spec.nodes)]
@@ -166,9 +170,9 @@ def _unique_names(found: list[dict[str, str]]) -> list[str]:
 
 
 def reason(error: Exception) -> str:
-    """Return in a line what Ray says of an actor that it cannot reach or that died.
+    """Return in one line why an actor died or cannot be reached, from Ray's long error.
 
-    Ray's own words are a list of all possible causes.
+    Ray's own message lists all possible causes.
     """
     import ray
 
@@ -194,7 +198,8 @@ def reason(error: Exception) -> str:
 def make_hosts(spec: RayOptions) -> Hosts:
     """Return the nodes of a spec, without agents.
 
-    Raises EnvironmentFault if the cluster cannot give them.
+    Raises:
+        EnvironmentFault: There is no such cluster, or it has no room.
     """
     actors = Actors(spec, _make_placement_group(spec))
     if spec.interface:
@@ -205,7 +210,11 @@ def make_hosts(spec: RayOptions) -> Hosts:
 
 
 def require_head(address: str) -> None:
-    """Raise EnvironmentFault if nobody listens at HOST:PORT. Ray itself would try for minutes."""
+    """Check that a process listens at HOST:PORT. Ray itself would try for minutes.
+
+    Raises:
+        EnvironmentFault: It is no HOST:PORT, or nobody listens there.
+    """
     host, _, port = address.rpartition(":")
     fix = "give HOST:PORT of its head, or auto on a node of it; to start one: ray start --head"
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -287,9 +296,10 @@ def _own_ip() -> str:
 
 
 def _answers(references: list[Any], seconds: float) -> list[Any]:
-    """Return the answers of actors, which have so many seconds in all.
+    """Return the answers of actors, which have `seconds` in all.
 
-    Raises EnvironmentFault if an actor cannot start.
+    Raises:
+        EnvironmentFault: An actor cannot start.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""The hosts of a run by ssh, as the YAML names them."""
+"""The keys of the section `launch` with kind ssh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from drumline.errors import UserError
 from drumline_hosts.options import HostPath
 from drumline_hosts.spec import HostsLauncher
 
-# USER@NAME:DEVICES, or USER@[IPv6]:DEVICES. No name begins with a hyphen: ssh would take it for an option.
+# USER@NAME:DEVICES, or USER@[IPv6]:DEVICES. No name may begin with a hyphen, because ssh would take
+# it for an option.
 HOST = re.compile(
     r"(?P<place>(?:[A-Za-z0-9_][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\]))(?::(?P<devices>[1-9]\d{0,3}))?"
 )
@@ -28,7 +29,7 @@ def _host(text: str) -> str:
 
 
 class NodesConfig(Section):
-    """How many hosts take part: those that are there, while the run lasts."""
+    """How many hosts take part, if hosts may come and go while the run lasts."""
 
     min: int = Field(1, gt=0, le=4096, description="With fewer the run waits a minute, then ends.")
     max: int | None = Field(None, gt=0, le=4096, description="More stand by; null: all of `hosts`.")

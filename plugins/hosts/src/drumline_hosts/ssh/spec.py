@@ -1,4 +1,4 @@
-"""A run on several hosts, reached by ssh."""
+"""The launcher `ssh`, which runs on several hosts that ssh reaches."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class SSHLauncher(SSHOptions):
         return submission(self, plan, plan_path, resume)
 
     def compare(self, plan: Plan, early: Hosts) -> None:
-        from drumline.launch.preflight import require
+        from drumline.launch.preflight import check_hosts
 
         super().compare(plan, early)
         if self.preflight and len(self.hosts) > 1:
             # If hosts come and go, some may not be up.
-            there = early.there()
+            there = early.connected_hosts()
             reached = {name: each for name, each in self.reach().items() if name in there}
             if len(reached) > 1:
-                require(reached, plan)
+                check_hosts(reached, plan)
 
     def reach(self) -> Mapping[str, Reached]:
         from drumline_hosts.ssh.start import reach
@@ -60,9 +60,9 @@ class SSHLauncher(SSHOptions):
     ) -> int:
         from drumline.launch.local import launch
         from drumline_hosts.elastic import ElasticHosts
-        from drumline_hosts.ssh.start import make_elastic
+        from drumline_hosts.ssh.start import set_elastic_run
 
         early.grace = self.grace_seconds
         if isinstance(early, ElasticHosts):
-            make_elastic(self, plan, plan_path, early, on_oom.resize)
+            set_elastic_run(self, plan, plan_path, early, on_oom.resize)
         return launch(plan, plan_path, resume, on_event, on_oom=on_oom, ranks=early)

@@ -1,4 +1,4 @@
-"""Start the agents of all hosts by the system's ssh, and ask them what they have.
+"""Start the agents of all hosts by the system's ssh, and count the ranks of each host.
 
 This module does not import torch.
 """
@@ -77,7 +77,8 @@ class SSH:
     def start(self, name: str, settings: Message) -> None:
         """Start the agent of a host, unless all agents have been sent away.
 
-        Raises EnvironmentFault if ssh or Python cannot be run.
+        Raises:
+            EnvironmentFault: Ssh or Python cannot be run.
         """
         # Another thread starts agents of hosts that are missing, until all agents are sent away.
         with self._starting:
@@ -107,7 +108,7 @@ class SSH:
             print(f"{name}: {redact(line)}", file=sys.stderr)
 
     def ended(self, name: str) -> str | None:
-        """Return why an agent has ended: empty if none was started from here, None while it runs."""
+        """Return why an agent has ended; empty if none was started here, None while it runs."""
         agent = self._agents.get(name)
         if agent is None:
             return ""
@@ -157,7 +158,8 @@ def make_hosts(spec: SSHOptions, known: Message | None = None) -> Hosts:
         spec: The section `launch` of the config.
         known: What the agent of this host knows, if the launcher follows another one.
 
-    Raises EnvironmentFault for a name without an address.
+    Raises:
+        EnvironmentFault: A name has no address.
     """
     if known:
         found: dict[str, list[str]] = known["addresses"]
@@ -191,9 +193,10 @@ def make_hosts(spec: SSHOptions, known: Message | None = None) -> Hosts:
 
 
 def reach(spec: SSHOptions) -> dict[str, Reached]:
-    """Return for `drumline doctor` how to run a module on each host; no agent is needed.
+    """Return how `drumline doctor` can run a module on each host. No agent is needed.
 
-    Raises EnvironmentFault for a name without an address.
+    Raises:
+        EnvironmentFault: A name has no address.
     """
     targets = _targets(spec)
     found = {place: next(iter(target.addresses), "") for place, target in targets.items()}
@@ -213,9 +216,9 @@ def reach(spec: SSHOptions) -> dict[str, Reached]:
 def _run(
     spec: SSHOptions, name: str, here: bool, module: str, question: str, seconds: float
 ) -> tuple[int | None, str, str]:
-    """Run a module on a host with a question on its standard input.
+    """Run a module on a host, with a question on its standard input.
 
-    Returns its exit code, which is None if it took longer than `seconds`, its output and its errors.
+    Returns its exit code (None if it took longer than `seconds`), its output and its errors.
     """
     if here:
         command = [spec.python or sys.executable, "-m", module]
@@ -232,7 +235,7 @@ def _run(
 def machines(spec: SSHOptions) -> Mapping[str, Machine]:
     """Return the machine of each connected host."""
     hosts = gather_hosts(spec)
-    return {name: machine_of(hosts.remotes[name].facts) for name in hosts.there()}
+    return {name: machine_of(hosts.remotes[name].facts) for name in hosts.connected_hosts()}
 
 
 def counts(spec: SSHOptions) -> dict[str, int]:
@@ -254,21 +257,21 @@ def counts(spec: SSHOptions) -> dict[str, int]:
     return hosts.counts
 
 
-def make_elastic(
+def set_elastic_run(
     spec: SSHOptions,
     plan: Plan,
     plan_path: Path,
     hosts: ElasticHosts,
     resize: Callable[[int], bool],
 ) -> None:
-    """Set what hosts that come and go need to know of a run.
+    """Tell hosts that come and go what they need to know of a run.
 
     Args:
         spec: The section `launch` of the config.
-        plan: Of the run.
+        plan: The plan of the run.
         plan_path: Its file.
-        hosts: Gets the functions and the facts of the run.
-        resize: Makes the plan one for so many ranks; returns False if there is none.
+        hosts: The hosts, whose functions and facts are set.
+        resize: Changes the plan to so many ranks; returns False if there is no such plan.
     """
     by_place = dict(zip(spec.places, spec.hosts, strict=True))
 
@@ -300,7 +303,7 @@ def make_elastic(
 
 
 class Target(NamedTuple):
-    """What ssh means by a name."""
+    """The machine that ssh would reach by a name."""
 
     # Empty if ssh reaches it through another host.
     addresses: list[str]
@@ -310,10 +313,11 @@ class Target(NamedTuple):
 
 
 def _targets(spec: SSHOptions) -> dict[str, Target]:
-    """Return what ssh means by each place.
+    """Return the machine that ssh would reach by each name.
 
-    Raises EnvironmentFault for a name without an address, and for two names of one machine, whose
-    devices would count twice.
+    Raises:
+        EnvironmentFault: A name has no address, or two names are of one machine, whose devices
+            would count twice.
     """
     targets = {place: _target(spec, place) for place in spec.places}
     machines: dict[tuple[str, str], str] = {}
@@ -334,7 +338,11 @@ def _targets(spec: SSHOptions) -> dict[str, Target]:
 
 
 def _target(spec: SSHOptions, place: str) -> Target:
-    """Return what ssh means by one place. Raises EnvironmentFault for a name without an address."""
+    """Return the machine that ssh would reach by a name.
+
+    Raises:
+        EnvironmentFault: The name has no address.
+    """
     name = _bare_name(place)
     settings = _ssh_settings(spec, name)
     for proxy in PROXIES:
@@ -358,7 +366,8 @@ def _target(spec: SSHOptions, place: str) -> Target:
 def _ssh_settings(spec: SSHOptions, name: str) -> dict[str, str]:
     """Return the settings that ssh would use for a name, as `ssh -G` prints them.
 
-    Raises EnvironmentFault if ssh is missing or refuses its options.
+    Raises:
+        EnvironmentFault: Ssh is missing, or refuses its options.
     """
     try:
         code, out, err = run_command(["ssh", "-G", *spec.options, name])
@@ -380,14 +389,15 @@ def _ssh_settings(spec: SSHOptions, name: str) -> dict[str, str]:
 def _own_address(spec: SSHOptions, peers: list[str], direct: bool) -> str:
     """Return the address at which this launcher listens.
 
-    It is that of `launch.interface`, or the one that the hosts see.
+    It is that of `launch.interface`, or the one from which this host reaches the others.
 
     Args:
         spec: The section `launch` of the config.
         peers: Addresses of the hosts.
         direct: False if some hosts are reached by a proxy; they are not among `peers`.
 
-    Raises EnvironmentFault if there is no such address, or if there are several.
+    Raises:
+        EnvironmentFault: There is no such address, or there are several.
     """
     if spec.interface is not None:
         return require_interface(spec.interface)
@@ -418,7 +428,7 @@ def _own_address(spec: SSHOptions, peers: list[str], direct: bool) -> str:
 
 
 def submission(spec: SSHOptions, plan: Plan, plan_path: Path, resume: str | None) -> str:
-    """Return for `--dry-run` what would be run: on each host its agent, and by that its ranks."""
+    """Return for `--dry-run` the commands of each host's agent and ranks, as comment lines."""
     hosts = gather_hosts(spec)
     rank = [spec.python or sys.executable, "-m", "drumline.train.entry", str(plan_path)]
     if resume:

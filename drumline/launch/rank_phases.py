@@ -17,10 +17,11 @@ from drumline.launch import lease
 from drumline.system import heartbeat
 
 
-def stages(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rank, phase, step, and seconds in the phase of each rank of this host.
+def rank_phases(run_dir: Path) -> list[dict[str, Any]]:
+    """Return what each rank of this host does now, by rank.
 
-    The list is empty if the run has ended, or if its launcher is on another host.
+    Each entry has the keys `rank`, `phase`, `step` and `seconds` (in that phase). The list is empty
+    if the run has ended, or if its launcher is on another host.
     """
     holder = lease.holder(run_dir)
     if holder is None or holder.alive is not True or holder.host != socket.gethostname():
