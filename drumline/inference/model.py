@@ -372,7 +372,7 @@ def chat(
 ) -> None:
     """Read lines from standard input until it ends, and answer each.
 
-    Piped input works the same, without a prompt sign.
+    Piped input works the same, without a prompt sign and without the line of commands.
 
     Args:
         place: As of `open_model`.
@@ -384,7 +384,8 @@ def chat(
     with uncollected(), bars(Console(stderr=True)) as on_progress:
         model = open_model(place, on_progress, trust)
     conversation = Conversation(model, max_new_tokens, temperature, system)
-    _tell(f"{model.origin} — {COMMANDS}")
+    if sys.stdin.isatty():
+        _tell(f"{model.origin} — {COMMANDS}")
     if not conversation.has_template:
         _tell("it has no chat template: each line is continued by itself")
     with CtrlC():

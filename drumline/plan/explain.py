@@ -72,7 +72,7 @@ def plan_line(plan: Plan) -> str:
 def named_model(plan: Plan) -> str:
     """Return the model's name and number of parameters."""
     model = plan.config.model
-    full_name = model.id or model.config.get("model_type", "model")
+    full_name = model.builder or model.id or model.config.get("model_type", "model")
     name = full_name.removeprefix("package:").rstrip("/").split("/")[-1]
     predicted = plan.predicted
     if not predicted.parameters:

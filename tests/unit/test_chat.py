@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from drumline.config.config import LoRAConfig
 from drumline.config.model import ModelConfig
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
 from drumline.inference.evaluate import Question, complete_prompts, drop_full_prompts
-from drumline.inference.model import CONTROLS, Conversation, Model, Printer, open_model
+from drumline.inference.model import CONTROLS, Conversation, Model, Printer, chat, open_model
 from drumline.models.templates import turn_end, turn_tail
 from drumline.models.tokenizer import load_tokenizer
 from tests.harness import ENV, drumline
@@ -204,6 +205,22 @@ def test_a_refusing_template_is_one_line(loaded: Model) -> None:
         Conversation(
             Model(loaded.module, tiny_tokenizer(chat_template=strict), "x"), 5, 0.0, "Be brief."
         ).answer("one?")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_only_a_terminal_is_told_the_commands(
+    is_terminal: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Input(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.setattr("sys.stdin", Input("/exit\n"))
+    chat(str(folder), 3, 0.0, None)
+    assert ("/exit or Ctrl-D leaves" in capsys.readouterr().err) is is_terminal
 
 
 @pytest.mark.slow

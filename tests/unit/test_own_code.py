@@ -38,7 +38,7 @@ from drumline.errors import (
     EnvironmentFault,
     UserError,
 )
-from drumline.plan.explain import explain
+from drumline.plan.explain import explain, plan_line
 from drumline.plan.plan import Plan
 from drumline.telemetry.events import Eval, Event, Step
 from drumline.telemetry.trackers import MEMORY, open_sinks
@@ -390,6 +390,7 @@ def test_a_dry_run_counts_no_tokens_where_there_are_none(tmp_path: Path) -> None
         "model          a module of your own ← own_code_of_a_test.py:build",
         "data           2 training samples, 0 held out",
     ]
+    assert plan_line(plan).split(" · ")[0] == "own_code_of_a_test.py:build"
 
 
 def test_prepare_says_that_there_is_nothing_to_prepare(tmp_path: Path) -> None:

@@ -81,6 +81,11 @@ def warned(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str]:
         ({"host": {"train": int(1.4 * GIB)}}, []),  # 15% off, but within what the interpreter takes
         ({"host": {"train": 2 * GIB}}, ["host train"]),
         ({"host": {"train": 2 * GIB}, "ranks_per_host": 4}, []),
+        # The host of a CPU run holds activations, and rows of a quarter of the planned tokens need less.
+        ({"host": {"load": 0, "train": 0, "save": 0}, "width": 0.25}, ["host load"]),
+        ({"host": {"train": 0}, "width": 0.8}, ["host train"]),
+        ({"host": {"train": 2 * GIB}, "width": 0.25}, ["host train"]),
+        ({"host": {"train": 0}, "width": 0.25, "by": "allocator"}, ["host train"]),
         ({"traffic": 116.0}, ["traffic"]),
         ({"traffic": None}, []),
         ({"seconds": {"total": 1.8}}, ["seconds"]),  # the rollout is no part of a step
