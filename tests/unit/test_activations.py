@@ -29,7 +29,7 @@ from drumline.plan.rules import check_rules
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import memory, offloaded
 from drumline.planner.cost.times import estimate
-from drumline.planner.search.advice import _of_length
+from drumline.planner.search.advice import with_row_length
 from drumline.planner.search.budget import CHECKPOINTING, within_budget
 from drumline.planner.search.search import search
 from drumline.planner.trace import run
@@ -212,7 +212,11 @@ def test_8b_lora_on_rows_of_131072_fits_an_h100() -> None:
             **{**LONG, "data": data, "batch": ONE, "memory": options},
         )
         return next(
-            (each for each in search(_of_length(asked, 131_072)).ranked if each.name == "single"),
+            (
+                each
+                for each in search(with_row_length(asked, 131_072)).ranked
+                if each.name == "single"
+            ),
             None,
         )
 

@@ -308,7 +308,7 @@ def answer_as_json(
         heuristics.append({"guide": other.heuristic, "says": other.says, "reason": other.reason})
     helpful = []
     for change in changes:
-        helpful.append({"what": change.what, "candidate": as_json(change.found)})
+        helpful.append({"what": change.what, "candidate": as_json(change.candidate)})
     return {
         "version": VERSION,
         "model": _model_as_json(question),

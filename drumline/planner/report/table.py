@@ -360,8 +360,8 @@ def show_changes(changes: Sequence[Change], console: Console) -> None:
     console.print("What would fit:", style="bold")
     rows = []
     for change in changes:
-        needed = change.found.estimate.memory.reserved / GB
-        rows.append((change.what, change.found.name, f"{needed:.1f}"))
+        needed = change.candidate.estimate.memory.reserved / GB
+        rows.append((change.what, change.candidate.name, f"{needed:.1f}"))
     heads = ("change", "then", "needs GB")
     console.print(plain_table(console, heads, rows, spare=("needs GB",)))
     console.print()

@@ -60,7 +60,7 @@ class LargerBatch:
     """
 
     samples: int
-    found: Candidate
+    candidate: Candidate
     times: float
 
 
@@ -99,7 +99,7 @@ def slow_lines(
     sentences = [f"Row 1 is slow: {best.name} is {times}.", *_reasons(answer), "Instead:"]
     lines = [" ".join(sentences)]
     if larger is not None:
-        lines.append(f"  --batch {larger.samples}: {_pace(larger.found, tokens)}")
+        lines.append(f"  --batch {larger.samples}: {_pace(larger.candidate, tokens)}")
     for each in ahead:
         lines.append(f"  {FLAGS[each.name]}: {_pace(each.answer.ranked[0], tokens)}")
     more_devices = None
@@ -108,7 +108,7 @@ def slow_lines(
     if more_devices is not None:
         # The text names the devices that there are, too: "16 devices in place of 8".
         devices = more_devices.what.partition(" in place of ")[0]
-        lines.append(f"  {devices}: {_pace(more_devices.found, tokens)}")
+        lines.append(f"  {devices}: {_pace(more_devices.candidate, tokens)}")
     speed = first.estimate.tokens_per_s
     lines.append(f"  fewer tokens: row 1 trains {count(round(DAY * speed))} tokens a day")
     lines.append("")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from drumline.config.strategies.ddp import DDPStrategy
 from drumline.config.strategies.fsdp2 import FSDP2Strategy
 from drumline.config.strategy import WITH_MEMORY, StrategyConfig
-from drumline.planner.cost.terms import FULL
+from drumline.planner.cost.terms import FP32_BYTES
 from drumline.planner.strategies.base import Space, StrategyCost, mixes
 from drumline.planner.strategies.fsdp2 import offloaded
 
@@ -19,7 +19,7 @@ class DDPCost(StrategyCost[DDPStrategy]):
         """Return the bytes for each trainable parameter that compression keeps between steps."""
         if world > 1 and self.strategy.compression.kind in WITH_MEMORY:
             # What a rank has not sent yet, in fp32.
-            return FULL
+            return FP32_BYTES
         return 0
 
     @classmethod

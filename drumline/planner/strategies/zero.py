@@ -34,9 +34,9 @@ from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts, Part, Weight, ends, largest_block, part_of, weights_of
 from drumline.plan.plan import Layout
 from drumline.planner.cost.terms import (
-    FULL,
-    LOW,
-    WIDTH,
+    FP32_BYTES,
+    LOW_BYTES,
+    PRECISION_BYTES,
     Beside,
     Buffers,
     Copied,
@@ -50,10 +50,10 @@ CPU = Offload(kind="cpu")
 # Words of a DeepSpeed config for types of two bytes.
 LOW_TYPES = ("fp16", "bfp16", "bf16")
 # An offloaded AdamW reads and writes, for each parameter, an fp32 weight and two fp32 moments.
-ADAMW_BYTES = 3 * FULL
+ADAMW_BYTES = 3 * FP32_BYTES
 # Bytes of the scalar that ZeRO 3 reduces for the gradient norm: fp64 on the device, fp32 on the host.
-NORM_ON_DEVICE = 2 * FULL
-NORM_ON_HOST = FULL
+NORM_ON_DEVICE = 2 * FP32_BYTES
+NORM_ON_HOST = FP32_BYTES
 # Blocks that are read between a block's forward and its backward: the blocks behind it in forward and
 # in backward, and with activation checkpointing once more in the recomputation.
 PASSES = 2
@@ -179,13 +179,13 @@ class ZeroCost(StrategyCost[Zero]):
         is_offloaded = self.strategy.offloads()[0] != "none"
         # All ranks have all weights, and a share of the masters and moments.
         share = cut.flat // ranks
-        weights = WIDTH[layout.precision] * (cut.flat + cut.frozen)
+        weights = PRECISION_BYTES[layout.precision] * (cut.flat + cut.frozen)
         # Of each entry of the share: an fp32 weight, and the optimizer's states.
-        masters = FULL * share * (1 + layout.config.optimizer.slots)
+        masters = FP32_BYTES * share * (1 + layout.config.optimizer.slots)
         # Stage 1 keeps whole gradients until they are reduced.
         unsharded = 0
         if self.strategy.stage == 1:
-            unsharded = FULL * cut.trainable
+            unsharded = FP32_BYTES * cut.trainable
         accumulated = self._gradient_bytes(layout, facts).accumulated
         low_gradients = accumulated * share + unsharded
         if is_offloaded:
@@ -193,9 +193,9 @@ class ZeroCost(StrategyCost[Zero]):
             if is_low:
                 device_gradients = low_gradients
             # DeepSpeed copies the rank's share to the host, where it is stepped.
-            host_gradients = FULL * share
+            host_gradients = FP32_BYTES * share
             if self.strategy.stage == 2 and not is_low and layout.batch.accumulation > 1:
-                host_gradients += FULL * cut.touched
+                host_gradients += FP32_BYTES * cut.touched
             return State(
                 parameters=weights,
                 gradients=device_gradients,
@@ -205,19 +205,19 @@ class ZeroCost(StrategyCost[Zero]):
             )
         if not is_low:
             # A rank keeps the whole gradient of each weight that it has a part of.
-            return State(weights, FULL * cut.touched, masters)
+            return State(weights, FP32_BYTES * cut.touched, masters)
         if self._is_bf16_optimizer(layout):
             # DeepSpeed's BF16_Optimizer keeps fp32 gradients of all weights, and the bf16 ones that
             # they were accumulated from.
-            gradients = FULL * cut.flat + LOW * cut.trainable
+            gradients = FP32_BYTES * cut.flat + LOW_BYTES * cut.trainable
             return State(weights, gradients, masters)
         return State(weights, low_gradients, masters)
 
     def _state_of_stage_3(self, layout: Layout, facts: ModelFacts, cut: Partition) -> State:
         """Return the bytes of weights, gradients and moments between two steps of stage 3."""
         optimizer, parameters = self.strategy.offloads()
-        weights = WIDTH[layout.precision] * (cut.pieces + cut.frozen_pieces)
-        masters = FULL * cut.pieces * (layout.config.optimizer.slots + 1)
+        weights = PRECISION_BYTES[layout.precision] * (cut.pieces + cut.frozen_pieces)
+        masters = FP32_BYTES * cut.pieces * (layout.config.optimizer.slots + 1)
         gradients = self._gradient_bytes(layout, facts).accumulated * cut.pieces
         device_weights = weights
         host_weights = 0
@@ -269,7 +269,7 @@ class ZeroCost(StrategyCost[Zero]):
         if self.strategy.stage == 3:
             return self._buffers_of_stage_3(layout, facts, cut, state)
         options = self._user_options(facts)
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         is_low = layout.precision != "fp32"
         is_offloaded = self.strategy.offloads()[0] != "none"
         bucket = _bucket_entries(options, cut)
@@ -278,11 +278,11 @@ class ZeroCost(StrategyCost[Zero]):
             # Of 4 + 2 bytes an entry (`state`), the fp32 ones are kept.
             early = state.gradients * 2 // 3
         has_bf16_optimizer = self._is_bf16_optimizer(layout) and not is_offloaded
-        sends_a_copy = is_low and self._gradient_bytes(layout, facts).sent == FULL
+        sends_a_copy = is_low and self._gradient_bytes(layout, facts).sent == FP32_BYTES
         message = 0
         if sends_a_copy or has_bf16_optimizer:
             # What is sent of a bucket is copied to fp32.
-            message = FULL * min(bucket, cut.trainable)
+            message = FP32_BYTES * min(bucket, cut.trainable)
         always = 0
         if is_offloaded:
             # One gradient on its way to the host.
@@ -294,7 +294,7 @@ class ZeroCost(StrategyCost[Zero]):
         if self.strategy.stage == 1 and not has_bf16_optimizer and layout.batch.accumulation > 1:
             # Whole gradients that ZeRO 1 accumulates until the last micro-batch. With the
             # BF16_Optimizer they are part of `state`.
-            always += FULL * cut.trainable
+            always += FP32_BYTES * cut.trainable
         # DeepSpeed keeps the largest weight's gradient outside of the bucket if the bucket is full.
         backward = width * cut.largest
         if bucket < cut.trainable:
@@ -302,10 +302,10 @@ class ZeroCost(StrategyCost[Zero]):
             backward += message
         last = message
         if self.strategy.stage == 1 and layout.precision == "fp16":
-            last += FULL * cut.trainable
+            last += FP32_BYTES * cut.trainable
         step = 0
         if not is_low:
-            step = FULL * cut.flat // layout.mesh.world_size
+            step = FP32_BYTES * cut.flat // layout.mesh.world_size
         return Buffers(
             always=always,
             begun=self._bucket_bytes(layout, options, bucket, has_bf16_optimizer),
@@ -321,9 +321,9 @@ class ZeroCost(StrategyCost[Zero]):
         """Return the bytes of the buckets that stage 1 and 2 allocate at the beginning of backward."""
         if has_bf16_optimizer:
             return 0
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         if self.strategy.stage == 1:
-            width = FULL
+            width = FP32_BYTES
         buckets = 1
         if options.get("zero_optimization.overlap_comm"):
             # One is filled while the other is sent.
@@ -335,7 +335,7 @@ class ZeroCost(StrategyCost[Zero]):
     ) -> Buffers:
         """Return the bytes of stage 3's bucket, and of the weights that it gathers."""
         options = self._user_options(facts)
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         bucket = _bucket_entries(options, cut)
         live = _stage_3_entries(options, "max_live_parameters", LIVE)
         prefetched = _stage_3_entries(options, "prefetch_bucket_size", PREFETCHED)
@@ -354,7 +354,7 @@ class ZeroCost(StrategyCost[Zero]):
         if self.strategy.offloads()[0] == "none" and layout.precision != "fp32":
             # Groups of weights are stepped one after the other.
             group = int(options.get("zero_optimization.sub_group_size", STEPPED))
-            step = FULL * min(cut.pieces, group)
+            step = FP32_BYTES * min(cut.pieces, group)
         sent = self._gradient_bytes(layout, facts).sent
         return Buffers(
             always=sent * bucket + width * persistent,
@@ -380,10 +380,10 @@ class ZeroCost(StrategyCost[Zero]):
         is_low = layout.precision != "fp32"
         has_gpu = layout.device == "cuda"
         optimizer, parameters = self.strategy.offloads()
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         low_copy = 0
         if is_low:
-            low_copy = LOW
+            low_copy = LOW_BYTES
         if has_gpu and (optimizer, parameters) != ("none", "none"):
             # For offloading: the low-precision weights that its step writes, and one gradient.
             shard = cut.flat // layout.mesh.world_size
@@ -402,13 +402,13 @@ class ZeroCost(StrategyCost[Zero]):
             copied = facts.parameters
             if has_gpu:
                 copied = facts.trainable
-            in_fp32 = FULL * min(facts.parameters, staying + piece)
+            in_fp32 = FP32_BYTES * min(facts.parameters, staying + piece)
             load = in_fp32 + max(low_copy * copied, between)
         else:
             masters = 0
             if is_low:
-                masters = FULL * cut.pieces
-            load = between + masters + (FULL + low_copy) * piece
+                masters = FP32_BYTES * cut.pieces
+            load = between + masters + (FP32_BYTES + low_copy) * piece
         # One copy that the rank gathers, and one that is written in the background.
         copies = 1 + layout.config.checkpoint.asynchronous
         return Host(between=between, load=load, export=between, copies=copies)
@@ -425,7 +425,7 @@ class ZeroCost(StrategyCost[Zero]):
         """
         options = self._user_options(facts)
         ranks = layout.mesh.shard
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         sent = self._gradient_bytes(layout, facts).sent
         if self.strategy.stage == 3:
             self._send_stage_3(volume, layout, facts, options, sent)
@@ -467,7 +467,7 @@ class ZeroCost(StrategyCost[Zero]):
             # Norms, and whether one is not finite. (The BF16_Optimizer has all gradients, so each
             # rank computes their norm.)
             is_low = layout.precision != "fp32"
-            volume.add("all_reduce", FULL * groups + is_low, ranks, "shard")
+            volume.add("all_reduce", FP32_BYTES * groups + is_low, ranks, "shard")
 
     def _send_stage_3(
         self, volume: Volume, layout: Layout, facts: ModelFacts, options: dict[str, Any], sent: int
@@ -486,7 +486,7 @@ class ZeroCost(StrategyCost[Zero]):
         """
         ranks = layout.mesh.shard
         micro_batches = layout.batch.accumulation
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         threshold = _stage_3_entries(options, "param_persistence_threshold", PERSISTENT)
         reuse = _stage_3_entries(options, "max_reuse_distance", REUSE)
         prefetched = _stage_3_entries(options, "prefetch_bucket_size", 1)
@@ -534,12 +534,12 @@ class ZeroCost(StrategyCost[Zero]):
         those of stage 3 on the host come for each micro-batch too.
         """
         micro_batches = layout.batch.accumulation
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         optimizer, parameters = self.strategy.offloads()
         up = width * trainable
         if parameters != "none":
             up += width * facts.parameters / layout.mesh.shard * micro_batches
-        down = FULL * trainable * micro_batches
+        down = FP32_BYTES * trainable * micro_batches
         stored = 0.0
         if optimizer == "nvme":
             # fp32 weights and moments are read and written back.
@@ -568,8 +568,8 @@ class Zero3Cost(ZeroCost):
 def _bytes_of_type(name: str) -> int:
     """Return the bytes of an entry in a type that DeepSpeed calls `name`."""
     if name in LOW_TYPES:
-        return LOW
-    return FULL
+        return LOW_BYTES
+    return FP32_BYTES
 
 
 def _bucket_entries(options: dict[str, Any], cut: Partition) -> int:
