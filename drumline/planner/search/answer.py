@@ -23,12 +23,13 @@ from drumline.planner.cost.fitted import PROBED, SPEED_ERROR, is_measured
 from drumline.telemetry.truth import Measurement, compare
 
 GB = 1e9
-# Predicted speeds of plans of one kind that differ by less are equal: no prediction is more exact.
+# Two plans are equally fast if their predicted speeds differ by a smaller share: a choice, since no
+# prediction is more exact.
 TIE = 0.03
-# The gain that lets a plan go first if no run of its kind was measured, or if measured runs were much
-# slower than predicted. It is twice the error of other plans, as in planner.cost.fitted.
+# The share that is taken off a plan's speed if no run of its kind was measured, or if measured runs
+# were much slower than predicted. It is twice the error of other plans, as in planner.cost.fitted.
 UNMEASURED = 2 * SPEED_ERROR
-# A plan needs clearly less memory than another if it leaves this much more of the host's memory.
+# A plan needs clearly less host memory than another if it leaves this share of it more: a choice.
 CLEARLY_LESS = 0.25
 SMALLEST_IN_GB = 1e8  # bytes; fewer are shown in MB
 SECONDS_PER_HOUR = 3600
@@ -42,7 +43,7 @@ class Question:
     `processes`: their number is set, so each must have work.
     `deepspeed`: DeepSpeed is installed, or may be.
     `nvme`: a folder on a disk to which ZeRO-3 may offload, besides the folder of strategy auto.
-    `correction`: corrects all estimates, by real steps.
+    `correction`: factors by which all estimates are corrected; they come from real steps.
     """
 
     config: Config
@@ -65,7 +66,8 @@ class Question:
 class Candidate:
     """A layout and its estimate.
 
-    `name`: short and unique in an answer (`fsdp2 × tp 2`). `simple`: the lower, the simpler.
+    `name`: short and unique in an answer (`fsdp2 × tp 2`).
+    `simple`: how simple the strategy is, where a lower number is simpler.
     `layout.config`: a config that trains with this layout, in which each choice is set.
     """
 
@@ -189,7 +191,10 @@ def why_not(estimate: Estimate) -> str:
 
 
 def over(needs: int, limit: int, what: str = "") -> str:
-    """Return a comparison in GB, or in bytes if both look the same in GB."""
+    """Return the text that `needs` bytes are more than `limit`: `91.3 GB > 80.0 GB`.
+
+    Both are given in bytes if they look the same in GB. `what`: is written after the first amount.
+    """
     needs_text = gb(needs)
     limit_text = gb(limit)
     if needs_text == limit_text:
@@ -250,7 +255,7 @@ def is_trusted(layout: Layout) -> bool:
 
 
 def trusted_speed(candidate: Candidate) -> float:
-    """Return the tokens/s of the run, and UNMEASURED less if no measured run has confirmed them."""
+    """Return the tokens/s of the run, less the share UNMEASURED if no run has confirmed them."""
     if is_trusted(candidate.layout):
         return candidate.speed_of_run
     return (1 - UNMEASURED) * candidate.speed_of_run
@@ -267,23 +272,26 @@ def is_clearly_faster(candidate: Candidate, other: Candidate) -> bool:
 
 
 def in_order(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates, the best first (`_best`)."""
+    """Yield the candidates, the best first. Each is the best of those that are left."""
     left = list(candidates)
     while left:
-        first = _best(left)
-        left.remove(first)
-        yield first
+        best = _choose_best(left)
+        left.remove(best)
+        yield best
 
 
-def _best(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate with the largest expected speed.
+def _choose_best(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the best candidate, in three steps.
 
-    Of those within SPEED_ERROR of it, a candidate that wastes memory beside another is passed over.
-    Of those within TIE, one that fits goes first, then the simplest, then the smallest.
+    1. Those whose expected speed is within SPEED_ERROR of the highest are compared.
+    2. Of these, any that needs much more host memory than another is passed over.
+    3. Of those left and within TIE of their fastest, one that fits goes before a tight one, then
+       the simplest, then the one with the least memory.
     """
-    near = near_the_fastest(candidates, SPEED_ERROR)
-    lean = [candidate for candidate in near if not _wastes_memory(candidate, near)]
-    return min(near_the_fastest(lean, TIE), key=_preference)
+    rivals = near_the_fastest(candidates, SPEED_ERROR)
+    lean = [candidate for candidate in rivals if not _wastes_memory(candidate, rivals)]
+    equal = near_the_fastest(lean, TIE)
+    return min(equal, key=_rank_of_equal)
 
 
 def near_the_fastest(candidates: Sequence[Candidate], difference: float) -> list[Candidate]:
@@ -293,8 +301,8 @@ def near_the_fastest(candidates: Sequence[Candidate], difference: float) -> list
     return [candidate for candidate in candidates if expected_speed(candidate) >= least]
 
 
-def _preference(candidate: Candidate) -> tuple[bool, int, int, float]:
-    """Return the place of a candidate among equally fast ones; the smallest goes first."""
+def _rank_of_equal(candidate: Candidate) -> tuple[bool, int, int, float]:
+    """Return the key that sorts equally fast candidates of all strategies, the best first."""
     estimate = candidate.estimate
     does_not_fit = estimate.verdict != "fits"
     return does_not_fit, candidate.simple, estimate.memory.reserved, -estimate.tokens_per_s
@@ -334,16 +342,17 @@ def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
             without_candidates.append(refused)
         else:
             named.append((refused.name, refused.best))
-    renamed = []
+    corrected_candidates = []
     for name, candidate in named:
         own = factors.get(candidate.name, common)
-        better = replace(candidate, estimate=corrected(candidate.estimate, own))
+        corrected_one = replace(candidate, estimate=corrected(candidate.estimate, own))
         if candidate.name in failed:
+            # A probe is one plan, so its family is not what failed.
             name = candidate.name
-        renamed.append((name, better))
+        corrected_candidates.append((name, corrected_one))
     question = replace(answer.question, correction=common)
     emptied = replace(answer, question=question, refused=tuple(without_candidates), probes=probes)
-    return ranked_anew(emptied, renamed, failed)
+    return ranked_anew(emptied, corrected_candidates, failed)
 
 
 def ranked_anew(
@@ -446,10 +455,13 @@ def mean(factors: Iterable[Factors]) -> Factors:
 
 
 def corrected(estimate: Estimate, by: Factors) -> Estimate:
-    """Return the estimate times the factors. Host memory stays as it is."""
+    """Return the estimate times the factors. Host memory and rollouts stay as they are."""
     seconds = {}
     for name, value in estimate.seconds:
-        seconds[name] = value if name == "rollout" else value * by.seconds
+        if name == "rollout":
+            seconds[name] = value
+        else:
+            seconds[name] = value * by.seconds
     slower = sum(seconds.values()) / estimate.seconds.total
     traffic = {name: value * by.traffic for name, value in estimate.traffic}
     mfu = estimate.mfu

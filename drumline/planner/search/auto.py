@@ -1,8 +1,9 @@
-"""`strategy: auto`: what the planner chooses and why; heuristics, and where the planner disagrees. Pure.
+"""`strategy: auto`: what the planner chooses and why. Pure.
 
-The heuristics `parameters` and `devices` go by counts alone. `tree` is the ladder DP → DDP → FSDP →
-FSDP + offload, of which a run takes the first rung that fits. Its first rung, nn.DataParallel (many
-GPUs with little change to the code), is left out, since here DDP needs no more changes.
+It also holds the heuristics that the planner's choice is compared with. `parameters` and `devices` go
+by counts alone. `tree` is the ladder DP → DDP → FSDP → FSDP + offload, of which a run takes the first
+rung that fits. DP, which is nn.DataParallel, is left out: elsewhere it needs fewer changes to the code
+than DDP, but here neither needs any.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ FSDP = FSDP2Strategy()
 OFFLOADED = FSDP2Strategy(offload="cpu")
 
 
-# The conditions of the heuristics, each asked of a question.
+# The conditions of the heuristics.
 def _always(question: Question) -> bool:
     """Return True: the last rung takes whatever is left."""
     return True
@@ -132,15 +133,16 @@ def chosen_by(question: Question, heuristic: str) -> tuple[StrategyConfig, str]:
 
 
 def heuristic_first(answer: Answer) -> tuple[Answer, str]:
-    """Return the answer with the strategy of the set heuristic first, and a line on it.
+    """Return the answer with the strategy of a heuristic first, and a line that says so.
 
-    `strategy: {kind: auto, by: rules}` sets one. A run takes its strategy, however fast the rest is.
-    Without it, or if its strategy is refused, the answer is the same; the line is empty without it.
+    The config chooses a heuristic by `strategy: {kind: auto, by: rules}`. A run then takes its
+    strategy, however fast others are. If that strategy is refused, the order stays and the line says
+    why. Without a heuristic the order stays and the line is empty.
     """
     auto = answer.question.config.strategy
     if not isinstance(auto, AutoStrategy) or auto.by != "rules":
         return answer, ""
-    proposed = _proposed(answer, auto.guide)
+    proposed = _find_proposal(answer, auto.guide)
     line = f"{proposed.name} by the heuristic `{auto.guide}` ({proposed.condition}), as set"
     if isinstance(proposed.result, Refused):
         return answer, f"{line}: {proposed.result.reason}"
@@ -156,7 +158,7 @@ class _Proposed(NamedTuple):
     result: Candidate | Refused
 
 
-def _proposed(answer: Answer, heuristic: str) -> _Proposed:
+def _find_proposal(answer: Answer, heuristic: str) -> _Proposed:
     """Return what a heuristic proposes.
 
     The result is that of the answer, which a probe may have corrected, or else of a new search.
@@ -178,7 +180,7 @@ def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
     size = f"{count(question.facts.parameters)} on {question.cluster.world_size}"
     found = []
     for heuristic in HEURISTICS:
-        proposed = _proposed(answer, heuristic)
+        proposed = _find_proposal(answer, heuristic)
         reason = _why_not_proposed(answer, proposed.result)
         if reason is not None:
             says = f"{proposed.name} ({proposed.condition}: {size})"
