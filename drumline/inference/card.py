@@ -183,7 +183,7 @@ def _counts(data: DataPlan | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredText:
     """What was measured, as text for the card."""
 
     # A table of held-out metrics; None if there was no evaluation.
@@ -194,7 +194,7 @@ class Measured:
     cost: str | None
 
 
-def _measured(events: list[Event], exported: Any) -> Measured:
+def _measured(events: list[Event], exported: Any) -> MeasuredText:
     """Return held-out metrics before training and of the exported step, and the run's cost.
 
     Args:
@@ -228,7 +228,7 @@ def _measured(events: list[Event], exported: Any) -> Measured:
         tokens = sum(event.tokens or 0 for event in steps.values())
         loss = _number(last.loss)
         cost = f"{last.step:,} steps, {count(tokens)} tokens, {seconds:.3g} s of steps; last training loss {loss}."
-    return Measured(scores, samples, cost)
+    return MeasuredText(scores, samples, cost)
 
 
 def _metric_rows(evals: list[Eval]) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from drumline.bench.pages import claim, markdown
 from drumline.bench.scaling import (
-    WARM,
+    WARM_UP_STEPS,
     Case,
     Options,
     Prediction,
@@ -72,12 +72,13 @@ def test_a_case_has_a_folder_of_its_own() -> None:
 
 def test_the_first_steps_do_not_count() -> None:
     events: list[Any] = [
-        step(number, samples_per_s=1.0, seconds=9.0, comm_s=9.0) for number in range(1, WARM + 1)
+        step(number, samples_per_s=1.0, seconds=9.0, comm_s=9.0)
+        for number in range(1, WARM_UP_STEPS + 1)
     ]
     assert _summarise(events) is None
     rates = zip((10.0, 12.0, 50.0), (0.2, 0.1, 0.0), strict=True)
     events += [
-        step(WARM + n, samples_per_s=rate, tokens_per_s=rate * 10, seconds=1.0, comm_s=w)
+        step(WARM_UP_STEPS + n, samples_per_s=rate, tokens_per_s=rate * 10, seconds=1.0, comm_s=w)
         for n, (rate, w) in enumerate(rates, 1)
     ]
     memory: dict[str, Any] = dict.fromkeys(Measured.names(), ()) | {
@@ -85,7 +86,7 @@ def test_the_first_steps_do_not_count() -> None:
     }
     seen = _summarise([*events, Measured(**memory)])
     assert seen == Round(12.0, 120.0, 1.0, pytest.approx(0.1), 7)
-    events.append(step(WARM + 4, samples_per_s=12.0, comm_s=None))
+    events.append(step(WARM_UP_STEPS + 4, samples_per_s=12.0, comm_s=None))
     assert _summarise(events).communication is None, "not measured is not nothing"
 
 
@@ -157,7 +158,7 @@ def test_under_weak_scaling_the_batch_grows_and_after_a_signal_nothing_more_begi
         assert values.batch.global_samples is not None and not display
         ran.append((ranks, values.batch.global_samples))
         log = EventLog(Path(values.run.dir) / "events.jsonl")
-        for number in range(1, WARM + 3):
+        for number in range(1, WARM_UP_STEPS + 3):
             log.emit(step(number, samples_per_s=10.0 * ranks))
         return Path(values.run.dir), NOTHING_LOST if len(ran) == 3 else 0
 

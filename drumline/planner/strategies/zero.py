@@ -35,6 +35,7 @@ from drumline.plan.facts import ModelFacts, Part, Weight, ends, largest_block, p
 from drumline.plan.plan import Layout
 from drumline.planner.cost.terms import (
     FP32_BYTES,
+    FP64_BYTES,
     LOW_BYTES,
     PRECISION_BYTES,
     Beside,
@@ -52,10 +53,10 @@ LOW_TYPES = ("fp16", "bfp16", "bf16")
 # An offloaded AdamW reads and writes, for each parameter, an fp32 weight and two fp32 moments.
 ADAMW_BYTES = 3 * FP32_BYTES
 # Bytes of the scalar that ZeRO 3 reduces for the gradient norm: fp64 on the device, fp32 on the host.
-NORM_ON_DEVICE = 2 * FP32_BYTES
-NORM_ON_HOST = FP32_BYTES
-# Blocks that are read between a block's forward and its backward: the blocks behind it in forward and
-# in backward, and with activation checkpointing once more in the recomputation.
+NORM_ON_DEVICE_BYTES = FP64_BYTES
+NORM_ON_HOST_BYTES = FP32_BYTES
+# How often the blocks behind a block run between its forward and its backward: in forward, in
+# backward, and with activation checkpointing once more when they are computed again.
 PASSES = 2
 PASSES_RECOMPUTED = 3
 
@@ -64,13 +65,14 @@ PASSES_RECOMPUTED = 3
 class Partition:
     """Numbers of entries of a model that ZeRO cuts over some ranks.
 
-    `trainable`, `frozen`: the model's own entries.
-    `flat`: the trainable entries end to end in the optimizer's groups (`_groups`), each group padded
-    to a multiple of 2 × ranks.
-    `touched`: on the rank with most, all entries of the weights that it holds a part of.
-    `pieces`: what a rank holds if each trainable weight is cut by itself and rounded up;
+    `trainable`, `frozen`: all entries of the model, before they are cut.
+    `flat`: the trainable entries with padding. They lie end to end in the optimizer's groups
+    (`_groups`), and each group is padded to a multiple of 2 × ranks.
+    `touched`: entries of all weights of which a rank has a part, on the rank with most. Such weights
+    are counted whole.
+    `pieces`: trainable entries on a rank if each weight is cut by itself and rounded up.
     `frozen_pieces`: the same of frozen weights.
-    `largest`: the entries of the largest trainable weight.
+    `largest`: entries of the largest trainable weight.
     """
 
     trainable: int
@@ -458,9 +460,9 @@ class ZeroCost(StrategyCost[Zero]):
         groups = len(_groups(facts, _has_two_groups(layout)))
         ranks = layout.mesh.shard
         if self.strategy.stage == 3:
-            number = NORM_ON_HOST
+            number = NORM_ON_HOST_BYTES
             if self.strategy.offloads()[0] == "none":
-                number = NORM_ON_DEVICE
+                number = NORM_ON_DEVICE_BYTES
             for _ in range(groups):
                 volume.add("all_reduce", number, ranks, "shard")
         elif not self._is_bf16_optimizer(layout):
