@@ -16,7 +16,7 @@ from drumline.planner.derived import with_lora
 from drumline.planner.report.table import show_heuristics
 from drumline.planner.search.advice import (
     STEP,
-    _largest,
+    _find_largest,
     max_batch,
     max_length,
     nothing_fits,
@@ -117,7 +117,7 @@ def test_auto_says_what_would_fit() -> None:
 def test_the_largest_by_doubling_and_halving() -> None:
     for last in (1, 7, 64, 65):
         for limit in range(0, 70):
-            found = _largest(lambda n, limit=limit: n <= limit, range(1, last + 1, 3))  # type: ignore[misc]
+            found = _find_largest(lambda n, limit=limit: n <= limit, range(1, last + 1, 3))  # type: ignore[misc]
             assert found == max((n for n in range(1, last + 1, 3) if n <= limit), default=None)
 
 
