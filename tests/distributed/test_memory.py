@@ -281,9 +281,9 @@ def test_the_peak_is_near(measured: dict[str, Measured], name: str) -> None:
 
 def cluster_of_nothing() -> Any:
     from drumline.hardware.detect import Machine
-    from drumline.planner.cluster import found
+    from drumline.planner.cluster import cluster_of_machine
 
-    return found(Machine([], 1, 2**30, "cpu", False), 1)
+    return cluster_of_machine(Machine([], 1, 2**30, "cpu", False), 1)
 
 
 AGAIN = pytest.mark.full
