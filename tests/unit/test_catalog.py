@@ -15,7 +15,7 @@ from drumline.errors import ConfigError
 from drumline.hardware import catalog
 from drumline.hardware.cluster import Calibration, Cluster, Collective, Measured, Product
 from drumline.hardware.detect import Device, Machine
-from drumline.planner.cluster import cluster_of, with_nodes
+from drumline.planner.cluster import cluster_of, cluster_of_machine, with_nodes
 from tests.harness import ROOT
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"
