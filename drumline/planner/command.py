@@ -28,7 +28,7 @@ from drumline.planner.report.output import (
 )
 from drumline.planner.report.sizing import parse_what_if, report_most, report_what_if
 from drumline.planner.search.advice import Change, by_adapter, nothing_fits, refusal
-from drumline.planner.search.answer import Answer, Candidate, Question, ranked_anew, require_here
+from drumline.planner.search.answer import Answer, Candidate, Question, rank_again, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
@@ -38,8 +38,8 @@ MOST_TRACED = 3
 # More tokens than any run has.
 MOST_TOKENS = 1e18
 # Plans that one screen shows, and that --all shows.
-SHORT = 3
-LONG = 8
+PLANS_OF_ONE_SCREEN = 3
+PLANS_OF_ALL = 8
 
 Trial = Callable[[Answer, Loaded, OnProgress], Answer]
 
@@ -107,7 +107,9 @@ def plan(options: Options) -> int:
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
     if options.most is not None:
         with line_if_slow(aside, COMPARING):
-            report_most(question, options.most, console, options.top or LONG, options.as_json)
+            report_most(
+                question, options.most, console, options.top or PLANS_OF_ALL, options.as_json
+            )
     elif hosts is not None:
         with line_if_slow(aside, COMPARING):
             report_what_if(question, hosts, console, options.tokens, options.as_json)
@@ -190,7 +192,7 @@ def _traced(answer: Answer, policy: Found, on_progress: OnProgress) -> Answer:
         on_progress("tracing activations of the best", number + 1, len(best))
     candidates += answer.ranked[MOST_TRACED:]
     named = [(candidate.name, candidate) for candidate in candidates]
-    return ranked_anew(answer, named, {})
+    return rank_again(answer, named, {})
 
 
 def _without_adapter(loaded: Loaded, question: Question) -> Question:
@@ -235,10 +237,10 @@ def _show_answer(
             console.print(f"{heuristic_line}\n", soft_wrap=True, markup=False)
         show_probes(answer.probes, console)
         if options.everything or not answer.ranked:
-            top = options.top or LONG
+            top = options.top or PLANS_OF_ALL
             table.show(answer, console, changes, adapted, top=top, tokens=options.tokens)
         else:
-            top = options.top or SHORT
+            top = options.top or PLANS_OF_ONE_SCREEN
             table.show_short(answer, console, adapted, top=top, tokens=options.tokens)
         if answer.ranked:
             _show_use(answer, loaded, options, console)

@@ -27,7 +27,7 @@ from drumline.plan.plan import Layout, Plan
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.planner.cost.activations import formula
-from drumline.planner.cost.memory import memory, offloaded
+from drumline.planner.cost.memory import memory, offloaded_bytes
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.advice import with_row_length
 from drumline.planner.search.budget import CHECKPOINTING, within_budget
@@ -120,7 +120,7 @@ def test_bytes_that_are_moved(made: Any, name: str, within: float) -> None:
     moves = around.func.__self__
     assert isinstance(moves, ActivationOffload)
     on_gpu = plan.model_copy(update={"device": "cuda"})
-    planned = offloaded(on_gpu, facts_of(plan), rounds=False)
+    planned = offloaded_bytes(on_gpu, facts_of(plan), rounds=False)
     assert planned > 0 and moves.moved_bytes == pytest.approx(planned, rel=within)
     assert (
         moves.most_device_bytes <= 2 * moves.moved_bytes / (LAYERS - 2)

@@ -784,7 +784,7 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     # Activations that blocks offload. On a CPU they stay in the same memory, as part of `peak`.
     moved = 0
     if layout.device == "cuda":
-        moved = offloaded(layout, facts)
+        moved = offloaded_bytes(layout, facts)
     between = own.between + PROCESS + moved
     if layout.device == "cpu":
         training = peak + PROCESS + moved
@@ -841,7 +841,7 @@ def checkpoint_bytes(layout: Layout, facts: ModelFacts) -> int:
     return per_entry * sum(model.trainable for _, model in layout.trainable(facts))
 
 
-def offloaded(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:
+def offloaded_bytes(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:
     """Return the bytes that the blocks move to the host in a micro-batch.
 
     With `rounds`, bytes are counted as pinned memory takes them. If a block moves only its input,

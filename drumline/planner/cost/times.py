@@ -34,7 +34,7 @@ from drumline.planner.cost.compute import (
     forward_flops,
     memory_bandwidth,
 )
-from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded, samples_copy
+from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded_bytes, samples_copy
 from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, Beside, Copied, Flow, Volume
 from drumline.planner.cost.traffic import flows
 from drumline.planner.strategies.base import cost_of
@@ -191,7 +191,7 @@ def _activation_offload(
     """Return the seconds by which copies of activations take longer than the computing beside them."""
     if layout.device != "cuda":
         return 0.0
-    moved = offloaded(layout, facts, rounds=False)
+    moved = offloaded_bytes(layout, facts, rounds=False)
     if not moved:
         return 0.0
     moved *= layout.batch.accumulation * _devices_per_link(layout, cluster)

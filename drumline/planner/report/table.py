@@ -166,7 +166,7 @@ def _show_refused(answer: Answer, console: Console) -> None:
     out.add_column(no_wrap=True, style="bold")
     # Reasons are sentences: they get the rest of the width, and wrap.
     out.add_column(ratio=1)
-    by_reason = grouped((refused.reason, refused.name) for refused in answer.refused)
+    by_reason = group_names((refused.reason, refused.name) for refused in answer.refused)
     for reason, names in by_reason.items():
         first, *alike = names
         text = reason
@@ -339,7 +339,7 @@ def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
         ends = f"{low - 1:+.0%} to {high - 1:+.0%}"
         pairs.append((ends, group_of(candidate.layout)))
     described = []
-    for ends, groups in grouped(pairs).items():
+    for ends, groups in group_names(pairs).items():
         if ends == "+0% to +0%":
             continue
         # Each group once, in the order of the table.
@@ -640,7 +640,7 @@ def main_cells(candidate: Candidate) -> dict[str, str]:
     }
 
 
-def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def group_names(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Return reason → names that have it, in their order. `pairs`: (reason, name)."""
     names_of: dict[str, list[str]] = {}
     for reason, name in pairs:
@@ -669,7 +669,7 @@ def show_heuristics(answer: Answer, console: Console) -> None:
     if not pairs:
         return
     console.print("Heuristics that the numbers disagree with:", style="bold")
-    for reason, proposals in grouped(pairs).items():
+    for reason, proposals in group_names(pairs).items():
         console.print(f"  {'; '.join(proposals)} — {reason}", markup=False)
     console.print()
 

@@ -39,7 +39,7 @@ from drumline.planner.search.answer import (
     is_trusted,
 )
 from drumline.planner.search.compiling import describe_compile, reason_against, set_compile
-from drumline.planner.search.search import evaluate, look_at, search
+from drumline.planner.search.search import evaluate, search, search_strategy
 
 BILLION = 1_000_000_000
 DDP = DDPStrategy()
@@ -70,12 +70,12 @@ def _has_few_devices_and_parameters(question: Question) -> bool:
 
 def _fits_on_a_device(question: Question) -> bool:
     """Return whether a copy of the model fits on each device, by an estimate."""
-    return isinstance(look_at(question, DDP), Candidate)
+    return isinstance(search_strategy(question, DDP), Candidate)
 
 
 def _fits_in_shards(question: Question) -> bool:
     """Return whether the model fits if it is sharded over all devices, by an estimate."""
-    return isinstance(look_at(question, FSDP), Candidate)
+    return isinstance(search_strategy(question, FSDP), Candidate)
 
 
 class Rung(NamedTuple):
@@ -168,7 +168,7 @@ def _find_proposal(answer: Answer, heuristic: str) -> _Proposed:
     for candidate in answer.ranked:
         if candidate.name == name:
             return _Proposed(name, condition, candidate)
-    return _Proposed(name, condition, look_at(answer.question, strategy))
+    return _Proposed(name, condition, search_strategy(answer.question, strategy))
 
 
 def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
@@ -241,7 +241,7 @@ def choose(question: Question) -> tuple[Config, str | None]:
 def _choose_by_heuristic(question: Question, heuristic: str) -> tuple[Config, str]:
     """Return the config with the strategy of a heuristic, and what the planner says of it."""
     strategy, condition = chosen_by(question, heuristic)
-    result = look_at(question, strategy)
+    result = search_strategy(question, strategy)
     name = strategy.names(question.cluster.world_size).name
     why = f"strategy auto: {name} by the heuristic `{heuristic}` ({condition})"
     if isinstance(result, Refused):

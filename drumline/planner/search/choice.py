@@ -19,7 +19,7 @@ from drumline.planner.search.answer import (
     is_offloaded,
     number,
 )
-from drumline.planner.search.search import look_at
+from drumline.planner.search.search import search_strategy
 
 # An adapter skips at most a third of the arithmetic (the gradients of frozen weights), which makes it
 # at most 1.5 × as fast. If it is more than twice as fast as that, the other plan waits for memory.
@@ -133,7 +133,7 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
     best = first
     while 2 * samples * tokens <= MOST_TOKENS_A_STEP:
         question = _set_batch(answer.question, 2 * samples)
-        doubled = look_at(question, first.layout.strategy)
+        doubled = search_strategy(question, first.layout.strategy)
         if isinstance(doubled, Refused):
             break
         if _speed_of(doubled) < WORTH_DOUBLING * _speed_of(best):
@@ -144,7 +144,7 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
         return None
     # The adapter may gain from the larger batch, too. It keeps the faster of its two plans.
     at_larger = _set_batch(other.answer.question, samples)
-    rival = look_at(at_larger, other.answer.ranked[0].layout.strategy)
+    rival = search_strategy(at_larger, other.answer.ranked[0].layout.strategy)
     fastest = _speed(other)
     if isinstance(rival, Candidate):
         fastest = max(fastest, _speed_of(rival))

@@ -40,17 +40,17 @@ from drumline.planner.search.answer import (
     Candidate,
     Question,
     Refused,
-    corrected,
+    best_first,
     expected_speed,
     faster,
-    in_order,
     is_clearly_faster,
-    near_the_fastest,
+    select_fastest,
     trusted_speed,
     why_not,
 )
 from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budget
 from drumline.planner.search.compiling import reason_against, set_compile
+from drumline.planner.search.correction import correct_estimate
 from drumline.planner.strategies.base import Space, StrategyCost, cost_of
 
 # The most strategies of a family that an answer holds.
@@ -181,11 +181,11 @@ def search(
         among = search_space(question)
     families = _search_families(estimator, among, with_room)
     completed = _complete_families(families, question.facts)
-    ranked = list(in_order(completed.candidates))
+    ranked = list(best_first(completed.candidates))
     if ranked and not with_room:
         faster_one = _faster_and_tight(ranked, families.values(), question.facts)
         if faster_one is not None:
-            ranked = list(in_order([*ranked, faster_one]))
+            ranked = list(best_first([*ranked, faster_one]))
     looked_at = sum(family.looked_at for family in families.values())
     return Answer(question, tuple(ranked), tuple(completed.refused), looked_at)
 
@@ -284,7 +284,7 @@ def _describe_difference(layout: Layout, other: Layout) -> str:
     return f"{kind} checkpointing"
 
 
-def look_at(question: Question, strategy: StrategyConfig) -> Candidate | Refused:
+def search_strategy(question: Question, strategy: StrategyConfig) -> Candidate | Refused:
     """Search one strategy. Returns its best candidate, or why it is refused."""
     answer = search(question, [strategy])
     if answer.ranked:
@@ -414,10 +414,10 @@ class _Estimator:
                 family.reason = family.reason or _reason(error)
         if not found:
             return None
-        equal = near_the_fastest(found, TIE)
+        equal = select_fastest(found, TIE)
         first = min(_rank_of_equal(candidate) for candidate in equal)
         alike = [candidate for candidate in equal if _rank_of_equal(candidate) == first]
-        near = near_the_fastest(alike, SAME_ERROR)
+        near = select_fastest(alike, SAME_ERROR)
         return min(near, key=_distance_from_usual)
 
     def candidates(
@@ -573,7 +573,7 @@ def _estimate(question: Question, layout: Layout) -> Estimate:
     predicted = estimate(layout, question.facts, question.cluster)
     if question.correction is None:
         return predicted
-    return corrected(predicted, question.correction)
+    return correct_estimate(predicted, question.correction)
 
 
 def _number_of_processes(question: Question, strategy: StrategyConfig) -> int:

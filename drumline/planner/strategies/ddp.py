@@ -9,7 +9,7 @@ from drumline.config.strategies.fsdp2 import FSDP2Strategy
 from drumline.config.strategy import WITH_MEMORY, StrategyConfig
 from drumline.planner.cost.terms import FP32_BYTES
 from drumline.planner.strategies.base import Space, StrategyCost, mixes
-from drumline.planner.strategies.fsdp2 import offloaded
+from drumline.planner.strategies.fsdp2 import fallbacks_on_host
 
 
 class DDPCost(StrategyCost[DDPStrategy]):
@@ -44,4 +44,4 @@ class DDPCost(StrategyCost[DDPStrategy]):
         names = ("tp", "cp", "pp", "ep", "sequence_parallel", "cp_method", "pipeline")
         degrees = {name: getattr(self.strategy, name) for name in names}
         sharded = FSDP2Strategy(**degrees)
-        return [(2, sharded), *offloaded(sharded, device)]
+        return [(2, sharded), *fallbacks_on_host(sharded, device)]

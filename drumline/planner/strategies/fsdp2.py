@@ -63,6 +63,8 @@ class GatheredWeights(NamedTuple):
 
 
 class FSDP2Cost(StrategyCost[FSDP2Strategy]):
+    """The cost of sharding by fully_shard."""
+
     @classmethod
     def candidates(cls, kind: type[FSDP2Strategy], space: Space) -> Iterator[StrategyConfig]:
         """Yield all shardings, alone and with tensor, context and pipeline parallelism."""
@@ -111,7 +113,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         fallbacks: list[tuple[int, StrategyConfig]] = []
         if lean != self.strategy:
             fallbacks.append((2, lean))
-        return fallbacks + offloaded(lean, device)
+        return fallbacks + fallbacks_on_host(lean, device)
 
     def buffers(
         self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
@@ -282,8 +284,8 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         return Copied(up, down, hidden=True)
 
 
-def offloaded(strategy: FSDP2Strategy, device: str) -> list[tuple[int, StrategyConfig]]:
-    """Return the strategy with its states on the host, if the host has a memory of its own."""
+def fallbacks_on_host(strategy: FSDP2Strategy, device: str) -> list[tuple[int, StrategyConfig]]:
+    """Return the fallback with states on the host; none if the device's memory is the host's own."""
     if device != "cuda" or strategy.offload == "cpu":
         return []
     return [(3, strategy.model_copy(update={"offload": "cpu"}))]

@@ -14,7 +14,7 @@ from drumline.planner.strategies.base import StrategyCost
 
 A = TypeVar("A", bound=Apart)
 # fp32 entries that engine.in_pieces takes at once.
-CHUNK = 2**24
+CHUNK_ENTRIES = 2**24
 
 
 class ApartCost(StrategyCost[A]):
@@ -33,6 +33,6 @@ class ApartCost(StrategyCost[A]):
         else:
             share = float(self.strategy.averages(step))
         bytes_ = share * FP32_BYTES * facts.trainable
-        calls = share * math.ceil(facts.trainable / CHUNK)
+        calls = share * math.ceil(facts.trainable / CHUNK_ENTRIES)
         volume.add(self.strategy.exchange, bytes_, ranks, "gradients", calls)
         volume.add("all_reduce", FP64_BYTES, ranks, "gradients")
