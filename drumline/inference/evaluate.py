@@ -1,8 +1,8 @@
 """`drumline eval`: score a checkpoint on held-out rows, on held-out prompts, or in lm-eval's tasks.
 
 `evaluate` computes the metrics that training computes, by the same loop and under the same
-strategy. `answers` generates answers to held-out prompts in this process. `harness` lets lm-eval
-score a model. Each writes a section of RUN/eval.json.
+strategy. `answers` generates answers to held-out prompts in this process. `score_with_lm_eval` lets
+lm-eval score a model. Each writes a section of RUN/eval.json.
 """
 
 from __future__ import annotations
@@ -543,7 +543,7 @@ def open_held_out(plan: Plan) -> list[TokenCache]:
     return [TokenCache.open(folder) for folder in plan.data.eval_caches.values()]
 
 
-def harness(
+def score_with_lm_eval(
     config_path: Path,
     overrides: list[str],
     place: Path | None,
@@ -563,7 +563,7 @@ def harness(
         limit: Questions of each task; None: all.
         include_path: A folder of more task YAMLs.
 
-    Raises EnvironmentFault without the package, and for whatever the harness fails on: a task that
+    Raises EnvironmentFault without the package, and for whatever lm-eval fails on: a task that
     it does not know, data that cannot be had.
     """
     require_package("lm_eval", "--lm-eval")
@@ -594,7 +594,7 @@ def harness(
 
 
 def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
-    """Return lm-eval's arguments for a model.
+    """Return the arguments by which lm-eval takes a model.
 
     lm-eval loads the folder of an export itself. Of a checkpoint, or of a run that has no export, it
     gets the model in memory.

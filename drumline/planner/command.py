@@ -27,7 +27,7 @@ from drumline.planner.report.output import (
     describe_use,
 )
 from drumline.planner.report.sizing import parse_what_if, report_most, report_what_if
-from drumline.planner.search.advice import Change, by_adapter, nothing_fits, refusal
+from drumline.planner.search.advice import Change, by_adapter, refusal, smallest_changes
 from drumline.planner.search.answer import Answer, Candidate, Question, rank_again, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
@@ -218,7 +218,7 @@ def _show_answer(
     changes: tuple[Change, ...] = ()
     if not answer.ranked:
         with line_if_slow(aside, LOOKING_FOR_HELP):
-            changes = nothing_fits(answer)
+            changes = smallest_changes(answer)
     answer, heuristic_line = heuristic_first(answer)
     if options.figure is not None:
         from drumline.planner.report.picture import draw

@@ -32,7 +32,7 @@ from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
 from drumline.planner.report.output import SCHEMA, commented_yaml, explain_choice
 from drumline.planner.report.table import show_adapted
-from drumline.planner.search.advice import STEP, Adapted, beside_adapters, nothing_fits, refusal
+from drumline.planner.search.advice import STEP, Adapted, beside_adapters, refusal, smallest_changes
 from drumline.planner.search.answer import Question
 from drumline.planner.search.choice import choose_adapter, slow_lines, why_adapter
 from drumline.planner.search.search import Answer, search
@@ -268,7 +268,7 @@ def _plan_for(answers: Answers, path: Path, console: Console, may_take_adapter: 
             answer = search(prepared.question)
     if not answer.ranked:
         with line_if_slow(console, LOOKING_FOR_HELP):
-            changes = nothing_fits(answer)
+            changes = smallest_changes(answer)
         raise refusal(answer, changes)
     return Planned(answer, prepared.first_rows, adapted)
 

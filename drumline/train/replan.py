@@ -22,7 +22,7 @@ from drumline.plan.resolve import resolve
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.question import Found, assemble
-from drumline.planner.search.advice import changed, find_fallbacks, nothing_fits
+from drumline.planner.search.advice import changed, find_fallbacks, smallest_changes
 from drumline.planner.search.answer import Answer, Candidate, Question
 from drumline.planner.search.search import search
 from drumline.telemetry.events import EventLog, Replan
@@ -88,7 +88,7 @@ def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice
     line += f" — nothing that takes the same steps fits into {size(memory_bytes)}"
     if leanest is not None:
         line += f": {leanest.name} still needs {size(leanest.estimate.memory.reserved)}"
-    changes = nothing_fits(answer)
+    changes = smallest_changes(answer)
     if changes:
         line += f"; what would: {changes[0].line()}"
     return Advice(line, None, predicted)

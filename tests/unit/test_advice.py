@@ -19,7 +19,7 @@ from drumline.planner.search.advice import (
     _find_largest,
     max_batch,
     max_length,
-    nothing_fits,
+    smallest_changes,
     what_if,
     with_row_length,
 )
@@ -88,7 +88,7 @@ def test_the_smallest_changes_that_would_fit(
     asked: Callable[[], Question], kinds: set[str]
 ) -> None:
     answer = search(asked())
-    changes = nothing_fits(answer)
+    changes = smallest_changes(answer)
     assert not answer.ranked
     assert all(any(kind in change.what for change in changes) for kind in kinds), [
         change.what for change in changes

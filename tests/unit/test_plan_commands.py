@@ -17,7 +17,7 @@ from drumline.planner.cluster import cluster_of
 from drumline.planner.cost.times import _devices_per_link
 from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.output import full_config, overrides
-from drumline.planner.search.advice import max_batch, max_length, nothing_fits, with_row_length
+from drumline.planner.search.advice import max_batch, max_length, smallest_changes, with_row_length
 from drumline.planner.search.search import search
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
@@ -141,7 +141,7 @@ def test_an_advised_length_brings_its_batch() -> None:
     )
     lines = [
         change.what
-        for change in nothing_fits(search(asked))
+        for change in smallest_changes(search(asked))
         if change.what.startswith("data.max_length=")
     ]
     assert lines and all(

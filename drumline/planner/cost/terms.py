@@ -287,7 +287,7 @@ def entry_bytes(layout: Layout) -> int:
     return FP32_BYTES
 
 
-def low_moments(layout: Layout) -> int:
+def low_moment_bytes(layout: Layout) -> int:
     """Return the bytes of all optimizer states of an entry if they are bf16; 0 if they are fp32.
 
     AdamW in bf16 keeps two moments, and with Kahan summation also what the last step lost by
@@ -317,7 +317,7 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part, outer_bytes: int
             if takes_fp8(weight):
                 weights += FP32_BYTES * number
     steps = strategy.optimizer_shards(layout.mesh)
-    kept = moments(facts, mine, tp, steps, options, low_moments(layout))
+    kept = moments(facts, mine, tp, steps, options, low_moment_bytes(layout))
     kept += outer_bytes * here.trainable
     gradients = entry_bytes(layout) * here.trainable
     if options.offload:
@@ -343,7 +343,7 @@ def _weight_bytes(layout: Layout, here: Sizes) -> int:
     return entry_bytes(layout) * (here.entries - low) + PRECISION_BYTES[layout.precision] * low
 
 
-def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
+def step_buffer_bytes(layout: Layout, here: Sizes, sharded: bool) -> float:
     """Return the bytes of temporary tensors in an optimizer step; 0 if the step is fused.
 
     Weights are stepped one by one, but torch's own optimizers step all at once on a GPU (foreach).
@@ -398,7 +398,7 @@ def copies_buffers(
     if layout.devices_per_rank > 1:
         # The first GPU adds up the gradients of the others.
         last = 2 * gradients
-    step = stepping(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1)
+    step = step_buffer_bytes(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1)
     early = 0
     if steps > 1:
         step = max(step, average)

@@ -13,7 +13,7 @@ from drumline.config.registry import nearest
 from drumline.errors import UserError
 from drumline.plan.attention import choice_of
 from drumline.plan.explain import checkpointing, count
-from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, entry_bytes, low_moments
+from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, entry_bytes, low_moment_bytes
 from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, UNKNOWN, gradients_at_peak
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, ranged
@@ -240,7 +240,7 @@ def _state_sources(question: Question, candidate: Candidate) -> dict[str, str]:
         weight_bytes = LOW_BYTES
         moment_bytes += FP32_BYTES
     # Pure bf16 keeps moments in bf16, and no fp32 copy.
-    moment_bytes = low_moments(layout) or moment_bytes
+    moment_bytes = low_moment_bytes(layout) or moment_bytes
 
     parameters = facts.parameters + sum(role.parameters for role in facts.roles.values())
     trainable = facts.trainable

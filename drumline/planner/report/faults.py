@@ -12,7 +12,7 @@ from rich.console import Console
 from drumline.planner.faults import Campaign, campaign
 from drumline.planner.report.output import VERSION
 from drumline.planner.report.table import billing, plain_table, show_headline
-from drumline.planner.search.advice import nothing_fits, refusal
+from drumline.planner.search.advice import refusal, smallest_changes
 from drumline.planner.search.answer import Answer, number
 
 # Numbers of devices of the table, besides that of the plan itself.
@@ -55,7 +55,7 @@ def report_faults(answer: Answer, console: Console, tokens: float | None, as_jso
     `tokens`: of the whole run. Raises PlanError if nothing fits.
     """
     if not answer.ranked:
-        raise refusal(answer, nothing_fits(answer))
+        raise refusal(answer, smallest_changes(answer))
     question = answer.question
     first = answer.ranked[0]
     cluster = question.cluster

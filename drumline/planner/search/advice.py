@@ -110,7 +110,7 @@ def _leanest(candidates: Iterable[Candidate | None]) -> Candidate | None:
     return min(known, key=lambda each: each.estimate.memory.reserved, default=None)
 
 
-def nothing_fits(answer: Answer) -> tuple[Change, ...]:
+def smallest_changes(answer: Answer) -> tuple[Change, ...]:
     """Return the smallest change of each kind after which something fits; empty if none would help.
 
     The order is: checkpointing, micro-batch, a disk, adapters, a shorter row, more devices.
@@ -270,7 +270,7 @@ class Proposal(NamedTuple):
 
 
 def _proposals(question: Question) -> Iterator[Proposal]:
-    """Yield changes in the order of `nothing_fits`."""
+    """Yield changes in the order of `smallest_changes`."""
     yield from _with_less_memory_a_row(question)
     yield from _with_smaller_batch(question)
     if question.nvme is None and question.deepspeed:

@@ -25,7 +25,7 @@ from drumline.plan.estimate import Estimate
 from drumline.plan.explain import count
 from drumline.plan.stages import in_flight
 from drumline.planner.cost.fitted import SPEED_ERROR
-from drumline.planner.search.advice import nothing_fits, refusal
+from drumline.planner.search.advice import refusal, smallest_changes
 from drumline.planner.search.answer import (
     TIE,
     UNMEASURED,
@@ -217,7 +217,7 @@ def choose(question: Question) -> tuple[Config, str | None]:
     answer = search(question)
     if not answer.ranked:
         if any(refused.best for refused in answer.refused):
-            raise refusal(answer, nothing_fits(answer))
+            raise refusal(answer, smallest_changes(answer))
         return config, None
     first = answer.ranked[0]
     layout = first.layout

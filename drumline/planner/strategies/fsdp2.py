@@ -37,7 +37,7 @@ from drumline.planner.cost.terms import (
     State,
     Volume,
     kind_of,
-    stepping,
+    step_buffer_bytes,
 )
 from drumline.planner.strategies.base import Space, StrategyCost, mixes
 
@@ -153,7 +153,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
             # Of shards that are on their way from the host.
             copies = FP32_BYTES * (root.entries + block.entries) / shards
         else:
-            step = stepping(layout, rank_params(facts, mine, tp, shards), True)
+            step = step_buffer_bytes(layout, rank_params(facts, mine, tp, shards), True)
         return Buffers(
             through=gathered.through + unreduced + copies,
             head=gathered.head,
