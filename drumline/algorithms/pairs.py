@@ -1,7 +1,4 @@
-"""What learning from preference pairs has in common.
-
-These are the two sides of a batch, and metrics of sums.
-"""
+"""Bases of objectives on answers: pairs of a chosen and a rejected one, and single ones with a label."""
 
 from __future__ import annotations
 

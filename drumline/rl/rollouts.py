@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.algorithms.credit import differs
+from drumline.algorithms.credit import have_different_rewards
 from drumline.algorithms.policy import KLController, divergence
 from drumline.config.algorithm import RolloutSpec
 from drumline.data.batches import Episodes
@@ -112,7 +112,7 @@ class SampleGroups:
     def rewards_differ(self, size: int) -> list[bool]:
         """Return for each group of `size` whether its rewards differ; only such a group teaches."""
         rewards_PG = torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)
-        return differs(rewards_PG).tolist()
+        return have_different_rewards(rewards_PG).tolist()
 
 
 class PendingRollout:
