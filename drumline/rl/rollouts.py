@@ -36,7 +36,7 @@ from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, Request, SharedSampling, rank_and_world_size
-from drumline.rl.reading import Readers, Reading
+from drumline.rl.reading import EpisodeReader, ModelReaders
 from drumline.rl.rewards import Item, Rewards, Scored, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.system.heartbeat import beat
@@ -178,8 +178,8 @@ class Rollouts:
     # Compares the sampler with the policy when `sample` and `sample_ahead` give it new weights.
     sampler_check: SamplerCheck
     rewards: Rewards
-    reading: Reading
-    readers: Readers
+    reading: EpisodeReader
+    readers: ModelReaders
     decode: Callable[[list[int]], str]
     emit: Emit
 
