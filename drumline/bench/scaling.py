@@ -71,7 +71,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """What is measured: a strategy on a number of processes."""
 
     # As on the command line; empty: the config's own.
@@ -116,7 +116,7 @@ class Round:
 class Row:
     """The rounds of a case."""
 
-    case: Case
+    case: BenchCase
     rounds: list[Round] = field(default_factory=list)
     # The name of what the plan runs.
     strategy: str = ""
@@ -194,7 +194,7 @@ class Settings:
     # The fewest processes of a case.
     least: int
 
-    def overrides_of(self, case: Case) -> list[str]:
+    def overrides_of(self, case: BenchCase) -> list[str]:
         """Return the overrides of a run of a case, without its folder."""
         samples = self.samples
         # Weak scaling keeps the samples of a process.
@@ -284,13 +284,13 @@ def _host_overrides(config: Config, options: Options) -> dict[int, list[str]]:
     return hosts
 
 
-def _cases(options: Options, strategies: Sequence[str], hosts: Sequence[int]) -> list[Case]:
+def _cases(options: Options, strategies: Sequence[str], hosts: Sequence[int]) -> list[BenchCase]:
     """Return a case for each strategy on each number of hosts and processes."""
     cases = []
     for strategy in strategies:
         for nodes in hosts or (None,):
             for nproc in options.nproc:
-                cases.append(Case(strategy, nproc, nodes))
+                cases.append(BenchCase(strategy, nproc, nodes))
     return cases
 
 
@@ -316,7 +316,7 @@ def _measure_rounds(rows: Sequence[Row], settings: Settings, loads: list[float])
     return code
 
 
-def _overrides_of_short_run(config: Config, case: Case, samples: int, steps: int) -> list[str]:
+def _overrides_of_short_run(config: Config, case: BenchCase, samples: int, steps: int) -> list[str]:
     """Return the overrides of a run of a few steps that leaves nothing behind.
 
     Args:

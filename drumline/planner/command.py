@@ -14,7 +14,7 @@ from drumline.config.load import Loaded
 from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
 from drumline.planner.cost.times import estimate
-from drumline.planner.question import FLAGS, Flags, Found, ask, in_turn, load_with_flags
+from drumline.planner.question import FLAGS, Flags, FoundModel, ask, in_turn, load_with_flags
 from drumline.planner.report import table
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.devices import show_devices
@@ -155,7 +155,7 @@ def _check_options(options: Options) -> None:
 
 
 def _find_answer(
-    question: Question, policy: Found, loaded: Loaded, options: Options, aside: Console
+    question: Question, policy: FoundModel, loaded: Loaded, options: Options, aside: Console
 ) -> Answer:
     """Return the answer of the search, corrected by a trace and by a probe if the options say so."""
     if options.probe is not None:
@@ -170,7 +170,7 @@ def _find_answer(
     return answer
 
 
-def _traced(answer: Answer, policy: Found, on_progress: OnProgress) -> Answer:
+def _traced(answer: Answer, policy: FoundModel, on_progress: OnProgress) -> Answer:
     """Return the answer with new estimates for the first MOST_TRACED candidates.
 
     One that does not fit any more is refused. What cannot be traced keeps its estimate.

@@ -29,7 +29,7 @@ from drumline.config.urls import is_url
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError, UserError
 from drumline.foreign import disk_errors, expanded, read_object
 from drumline.models.shapes import find
-from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
+from drumline.planner.question import ADAPTERS, Flags, FoundModel, ask, find_model, mistakes_by_flag
 from drumline.planner.report.output import SCHEMA, commented_yaml, explain_choice
 from drumline.planner.report.table import show_adapted
 from drumline.planner.search.advice import STEP, Adapted, beside_adapters, refusal, smallest_changes
@@ -273,7 +273,7 @@ def _plan_for(answers: Answers, path: Path, console: Console, may_take_adapter: 
     return Planned(answer, prepared.first_rows, adapted)
 
 
-def _model_of(config: Config, on_progress: OnProgress) -> Found:
+def _model_of(config: Config, on_progress: OnProgress) -> FoundModel:
     """Return where a model's config is.
 
     Raises UserError if only the shape of a model with this name is known: it could not be trained.
@@ -466,7 +466,7 @@ class FirstRows:
 
 
 def read_first_rows(
-    config: Config, model: Found, base: Path, on_progress: OnProgress
+    config: Config, model: FoundModel, base: Path, on_progress: OnProgress
 ) -> FirstRows | None:
     """Return the first rows of `data.train`, each as long as its longest sequence; None if the data are not here yet.
 
@@ -510,7 +510,7 @@ def _is_here(source: SourceSpec, base: Path) -> bool:
     return package is not None and _is_installed(package)
 
 
-def _encoder(config: Config, model: Found) -> Any:
+def _encoder(config: Config, model: FoundModel) -> Any:
     """Return what encodes rows without cutting them; None if no tokenizer is here."""
     from drumline.models.tokenizer import load_tokenizer
 

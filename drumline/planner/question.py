@@ -31,7 +31,7 @@ from drumline.plan.unadapted import describe_unadapted, find_unadapted
 from drumline.planner.cluster import cluster_of
 from drumline.planner.new_tokens import rows_notes, shape_of, with_new_rows
 from drumline.planner.search.answer import Question
-from drumline.planner.sizes import Found, sizes_of
+from drumline.planner.sizes import FoundModel, sizes_of
 from drumline.report.bars import OnProgress
 from drumline.system import mirror
 
@@ -211,7 +211,7 @@ class PlanRequest:
 
     question: Question
     notes: tuple[str, ...]
-    policy: Found
+    policy: FoundModel
 
 
 def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
@@ -266,7 +266,7 @@ def _cluster_to_plan_for(config: Config) -> Cluster:
 
 def assemble(
     config: Config,
-    policy: Found,
+    policy: FoundModel,
     roles: Mapping[str, RolePlan],
     data: DataPlan | None,
     cluster: Cluster,
@@ -283,7 +283,7 @@ def assemble(
     length = config.data.max_length
     role_sizes = {}
     for name, role in roles.items():
-        role_sizes[name] = sizes_of(Found(role.model, role.model_path), length, role.head)
+        role_sizes[name] = sizes_of(FoundModel(role.model, role.model_path), length, role.head)
     if config.images_alone:
         from drumline.models.vision import image_side
 
@@ -308,7 +308,7 @@ def _labels(config: Config) -> tuple[str, ...]:
     return tuple(getattr(config.algorithm, "labels", None) or ())
 
 
-def require_adapter(config: Config, policy: Found) -> None:
+def require_adapter(config: Config, policy: FoundModel) -> None:
     """Raise ModelError if the adapter names a layer, module or token that the model does not have.
 
     It takes the model's config alone and no PEFT, so it can run before anything is downloaded or prepared.
@@ -324,7 +324,7 @@ def require_adapter(config: Config, policy: Found) -> None:
 
 
 def roles_of(
-    config: Config, policy: Found, find: Callable[[ModelConfig], Found]
+    config: Config, policy: FoundModel, find: Callable[[ModelConfig], FoundModel]
 ) -> dict[str, RolePlan]:
     """Return the auxiliary models of an algorithm by name, from their configs alone.
 
@@ -346,7 +346,7 @@ def roles_of(
     return roles
 
 
-def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = False) -> Found:
+def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = False) -> FoundModel:
     """Return where the config of a model is.
 
     It is looked for in a folder, a package or a cached copy, then in the table of known shapes, then on the hub.
@@ -359,7 +359,7 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
         raise ModelError(what, where="model.kind", fix="name a strategy and train")
     name = model.id
     if name is None:
-        return Found(model, None)
+        return FoundModel(model, None)
     if name in entry_points("models"):
         raise _unplannable(name)
     known = shapes.find(name)
@@ -371,11 +371,13 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
             if weights or is_local:
                 raise
             raise shapes.unknown(name, error.what) from None
-        return Found(model, path)
+        return FoundModel(model, path)
     cached = _cached_config(shapes.hub_id(name), model.revision)
     if cached is not None:
-        return Found(model, str(cached.parent))
-    return Found(shape_of(known, model), None, f"{name} is not on this machine; its shape is known")
+        return FoundModel(model, str(cached.parent))
+    return FoundModel(
+        shape_of(known, model), None, f"{name} is not on this machine; its shape is known"
+    )
 
 
 def _unplannable(name: str) -> ModelError:
@@ -414,7 +416,7 @@ def _cached_config(hub_id: str, revision: str | None) -> Path | None:
     return None
 
 
-def _data(config: Config, policy: Found, loaded: Loaded, notes: list[str]) -> DataPlan | None:
+def _data(config: Config, policy: FoundModel, loaded: Loaded, notes: list[str]) -> DataPlan | None:
     """Return the prepared data, and append to `notes` why it cannot be read.
 
     None if there is none yet: the planner then takes rows to be as long as they may be.

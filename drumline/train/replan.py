@@ -21,7 +21,7 @@ from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
-from drumline.planner.question import Found, assemble
+from drumline.planner.question import FoundModel, assemble
 from drumline.planner.search.advice import changed, find_fallbacks, smallest_changes
 from drumline.planner.search.answer import Answer, Candidate, Question
 from drumline.planner.search.search import search
@@ -54,7 +54,7 @@ def question(plan: Plan, ranks: int | None = None) -> Question:
 
     `ranks`: in place of the plan's.
     """
-    policy = Found(plan.config.model, plan.model_path)
+    policy = FoundModel(plan.config.model, plan.model_path)
     devices = (ranks or plan.mesh.world_size) * plan.devices_per_rank
     cluster, _ = cluster_here(plan.config, machine_of(plan), plan.device, devices)
     return assemble(plan.config, policy, plan.roles, plan.data, cluster, processes=True)

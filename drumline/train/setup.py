@@ -56,7 +56,7 @@ from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.faults import MTBF_HOURS, campaign
 from drumline.planner.new_tokens import rows_notes, with_new_rows
-from drumline.planner.question import Found, assemble, find_model, require_adapter, roles_of
+from drumline.planner.question import FoundModel, assemble, find_model, require_adapter, roles_of
 from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.auto import choose, choose_compile
 from drumline.planner.search.budget import kinds_of, within_budget
@@ -215,7 +215,7 @@ def _choose_open_keys(
 
 
 def _prepare_data(
-    config: Config, policy: Found, base_dir: Path, dry_run: bool, on_progress: OnProgress
+    config: Config, policy: FoundModel, base_dir: Path, dry_run: bool, on_progress: OnProgress
 ) -> DataPlan | None:
     """Return the prepared data, with their classes in the model's own order.
 
@@ -256,14 +256,14 @@ def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
     return plan.model_copy(update={"config": config, "why": [line, *plan.why]})
 
 
-def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[str, RolePlan]:
+def find_roles(config: Config, policy: FoundModel, on_progress: OnProgress) -> dict[str, RolePlan]:
     """Return for each auxiliary model, by the name of its role, what it is and where it lies.
 
     Raises ModelError for a model that reads other tokens than the policy writes, and for a frozen
     one without a trained head.
     """
 
-    def find(model: ModelConfig) -> Found:
+    def find(model: ModelConfig) -> FoundModel:
         return find_model(model, on_progress, weights=True)
 
     roles = roles_of(config, policy, find)

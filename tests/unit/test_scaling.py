@@ -12,7 +12,7 @@ from rich.console import Console
 from drumline.bench.pages import claim, markdown
 from drumline.bench.scaling import (
     WARM_UP_STEPS,
-    Case,
+    BenchCase,
     Options,
     Prediction,
     Round,
@@ -37,33 +37,39 @@ def step(number: int, **values: Any) -> Step:
 
 def rows() -> list[Row]:
     one = Row(
-        Case("ddp", 1),
+        BenchCase("ddp", 1),
         [Round(10, 100, 1.0, None, 2**20), Round(8, 80, 1.2, None, 2**20)],
         "ddp",
         Spread(9.0, 4.5, 18.0),
     )
     two = Row(
-        Case("ddp", 2), [Round(18, 180, 0.5, 0.25, 2**21), Round(16, 160, 0.6, 0.35, 2**21)], "ddp"
+        BenchCase("ddp", 2),
+        [Round(18, 180, 0.5, 0.25, 2**21), Round(16, 160, 0.6, 0.35, 2**21)],
+        "ddp",
     )
     three = Row(
-        Case("zero2", 1), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (10, 100)], "zero2"
+        BenchCase("zero2", 1), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (10, 100)], "zero2"
     )
     four = Row(
-        Case("zero2", 2), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (7.56, 101)], "zero2"
+        BenchCase("zero2", 2), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (7.56, 101)], "zero2"
     )
     return [
         one,
         two,
-        Row(Case("<b>tp", 2), reason="<script>alert(1)</script> | refused"),
+        Row(BenchCase("<b>tp", 2), reason="<script>alert(1)</script> | refused"),
         three,
         four,
     ]
 
 
 def test_a_case_has_a_folder_of_its_own() -> None:
-    assert Case("fsdp2 tp=2", 4, 2).name == "fsdp2-tp2-2x4" and Case("", 1).name == "config-1"
+    assert (
+        BenchCase("fsdp2 tp=2", 4, 2).name == "fsdp2-tp2-2x4"
+        and BenchCase("", 1).name == "config-1"
+    )
     names = [
-        Case(kind, 2).name for kind in ("/tmp/x/mine.py:Name", "../mine.py:Name", "..", "ü", "é")
+        BenchCase(kind, 2).name
+        for kind in ("/tmp/x/mine.py:Name", "../mine.py:Name", "..", "ü", "é")
     ]
     assert len({*names}) == 5 and all(
         "/" not in name and name.strip(".") and name.isascii() for name in names
