@@ -52,9 +52,11 @@ class Options:
     `top`: plans to show.
     `everything`: show more than a screen.
     `explain`: the name or row number of a candidate.
-    `most`: what the largest value is wanted of, the length or the batch.
+    `most`: find the largest length, or the largest batch.
     `what_if`: such as `nodes=2,4,8`.
-    `probe`: runs the best candidates (`train.probe.probe`).
+    `trace`: trace the activations of the best few candidates.
+    `probe`: runs the best candidates for some real steps, which correct all estimates
+    (`train.probe.probe`).
     """
 
     config: Path | None = None
@@ -74,10 +76,7 @@ class Options:
 
 
 def plan(options: Options) -> int:
-    """Plan as the options request it, and return the exit code of `drumline plan`.
-
-    Tracing corrects the activations of the best few plans. A probe corrects all estimates by some
-    real steps of the best.
+    """Do what the options of `drumline plan` request, and return its exit code.
 
     Raises UserError for options that exclude one another, PlanError behind the answer if nothing fits,
     and EnvironmentFault for a probe if the cluster is not this machine.
@@ -125,7 +124,7 @@ def plan(options: Options) -> int:
 
 
 def _check_options(options: Options) -> None:
-    """Raise UserError for options of which one would be ignored, and for too many tokens."""
+    """Raise UserError for two options of which one would be ignored, and for too many tokens."""
     alone = {
         "--max-seq or --max-batch": options.most,
         "--what-if": options.what_if,
@@ -164,16 +163,17 @@ def _find_answer(
         answer = search(question)
     with bars(aside) as on_progress:
         if options.trace:
-            answer = _traced(answer, policy, on_progress)
+            answer = _trace_best(answer, policy, on_progress)
         if options.probe is not None:
             answer = options.probe(answer, loaded, on_progress)
     return answer
 
 
-def _traced(answer: Answer, policy: FoundModel, on_progress: OnProgress) -> Answer:
-    """Return the answer with new estimates for the first MOST_TRACED candidates.
+def _trace_best(answer: Answer, policy: FoundModel, on_progress: OnProgress) -> Answer:
+    """Return the answer with the activations of its first MOST_TRACED candidates traced.
 
-    One that does not fit any more is refused. What cannot be traced keeps its estimate.
+    A candidate that does not fit by its new estimate is refused. One that cannot be traced keeps its
+    estimate.
     """
     from drumline.planner.trace import trace
 

