@@ -47,7 +47,7 @@ from drumline.plan.attention import choice_of
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Layout, Plan, Predicted
-from drumline.planner.cost.activations import by_kind, mixed
+from drumline.planner.cost.activations import mix_activations, split_checkpointing
 from drumline.system.files import load_or_compute
 from drumline.system.process import run_module
 from drumline.telemetry.memory_tracker import LiveBytes, plain_parts
@@ -90,12 +90,12 @@ def trace(
     None, with a line in the log, if the model cannot be traced.
     """
     if layout.config.memory.checkpointed_blocks is not None:
-        some_layout, rest_layout = by_kind(layout)
+        some_layout, rest_layout = split_checkpointing(layout)
         some = trace(config, model_path, some_layout, facts)
         rest = trace(config, model_path, rest_layout, facts)
         if some is None or rest is None:
             return None
-        return mixed(layout, facts, some, rest)
+        return mix_activations(layout, facts, some, rest)
     try:
         question = question_of(config, model_path, layout, facts)
         return load_or_compute(

@@ -372,8 +372,8 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     `saved_block`, `live_forward`, …: in bytes of a token of the micro-batch.
     """
     if layout.config.memory.checkpointed_blocks is not None:
-        all_blocks, no_blocks = by_kind(layout)
-        return mixed(layout, facts, formula(all_blocks, facts), formula(no_blocks, facts))
+        all_blocks, no_blocks = split_checkpointing(layout)
+        return mix_activations(layout, facts, formula(all_blocks, facts), formula(no_blocks, facts))
     config = layout.config
     # Zero bubble takes the gradients of weights later, and keeps for them what was computed again.
     recomputation: str = layout.activation_checkpointing
@@ -473,7 +473,7 @@ def _mlp_chunk(layout: Layout) -> float:
     return min(1.0, tokens * layout.mesh.cp / (layout.rows * layout.length))
 
 
-def by_kind(layout: Layout) -> tuple[Layout, Layout]:
+def split_checkpointing(layout: Layout) -> tuple[Layout, Layout]:
     """Return two layouts for one that checkpoints only its first blocks.
 
     They are the same layout with all blocks checkpointed, and with none.
@@ -485,7 +485,9 @@ def by_kind(layout: Layout) -> tuple[Layout, Layout]:
     return all_blocks, no_blocks
 
 
-def mixed(layout: Layout, facts: ModelFacts, some: Activations, rest: Activations) -> Activations:
+def mix_activations(
+    layout: Layout, facts: ModelFacts, some: Activations, rest: Activations
+) -> Activations:
     """Return the activations of a layout that checkpoints only its first blocks.
 
     `some`: the activations of its checkpointed blocks. `rest`: those of its other blocks.

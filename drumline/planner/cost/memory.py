@@ -108,7 +108,7 @@ def memory(
     if activations is None:
         activations = formula(layout, facts)
     ranks = _ranks_to_check(layout, facts)
-    estimates = [of_rank(layout, facts, activations, rank, engine) for rank in ranks]
+    estimates = [memory_of_rank(layout, facts, activations, rank, engine) for rank in ranks]
     return max(estimates, key=attrgetter("peak"))
 
 
@@ -199,7 +199,7 @@ def _unpacked_bytes(layout: Layout, facts: ModelFacts, mine: Part) -> float:
     return width * largest
 
 
-def of_rank(
+def memory_of_rank(
     layout: Layout, facts: ModelFacts, kept: Activations, rank: int, engine: int = 0
 ) -> Memory:
     """Return the bytes of a rank of stage `rank` of the pipeline.

@@ -208,10 +208,10 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
     ) -> None:
         """Add what gathering weights and reducing gradients send in a step.
 
-        Each block is gathered for forward and, unless it stays whole, for backward; embedding, last
-        norm and head once. All that is done for each micro-batch. A stage of a pipeline keeps in
-        backward what it has gathered, so it gathers once more than there are micro-batches, whatever
-        the schedule. Shards are padded to equal size. Gradients are reduced in `reduce_dtype`.
+        In each micro-batch each block is gathered for forward and, unless it stays whole, again for
+        backward; embedding, last norm and head are gathered once. A stage of a pipeline gathers a
+        block for the forward of each micro-batch, and once for all backwards, whatever the schedule.
+        Shards are padded to equal size. Gradients are reduced in `reduce_dtype`.
         """
         mesh = layout.mesh
         shards = self.strategy.shards(mesh)
@@ -219,7 +219,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         is_pipeline = mesh.pp > 1
         gathered_in = self.strategy.gathered_in(layout.precision, layout.config.images_alone)
         width = PRECISION_BYTES[gathered_in or "fp32"]
-        # Bytes that a frozen entry has less.
+        # How many bytes fewer a frozen entry takes.
         spared = width - min(width, PRECISION_BYTES[layout.precision])
         units = width * has["units"] - spared * has["units_low"]
         root = width * has["root"] - spared * has["root_low"]

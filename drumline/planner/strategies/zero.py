@@ -228,8 +228,7 @@ class ZeroCost(StrategyCost[Zero]):
             host_weights = weights
         if optimizer == "none":
             return State(device_weights, gradients, masters, host_weights)
-        # The flat buffer that gradients are reduced into lies where the optimizer does, and so does
-        # what its step reads.
+        # The host has the flat buffer that gradients are reduced into, and the copy that the step reads.
         return State(
             parameters=device_weights,
             gradients=0,
@@ -348,8 +347,8 @@ class ZeroCost(StrategyCost[Zero]):
                 persistent += number * weight.numel
         everything = cut.trainable + cut.frozen
         block = largest_block(facts, part_of(facts)).entries
-        # DeepSpeed gathers up to `live` entries ahead, and exceeds this by what it has in hand: a
-        # block, and what is prefetched. A persistent weight is counted in `always`.
+        # DeepSpeed gathers up to `live` entries ahead. It exceeds this by the block that runs, and by
+        # what is prefetched. Persistent weights are counted in `always`.
         gathered = min(everything, live + prefetched + block) - min(everything, persistent)
         reduced = width * min(bucket, cut.trainable)
         step = 0
@@ -372,11 +371,15 @@ class ZeroCost(StrategyCost[Zero]):
 
         `between`: bytes of its states in host memory.
 
-        DeepSpeed allocates its states while it is given the weights (engine.strategies.zero.fill),
-        one block at a time in fp32. Under stage 1 and 2 the fp32 values of all trainable weights stay on the
-        host, and DeepSpeed copies the trainable weights from the device beside them. Under stage 3
-        the fp32 values of the rank's part stay. On a CPU the host has all weights. A rank gathers its
-        part of a checkpoint on the host in any case.
+        DeepSpeed allocates its states while it is given the weights, one block at a time in fp32
+        (engine.strategies.zero.fill). What stays on the host meanwhile depends on the stage:
+
+        - Stages 1 and 2: the fp32 values of all trainable weights, and beside them DeepSpeed's copy of
+          the trainable weights of the device.
+        - Stage 3: the fp32 values of the rank's part.
+
+        On a CPU the host has all weights. A rank gathers its part of a checkpoint on the host in any
+        case.
         """
         cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
         is_low = layout.precision != "fp32"
@@ -420,10 +423,10 @@ class ZeroCost(StrategyCost[Zero]):
     ) -> None:
         """Add what weights and gradients send in a step.
 
-        Stage 1 and 2 sum gradients by all-reduce (`use_multi_rank_bucket_allreduce`), unsharded, in
-        fp32 (`communication_data_type`): stage 1 after the last micro-batch, stage 2 after each.
-        After the step each of the optimizer's groups of parameters, padded to 2 × ranks entries, is
-        gathered in the type of the weights. Stage 3: see `_send_stage_3`.
+        Stages 1 and 2 sum whole gradients by all-reduce (`use_multi_rank_bucket_allreduce`) in fp32
+        (`communication_data_type`): stage 1 after the last micro-batch, stage 2 after each. After the
+        step each of the optimizer's groups of parameters is gathered in the type of the weights, padded
+        to a multiple of 2 × ranks entries. Stage 3: see `_send_stage_3`.
         """
         options = self._user_options(facts)
         ranks = layout.mesh.shard
@@ -476,14 +479,19 @@ class ZeroCost(StrategyCost[Zero]):
     ) -> None:
         """Add what stage 3 sends in a step; `sent`: bytes of an entry of a gradient on its way.
 
-        Stage 3 cuts each parameter by itself into equal parts, padded. It gathers what is not
-        persistent (`stage3_param_persistence_threshold`) for forward. It gathers again for backward
-        where at least `stage3_max_reuse_distance` parameters are used in between and more than
-        `stage3_max_live_parameters` lie behind the block, which is how far it gathers ahead (to a
-        block or so). Gradients are scattered after each micro-batch. Persistent parameters are
-        gathered after the step.
+        Each parameter is cut by itself into equal parts, with padding. In each micro-batch:
 
-        ZeRO++ has not been counted on a GPU; it is as its paper says: weights are gathered in 8 bits,
+        - All parameters but the persistent ones (`stage3_param_persistence_threshold`) are gathered
+          for forward.
+        - A block is released after forward, and gathered again for backward, if two limits are
+          passed: at least `stage3_max_reuse_distance` parameters are used in between, and more than
+          `stage3_max_live_parameters` lie behind the block, which is how far DeepSpeed gathers ahead
+          (to a block or so).
+        - Gradients are reduced and scattered.
+
+        Persistent parameters are gathered after the step.
+
+        ZeRO++ follows its paper, and was not counted on a GPU: weights are gathered in 8 bits,
         gradients reduced in 4, and the second gathering is among the ranks of a copy.
         """
         ranks = layout.mesh.shard
