@@ -186,10 +186,10 @@ def _algorithm_of_images(flags: Flags) -> dict[str, str]:
 
 
 def in_turn(flags: list[str], overrides: list[str]) -> list[str]:
-    """Return overrides behind flags, in the order in which they are applied.
+    """Return flags and overrides in the order in which they are applied: flags first.
 
-    But an override of a whole section, such as `cluster=8xh100`, goes before the flags that set a key
-    in it: it would undo them.
+    An override of a whole section, such as `cluster=8xh100`, comes before flags that set a key in that
+    section, since it would undo them.
     """
     keys = {override: override.partition("=")[0] for override in (*flags, *overrides)}
     sections_of_flags = set()
@@ -236,7 +236,7 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
         roles,
         data,
         cluster,
-        processes=config.launch.nproc is not None and cluster.found,
+        needs_all_processes=config.launch.nproc is not None and cluster.found,
         may_install=not cluster.found,
     )
     if not config.images_alone:
@@ -271,14 +271,16 @@ def assemble(
     data: DataPlan | None,
     cluster: Cluster,
     *,
-    processes: bool = False,
+    needs_all_processes: bool = False,
     may_install: bool = False,
 ) -> Question:
     """Return the question of `plan`, of `train`, and of a new plan after memory ran out.
 
-    The sizes of the policy and of `roles` are counted on the meta device. `data`: None where none is prepared yet;
-    `processes`: their number is set, so each must have work; `may_install`: DeepSpeed is on another machine, or will
-    be.
+    The sizes of the policy and of `roles` are counted on the meta device.
+
+    `data`: None if none is prepared yet.
+    `needs_all_processes`: their number is set, so each must have work.
+    `may_install`: DeepSpeed can be installed, or is on another machine.
     """
     length = config.data.max_length
     role_sizes = {}
@@ -298,8 +300,8 @@ def assemble(
         facts=replace(sizes, roles=role_sizes),
         data=data,
         roles=roles,
-        processes=processes,
-        deepspeed=may_install or importlib.util.find_spec("deepspeed") is not None,
+        needs_all_processes=needs_all_processes,
+        has_deepspeed=may_install or importlib.util.find_spec("deepspeed") is not None,
     )
 
 

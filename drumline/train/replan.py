@@ -57,7 +57,7 @@ def question(plan: Plan, ranks: int | None = None) -> Question:
     policy = FoundModel(plan.config.model, plan.model_path)
     devices = (ranks or plan.mesh.world_size) * plan.devices_per_rank
     cluster, _ = cluster_here(plan.config, machine_of(plan), plan.device, devices)
-    return assemble(plan.config, policy, plan.roles, plan.data, cluster, processes=True)
+    return assemble(plan.config, policy, plan.roles, plan.data, cluster, needs_all_processes=True)
 
 
 def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice:

@@ -120,7 +120,9 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     processes = processes_of(config, machine, device, request.world_size)
     cluster, about_cluster = cluster_here(config, machine, device, processes)
     has_fixed_processes = request.world_size is not None or config.launch.nproc is not None
-    question = assemble(config, policy, roles, data, cluster, processes=has_fixed_processes)
+    question = assemble(
+        config, policy, roles, data, cluster, needs_all_processes=has_fixed_processes
+    )
     config, why = _choose_open_keys(question, about_cluster, on_progress)
     plan = _resolve_plan(
         request, config, machine, data, facts=question.facts, model_path=policy.path, roles=roles

@@ -320,8 +320,8 @@ def test_strategies_that_are_tried_by_name_only() -> None:
 RULED: list[tuple[Callable[[], Question], str, str]] = [
     (asks("9 heads", "8xh100-80g", batch=BATCH), "cp", "9 attention heads do not divide by cp 8"),
     (asks("9 heads", "2xh100-80g", batch=BATCH), "tp", "must divide by tp"),
-    (lambda: replace(question("1b", "2xh100-80g"), deepspeed=False), "zero2", "deepspeed is not installed"),
-    (lambda: replace(question("1b", "2xh100-80g"), processes=True), "single", "it is one process, and there are 2"),
+    (lambda: replace(question("1b", "2xh100-80g"), has_deepspeed=False), "zero2", "deepspeed is not installed"),
+    (lambda: replace(question("1b", "2xh100-80g"), needs_all_processes=True), "single", "it is one process, and there are 2"),
     (asks("8b", "4x4090", "4bit"), "tp", "scales belong to blocks along whole rows of a weight"),
     (asks("1b", "8xh100-80g", batch={"global_samples": 12}), "ddp", "12 samples does not divide by 8 data ranks"),
     (asks("1b", "2xh100-80g", batch={"global_samples": 64}, data={"train": [{"kind": "file", "path": "x"}], "max_length": 4095}), "cp",

@@ -273,7 +273,7 @@ def _proposals(question: Question) -> Iterator[Proposal]:
     """Yield changes in the order of `smallest_changes`."""
     yield from _with_less_memory_a_row(question)
     yield from _with_smaller_batch(question)
-    if question.nvme is None and question.deepspeed:
+    if question.nvme is None and question.has_deepspeed:
         yield Proposal("strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK))
     host = _with_host_memory(question)
     if host is not None:

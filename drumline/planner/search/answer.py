@@ -33,8 +33,8 @@ class Question:
     """What to plan: a config, a cluster, and the sizes of the model.
 
     The strategy of the config may be auto; the search chooses what the user left out.
-    `processes`: their number is set, so each must have work.
-    `deepspeed`: DeepSpeed is installed, or may be.
+    `needs_all_processes`: their number is set, so each must have work.
+    `has_deepspeed`: DeepSpeed is installed, or can be.
     `nvme`: a folder on a disk to which ZeRO-3 may offload, besides the folder of strategy auto.
     `correction`: factors by which all estimates are corrected; they come from real steps.
     """
@@ -44,8 +44,8 @@ class Question:
     facts: ModelFacts
     data: DataPlan | None = None
     roles: Mapping[str, RolePlan] = field(default_factory=dict)
-    processes: bool = False
-    deepspeed: bool = True
+    needs_all_processes: bool = False
+    has_deepspeed: bool = True
     nvme: str | None = None
     correction: Factors | None = None
 

@@ -469,13 +469,13 @@ class _Estimator:
     def _require_strategy(self, strategy: StrategyConfig) -> None:
         """Raise PlanError if a strategy cannot run here, or would do nothing."""
         question = self.question
-        if strategy.package == "deepspeed" and not question.deepspeed:
+        if strategy.package == "deepspeed" and not question.has_deepspeed:
             raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")
         is_set = strategy == self.config.strategy
         if self.device == "cpu" and "cpu" in strategy.offloads() and not is_set:
             raise PlanError("the device's memory is the host's: there is nothing to offload to")
         world_size = question.cluster.world_size
-        if question.processes and _number_of_processes(question, strategy) != world_size:
+        if question.needs_all_processes and _number_of_processes(question, strategy) != world_size:
             raise PlanError(f"it is one process, and there are {world_size}")
 
     def _batches(self, config: Config, mesh: Mesh, least: int) -> Iterator[BatchPlan]:
