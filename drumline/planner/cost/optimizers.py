@@ -10,8 +10,8 @@ from drumline.plan.facts import Weight
 
 # Bytes of an entry in fp32.
 FP32_BYTES = 4
-# A part of fewer entries keeps its moments in fp32, as torchao has it.
-SMALL = 4096
+# The fewest entries of a part whose moments are quantised. torchao keeps those of smaller parts in fp32.
+SMALLEST_QUANTIZED = 4096
 
 
 def moment_bytes(options: OptimizerConfig, weight: Weight, here: int, low: int = 0) -> int:
@@ -30,7 +30,7 @@ def moment_bytes(options: OptimizerConfig, weight: Weight, here: int, low: int =
         *ahead, rows, columns = weight.shape
         return FP32_BYTES * math.prod(ahead) * (rows + columns)
     bits, block = FORMATS.get(options.kind, (0, 1))
-    if not bits or here < SMALL or here % block:
+    if not bits or here < SMALLEST_QUANTIZED or here % block:
         return FP32_BYTES * options.slots * here
     codes = here * bits // 8
     scales = FP32_BYTES * (here // block)
