@@ -1,8 +1,8 @@
-"""What an algorithm is: an objective over a model's outputs.
+"""The interface of an algorithm: an objective over the outputs of a model.
 
-It knows neither the model nor the strategy. Everything that an objective returns is a *sum* over
-its micro-batch. Only the engine divides, by one denominator counted over the whole global batch. So
-the numbers do not depend on how the batch was cut.
+An algorithm knows neither the model nor the strategy. Everything that an objective returns is a *sum*
+over its micro-batch. Only the engine divides, by one denominator that it counts over the whole global
+batch. So the numbers do not depend on how the batch was cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 class LossOut:
     """What an objective returns for a micro-batch.
 
-    `loss_sum`: fp32 scalar with a gradient. `sums`: detached scalars, which the loop adds up and
-    `Algorithm.metrics` reads. Of a key `max_…` the loop takes the largest.
+    `loss_sum`: the loss as an fp32 scalar with a gradient.
+    `sums`: detached scalars. The loop adds them up over micro-batches and ranks, and takes the largest
+    of those whose key begins with `max_`. `Algorithm.metrics` reads the results.
     """
 
     loss_sum: torch.Tensor
@@ -29,14 +30,14 @@ class LossOut:
 class Algorithm(Protocol):
     """One objective.
 
-    The `weight` of a batch (tokens, pairs, episodes) is what the loss is divided by. Held-out data
-    is treated as training data is, unless a subclass overrides it.
+    The loss is divided by the `weight` of the global batch, which counts tokens, pairs or episodes.
+    Held-out data is treated as training data, unless a subclass overrides `eval_objective`.
 
-    `first_pass`: a method of an objective that sorts, pairs or averages over the global batch
-    before it learns. It is called as first_pass(outputs, batch) on `first_batch(batch)`, without
-    gradients, for all micro-batches before the first loss. It returns float[P, K]: K numbers of
-    each of the P samples. The objective finds those of all samples of the global batch, the same on
-    every rank and on any number of ranks, in `batch.first`, and its own by `batch.places_P`.
+    `first_pass`: an optional method, for objectives that sort, pair or average over the global batch.
+    It is called as first_pass(outputs, first_batch(batch)) without gradients, for all micro-batches
+    of a step before the first loss. It returns float[P, K]: K numbers for each of the P samples. The
+    objective then finds the numbers of all samples of the global batch in `batch.first`, and the
+    places of its own samples in `batch.places_P`. They are the same on any number of ranks.
     """
 
     first_pass: ClassVar[Callable[[Any, Any, Any], torch.Tensor] | None] = None
@@ -65,9 +66,9 @@ class Algorithm(Protocol):
 
 
 class Referenced(Algorithm, Protocol):
-    """Compares the policy with a reference model.
+    """An algorithm that compares the policy with a reference model.
 
-    Each batch has `reference_B`: what `score` returned for the reference.
+    `batch.reference_B` has what `score` returned for the reference.
     """
 
     def score(self, outputs: Any, batch: Any) -> torch.Tensor:

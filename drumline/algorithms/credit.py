@@ -93,10 +93,11 @@ def _deviation(centred: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     return variance.sqrt()
 
 
-def differs(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return which groups have two rewards that differ, bool[P]: only these teach anything.
+def have_different_rewards(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Return for each group whether two of its rewards differ, bool[P].
 
-    DAPO's dynamic sampling, Yu et al. 2025. `rewards_PG`: NaN for an unknown reward.
+    Only such groups teach anything (dynamic sampling of DAPO, Yu et al. 2025).
+    `rewards_PG`: NaN for an unknown reward.
     """
     # An unknown reward can be neither the highest nor the lowest. A group without any known one
     # compares −inf to inf, which is False.
@@ -154,7 +155,7 @@ def whiten(values_NM: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
     return whitened_1N.view_as(values_NM)
 
 
-def at_last(scores_N: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
+def place_at_last_token(scores_N: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
     """Return each episode's score at its last token, 0 elsewhere: fp32[N, M].
 
     An episode without tokens has no place for its score.
@@ -196,16 +197,17 @@ def credit_tokens(
 ) -> Episodes:
     """Return the episodes with advantages, returns and weights of tokens.
 
-    A token's reward is −`cost_NM`, and at the last token also the episode's reward. An episode
-    whose reward is NaN is not learned from. `gamma`, `lam`: as in `gae`. `whitened`: whether
-    advantages are brought to mean 0 and variance 1 over the rollout; returns stay as they are,
-    since the value is fitted to them.
+    A token's reward is −`cost_NM`; the last token also gets the episode's reward. An episode whose
+    reward is NaN gets the weight 0.
+
+    `gamma`, `lam`: as in `gae`. `whitened`: advantages get mean 0 and variance 1 over the rollout.
+    Returns stay as they are, since the value is fitted to them.
     """
     mask_NM = episodes.mask_NM
     is_known_N = ~rewards_N.isnan()
     # 0 for an unknown reward, so that no NaN spreads; its episode gets the weight 0 below.
     finite_rewards_N = rewards_N.nan_to_num()
-    token_rewards_NM = at_last(finite_rewards_N, mask_NM) - cost_NM
+    token_rewards_NM = place_at_last_token(finite_rewards_N, mask_NM) - cost_NM
     advantages_NM, returns_NM = gae(token_rewards_NM, episodes.values_NM, mask_NM, gamma, lam)
     if whitened:
         is_learned_NM = mask_NM & is_known_N[:, None]

@@ -1,7 +1,4 @@
-"""What learning from preference pairs has in common.
-
-These are the two sides of a batch, and metrics of sums.
-"""
+"""Bases of objectives on answers: pairs of a chosen and a rejected one, and single ones with a label."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ METRICS = ("accuracy", "margin", *REWARDS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers(Referenced):
+class AnswerAlgorithm(Referenced):
     """The base of algorithms that learn from log-probabilities of answers.
 
     `chunk`: tokens whose logits exist at once; 0: all.
@@ -36,7 +33,7 @@ class Answers(Referenced):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedAnswers(Answers):
+class JudgedAnswers(AnswerAlgorithm):
     """The base of algorithms that learn from answers with a label, one by one.
 
     `objective` returns the sums `good` and `bad`, the numbers of answers with each label.
@@ -54,7 +51,7 @@ def answers_of(sums: dict[str, float]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerPairs(Answers):
+class AnswerPairs(AnswerAlgorithm):
     """The base of algorithms that compare log-probabilities of two answers."""
 
     def out(

@@ -1,10 +1,8 @@
-"""What PPO and GRPO share.
+"""The objective that PPO and GRPO share.
 
-For a step: the divergence from a reference, estimated token by token from samples, and the
-controller of its weight; the clipped surrogate; metrics of how far the policy has moved. [B, T]
-tensors are fp32.
-
-Advantages are in `algorithms.credit`.
+It has three parts: the surrogate loss with its clip; the divergence from a reference, estimated from
+the sampled tokens, with the controller of its weight; and metrics of how far the policy has moved.
+[B, T] tensors are fp32. Advantages are in `algorithms.credit`.
 """
 
 from __future__ import annotations

@@ -9,18 +9,19 @@ import torch
 
 from drumline.hardware.cluster import Measured, Product, line_through, nearest
 
-# (tokens, width) of the blocks that are timed. The smallest has next to no products: its seconds are
-# those of the host.
+# (tokens, width) of the blocks that are timed. In the smallest, products take next to no time, so its
+# seconds are those in which the host starts kernels.
 BLOCKS = {
     "cpu": ((8, 64), (256, 256), (512, 576), (1024, 1024)),
     "cuda": ((8, 64), (2048, 2048), (8192, 4096)),
 }
 HEAD_DIM = 64
-# The feed-forward part of the blocks is so many times as wide as their stream.
+# Inner width of the feed-forward part over the width of the hidden states.
 MLP_RATIO = 3
-# Entries of a block's matrices, in squares of its width: 4 of attention, 3 of width × 3 × width.
-MATRICES = 13
-# A line is drawn through points of at least so many seconds: noise may leave less than none.
+# Entries of a block's matrices over width²: attention has 4 matrices of 1 × width², and the feed-forward
+# part 3 of MLP_RATIO × width².
+MATRICES = 4 + 3 * MLP_RATIO
+# The fewest seconds of a point: a difference of measured seconds may be below 0.
 LEAST_SECONDS = 1e-6
 
 
@@ -30,9 +31,9 @@ def besides_products(
     dtypes: Mapping[str, torch.dtype],
     measure: Callable[[Callable[[], Any]], float],
 ) -> dict[str, tuple[Measured, Measured]]:
-    """Return what a Llama's block takes besides its products: precision → (forward, backward).
+    """Return precision → latency and bandwidth of a block besides its products, (forward, backward).
 
-    Each is a line through seconds by the bytes of the block's hidden states.
+    The bandwidth is in bytes of the block's hidden states.
 
     Args:
         device: cpu or cuda.
@@ -51,7 +52,7 @@ def besides_products(
         backward_points = []
         for rows, width in BLOCKS[device]:
             forward, both = _time_block(device, precision, dtype, (rows, width), measure)
-            # Of attention half of all pairs, because it is causal.
+            # Attention is causal: it computes half of all pairs of tokens.
             flop = 2.0 * rows * (MATRICES * width * width + rows * width)
             product = nearest(products[precision], rows, width)
             spent = flop / product.rate

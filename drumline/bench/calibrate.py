@@ -53,39 +53,51 @@ from drumline.telemetry.traffic import CommunicatedBytes
 from drumline.train.failure import note, recording
 
 MIB = 2**20
-# Unless --nproc says more, and there are as many cores.
+# The most ranks on a CPU, unless --nproc says more and there are as many cores.
 MOST_CPU_RANKS = 8
-# Free space that the measurement of the disk requires: twice its largest file.
+# Free bytes that the measurement of the disk requires: twice its largest file.
 DISK_BYTES = 512 * MIB
 FP32_BYTES = 4
-# Products by precision.
+# Precision → the matrix products that were measured in it.
 Products = dict[str, tuple[Product, ...]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-# Seconds that one collective may take.
+# The most seconds that one collective may take.
 TIMEOUT = 60.0
 
 
 class Limits(NamedTuple):
     """Limits of a measurement."""
 
-    # Seconds that a rank may take for everything.
-    rank: float
-    # Seconds of samples of one thing, at least. Few samples are enough to pass it.
-    enough: float
-    # Seconds of samples of one thing, at most.
-    most: float
-    # Seconds that a matrix product may be expected to take; larger ones of its precision are left out.
-    product: float
-    # Calls of a collective that are timed.
-    repeats: int
+    # The most seconds that a rank may take for everything.
+    rank_seconds: float
+    # A call is sampled until there are SAMPLES samples and they took this long together …
+    least_seconds: float
+    # … or until they took this long.
+    most_seconds: float
+    # The most seconds that a matrix product is expected to take. Larger products are left out.
+    product_seconds: float
+    # How many calls of a collective are timed.
+    collective_calls: int
 
 
-THOROUGH = Limits(rank=900.0, enough=0.2, most=4.0, product=2.0, repeats=15)
-QUICK = Limits(rank=600.0, enough=0.05, most=0.5, product=0.3, repeats=5)
-# Samples of one thing, at least, unless they take too long.
+THOROUGH = Limits(
+    rank_seconds=900.0,
+    least_seconds=0.2,
+    most_seconds=4.0,
+    product_seconds=2.0,
+    collective_calls=15,
+)
+QUICK = Limits(
+    rank_seconds=600.0,
+    least_seconds=0.05,
+    most_seconds=0.5,
+    product_seconds=0.3,
+    collective_calls=5,
+)
+# The fewest samples of a call, unless they take more than `Limits.most_seconds`.
 SAMPLES = 15
-# On a GPU a sample is as many calls as take this long: waiting for the end costs time itself.
+# Seconds of a sample on a GPU, which is so many calls: waiting for the end of each would cost time.
 SAMPLE_SECONDS = 0.01
 # (device, quick) → numbers of rows, and widths, of the products (rows × width) · (width × width).
 SHAPES: dict[tuple[str, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -301,10 +313,10 @@ def _require_space(folder: Path, bytes_: int, fix: str) -> None:
 
 def tables(measured: Calibration) -> list[Table]:
     """Return the tables of a calibration: matrix products, and what moves bytes."""
-    return [_table_of_products(measured.products), _table_of_bytes(measured)]
+    return [_products_table(measured.products), _bytes_table(measured)]
 
 
-def _table_of_products(products: Mapping[str, tuple[Product, ...]]) -> Table:
+def _products_table(products: Mapping[str, tuple[Product, ...]]) -> Table:
     """Return a table of GFLOP/s by shape and precision."""
     table = Table("rows", "width", *products, title="matrix products, GFLOP/s", box=box.SIMPLE)
     # (rows, width) → precision → FLOP/s. A precision may lack the largest shapes.
@@ -325,7 +337,7 @@ def _table_of_products(products: Mapping[str, tuple[Product, ...]]) -> Table:
     return table
 
 
-def _table_of_bytes(measured: Calibration) -> Table:
+def _bytes_table(measured: Calibration) -> Table:
     """Return a table of the latency and the bandwidth of all that moves bytes."""
     table = Table("what", "ranks", "latency, µs", "GB/s", title="bytes", box=box.SIMPLE)
     if measured.memory:
@@ -354,7 +366,7 @@ def main() -> None:
     with recording():
         task = Task(**json.loads(Path(sys.argv[1]).read_text()))
         # A rank that hangs in a call of C ends here, whatever the other ranks do.
-        faulthandler.dump_traceback_later(task.limits.rank, exit=True)
+        faulthandler.dump_traceback_later(task.limits.rank_seconds, exit=True)
         backend = "gloo"
         if task.device == "cuda":
             backend = "nccl"
@@ -371,7 +383,7 @@ def main() -> None:
 
 
 def measure(task: Task, ranks: Ranks) -> Calibration:
-    """Return all rates, measured on every rank. Only rank 0's are complete. Collective."""
+    """Measure on every rank and return the rates of all. Only rank 0's result is complete. Collective."""
     # The default of precision.tf32.
     torch.backends.cuda.matmul.allow_tf32 = True
     # All ranks compute at the same time, as in training.
@@ -379,20 +391,20 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
         dist.barrier()
 
     def seconds_of(call: Callable[[], Any]) -> float:
-        return _seconds(call, task)
+        return _time_call(call, task)
 
-    own_products = multiply(task)
-    own_memory = copy_rate(task)
+    own_products = measure_products(task)
+    own_memory = measure_memory(task)
     dtypes = {precision: DTYPES[precision] for precision in own_products}
     own_blocks = besides_products(task.device, own_products, dtypes, seconds_of)
     host: dict[str, Measured] = {}
     if task.device == "cuda":
-        host = to_and_from_host(task)
+        host = measure_host_copies(task)
     disk: dict[str, Measured] = {}
     if ranks.rank == 0:
-        disk = write_and_read(task)
-    # The rates of all ranks together, which measured at the same time: of GPUs the lowest, since the
-    # slowest sets the pace of a step, and of a processor the sum.
+        disk = measure_disk(task)
+    # All ranks measured at the same time. Ranks on a CPU share it, so its rate is their sum. Of GPUs
+    # the slowest counts, since it sets the pace of a step.
     combine: Callable[[list[float]], float] = sum
     if task.device == "cuda":
         combine = min
@@ -408,16 +420,17 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     for precision in own_products:
         products[precision] = _combine_products(products_of_ranks, precision, combine)
         matmul[precision] = rate_of_large(products[precision])
-    # Of the operators besides products the whole of the slowest rank: a mix of ranks is no line.
+    # Latency and bandwidth of a block's operators belong together, so both are those of the slowest
+    # rank.
     operators = {}
     for precision in own_blocks:
         lines = [blocks[precision] for blocks in blocks_of_ranks]
-        operators[precision] = max(lines, key=_backward_latency)
+        operators[precision] = max(lines, key=_latency_of_backward)
     memory = combine(memory_of_ranks)
     return Calibration(
         matmul=matmul,
         memory=memory,
-        collectives=collectives(task, ranks),
+        collectives=measure_collectives(task, ranks),
         host=host,
         operators=operators,
         disk=disk,
@@ -426,7 +439,7 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     )
 
 
-def _backward_latency(lines: tuple[Measured, Measured]) -> float:
+def _latency_of_backward(lines: tuple[Measured, Measured]) -> float:
     """Return the latency of the second of two lines, (forward, backward)."""
     _, backward = lines
     return backward.latency
@@ -435,7 +448,7 @@ def _backward_latency(lines: tuple[Measured, Measured]) -> float:
 def _combine_products(
     products_of_ranks: list[Products], precision: str, combine: Callable[[list[float]], float]
 ) -> tuple[Product, ...]:
-    """Return the products of a precision that all ranks have measured, with their rates combined.
+    """Return the products of a precision that every rank has measured, with one rate for all ranks.
 
     Args:
         products_of_ranks: What each rank measured.
@@ -451,8 +464,8 @@ def _combine_products(
     return tuple(combined)
 
 
-def multiply(task: Task) -> Products:
-    """Return the FLOP/s of (rows × width) · (width × width), in each precision of the device."""
+def measure_products(task: Task) -> Products:
+    """Measure the FLOP/s of (rows × width) · (width × width), in each precision of the device."""
     products = {}
     for precision, dtype in DTYPES.items():
         # A GPU without bf16 emulates it, far slower than training would ever run.
@@ -462,11 +475,11 @@ def multiply(task: Task) -> Products:
         for rows, width in task.shapes:
             flop = 2.0 * rows * width * width
             # Shapes come from small to large, so all that follow would take longer still.
-            if measured and flop / measured[-1].rate > task.limits.product:
+            if measured and flop / measured[-1].rate > task.limits.product_seconds:
                 break
             a = torch.randn(rows, width, device=task.device).to(dtype)
             b = torch.randn(width, width, device=task.device).to(dtype)
-            seconds = _seconds(partial(torch.matmul, a, b), task)
+            seconds = _time_call(partial(torch.matmul, a, b), task)
             measured.append(Product(rows, width, width, flop / seconds))
         products[precision] = tuple(measured)
     return products
@@ -485,33 +498,34 @@ def rate_of_large(measured: Sequence[Product]) -> float:
     return max(rates)
 
 
-def copy_rate(task: Task) -> float:
-    """Return the bytes/s of a copy within the device's memory. Read and written bytes are counted."""
+def measure_memory(task: Task) -> float:
+    """Return the bytes/s of a copy within the device's memory. Bytes read and written both count."""
     size = COPIED[task.device]
     source = torch.ones(size // FP32_BYTES, device=task.device)
     target = torch.ones(size // FP32_BYTES, device=task.device)
-    seconds = _seconds(partial(target.copy_, source), task)
+    seconds = _time_call(partial(target.copy_, source), task)
     return 2 * size / seconds
 
 
-def to_and_from_host(task: Task) -> dict[str, Measured]:
-    """Return lines through the seconds of copies between pinned memory and the device."""
+def measure_host_copies(task: Task) -> dict[str, Measured]:
+    """Return latency and bandwidth of copies between pinned memory and the device."""
     to_device = []
     to_host = []
     for size in task.sizes:
         here = torch.ones(size // FP32_BYTES).pin_memory()
         there = torch.ones(size // FP32_BYTES, device=task.device)
-        seconds = _seconds(partial(there.copy_, here, non_blocking=True), task)
+        seconds = _time_call(partial(there.copy_, here, non_blocking=True), task)
         to_device.append((size, seconds))
-        seconds = _seconds(partial(here.copy_, there, non_blocking=True), task)
+        seconds = _time_call(partial(here.copy_, there, non_blocking=True), task)
         to_host.append((size, seconds))
     return {"to_device": line_through(to_device), "to_host": line_through(to_host)}
 
 
-def write_and_read(task: Task) -> dict[str, Measured]:
-    """Return lines through the seconds of writing and reading a file.
+def measure_disk(task: Task) -> dict[str, Measured]:
+    """Return latency and bandwidth of writing and reading a file.
 
-    It is written until it is on the disk, and read after the kernel has dropped it from its cache.
+    Writing ends when the file is on the disk. The kernel is asked to drop it from its cache before it
+    is read.
     """
     written = []
     read = []
@@ -537,10 +551,11 @@ def write_and_read(task: Task) -> dict[str, Measured]:
     return {"write": line_through(written), "read": line_through(read)}
 
 
-def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
-    """Return lines for each kind of collective among the first 2, 4, … ranks and among all.
+def measure_collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
+    """Return latency and bandwidth of each kind of collective, by (kind, number of ranks).
 
-    Bytes are counted as a run counts them. Collective; ranks outside of a group wait for it.
+    The ranks are the first 2, 4, … and all. Bytes are counted as a run counts them. Collective; ranks
+    outside of a group wait for it.
     """
     lines = {}
     for size in group_sizes(ranks.world_size):
@@ -548,27 +563,29 @@ def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
         group = dist.new_group(range(size))
         if ranks.rank < size:
             for kind in KINDS:
-                lines[kind, size] = _line_of_collective(kind, size, group, task)
+                lines[kind, size] = _measure_collective(kind, size, group, task)
         dist.barrier()
     if ranks.world_size > 1:
         points = []
         for bytes_ in task.sizes:
-            points.append(_back_and_forth(bytes_, ranks.rank, task))
+            points.append(_time_p2p(bytes_, ranks.rank, task))
         lines["p2p", 2] = line_through(points)
     return lines
 
 
-def _line_of_collective(kind: str, size: int, group: Any, task: Task) -> Measured:
-    """Return the line through the seconds of a collective, by the bytes that a rank sends."""
+def _measure_collective(kind: str, size: int, group: Any, task: Task) -> Measured:
+    """Return latency and bandwidth of a collective, by the bytes that a rank sends."""
     points = []
     for bytes_ in task.sizes:
-        call = _collective(kind, bytes_, size, group, task.device)
+        call = _make_collective(kind, bytes_, size, group, task.device)
         points.append(_time_collective(call, group, task))
     return line_through(points)
 
 
-def _collective(kind: str, bytes_: int, size: int, group: Any, device: str) -> Callable[[], Any]:
-    """Return a call of a collective, on tensors in fp32.
+def _make_collective(
+    kind: str, bytes_: int, size: int, group: Any, device: str
+) -> Callable[[], Any]:
+    """Return a function that calls a collective on tensors in fp32.
 
     Args:
         kind: One of KINDS.
@@ -596,73 +613,73 @@ def _time_collective(call: Callable[[], Any], group: Any, task: Task) -> tuple[f
     with CommunicatedBytes() as sent:
         call()
     times = []
-    for _ in range(task.limits.repeats):
+    for _ in range(task.limits.collective_calls):
         dist.barrier(group)
-        _wait(task.device)
+        _synchronize(task.device)
         began = time.perf_counter()
         call()
-        _wait(task.device)
+        _synchronize(task.device)
         seconds = time.perf_counter() - began
         times.append(seconds)
     return sent.total, min(times)
 
 
-def _back_and_forth(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
-    """Return (bytes, seconds of one way between ranks 0 and 1). Collective.
+def _time_p2p(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
+    """Return (bytes, seconds in which they go from rank 0 to rank 1 or back). Collective.
 
     All other ranks wait at the barrier.
     """
     tensor = torch.zeros(bytes_ // FP32_BYTES, device=task.device)
-    # Of the other ranks; their number is not used.
+    # The result of ranks other than 0 and 1, which nothing reads.
     seconds = 1.0
     if rank < 2:
         times = []
         # One more, since the first opens the connection.
-        for _ in range(task.limits.repeats + 1):
+        for _ in range(task.limits.collective_calls + 1):
             began = time.perf_counter()
             for sender in (0, 1):
                 if rank == sender:
                     dist.send(tensor, 1 - rank)
                 else:
                     dist.recv(tensor, 1 - rank)
-            _wait(task.device)
+            _synchronize(task.device)
             times.append((time.perf_counter() - began) / 2)
         seconds = min(times)
     dist.barrier()
     return bytes_, seconds
 
 
-def _seconds(call: Callable[[], Any], task: Task) -> float:
-    """Return the seconds of a call: the least of several samples, since other work only adds to it.
+def _time_call(call: Callable[[], Any], task: Task) -> float:
+    """Return the seconds of a call: the least of several samples, since other work only adds time.
 
-    On a GPU, where waiting for the end costs time itself, a sample is many calls.
+    On a GPU a sample is many calls, since waiting for the end of each would cost time.
     """
     # The first call loads kernels and starts threads.
-    _time_calls(call, 1, task.device)
+    _mean_seconds(call, 1, task.device)
     calls = 1
     if task.device == "cuda":
-        seconds_of_one = _time_calls(call, 1, task.device)
+        seconds_of_one = _mean_seconds(call, 1, task.device)
         calls = max(1, int(SAMPLE_SECONDS / seconds_of_one))
     limits = task.limits
     times: list[float] = []
     spent = 0.0
-    while spent < limits.most and (len(times) < SAMPLES or spent < limits.enough):
-        seconds = _time_calls(call, calls, task.device)
+    while spent < limits.most_seconds and (len(times) < SAMPLES or spent < limits.least_seconds):
+        seconds = _mean_seconds(call, calls, task.device)
         times.append(seconds)
         spent += calls * seconds
     return min(times)
 
 
-def _time_calls(call: Callable[[], Any], calls: int, device: str) -> float:
+def _mean_seconds(call: Callable[[], Any], calls: int, device: str) -> float:
     """Return the mean seconds of some calls in a row."""
     began = time.perf_counter()
     for _ in range(calls):
         call()
-    _wait(device)
+    _synchronize(device)
     return (time.perf_counter() - began) / calls
 
 
-def _wait(device: str) -> None:
+def _synchronize(device: str) -> None:
     """Wait until the device has done what it was given."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -35,9 +35,10 @@ from drumline.system.files import remove, write_whole
 from drumline.system.signals import NOTHING_LOST
 from drumline.telemetry.events import Event, Fault, Measured, Step, read
 
-# Steps that are not counted: the first are slower, and one is under the tracker of memory and traffic.
-WARM = 4
-# The file that a folder of a bench has.
+# Steps at the start that are not counted: the first are slower, and one of them is slowed down by the
+# tracker of memory and traffic.
+WARM_UP_STEPS = 4
+# The file by which the folder of a bench is known.
 MARK = "bench.json"
 UNKNOWN = "–"
 HEADS = ("samples/s", "tokens/s", "speed-up", "eff.", "memory", "comm.", "predicted")
@@ -70,7 +71,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """What is measured: a strategy on a number of processes."""
 
     # As on the command line; empty: the config's own.
@@ -115,7 +116,7 @@ class Round:
 class Row:
     """The rounds of a case."""
 
-    case: Case
+    case: BenchCase
     rounds: list[Round] = field(default_factory=list)
     # The name of what the plan runs.
     strategy: str = ""
@@ -193,7 +194,7 @@ class Settings:
     # The fewest processes of a case.
     least: int
 
-    def overrides_of(self, case: Case) -> list[str]:
+    def overrides_of(self, case: BenchCase) -> list[str]:
         """Return the overrides of a run of a case, without its folder."""
         samples = self.samples
         # Weak scaling keeps the samples of a process.
@@ -202,7 +203,7 @@ class Settings:
         return [
             *self.overrides,
             *self.strategies[case.strategy],
-            *_short(self.config, case, samples, self.options.steps),
+            *_overrides_of_short_run(self.config, case, samples, self.options.steps),
             *self.hosts.get(case.nodes or 0, []),
         ]
 
@@ -283,13 +284,13 @@ def _host_overrides(config: Config, options: Options) -> dict[int, list[str]]:
     return hosts
 
 
-def _cases(options: Options, strategies: Sequence[str], hosts: Sequence[int]) -> list[Case]:
+def _cases(options: Options, strategies: Sequence[str], hosts: Sequence[int]) -> list[BenchCase]:
     """Return a case for each strategy on each number of hosts and processes."""
     cases = []
     for strategy in strategies:
         for nodes in hosts or (None,):
             for nproc in options.nproc:
-                cases.append(Case(strategy, nproc, nodes))
+                cases.append(BenchCase(strategy, nproc, nodes))
     return cases
 
 
@@ -315,7 +316,7 @@ def _measure_rounds(rows: Sequence[Row], settings: Settings, loads: list[float])
     return code
 
 
-def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
+def _overrides_of_short_run(config: Config, case: BenchCase, samples: int, steps: int) -> list[str]:
     """Return the overrides of a run of a few steps that leaves nothing behind.
 
     Args:
@@ -335,7 +336,7 @@ def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
         batch += f", micro_batch: {micro_batch}"
     # Algorithms that sample train several steps on one rollout, and end with a whole one.
     turn = config.algorithm.steps_in_turn
-    turns = math.ceil((WARM + steps) / turn)
+    turns = math.ceil((WARM_UP_STEPS + steps) / turn)
     return [
         f"batch={{{batch}}}",
         f"run.steps={turn * turns}",
@@ -378,7 +379,7 @@ def _measure(row: Row, settings: Settings, folder: Path) -> int:
     if code == 0:
         measured = _summarise(events)
     if measured is None:
-        row.reason = _failure(events, errors.getvalue(), folder)
+        row.reason = _find_failure(events, errors.getvalue(), folder)
     else:
         row.rounds.append(measured)
     return 0
@@ -409,7 +410,7 @@ def _samples_per_s(samples: int, estimate: Estimate) -> Spread:
     return Spread(rate, rate / slowest, rate / fastest)
 
 
-def _failure(events: list[Event], errors: str, folder: Path) -> str:
+def _find_failure(events: list[Event], errors: str, folder: Path) -> str:
     """Return why a run measured nothing: its last fault, else the last error that it printed."""
     faults = [event.error for event in events if isinstance(event, Fault)]
     if faults:
@@ -423,19 +424,19 @@ def _failure(events: list[Event], errors: str, folder: Path) -> str:
 
 def _summarise(events: list[Event]) -> Round | None:
     """Return the medians over the counted steps of a run; None if there was none."""
-    steps = [event for event in events if isinstance(event, Step) and event.step > WARM]
+    steps = [event for event in events if isinstance(event, Step) and event.step > WARM_UP_STEPS]
     if not steps:
         return None
     return Round(
         samples_per_s=statistics.median(step.samples_per_s for step in steps),
         tokens_per_s=statistics.median(step.tokens_per_s for step in steps),
         seconds=statistics.median(step.seconds for step in steps),
-        communication=_communication(steps),
-        memory=_memory(events),
+        communication=_share_of_waiting(steps),
+        memory=_bytes_of_fullest_device(events),
     )
 
 
-def _communication(steps: list[Step]) -> float | None:
+def _share_of_waiting(steps: list[Step]) -> float | None:
     """Return the share of the steps' seconds that ranks wait for one another.
 
     None if any step lacks it.
@@ -451,7 +452,7 @@ def _communication(steps: list[Step]) -> float | None:
     return waited / seconds
 
 
-def _memory(events: list[Event]) -> int | None:
+def _bytes_of_fullest_device(events: list[Event]) -> int | None:
     """Return the bytes of the fullest device by the last measurement.
 
     None if memory was not measured.
@@ -528,7 +529,7 @@ def _predict(
     )
 
 
-def _table(rows: Sequence[Row]) -> Rows:
+def _measured_table(rows: Sequence[Row]) -> Rows:
     """Return the measured rows as cells, under their head."""
     has_hosts = any(row.case.nodes for row in rows)
     processes_head = "n"
@@ -647,7 +648,7 @@ def _show(
     if options.weak:
         kind = "weak scaling, the batch grows with n"
     title = f"{config.name}: {kind}"
-    tables = [("", _table(rows))]
+    tables = [("", _measured_table(rows))]
     if predictions:
         tables.append(("Predicted, not measured", _predicted_table(predictions)))
     lines = _remarks(rows, predictions, options, loads)

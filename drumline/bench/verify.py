@@ -34,39 +34,40 @@ from drumline.plan.plan import Plan
 from drumline.report.bars import OnProgress, aside
 from drumline.telemetry import events
 
-# What is run by default with four processes or more, besides the strategies with `compared`.
+# Strategies that are compared by default with four processes or more, besides those whose section has
+# `compared`.
 MIXES = ("ddp tp=2", "fsdp2 tp=2", "ddp pp=2", "fsdp2 cp=2")
 REFERENCE = "one process"
 # Loads the user's config, with overrides over it.
 Read = Callable[[list[str]], Loaded]
-# Ends of the names of a model's own options for dropout.
+# Endings of the names of a model's options for dropout.
 DROPOUT = ("dropout", "pdrop", "dropout_prob", "_drop")
-# Entries that are read at once.
+# The most entries of tensors that are read at once.
 PORTION = 64 * 2**20
-# A tensor of zeros has no relative difference.
+# A relative difference is to a norm of at least this, since a tensor may be all zeros.
 SMALLEST_NORM = 1e-12
 SMALLEST_GRAD_NORM = 1e-30
-# The loss of a policy is a mean of advantages, which cancel to nothing at the first step: what is left is
-# rounding.
+# A relative difference of losses is to a loss of at least this. The loss of a policy is a mean of
+# advantages, which cancel at the first step, so that only rounding is left.
 SMALLEST_LOSS = 0.1
-# A tensor with so small a share of the gradient's norm has nothing but rounding for a gradient.
+# A weight whose gradient has at most this share of the norm has nothing but rounding for a gradient.
 ROUNDING = 1e-5
-# The end of the names of second moments.
+# The ending of the names of second moments.
 SECOND = ".exp_avg_sq"
-# Relative, in fp32.
+# The largest relative difference that counts as the same by default; runs are fp32.
 TOLERANCE = 1e-5
-# Another cut of the batch changes the order of the same sums, as a strategy does. A strategy has a
-# few such changes at once (its ranks, its collectives, its parts of a product), so it may be apart
-# by a few times what one of them does.
+# A strategy may be apart by so many times what another cut of the batch does. Such a cut changes the
+# order of sums in one place; a strategy changes it in a few (its ranks, its collectives, its parts of
+# a product).
 ROUNDING_FACTOR = 4
-# Samples. One that is lost or counted twice moves the gradient by about its share of the global batch.
-# Rounding may be allowed a tenth of that: beyond it, a mistake could not be told from rounding.
+# The largest difference that may count as rounding, as a share of what one sample does to the gradient.
+# Beyond it a sample that is lost or counted twice could not be told from rounding.
 LARGEST_ROUNDING = 0.1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one strategy."""
+    """The comparison of one strategy with one process, or why there is none."""
 
     name: str
     # None if it was refused before it started.
@@ -91,11 +92,11 @@ def verify(
     tolerance: float | None,
     keep: Path | None,
 ) -> int:
-    """Print the table of `compare`, and return the exit code.
+    """Compare strategies with one process, print a table, and return the exit code.
 
     It is 0 if every strategy that runs stays within `tolerance`, and 1 if one does not, or fails. All
-    runs are fp32 without TF32, with dropout off (each rank draws its own), and have the same global
-    batch.
+    runs are in fp32 without TF32, have the same global batch, and have no dropout, which each rank
+    would draw by itself.
 
     Args:
         config_path: The user's config.
@@ -177,14 +178,14 @@ def compare(
     folder = None
     if keep is not None:
         folder = Path(keep)
-    with aside(display) as on_progress, _folder(folder) as place:
+    with aside(display) as on_progress, _open_folder(folder) as place:
         root = Path(place)
-        common = [*changes, *_common(read(changes).config, nproc, steps, on_progress)]
+        common = [*changes, *_shared_overrides(read(changes).config, nproc, steps, on_progress)]
         reference = read([*common, *_one_process(root / "reference")])
-        plan = _run(reference, REFERENCE, on_progress)
+        plan = _train(reference, REFERENCE, on_progress)
         found = []
         for name in wanted:
-            outcome = _outcome(read, common, name, spelled[name], nproc, root, on_progress)
+            outcome = _compare_strategy(read, common, name, spelled[name], nproc, root, on_progress)
             found.append(outcome)
         outcomes = tuple(found)
         if tolerance is not None:
@@ -232,7 +233,7 @@ def _measure_rounding(again: Loaded, root: Path, on_progress: OnProgress) -> flo
     run_dir = root / "rounding"
     reference = root / "reference"
     try:
-        _run(again, f"{REFERENCE}, cut in another way", on_progress)
+        _train(again, f"{REFERENCE}, cut in another way", on_progress)
     except (DrumlineError, WorkerFailed):
         return None
     first_losses = []
@@ -375,7 +376,7 @@ def spell(name: str) -> str:
     return f"strategy={{{', '.join(parts)}}}"
 
 
-def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
+def _shared_overrides(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
     """Return the overrides of all runs.
 
     They set the batch of the user's own run, a few steps and exact arithmetic, and turn off what is
@@ -439,7 +440,7 @@ def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
     return keys
 
 
-def _outcome(
+def _compare_strategy(
     read: Read,
     common: list[str],
     name: str,
@@ -462,7 +463,7 @@ def _outcome(
     run_dir = root / name.replace(" ", "-").replace("=", "")
     own = [spelled, f"launch.nproc={nproc}", override("run.dir", run_dir)]
     try:
-        plan = _run(read([*common, *own]), name, on_progress)
+        plan = _train(read([*common, *own]), name, on_progress)
         apart = difference(run_dir, root / "reference")
     except WorkerFailed as failure:
         return Outcome(name, nproc, None, f"failed: {failure.what}")
@@ -471,7 +472,7 @@ def _outcome(
     return Outcome(name, plan.mesh.world_size, apart)
 
 
-def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
+def _train(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
     """Train to the end, and return the plan.
 
     Raises WorkerFailed if a rank of a strategy failed, DrumlineError for one of the reference: then
@@ -494,7 +495,7 @@ def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
     raise WorkerFailed(f"with exit code {code}, as reported above; --keep FOLDER keeps its logs")
 
 
-def _folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
+def _open_folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
     """Return a context with the folder of the runs: `keep`, or a temporary one.
 
     Raises EnvironmentFault if `keep` is not empty.
@@ -603,7 +604,7 @@ def _distances(
 
     `Difference.noise` says what that is, and how the distance of such tensors is measured.
     """
-    noise = _noise(tensors)
+    noise = _find_noise(tensors)
     # Of all tensors of one moment together: the slot is the end of a tensor's name, as `exp_avg`.
     norm_of_slot: dict[str, float] = {}
     for tensor in tensors:
@@ -623,7 +624,7 @@ def _distances(
     return distances, tuple(sorted(noise))
 
 
-def _noise(tensors: list[TensorDifference]) -> dict[str, float]:
+def _find_noise(tensors: list[TensorDifference]) -> dict[str, float]:
     """Return the weights whose gradient is rounding alone, each with its share of the gradient's norm.
 
     The share is known by Adam's second moments, which are averages of the gradient's squares. Under

@@ -146,7 +146,9 @@ def evaluate(
 
         place = stack.enter_context(inference.fetch_checkpoint(checkpoint, config, all_overrides))
         if tasks:
-            code = inference.harness(config, all_overrides, place, tasks, limit, include_path)
+            code = inference.score_with_lm_eval(
+                config, all_overrides, place, tasks, limit, include_path
+            )
         elif generate:
             code = inference.answers(config, all_overrides, place, generate)
         else:

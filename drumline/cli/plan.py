@@ -61,10 +61,10 @@ def init(
     ] = False,
 ) -> None:
     """Ask five questions, plan, and write a commented YAML."""
-    from drumline.planner.init import Answers
+    from drumline.planner.init import InitAnswers
     from drumline.planner.init import init as run
 
-    answers = Answers(
+    answers = InitAnswers(
         model=model,
         cluster=cluster,
         length=length,

@@ -57,7 +57,7 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
         start = f"`{_code(base)}`"
     run_name = run_dir.resolve().name
     events = read(run_dir / "events.jsonl")
-    changed_keys = public(_changed_keys(config))
+    changed_keys = shorten_paths(_changed_keys(config))
     versions = []
     for package in VERSIONS:
         # An older export may lack one.
@@ -80,7 +80,7 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
         config=write_yaml(changed_keys),
         strategy=strategy_name(plan),
         devices=f"{plan.mesh.world_size} × {plan.device}",
-        plan=_without_paths(explain(plan), plan),
+        plan=_shorten_paths_of_plan(explain(plan), plan),
         versions=", ".join(versions),
         has_license="license" in license_keys,
     )
@@ -155,21 +155,21 @@ def _notes(plan: Plan) -> list[str]:
     """Return the notes of the data, without paths of this machine."""
     if plan.data is None:
         return []
-    return [_text(_without_paths(line, plan)) for line in plan.data.notes]
+    return [_text(_shorten_paths_of_plan(line, plan)) for line in plan.data.notes]
 
 
-def _without_paths(text: str, plan: Plan) -> str:
+def _shorten_paths_of_plan(text: str, plan: Plan) -> str:
     """Return a text with paths of this machine shortened.
 
-    Paths of the plan may have spaces, so that no pattern finds their ends: these are replaced first.
+    Paths of the plan come first: they may have spaces, so no pattern would find their ends.
     """
     values = plan.model_dump(mode="json")
     # The longest first: one path may be the start of another.
     for string in sorted(_strings(values), key=len, reverse=True):
-        shortened = public(string)
+        shortened = shorten_paths(string)
         if shortened != string:
             text = text.replace(string, shortened)
-    return _short_paths(text)
+    return _shorten_plain_paths(text)
 
 
 def _counts(data: DataPlan | None) -> str | None:
@@ -183,7 +183,7 @@ def _counts(data: DataPlan | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredText:
     """What was measured, as text for the card."""
 
     # A table of held-out metrics; None if there was no evaluation.
@@ -194,7 +194,7 @@ class Measured:
     cost: str | None
 
 
-def _measured(events: list[Event], exported: Any) -> Measured:
+def _measured(events: list[Event], exported: Any) -> MeasuredText:
     """Return held-out metrics before training and of the exported step, and the run's cost.
 
     Args:
@@ -228,7 +228,7 @@ def _measured(events: list[Event], exported: Any) -> Measured:
         tokens = sum(event.tokens or 0 for event in steps.values())
         loss = _number(last.loss)
         cost = f"{last.step:,} steps, {count(tokens)} tokens, {seconds:.3g} s of steps; last training loss {loss}."
-    return Measured(scores, samples, cost)
+    return MeasuredText(scores, samples, cost)
 
 
 def _metric_rows(evals: list[Eval]) -> list[tuple[str, ...]]:
@@ -306,27 +306,27 @@ def _changed_keys(config: Config) -> dict[str, Any]:
     return dict(values)
 
 
-def public(value: Any) -> Any:
-    """Return a value in which paths of this machine are only names.
+def shorten_paths(value: Any) -> Any:
+    """Return a value in which each path of this machine is cut to its last name.
 
-    A text that is one path may have spaces in it.
+    Dictionaries and lists are searched. A text that is one path may have spaces in it.
     """
     if isinstance(value, dict):
-        return {key: public(inner) for key, inner in value.items()}
+        return {key: shorten_paths(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [public(inner) for inner in value]
+        return [shorten_paths(inner) for inner in value]
     if not isinstance(value, str):
         return value
     start = LOCAL.match(value)
     # A second path or an option after a space means that this is a command, not one path.
     if start is None or re.search(r"\n|\s[/~-]", value):
-        return _short_paths(value)
+        return _shorten_plain_paths(value)
     _, _, name = value.rstrip("/").rpartition("/")
     return f"{start['scheme']}…/{name}"
 
 
-def _short_paths(text: str) -> str:
-    """Return a text in which paths of this machine without spaces are only names."""
+def _shorten_plain_paths(text: str) -> str:
+    """Return a text in which each path of this machine without spaces is cut to its last name."""
     # More folders, and then the name that stays.
     whole_path = LOCAL.pattern + r"(?:[^\s/'\"]+/)*([^\s/'\"]+)"
     return re.sub(whole_path, r"\g<scheme>…/\2", text)
@@ -351,7 +351,7 @@ def _source(source: Any) -> str:
     # Kinds of sources have different fields; the most telling one counts.
     tasks = ", ".join(getattr(source, "tasks", ()))
     name = getattr(source, "id", None) or tasks or getattr(source, "path", None) or source.label
-    public_name = str(public(str(name)))
+    public_name = str(shorten_paths(str(name)))
     return f"`{_code(public_name)}`"
 
 

@@ -1,8 +1,8 @@
 """`drumline eval`: score a checkpoint on held-out rows, on held-out prompts, or in lm-eval's tasks.
 
 `evaluate` computes the metrics that training computes, by the same loop and under the same
-strategy. `answers` generates answers to held-out prompts in this process. `harness` lets lm-eval
-score a model. Each writes a section of RUN/eval.json.
+strategy. `answers` generates answers to held-out prompts in this process. `score_with_lm_eval` lets
+lm-eval score a model. Each writes a section of RUN/eval.json.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 from drumline.train.tasks import harness_errors, metrics_of
 from drumline.version import __version__
 
-# Overrides of an evaluation: it is not started again, and only the caller gets the result. No tracker
-# hears of it, and no checkpoint is copied to other hosts or kept in memory.
+# Overrides under which an evaluation leaves nothing but its result: it is not restarted, reports to no
+# tracker, and copies no checkpoint to a URL, to other hosts or to memory.
 ALONE = [
     "launch.max_restarts=0",
     "run.report_to=[]",
@@ -72,11 +72,11 @@ ALONE = [
     "checkpoint.replicas=0",
     "checkpoint.in_memory_every=null",
 ]
-# Sequences that are generated side by side.
-TOGETHER = 16
-# Answers that eval.json keeps.
+# Sequences of a batch of prompts that are answered.
+ANSWER_BATCH = 16
+# The most answers that eval.json keeps.
 SHOWN = 20
-# Requests that lm-eval computes together.
+# Requests of a batch of lm-eval.
 LM_EVAL_BATCH = 8
 YAML = (".yaml", ".yml")
 TRUSTED = "model.trust_remote_code=true"
@@ -149,7 +149,7 @@ def evaluate(
         Console(stderr=True).print(
             line, style="yellow", markup=False, highlight=False, soft_wrap=True
         )
-    write(run_dir, "held_out", result)
+    write_section(run_dir, "held_out", result)
     return 0
 
 
@@ -157,10 +157,10 @@ def evaluate(
 def fetch_checkpoint(
     checkpoint: str | None, config_path: Path, overrides: list[str]
 ) -> Iterator[Path | None]:
-    """Yield the folder to evaluate; None: what the run folder has.
+    """Yield the folder of the checkpoint to evaluate; None: take what the run folder has.
 
-    A checkpoint at a URL is copied to this machine for the time of the context. If neither
-    `checkpoint` is given nor the run folder has one, the config's checkpoint.url is tried.
+    A checkpoint at a URL is copied to this machine for the time of the context. The config's
+    checkpoint.url is used if `checkpoint` is None and the run folder has no checkpoint.
     """
     if checkpoint is None and config_path.suffix in YAML:
         checkpoint = _url_of_run(config_path, overrides)
@@ -188,7 +188,7 @@ def _url_of_run(config_path: Path, overrides: list[str]) -> str | None:
 
 def plan_evaluation(
     config_path: Path, overrides: list[str], place: Path | None
-) -> tuple[Plan, Weights, Path]:
+) -> tuple[Plan, EvaluatedWeights, Path]:
     """Return the plan with its held-out set prepared, the weights to evaluate, and the run folder.
 
     Raises ConfigError if there is no held-out set.
@@ -230,7 +230,7 @@ def run_folder(config_path: Path, overrides: list[str]) -> Path:
 
 
 @dataclass(frozen=True)
-class Weights:
+class EvaluatedWeights:
     """The weights to evaluate."""
 
     # The config that they are evaluated under.
@@ -243,7 +243,7 @@ class Weights:
 
 def find_weights(
     config_path: Path, overrides: list[str], place: Path | None, run_dir: Path
-) -> Weights:
+) -> EvaluatedWeights:
     """Return the weights at a place, with the config that they are evaluated under.
 
     Args:
@@ -271,25 +271,25 @@ def find_weights(
         if (place / "tokenizer_config.json").exists():
             own += ["model.tokenizer=null", "model.new_tokens=[]"]
         own_loaded = load(config_path, [*overrides, *own], trusted=False)
-        return Weights(own_loaded, None, str(place))
+        return EvaluatedWeights(own_loaded, None, str(place))
     check(place, verify=False, alone=True)
-    return Weights(loaded, place, str(place))
+    return EvaluatedWeights(loaded, place, str(place))
 
 
-def _weights_of_run(loaded: Loaded, place: Path | None, run_dir: Path) -> Weights:
+def _weights_of_run(loaded: Loaded, place: Path | None, run_dir: Path) -> EvaluatedWeights:
     """Return the weights of the run at `place`, which must have a checkpoint.
 
     Without `place` they are those of `run_dir`, which may have none.
     """
     checkpoint = best_or_newest(place or run_dir)
     if checkpoint is not None:
-        return Weights(loaded, checkpoint, str(checkpoint))
+        return EvaluatedWeights(loaded, checkpoint, str(checkpoint))
     if place is not None:
         what = "this run has no whole checkpoint"
         fix = "train first, or set checkpoint.every"
         raise CheckpointError(what, where=str(place), fix=fix)
     name = loaded.config.model.id or "the model"
-    return Weights(loaded, None, f"{name}, not trained")
+    return EvaluatedWeights(loaded, None, f"{name}, not trained")
 
 
 def best_or_newest(run_dir: Path) -> Path | None:
@@ -323,7 +323,7 @@ def show(title: str, metrics: dict[str, Any]) -> None:
     console.print(table)
 
 
-def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
+def write_section(run_dir: Path, section: str, result: dict[str, Any]) -> None:
     """Write a section of RUN/eval.json; the other sections stay. Raises EnvironmentFault."""
     path = run_dir / EVAL_RESULTS
     fix = "move it away, or fix the folder"
@@ -338,8 +338,8 @@ def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A prompt as tokens, and its right answer."""
+class HeldOutPrompt:
+    """A held-out prompt as tokens, and its right answer."""
 
     tokens: list[int]
     answer: str
@@ -366,7 +366,7 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
     model = open_plan(plan, weights.checkpoint)
     base_dir = Path(plan.base_dir)
     max_length = plan.config.data.max_length
-    first_questions = islice(_questions(plan, model, base_dir), number)
+    first_questions = islice(_read_prompts(plan, model, base_dir), number)
     questions = drop_full_prompts(first_questions, max_length)
     prompts = [question.tokens for question in questions]
     texts = []
@@ -387,7 +387,7 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
         "metrics": metrics,
         "answers": shown,
     }
-    write(run_dir, "generated", result)
+    write_section(run_dir, "generated", result)
     return 0
 
 
@@ -405,7 +405,7 @@ def _require_answers(plan: Plan) -> None:
 
 
 def _answer_metrics(
-    questions: list[Question], texts: list[str], completions: list[Completion]
+    questions: list[HeldOutPrompt], texts: list[str], completions: list[Completion]
 ) -> dict[str, float]:
     """Return the metrics of answers.
 
@@ -423,7 +423,7 @@ def _answer_metrics(
 
 
 def _verifier_metrics(
-    questions: list[Question], texts: list[str], base_dir: Path
+    questions: list[HeldOutPrompt], texts: list[str], base_dir: Path
 ) -> dict[str, float]:
     """Return the mean reward of the tasks' verifiers, and the share of answers that they fail on."""
     items = []
@@ -440,7 +440,7 @@ def _verifier_metrics(
     return metrics
 
 
-def drop_full_prompts(found: Iterable[Question], max_length: int) -> list[Question]:
+def drop_full_prompts(found: Iterable[HeldOutPrompt], max_length: int) -> list[HeldOutPrompt]:
     """Return the questions that leave room for an answer. Prints how many do not.
 
     Raises DataError if none does.
@@ -477,7 +477,7 @@ def complete_prompts(
     done: dict[int, tuple[str, Completion]] = {}
     for group in _groups_by_room(rooms, spare):
         largest_room = rooms[group[-1]]
-        greedy = HFGenerator(top_k=1, max_new_tokens=largest_room, batch=TOGETHER)
+        greedy = HFGenerator(top_k=1, max_new_tokens=largest_room, batch=ANSWER_BATCH)
         prompts_of_group = [prompts[index] for index in group]
         answers_of_group = model.complete(prompts_of_group, greedy, 0)
         for index, (text, answer) in zip(group, answers_of_group, strict=True):
@@ -491,7 +491,7 @@ def complete_prompts(
 
 
 def _groups_by_room(rooms: list[int], spare: int) -> list[list[int]]:
-    """Return the numbers of prompts in groups, by their room for an answer, the smallest first.
+    """Return the indices of `rooms` in groups of similar room, the smallest room first.
 
     The largest room of a group is at most twice its smallest, so that little is generated in vain,
     and at most `spare` tokens more, so that the longest prompt of the group has positions for it.
@@ -508,7 +508,7 @@ def _groups_by_room(rooms: list[int], spare: int) -> list[list[int]]:
     return groups
 
 
-def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
+def _read_prompts(plan: Plan, model: Model, base_dir: Path) -> Iterator[HeldOutPrompt]:
     """Yield the held-out questions.
 
     If all of data.eval is tasks, they have what the tasks' verifiers need. Else the question is the
@@ -521,7 +521,7 @@ def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
             for row in read_rows(source, base_dir, PROMPT_FORMS):
                 _, prompt_ids = encoder.prompt(row)
                 answer = str(row.extra["answer"])
-                yield Question(prompt_ids, answer, row.extra)
+                yield HeldOutPrompt(prompt_ids, answer, row.extra)
         return
     for cache in open_held_out(plan):
         for sample in range(len(cache)):
@@ -532,7 +532,7 @@ def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
                 if start:
                     answer_ids = tokens[start:stop].tolist()
                     answer = model.tokenizer.decode(answer_ids, skip_special_tokens=True)
-                    yield Question(tokens[:start].tolist(), answer)
+                    yield HeldOutPrompt(tokens[:start].tolist(), answer)
 
 
 def open_held_out(plan: Plan) -> list[TokenCache]:
@@ -541,7 +541,7 @@ def open_held_out(plan: Plan) -> list[TokenCache]:
     return [TokenCache.open(folder) for folder in plan.data.eval_caches.values()]
 
 
-def harness(
+def score_with_lm_eval(
     config_path: Path,
     overrides: list[str],
     place: Path | None,
@@ -561,7 +561,7 @@ def harness(
         limit: Questions of each task; None: all.
         include_path: A folder of more task YAMLs.
 
-    Raises EnvironmentFault without the package, and for whatever the harness fails on: a task that
+    Raises EnvironmentFault without the package, and for whatever lm-eval fails on: a task that
     it does not know, data that cannot be had.
     """
     require_package("lm_eval", "--lm-eval")
@@ -577,7 +577,7 @@ def harness(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.time()
     model = model_of(source, TRUSTED in overrides)
-    results = _evaluate(model, list(tasks), limit, include_path)
+    results = _run_lm_eval(model, list(tasks), limit, include_path)
     metrics = {}
     for task, values in results.items():
         for name, value in values.items():
@@ -587,12 +587,12 @@ def harness(
     target = own_folder if is_config else source
     if target != source or (source / "plan.json").exists():
         result = {"seconds": time.time() - began, "limit": limit, "tasks": results}
-        write(target, "lm_eval", result)
+        write_section(target, "lm_eval", result)
     return 0
 
 
 def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
-    """Return lm-eval's arguments for a model.
+    """Return the arguments by which lm-eval takes a model.
 
     lm-eval loads the folder of an export itself. Of a checkpoint, or of a run that has no export, it
     gets the model in memory.
@@ -621,7 +621,7 @@ def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
     return {"pretrained": model.module, "tokenizer": model.tokenizer}
 
 
-def _evaluate(
+def _run_lm_eval(
     model: dict[str, Any], tasks: list[str], limit: int | None, include_path: Path | None
 ) -> dict[str, dict[str, float]]:
     """Return task → metric → value, by lm-eval. `model`: as `model_of` returns it."""

@@ -1,8 +1,7 @@
 """A trained model in memory, to chat with and to generate with.
 
 It comes from a run, an exported folder, the hub or a package. `drumline.load` returns it in Python.
-`drumline chat` brings it to a terminal, with answers on standard output and everything else on
-standard error.
+`drumline chat` talks with it in a terminal: answers go to standard output, all else to standard error.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from drumline.system.signals import CtrlC
 from drumline.train.run import Run
 
 COMMANDS = "/exit or Ctrl-D leaves, /clear starts a new conversation, Ctrl-C stops an answer"
-# Options of sampling that a model's own generation config may set, and of which greedy decoding
-# would warn.
+# Unset options of sampling. A model's own generation config may set them, and greedy decoding would
+# warn of them.
 NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None}
 # A model may write what a terminal takes for a command; line breaks and tabs are text.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -169,7 +168,7 @@ class Model:
         self._require_text()
         if isinstance(prompts, str):
             prompts = [prompts]
-        # One candidate is the same as no draw, and the config refuses a temperature of 0.
+        # The config refuses a temperature of 0. Drawing from the likeliest token alone is the same.
         sampling: dict[str, Any] = {"top_k": 1}
         if temperature != 0:
             sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -201,7 +200,7 @@ class Model:
             requests.append(Request(tokens, (number,)))
         generator = HFGenerator(config, self.module, self.tokenizer, seed)
         completed = []
-        # The step is of no run: it is always 0, so that the same call draws the same again.
+        # There is no run, so the step is always 0: the same call draws the same tokens again.
         for completion in generator.generate(requests, 0):
             text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
             completed.append((text, completion))
@@ -239,13 +238,13 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
             model, tokenizer, checkpoint = read_run(folder, trust=trust)
             origin = f"{checkpoint}, which is not exported"
             return Model(_place_on_device(model), tokenizer, origin)
-        return _from_folder(str(exported), trust)
+        return _open_folder(str(exported), trust)
     # `resolve` takes folders of whole models alone.
     if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
-        return _from_folder(str(folder), trust)
+        return _open_folder(str(folder), trust)
     source = resolve(ModelConfig(id=place), on_progress, named="")
     assert source is not None, "an id leads somewhere"
-    return _from_folder(source, trust)
+    return _open_folder(source, trust)
 
 
 def exported_folder(run: Path) -> Path | None:
@@ -275,7 +274,7 @@ def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
     return Model(_place_on_device(model), tokenizer, str(plan.model_path))
 
 
-def _from_folder(source: str, trust_remote_code: bool) -> Model:
+def _open_folder(source: str, trust_remote_code: bool) -> Model:
     """Return the model of a folder or hub id that transformers reads.
 
     A folder may also have an adapter alone, which is merged into its base. Raises ModelError.
@@ -284,7 +283,7 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     adapter_file = Path(source) / ADAPTER
     is_whole_model = (Path(source) / "config.json").exists()
     if is_whole_model or not adapter_file.exists():
-        module = _place_on_device(_pretrained(source, model))
+        module = _place_on_device(_read_pretrained(source, model))
         return Model(module, load_tokenizer(source, model), source)
     adapter_config = read_object(adapter_file, ModelError)
     base = adapter_config.get("base_model_name_or_path")
@@ -301,8 +300,8 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
         tokenizer = load_tokenizer(source, model)
     else:
         tokenizer = load_tokenizer(base, base_model)
-    base_module = _pretrained(base, base_model)
-    _make_room(base_module, Path(source), tokenizer)
+    base_module = _read_pretrained(base, base_model)
+    _grow_embeddings(base_module, Path(source), tokenizer)
     fix = "give a folder that PEFT wrote"
     with judged("cannot be laid over its base", source, ModelError, fix):
         is_ours = (Path(source) / PROVENANCE).exists()
@@ -310,10 +309,10 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
         return Model(_place_on_device(merged), tokenizer, f"{source} over {base}")
 
 
-def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:
+def _grow_embeddings(base: Any, adapter: Path, tokenizer: Any) -> None:
     """Give the base of an adapter as many rows of embeddings as it had in training.
 
-    These are more than its own if tokens were added. The adapter's shapes do not fit otherwise.
+    Without them the shapes of an adapter that was trained with added tokens do not fit.
     """
     rows = len(tokenizer)
     provenance = adapter / PROVENANCE
@@ -328,7 +327,7 @@ def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:
         grow_whole(base, Growth(stored, rows, trained_rows=stored))
 
 
-def _pretrained(source: str, model: ModelConfig) -> Any:
+def _read_pretrained(source: str, model: ModelConfig) -> Any:
     """Return the whole model that transformers reads from a folder or hub id, in fp32.
 
     Raises ModelError for a classifier, and for a model that lacks weights.
@@ -385,18 +384,18 @@ def chat(
         model = open_model(place, on_progress, trust)
     conversation = Conversation(model, max_new_tokens, temperature, system)
     if sys.stdin.isatty():
-        _tell(f"{model.origin} — {COMMANDS}")
+        _print_to_stderr(f"{model.origin} — {COMMANDS}")
     if not conversation.has_template:
-        _tell("it has no chat template: each line is continued by itself")
+        _print_to_stderr("it has no chat template: each line is continued by itself")
     with CtrlC():
         # None: the input has ended.
-        for line in iter(_next_line, None):
+        for line in iter(_read_line, None):
             if line == "/exit":
                 break
             if line == "/clear":
                 conversation.turns.clear()
             elif line.startswith("/") and line[1:].isalpha():
-                _tell(f"no command {line}: {COMMANDS}")
+                _print_to_stderr(f"no command {line}: {COMMANDS}")
             elif line:
                 conversation.answer(line)
 
@@ -430,27 +429,27 @@ class Conversation:
         self.ends = sorted(end_tokens(self.module, self.tokenizer))
 
     def answer(self, line: str) -> str:
-        """Return the answer to a line; both are kept.
+        """Return the answer to a line. Both are added to `turns`.
 
-        The oldest turns are forgotten if they leave too few positions. Ctrl-C ends the answer early, and
-        the text until then is kept.
+        The oldest turns are removed if they leave too few positions. Ctrl-C ends the answer early, and
+        the text up to there counts as the answer.
         """
         question = {"role": "user", "content": line}
-        size = len(self._tokens([question]))
+        size = len(self._tokenize([question]))
         if size >= self.positions:
-            _tell(
+            _print_to_stderr(
                 f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered"
             )
             return ""
         turns = [question]
         if self.has_template:
             turns = [*self.turns, question]
-        ids = self._tokens(turns)
+        ids = self._tokenize(turns)
         while len(ids) + self.max_new_tokens > self.positions and len(turns) > 1:
             # A question and its answer: templates refuse a conversation that begins with an answer.
             del turns[:2]
-            _tell("the model's positions are used up: the oldest turn is forgotten")
-            ids = self._tokens(turns)
+            _print_to_stderr("the model's positions are used up: the oldest turn is forgotten")
+            ids = self._tokenize(turns)
         printer = Printer(self.tokenizer, self.show)
         try:
             self._generate(ids, printer)
@@ -481,10 +480,10 @@ class Conversation:
                 **sampling,
             )
 
-    def _tokens(self, turns: list[Message]) -> list[int]:
-        """Return the tokens of a conversation, with the start of the answer.
+    def _tokenize(self, turns: list[Message]) -> list[int]:
+        """Return the tokens of a conversation, up to where the answer starts.
 
-        Without a chat template they are those of the first text.
+        Without a chat template only the first turn counts.
         """
         if not self.has_template:
             return list(self.tokenizer(turns[0]["content"])["input_ids"])
@@ -513,7 +512,7 @@ class Printer(TextStreamer):
             print(CONTROLS.sub("�", text), end="\n" if stream_end else "", flush=True)
 
 
-def _next_line() -> str | None:
+def _read_line() -> str | None:
     """Return the next line of the user; None at the end.
 
     Ctrl-C only shows how to leave, since there is nothing to stop.
@@ -528,10 +527,10 @@ def _next_line() -> str | None:
     except EOFError:
         return None
     except KeyboardInterrupt:
-        _tell(f"\n{COMMANDS}")
+        _print_to_stderr(f"\n{COMMANDS}")
         return ""
 
 
-def _tell(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     """Print a line beside the answers, on standard error."""
     print(line, file=sys.stderr, flush=True)

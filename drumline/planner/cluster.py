@@ -26,15 +26,15 @@ from drumline.hardware.detect import Machine
 # and AMD's optimisation manuals). Wider units are not counted on, nor 16-bit ones: `drumline
 # calibrate` measures what they do.
 FLOP_PER_CYCLE = 32
-# Cycles a second.
-CLOCK = 2.5e9
-# Bytes a second of one channel of DDR4-3200 (JEDEC).
-CHANNEL = 25.6e9
+# Cycles a second of a core: a choice.
+CLOCK_HZ = 2.5e9
+# Bytes a second of one channel of DDR4-3200 (JEDEC): 3.2e9 transfers of 8 bytes.
+CHANNEL_BYTES_PER_S = 25.6e9
 PROCESSOR_SOURCE = "AVX2 at 2.5 GHz, one channel of DDR4-3200"
 # A GPU that the catalog lacks is planned for as if it were this one, the slowest that has bf16.
 STAND_IN = "3090"
 # From this number of hosts on, networks have switches over switches, which many hosts share.
-MANY_NODES = 64
+MANY_HOSTS = 64
 
 
 def cluster_of(
@@ -47,20 +47,20 @@ def cluster_of(
 
     `described`: the section `cluster` of the YAML; None for this machine as it is.
     `processes`: ranks of this machine, if it is the one to plan for.
-    `calibration`: of this machine. It counts if the device is the one that is here, on any number of
-    hosts; a file that the YAML names goes before it.
+    `calibration`: of this machine. It is used if the device to plan for is the one of this machine, on
+    any number of hosts. A file that the YAML names is used in its place.
 
     Raises EnvironmentFault if that file is damaged or missing.
     """
     if described is None:
-        return found(machine, processes, calibration)
+        return cluster_of_machine(machine, processes, calibration)
     ranks = described.per_node or processes
-    base = _with_device(described, machine, ranks, calibration)
+    base = _host_with_device(described, machine, ranks, calibration)
     named = _named_calibration(described, base.device, machine)
     if named.calibration is None:
         measured = base.calibration
         if described.intra is not None:
-            # This machine has measured its own link alone.
+            # The collectives were measured over this machine's link, not over the one that is set.
             measured = replace(measured, collectives={})
     elif base.device.kind == "cpu":
         # The file has the rates of a whole host, of which each rank has its part.
@@ -75,7 +75,7 @@ def cluster_of(
     usual_network, _ = catalog.usual_network(intra.name, per_node)
     network = described.inter or usual_network
     assumed = network_assumed(described, described.nodes, network)
-    # It is this machine if only the number of ranks could differ, and does not.
+    # It is this machine if neither the hosts nor the ranks of a host differ.
     is_found = base.found and described.nodes == 1 and per_node == base.per_node
     return replace(
         base,
@@ -98,14 +98,14 @@ def cluster_of(
     )
 
 
-def _with_device(
+def _host_with_device(
     described: ClusterConfig, machine: Machine, ranks: int, calibration: Calibration | None
 ) -> Cluster:
     """Return one host with the device that the YAML names.
 
     It is this machine if the YAML names no device, or the one that is here.
     """
-    here = found(machine, ranks, calibration)
+    here = cluster_of_machine(machine, ranks, calibration)
     spec = described.spec()
     if spec is None and described.device is not None and here.device.kind == "cuda":
         # A CPU is meant, and here are GPUs.
@@ -157,28 +157,30 @@ def _host_memory(described: ClusterConfig, base: Cluster, per_node: int) -> _Hos
     return _HostMemory(per_node * bytes_a_device, True, device)
 
 
-class _Named(NamedTuple):
+class _NamedCalibration(NamedTuple):
     """The calibration that the YAML names, None if it is not used; and notes on it."""
 
     calibration: Calibration | None
     notes: tuple[str, ...]
 
 
-def _named_calibration(described: ClusterConfig, device: DeviceSpec, machine: Machine) -> _Named:
+def _named_calibration(
+    described: ClusterConfig, device: DeviceSpec, machine: Machine
+) -> _NamedCalibration:
     """Return the calibration of the file that the YAML names, with a note if it is of another device.
 
     None without a file. None also for the rates of a CPU if GPUs are planned for, or the other way
     round: these say nothing.
     """
     if described.calibration is None:
-        return _Named(None, ())
+        return _NamedCalibration(None, ())
     named = read_calibration(Path(described.calibration))
     about = f"cluster.calibration is of {named.hardware}"
     is_of_processor = is_processor(named.hardware)
     if is_of_processor != (device.kind == "cpu"):
         lacking = "no GPU" if is_of_processor else "no CPU"
         note = f"{about}, which is {lacking}: it is not used for {device.name}"
-        return _Named(None, (note,))
+        return _NamedCalibration(None, (note,))
     if is_of_processor:
         # The name `cpu` in a YAML names no model, so any processor is the same.
         is_same = described.device is not None or named.hardware == hardware(machine)
@@ -193,9 +195,9 @@ def _named_calibration(described: ClusterConfig, device: DeviceSpec, machine: Ma
         is_same = is_own or device.name == measured_name
         user = device.name
     if is_same:
-        return _Named(named, ())
+        return _NamedCalibration(named, ())
     note = f"{about}, and used for {user}"
-    return _Named(named, (note,))
+    return _NamedCalibration(named, (note,))
 
 
 def usual_inter(intra: str, per_node: int) -> Link:
@@ -281,7 +283,7 @@ def network_assumed(described: ClusterConfig | None, nodes: int, network: str) -
         if network != catalog.OTHER_NETWORK:
             usual += ", as hosts of eight such devices have"
         notes.append(f"{usual}; set what there is, such as cluster.inter=400Gb or 8x400Gb")
-    if nodes >= MANY_NODES and described.pod is None:
+    if nodes >= MANY_HOSTS and described.pod is None:
         notes.append(
             f"cluster.pod is not set: no link between {nodes} hosts is taken to be congested;"
             " see cluster.oversubscription"
@@ -301,7 +303,9 @@ class _Devices(NamedTuple):
     notes: tuple[str, ...]
 
 
-def found(machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
+def cluster_of_machine(
+    machine: Machine, processes: int, calibration: Calibration | None = None
+) -> Cluster:
     """Return this machine as a cluster that `processes` ranks share.
 
     A rank has a GPU of its own, or its part of the cores and of the memory. More ranks than GPUs need
@@ -309,7 +313,7 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
     """
     measured = calibration or Calibration()
     if machine.devices:
-        devices = _gpus(machine, processes, measured)
+        devices = _devices_of_gpus(machine, processes, measured)
     else:
         spec = processor(machine, processes)
         devices = _Devices(spec, processes, measured.shared(processes), ())
@@ -328,7 +332,7 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
     )
 
 
-def _gpus(machine: Machine, processes: int, calibration: Calibration) -> _Devices:
+def _devices_of_gpus(machine: Machine, processes: int, calibration: Calibration) -> _Devices:
     """Return the first `processes` GPUs, all taken for the one with the least memory.
 
     A run needs the same plan to fit on all of them.
@@ -365,12 +369,12 @@ def _gpus(machine: Machine, processes: int, calibration: Calibration) -> _Device
 
 def processor(machine: Machine, processes: int) -> DeviceSpec:
     """Return the part of this machine's cores and memory that each of `processes` ranks has."""
-    rate = FLOP_PER_CYCLE * CLOCK * machine.cores / processes
+    rate = FLOP_PER_CYCLE * CLOCK_HZ * machine.cores / processes
     return DeviceSpec(
         name="cpu",
         kind="cpu",
         memory_bytes=machine.memory_bytes // processes,
-        bandwidth=CHANNEL / processes,
+        bandwidth=CHANNEL_BYTES_PER_S / processes,
         flops=dict.fromkeys(("fp32", "bf16", "fp16"), rate),
         source=PROCESSOR_SOURCE,
         intra="loopback",

@@ -14,7 +14,7 @@ from drumline.config.load import Loaded
 from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
 from drumline.planner.cost.times import estimate
-from drumline.planner.question import FLAGS, Flags, Found, ask, in_turn, load_with_flags
+from drumline.planner.question import FLAGS, Flags, FoundModel, ask, in_turn, load_with_flags
 from drumline.planner.report import table
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.devices import show_devices
@@ -27,8 +27,8 @@ from drumline.planner.report.output import (
     describe_use,
 )
 from drumline.planner.report.sizing import parse_what_if, report_most, report_what_if
-from drumline.planner.search.advice import Change, by_adapter, nothing_fits, refusal
-from drumline.planner.search.answer import Answer, Candidate, Question, ranked_anew, require_here
+from drumline.planner.search.advice import Change, by_adapter, refusal, smallest_changes
+from drumline.planner.search.answer import Answer, Candidate, Question, rank_again, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
@@ -38,8 +38,8 @@ MOST_TRACED = 3
 # More tokens than any run has.
 MOST_TOKENS = 1e18
 # Plans that one screen shows, and that --all shows.
-SHORT = 3
-LONG = 8
+PLANS_OF_ONE_SCREEN = 3
+PLANS_OF_ALL = 8
 
 Trial = Callable[[Answer, Loaded, OnProgress], Answer]
 
@@ -52,9 +52,11 @@ class Options:
     `top`: plans to show.
     `everything`: show more than a screen.
     `explain`: the name or row number of a candidate.
-    `most`: what the largest value is wanted of, the length or the batch.
+    `most`: find the largest length, or the largest batch.
     `what_if`: such as `nodes=2,4,8`.
-    `probe`: runs the best candidates (`train.probe.probe`).
+    `trace`: trace the activations of the best few candidates.
+    `probe`: runs the best candidates for some real steps, which correct all estimates
+    (`train.probe.probe`).
     """
 
     config: Path | None = None
@@ -74,10 +76,7 @@ class Options:
 
 
 def plan(options: Options) -> int:
-    """Plan as the options request it, and return the exit code of `drumline plan`.
-
-    Tracing corrects the activations of the best few plans. A probe corrects all estimates by some
-    real steps of the best.
+    """Do what the options of `drumline plan` request, and return its exit code.
 
     Raises UserError for options that exclude one another, PlanError behind the answer if nothing fits,
     and EnvironmentFault for a probe if the cluster is not this machine.
@@ -107,7 +106,9 @@ def plan(options: Options) -> int:
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
     if options.most is not None:
         with line_if_slow(aside, COMPARING):
-            report_most(question, options.most, console, options.top or LONG, options.as_json)
+            report_most(
+                question, options.most, console, options.top or PLANS_OF_ALL, options.as_json
+            )
     elif hosts is not None:
         with line_if_slow(aside, COMPARING):
             report_what_if(question, hosts, console, options.tokens, options.as_json)
@@ -123,7 +124,7 @@ def plan(options: Options) -> int:
 
 
 def _check_options(options: Options) -> None:
-    """Raise UserError for options of which one would be ignored, and for too many tokens."""
+    """Raise UserError for two options of which one would be ignored, and for too many tokens."""
     alone = {
         "--max-seq or --max-batch": options.most,
         "--what-if": options.what_if,
@@ -153,7 +154,7 @@ def _check_options(options: Options) -> None:
 
 
 def _find_answer(
-    question: Question, policy: Found, loaded: Loaded, options: Options, aside: Console
+    question: Question, policy: FoundModel, loaded: Loaded, options: Options, aside: Console
 ) -> Answer:
     """Return the answer of the search, corrected by a trace and by a probe if the options say so."""
     if options.probe is not None:
@@ -162,16 +163,17 @@ def _find_answer(
         answer = search(question)
     with bars(aside) as on_progress:
         if options.trace:
-            answer = _traced(answer, policy, on_progress)
+            answer = _trace_best(answer, policy, on_progress)
         if options.probe is not None:
             answer = options.probe(answer, loaded, on_progress)
     return answer
 
 
-def _traced(answer: Answer, policy: Found, on_progress: OnProgress) -> Answer:
-    """Return the answer with new estimates for the first MOST_TRACED candidates.
+def _trace_best(answer: Answer, policy: FoundModel, on_progress: OnProgress) -> Answer:
+    """Return the answer with the activations of its first MOST_TRACED candidates traced.
 
-    One that does not fit any more is refused. What cannot be traced keeps its estimate.
+    A candidate that does not fit by its new estimate is refused. One that cannot be traced keeps its
+    estimate.
     """
     from drumline.planner.trace import trace
 
@@ -190,7 +192,7 @@ def _traced(answer: Answer, policy: Found, on_progress: OnProgress) -> Answer:
         on_progress("tracing activations of the best", number + 1, len(best))
     candidates += answer.ranked[MOST_TRACED:]
     named = [(candidate.name, candidate) for candidate in candidates]
-    return ranked_anew(answer, named, {})
+    return rank_again(answer, named, {})
 
 
 def _without_adapter(loaded: Loaded, question: Question) -> Question:
@@ -216,7 +218,7 @@ def _show_answer(
     changes: tuple[Change, ...] = ()
     if not answer.ranked:
         with line_if_slow(aside, LOOKING_FOR_HELP):
-            changes = nothing_fits(answer)
+            changes = smallest_changes(answer)
     answer, heuristic_line = heuristic_first(answer)
     if options.figure is not None:
         from drumline.planner.report.picture import draw
@@ -235,10 +237,10 @@ def _show_answer(
             console.print(f"{heuristic_line}\n", soft_wrap=True, markup=False)
         show_probes(answer.probes, console)
         if options.everything or not answer.ranked:
-            top = options.top or LONG
+            top = options.top or PLANS_OF_ALL
             table.show(answer, console, changes, adapted, top=top, tokens=options.tokens)
         else:
-            top = options.top or SHORT
+            top = options.top or PLANS_OF_ONE_SCREEN
             table.show_short(answer, console, adapted, top=top, tokens=options.tokens)
         if answer.ranked:
             _show_use(answer, loaded, options, console)

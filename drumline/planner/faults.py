@@ -1,6 +1,4 @@
-"""Predict what faults cost a run.
-
-That is how often to save, which share of the time is training, and how many spare hosts pay.
+"""Predict what faults cost a run: how often to save, the share of time that trains, spare hosts that pay.
 
 Faults come independently, at a constant rate a device. The interval is Daly's (A higher order
 estimate of the optimum checkpoint interval for restart dumps, FGCS 22, 2006; its first term is
@@ -20,34 +18,34 @@ from drumline.plan.facts import ModelFacts
 from drumline.planner.cost.memory import checkpoint_bytes
 from drumline.planner.search.answer import Candidate
 
-# Seconds of an hour, and of a day.
-HOUR = 3600
-DAY = 24 * HOUR
-# Llama 3 (Dubey et al. 2024, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs;
-# 78% were hardware, confirmed or suspected. These count as a lost host, whose memory is lost with it.
+HOUR_SECONDS = 3600
+DAY_SECONDS = 24 * HOUR_SECONDS
+# The mean hours between two faults of a device, and the share of faults that lose a host with its
+# memory. Llama 3 had 419 unexpected interruptions in 54 days on 16,384 GPUs, of which 78% were hardware,
+# confirmed or suspected (Dubey et al. 2024, section 3.3.4).
 MTBF_HOURS = 54 * 24 * 16384 / 419
-HOST_LOST = 0.78
+HOST_LOST_SHARE = 0.78
 # Seconds until a fault is noticed (ARCHITECTURE.md, "Faults"): a dead rank is seen at once, and a
 # host that is cut off is given up after a while.
-NOTICE_RANK = 0.1
-NOTICE_HOST = 6.0
+NOTICE_RANK_SECONDS = 0.1
+NOTICE_HOST_SECONDS = 6.0
 # Seconds from a kill to the first step, as measured with two processes and a tiny model: 5.0 to 7.5.
 # Larger models take longer: cluster.restart_seconds sets it.
-RESTART = 7.5
-# Spare hosts up to which more are tried.
+RESTART_SECONDS = 7.5
+# The most spare hosts that are tried.
 MOST_SPARES = 1000
-# Times the mean time between faults: an interval as long gets no training done, and exp overflows at
-# 709.
-HOPELESS = 500
+# An interval this many times as long as the mean time between faults gets no training done. The formula
+# cannot tell: exp overflows at 709.
+MOST_MEAN_TIMES = 500
 
 
 @dataclass(frozen=True)
 class Level:
     """A kind of save, and the faults after which a run goes back to it; all times in seconds.
 
-    `stall`: for which a save holds the steps up.
-    `lag`: until the save can be gone back to, while steps go on.
-    `restart`: from the fault to the first step.
+    `stall`: how long a save holds the steps up.
+    `lag`: how long after that a run cannot go back to the save yet, while steps go on.
+    `restart`: the time from a fault to the first step after it.
     `mtbf`: the mean time between such faults.
     """
 
@@ -62,7 +60,7 @@ class Level:
         It is one step at least (`step` seconds), and a save ends before the next one begins.
         """
         if self.stall >= 2 * self.mtbf:
-            # A save takes twice as long as there is between faults; Daly's series holds below this.
+            # Daly's series holds only if a save takes less than twice the time between faults.
             return self.mtbf
         root = math.sqrt(self.stall / (2 * self.mtbf))
         young = math.sqrt(2 * self.stall * self.mtbf)
@@ -77,7 +75,7 @@ class Level:
         """
         restart = (self.restart + self.lag) / self.mtbf
         segment = (interval + self.stall) / self.mtbf
-        if restart + segment >= HOPELESS:
+        if restart + segment >= MOST_MEAN_TIMES:
             return 0.0
         return interval / (self.mtbf * math.exp(restart) * math.expm1(segment))
 
@@ -107,7 +105,7 @@ class Campaign:
         rate = 1 / self.disk.mtbf
         if self.memory is not None:
             rate += 1 / self.memory.mtbf
-        return DAY * rate
+        return DAY_SECONDS * rate
 
     @property
     def every(self) -> int:
@@ -148,7 +146,10 @@ class Campaign:
 
     @cached_property
     def spares(self) -> int:
-        """The number of spare hosts with which a step costs least: each is paid for, and saves waiting for repair."""
+        """The number of spare hosts with which a step costs least.
+
+        Each spare host is paid for, but the run waits less for hosts in repair.
+        """
         best_spares = 0
         best_worth = 0.0
         available = 0.0
@@ -196,7 +197,7 @@ def campaign(
     devices = devices or world
     hosts = _hosts(devices, cluster)
     restart = _restart_seconds(cluster, hosts)
-    mtbf = (cluster.mtbf_hours or MTBF_HOURS) * HOUR / devices
+    mtbf = (cluster.mtbf_hours or MTBF_HOURS) * HOUR_SECONDS / devices
     if options.asynchronous:
         disk = Level(stall=copied, lag=written, restart=restart + read, mtbf=mtbf)
     else:
@@ -204,20 +205,21 @@ def campaign(
     memory = None
     if options.in_memory_every is not None:
         # A lost host goes back to the disk, all other faults to the host's memory.
-        memory = Level(stall=copied, lag=0.0, restart=restart, mtbf=mtbf / (1 - HOST_LOST))
-        disk = replace(disk, mtbf=mtbf / HOST_LOST)
+        memory = Level(stall=copied, lag=0.0, restart=restart, mtbf=mtbf / (1 - HOST_LOST_SHARE))
+        disk = replace(disk, mtbf=mtbf / HOST_LOST_SHARE)
     return Campaign(
         devices=devices,
         hosts=hosts,
         step=found.estimate.seconds.total,
         disk=disk,
         memory=memory,
-        hosts_lost=HOST_LOST * HOUR / mtbf,
+        hosts_lost=HOST_LOST_SHARE * HOUR_SECONDS / mtbf,
         repair_hours=cluster.repair_hours,
     )
 
 
 def _hosts(devices: int, cluster: Cluster) -> int:
+    """Return the number of hosts with so many devices."""
     return math.ceil(devices / cluster.per_node)
 
 
@@ -230,9 +232,9 @@ def _copy_seconds(cluster: Cluster, bytes_: float) -> float:
 
 def _restart_seconds(cluster: Cluster, hosts: int) -> float:
     """Return the seconds from a fault to the first step, without those of reading a checkpoint."""
-    notice = NOTICE_RANK
+    notice = NOTICE_RANK_SECONDS
     if hosts > 1:
-        notice = NOTICE_HOST
+        notice = NOTICE_HOST_SECONDS
     if cluster.restart_seconds is None:
-        return notice + RESTART
+        return notice + RESTART_SECONDS
     return notice + cluster.restart_seconds

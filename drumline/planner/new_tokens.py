@@ -11,7 +11,7 @@ from drumline.config.model import ModelConfig
 from drumline.config.rollouts import VLLMGenerator
 from drumline.errors import ModelError
 from drumline.models import shapes
-from drumline.planner.sizes import Found
+from drumline.planner.sizes import FoundModel
 
 
 def shape_of(known: shapes.Known, model: ModelConfig) -> ModelConfig:
@@ -58,7 +58,7 @@ def _with_rows(values: dict[str, Any], rows: int) -> dict[str, Any]:
     return changed
 
 
-def with_new_rows(config: Config, policy: Found) -> Config:
+def with_new_rows(config: Config, policy: FoundModel) -> Config:
     """Return the config with an adapter that trains the rows of `model.new_tokens`.
 
     An adapter that trains embedding and head in another way stays as it is. Raises ModelError.
@@ -92,7 +92,7 @@ def with_new_rows(config: Config, policy: Found) -> Config:
     return config.model_copy(update={"adapter": adapter})
 
 
-def rows_notes(config: Config, policy: Found) -> list[str]:
+def rows_notes(config: Config, policy: FoundModel) -> list[str]:
     """Return a line for each thing that new tokens do to embedding and head. Raises ModelError."""
     growth = policy.growth
     if growth is None:

@@ -12,7 +12,7 @@ from drumline.plan.out_of_memory import memory_errors
 from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.explanation import explain
 from drumline.planner.report.output import full_config
-from drumline.planner.search.advice import nothing_fits, refusal
+from drumline.planner.search.advice import refusal, smallest_changes
 from drumline.planner.search.answer import Answer, Candidate, Refused
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
@@ -80,7 +80,7 @@ class Plans:
     def best(self) -> RankedPlan:
         """Return the best plan. Raises PlanError, with what would help, if nothing fits."""
         if not self.ranked:
-            raise refusal(self.answer, nothing_fits(self.answer))
+            raise refusal(self.answer, smallest_changes(self.answer))
         return self.ranked[0]
 
 

@@ -31,7 +31,7 @@ from drumline.plan.unadapted import describe_unadapted, find_unadapted
 from drumline.planner.cluster import cluster_of
 from drumline.planner.new_tokens import rows_notes, shape_of, with_new_rows
 from drumline.planner.search.answer import Question
-from drumline.planner.sizes import Found, sizes_of
+from drumline.planner.sizes import FoundModel, sizes_of
 from drumline.report.bars import OnProgress
 from drumline.system import mirror
 
@@ -186,10 +186,10 @@ def _algorithm_of_images(flags: Flags) -> dict[str, str]:
 
 
 def in_turn(flags: list[str], overrides: list[str]) -> list[str]:
-    """Return overrides behind flags, in the order in which they are applied.
+    """Return flags and overrides in the order in which they are applied: flags first.
 
-    But an override of a whole section, such as `cluster=8xh100`, goes before the flags that set a key
-    in it: it would undo them.
+    An override of a whole section, such as `cluster=8xh100`, comes before flags that set a key in that
+    section, since it would undo them.
     """
     keys = {override: override.partition("=")[0] for override in (*flags, *overrides)}
     sections_of_flags = set()
@@ -211,7 +211,7 @@ class PlanRequest:
 
     question: Question
     notes: tuple[str, ...]
-    policy: Found
+    policy: FoundModel
 
 
 def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
@@ -236,7 +236,7 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
         roles,
         data,
         cluster,
-        processes=config.launch.nproc is not None and cluster.found,
+        needs_all_processes=config.launch.nproc is not None and cluster.found,
         may_install=not cluster.found,
     )
     if not config.images_alone:
@@ -266,24 +266,26 @@ def _cluster_to_plan_for(config: Config) -> Cluster:
 
 def assemble(
     config: Config,
-    policy: Found,
+    policy: FoundModel,
     roles: Mapping[str, RolePlan],
     data: DataPlan | None,
     cluster: Cluster,
     *,
-    processes: bool = False,
+    needs_all_processes: bool = False,
     may_install: bool = False,
 ) -> Question:
     """Return the question of `plan`, of `train`, and of a new plan after memory ran out.
 
-    The sizes of the policy and of `roles` are counted on the meta device. `data`: None where none is prepared yet;
-    `processes`: their number is set, so each must have work; `may_install`: DeepSpeed is on another machine, or will
-    be.
+    The sizes of the policy and of `roles` are counted on the meta device.
+
+    `data`: None if none is prepared yet.
+    `needs_all_processes`: their number is set, so each must have work.
+    `may_install`: DeepSpeed can be installed, or is on another machine.
     """
     length = config.data.max_length
     role_sizes = {}
     for name, role in roles.items():
-        role_sizes[name] = sizes_of(Found(role.model, role.model_path), length, role.head)
+        role_sizes[name] = sizes_of(FoundModel(role.model, role.model_path), length, role.head)
     if config.images_alone:
         from drumline.models.vision import image_side
 
@@ -298,8 +300,8 @@ def assemble(
         facts=replace(sizes, roles=role_sizes),
         data=data,
         roles=roles,
-        processes=processes,
-        deepspeed=may_install or importlib.util.find_spec("deepspeed") is not None,
+        needs_all_processes=needs_all_processes,
+        has_deepspeed=may_install or importlib.util.find_spec("deepspeed") is not None,
     )
 
 
@@ -308,7 +310,7 @@ def _labels(config: Config) -> tuple[str, ...]:
     return tuple(getattr(config.algorithm, "labels", None) or ())
 
 
-def require_adapter(config: Config, policy: Found) -> None:
+def require_adapter(config: Config, policy: FoundModel) -> None:
     """Raise ModelError if the adapter names a layer, module or token that the model does not have.
 
     It takes the model's config alone and no PEFT, so it can run before anything is downloaded or prepared.
@@ -324,7 +326,7 @@ def require_adapter(config: Config, policy: Found) -> None:
 
 
 def roles_of(
-    config: Config, policy: Found, find: Callable[[ModelConfig], Found]
+    config: Config, policy: FoundModel, find: Callable[[ModelConfig], FoundModel]
 ) -> dict[str, RolePlan]:
     """Return the auxiliary models of an algorithm by name, from their configs alone.
 
@@ -346,7 +348,7 @@ def roles_of(
     return roles
 
 
-def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = False) -> Found:
+def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = False) -> FoundModel:
     """Return where the config of a model is.
 
     It is looked for in a folder, a package or a cached copy, then in the table of known shapes, then on the hub.
@@ -359,7 +361,7 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
         raise ModelError(what, where="model.kind", fix="name a strategy and train")
     name = model.id
     if name is None:
-        return Found(model, None)
+        return FoundModel(model, None)
     if name in entry_points("models"):
         raise _unplannable(name)
     known = shapes.find(name)
@@ -371,11 +373,13 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
             if weights or is_local:
                 raise
             raise shapes.unknown(name, error.what) from None
-        return Found(model, path)
+        return FoundModel(model, path)
     cached = _cached_config(shapes.hub_id(name), model.revision)
     if cached is not None:
-        return Found(model, str(cached.parent))
-    return Found(shape_of(known, model), None, f"{name} is not on this machine; its shape is known")
+        return FoundModel(model, str(cached.parent))
+    return FoundModel(
+        shape_of(known, model), None, f"{name} is not on this machine; its shape is known"
+    )
 
 
 def _unplannable(name: str) -> ModelError:
@@ -414,7 +418,7 @@ def _cached_config(hub_id: str, revision: str | None) -> Path | None:
     return None
 
 
-def _data(config: Config, policy: Found, loaded: Loaded, notes: list[str]) -> DataPlan | None:
+def _data(config: Config, policy: FoundModel, loaded: Loaded, notes: list[str]) -> DataPlan | None:
     """Return the prepared data, and append to `notes` why it cannot be read.
 
     None if there is none yet: the planner then takes rows to be as long as they may be.

@@ -49,11 +49,11 @@ KEY_DIGITS = 24
 
 
 @dataclass(frozen=True)
-class Found:
-    """A model that was found.
+class FoundModel:
+    """A model to plan for, and where its config is.
 
     `model`: how it is loaded. `path`: the folder of its files; None if only its shape is known.
-    `how`: a note for the user.
+    `how`: a note for the user on how it was found; empty if there is nothing to say.
     """
 
     model: ModelConfig
@@ -83,17 +83,19 @@ class Found:
 
 
 def sizes_of(
-    found: Found,
+    found: FoundModel,
     length: int,
     head: Head,
     labels: Sequence[str] = (),
     adapter: Adapter | None = None,
     frozen: Sequence[str] = (),
 ) -> ModelFacts:
-    """Return the facts of a model (`models.load.facts`), kept on disk by all that they depend on.
+    """Return the facts of a model, as `models.load.facts` counts them.
 
-    `length`: tokens of a row; for images the length of their side. Files that are damaged or of other
-    versions are counted anew. Raises ModelError.
+    They are derived from a known model if possible. Else they are counted once and kept on disk, under
+    a key of all that they depend on; damaged files and those of other versions are counted anew.
+
+    `length`: tokens of a row; for images the length of their side. Raises ModelError.
     """
     if head == "lm" and not frozen:
         derived = _derived(found, length)
@@ -120,7 +122,7 @@ def sizes_of(
     return with_length(sizes, counted_at, length)
 
 
-def _key(found: Found, head: Head, counted: list[Any]) -> str | None:
+def _key(found: FoundModel, head: Head, counted: list[Any]) -> str | None:
     """Return the name under which the sizes of a model are kept; None if they are not kept.
 
     Not kept are the sizes of a model with code of its own, of one whose config.json is not here, and
@@ -166,7 +168,7 @@ class _Known(NamedTuple):
     body: str
 
 
-def _derived(found: Found, length: int) -> ModelFacts | None:
+def _derived(found: FoundModel, length: int) -> ModelFacts | None:
     """Return the sizes of a known shape, or of a model that differs from one only in its sizes.
 
     None for other models, and if another version of transformers has counted the known shapes.
@@ -195,7 +197,7 @@ def _known_of_type(lines: list[str], model_type: Any) -> list[_Known]:
     return known
 
 
-def _values(found: Found) -> dict[str, Any] | None:
+def _values(found: FoundModel) -> dict[str, Any] | None:
     """Return all values of the model's config; None if only transformers knows them.
 
     That is so if the config overrides values of a file, if the model has code of its own, and if its

@@ -1,7 +1,7 @@
-"""Trace the activations of a layout: run our own engine at two numbers of layers, with shapes alone.
+"""Trace the activations of a layout: run one micro-batch of our own engine, with shapes alone.
 
-A trace takes seconds and no memory. `_FakeValues` gives tensors without memory (torch's
-FakeTensorMode), and `Watch` counts what lives in each block while one micro-batch runs.
+The model is cut to a few layers. A trace takes seconds and no memory: `_FakeValues` gives tensors
+without memory (torch's FakeTensorMode), and `Watch` counts what lives in each block.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from drumline.plan.attention import choice_of
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Layout, Plan, Predicted
-from drumline.planner.cost.activations import by_kind, mixed
+from drumline.planner.cost.activations import mix_activations, split_checkpointing
 from drumline.system.files import load_or_compute
 from drumline.system.process import run_module
 from drumline.telemetry.memory_tracker import LiveBytes, plain_parts
@@ -62,7 +62,7 @@ from drumline.vendor.torch import (
 from drumline.version import __version__
 
 logger = logging.getLogger(__name__)
-# A part of the name of a stored trace. Raise it if a trace would have another result than before.
+# The version of stored traces, a part of their names. Raise it if traces get other results.
 VERSION = 6
 # Seconds after which a trace in a child is given up. Most take seconds.
 CHILD_SECONDS = 300
@@ -79,7 +79,7 @@ Tags = dict[int, weakref.ref[torch.UntypedStorage]]
 def trace(
     config: Config, model_path: str | None, layout: Layout, facts: ModelFacts
 ) -> Activations | None:
-    """Return the bytes of a token besides weights, gradients and moments, traced and kept on disk.
+    """Return the activations of a layout in bytes of a token, traced; results are kept on disk.
 
     A micro-batch of `layout` is traced without memory at two numbers of layers, and the difference
     is extended to all layers. It is traced on the CPU, whatever the device: bf16 by the CPU's
@@ -90,18 +90,18 @@ def trace(
     None, with a line in the log, if the model cannot be traced.
     """
     if layout.config.memory.checkpointed_blocks is not None:
-        some_layout, rest_layout = by_kind(layout)
+        some_layout, rest_layout = split_checkpointing(layout)
         some = trace(config, model_path, some_layout, facts)
         rest = trace(config, model_path, rest_layout, facts)
         if some is None or rest is None:
             return None
-        return mixed(layout, facts, some, rest)
+        return mix_activations(layout, facts, some, rest)
     try:
         question = question_of(config, model_path, layout, facts)
         return load_or_compute(
             cache_dir() / "traces" / f"{_key(question)}.json",
             Activations.model_validate_json,
-            lambda: _activations(question, layout),
+            lambda: _measure_activations(question, layout),
             Activations.model_dump_json,
         )
     except (Untraceable, DrumlineError) as reason:
@@ -112,9 +112,9 @@ def trace(
 def question_of(
     config: Config, model_path: str | None, layout: Layout, facts: ModelFacts
 ) -> dict[str, Any]:
-    """Return all that a trace depends on, as JSON; `layers` has the two numbers of layers.
+    """Return all that a trace depends on, as JSON. Its key `layers` has the two numbers of layers.
 
-    Raises Untraceable.
+    Raises Untraceable if the layout cannot be traced.
     """
     _require_traceable(config, layout, facts)
     plan = _plan_of_trace(config, model_path, layout, facts)
@@ -133,7 +133,7 @@ def question_of(
         "length": layout.length,
         "dtype": dtype,
         "model": hf_config.to_dict(),
-        "layers": _layers(layer_types, facts.layers),
+        "layers": _layer_counts(layer_types, facts.layers),
     }
 
 
@@ -199,7 +199,7 @@ def _config_of_trace(config: Config, layout: Layout, facts: ModelFacts) -> Confi
     return config.model_copy(update=update)
 
 
-def _layers(kinds: list[str], layers: int) -> tuple[int, int]:
+def _layer_counts(kinds: list[str], layers: int) -> tuple[int, int]:
     """Return two layer counts to trace.
 
     The extra layers of the second count contain each layer type in the model's own proportion, so
@@ -250,13 +250,13 @@ def _key(question: dict[str, Any]) -> str:
 
 
 class _Line(NamedTuple):
-    """Bytes that grow with the number of layers: those of a block, and those of the ends."""
+    """Bytes as a function of the number of layers: `ends` + layers × `block`."""
 
     block: int
     ends: int
 
 
-def _activations(question: dict[str, Any], layout: Layout) -> Activations:
+def _measure_activations(question: dict[str, Any], layout: Layout) -> Activations:
     """Trace a question and return the bytes of a token."""
     if layout.mesh.tp * layout.mesh.cp > 1:
         few, more = trace_in_child(question)

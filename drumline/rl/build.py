@@ -44,17 +44,19 @@ def generator(
 ) -> tuple[Generator, Refresh | None]:
     """Return a generator, and a function that hands it the trained weights before each rollout.
 
-    The function takes `Engine.whole_weights`; it is None if the generator has the weights already.
+    The function takes `Engine.whole_weights`. It is None if the generator samples from the trained
+    model itself, or if a server is to keep its own weights.
 
     Args:
         config: The section `algorithm.generator`.
         tokenizer: Of the policy.
         seed: Of the run.
-        unsharded: The trainable model, if it is whole on this rank's device (one process, DDP). If
-            it is None, the generator samples from a copy.
+        unsharded: The trainable model, if it is whole on this rank's device (one process, DDP).
+            None: the generator samples from a copy.
         build: Makes that copy, in the type that it computes in.
         autocast: The type that the trainable model computes in, if that is not the type of its
-            weights. The thread of continuous batching has no autocast, so it takes a copy then.
+            weights; else None. Continuous batching cannot autocast, so it then samples from a
+            copy.
         files: What vLLM reads. Other generators read no files.
     """
     if isinstance(config, configs.VLLMGenerator):
@@ -67,11 +69,11 @@ def generator(
         return engine, engine.refresh
     if isinstance(config, configs.ContinuousGenerator):
         generator_type: type[HFGenerator] = ContinuousGenerator
-        uses_autocast = False
+        can_autocast = False
     else:
         generator_type = HFGenerator
-        uses_autocast = True
-    if unsharded is not None and (uses_autocast or autocast is None):
+        can_autocast = True
+    if unsharded is not None and (can_autocast or autocast is None):
         return generator_type(config, unsharded, tokenizer, seed, autocast), None
     whole = InferenceCopy(build)
     return generator_type(config, whole.model, tokenizer, seed), whole.refresh
@@ -93,15 +95,16 @@ def _vllm_server(
     return server, WeightFolder(server.server, folder.absolute(), dtype).refresh
 
 
-def greedy(sampling: Any) -> Generator:
-    """Return a generator of the same model that takes the likeliest token each time."""
+def greedy_generator(sampling: Any) -> Generator:
+    """Return a copy of a generator, of the same model, that takes the likeliest token each time."""
     return _with_options(sampling, top_k=1)
 
 
-def probing(sampling: Any, new_tokens: int) -> Generator:
-    """Return a generator of the same model that samples at most `new_tokens` from the whole distribution.
+def probe_generator(sampling: Any, new_tokens: int) -> Generator:
+    """Return a copy of a generator, of the same model, that samples from the whole distribution.
 
-    The temperature is the run's.
+    The temperature is the run's. Neither top-k, top-p nor a stop text applies.
+    `new_tokens`: the most tokens of a completion.
     """
     return _with_options(sampling, top_k=0, top_p=1.0, stop=(), max_new_tokens=new_tokens)
 

@@ -48,11 +48,11 @@ class Row(NamedTuple):
     position: int
 
 
-class Sampled(NamedTuple):
-    """What was sampled for a request."""
+class RequestTokens(NamedTuple):
+    """The tokens that were sampled for a request."""
 
     tokens: list[int]
-    # By an end token or a stop text.
+    # Whether an end token or a stop text ended them.
     ended: bool
 
 
@@ -165,12 +165,12 @@ class ContinuousGenerator(HFGenerator):
             completions.append(Completion(tokens, log_probs_T.tolist(), ended))
         return completions
 
-    def _collect(self, manager: Any, pending: set[str]) -> dict[str, Sampled]:
+    def _collect(self, manager: Any, pending: set[str]) -> dict[str, RequestTokens]:
         """Wait for all `pending` requests and return what was sampled for each.
 
         Stop texts are looked for after each token; a request that has reached one is cancelled.
         """
-        done: dict[str, Sampled] = {}
+        done: dict[str, RequestTokens] = {}
         while pending:
             result = manager.get_result(timeout=1)
             if result is None:
@@ -193,7 +193,7 @@ class ContinuousGenerator(HFGenerator):
             is_finished = result.is_finished()
             if not ended and not is_finished:
                 continue
-            done[name] = Sampled(tokens, ended)
+            done[name] = RequestTokens(tokens, ended)
             pending.discard(name)
             if not is_finished:
                 manager.cancel_request(name)

@@ -1,7 +1,7 @@
-"""What a generator of completions is, and the one that uses transformers' own `generate`.
+"""Sample completions of prompts: the generator that uses transformers' `generate`, and what all share.
 
-`continuous` and `vllm` hold the other generators. Requests are divided over all ranks, and all ranks
-get all completions back.
+The modules `continuous` and `vllm` hold the other generators. The requests of a rollout are divided
+over all ranks, and all ranks get all completions back (`SharedSampling`).
 
 Random numbers are a function of what is sampled, not of when or where: of (seed, step, key, position
 of the token). A token is the argmax of its logits plus Gumbel noise, which is an exact sample of
@@ -51,7 +51,7 @@ from drumline.vendor.transformers import DynamicLayer, DynamicSlidingWindowLayer
 
 WHERE = "algorithm.generator"
 Weights = Iterator[tuple[str, torch.Tensor]]
-# Torch has no arithmetic on uint64; int64 wraps to the same bits.
+# SplitMix64's constants. Torch has no arithmetic on uint64; int64 wraps to the same bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
@@ -66,9 +66,10 @@ SPARE_TAIL_TOKENS = 8
 class Request:
     """A prompt to complete."""
 
-    # Its ids.
+    # The ids of the prompt's tokens.
     tokens: list[int]
-    # What fixes its random numbers, besides seed and step; usually (prompt id, sample index).
+    # Its random numbers depend on this key, besides seed and step. Usually (position of the prompt in
+    # the run, index of the sample).
     key: tuple[int, ...]
 
 
@@ -76,16 +77,16 @@ class Request:
 class Completion:
     """What was sampled for a request."""
 
-    # Ids, including the one that ended it.
+    # The ids of its tokens, including the token that ended it.
     tokens: list[int]
-    # Of each token, log softmax(logits / temperature) in fp32, before top-k and top-p.
+    # The log-prob of each token: log softmax(logits / temperature) in fp32, before top-k and top-p.
     log_probs: list[float]
     # Whether an end token or a stop text ended it; False if it was cut at max_new_tokens.
     ended: bool
 
 
 def request_seed(seed: int, step: int, key: tuple[int, ...]) -> int:
-    """Return the 63-bit word that a request's random numbers are made of."""
+    """Return the seed of a request's random numbers, an integer of 63 bits."""
     return derive(seed, "rollout", step, *key)
 
 
@@ -141,12 +142,13 @@ class Sampler:
     def choose(
         self, logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what to sample for the next token of each of B requests.
+        """Return scores whose argmax is the next token of each of B requests, and its log-probs.
 
-        It is (scores fp32[B, V] whose argmax is the sample, log-probs fp32[B] of the samples). The
-        log-probs are those before top-k and top-p, as training computes them.
+        Returns (scores fp32[B, V], log-probs fp32[B]). The log-probs are those before top-k and
+        top-p, as training computes them.
         """
-        alive()  # a token is a sign of life
+        # A token is a sign of life.
+        alive()
         scores_BV = logits_BV.float() / self.temperature
         kept_BV = scores_BV
         for warper in self.warpers:
@@ -192,7 +194,7 @@ class Endings:
         self.token_ids = token_ids
         self.stop = stop
         self.tokenizer = tokenizer
-        # Each token holds at least one byte, so so many tokens hold the longest stop text.
+        # The most tokens that a stop text may span: each holds at least one byte of it.
         longest_stop = max((len(text.encode()) for text in stop), default=0)
         self.tail = longest_stop + SPARE_TAIL_TOKENS
 
@@ -211,11 +213,11 @@ class Endings:
 class AtEndings(StoppingCriteria):
     """Endings for one call of `generate`.
 
-    `lengths`: tokens of each row's completion, None while it goes on.
+    `lengths`: tokens of each row's completion; None while the row goes on.
 
-    With `is_late` a token is read one step late. While the host looks at it the GPU computes the next
-    one, which is dropped if the token ended the last row. `generate` calls `goes_on` on the host in
-    place of reading the tensor that this returns, because it would have to wait for that.
+    With `is_late` the host reads each token one step late. Meanwhile the GPU computes the next token,
+    which is dropped if the row had ended. `generate` asks `goes_on` whether to continue, in place of
+    the tensor that `__call__` returns, since reading a tensor would wait for the GPU.
     """
 
     def __init__(
@@ -439,14 +441,14 @@ class HFGenerator:
         return {"past_key_values": cache}
 
 
-def deal(requests: list[Request], ranks: int) -> list[list[int]]:
-    """Return which requests each rank takes, as indices; each request is in exactly one list.
+def assign_requests(requests: list[Request], ranks: int) -> list[list[int]]:
+    """Return for each rank the indices of the requests that it takes. Each request goes to one rank.
 
     Every rank computes the same. All requests of a prompt stay together if the number of distinct
-    prompts divides by `ranks`, so that each prompt is computed once. The longest prompts are dealt
-    first, each to the rank with the fewest prompt tokens so far (longest processing time first, Graham
-    1969: within 4/3 of the best balance). Among ranks with equal tokens the one with the fewest
-    requests is next, so equal prompts go round.
+    prompts is a multiple of `ranks`, so that each prompt is computed once. The longest prompts are
+    assigned first, each to the rank with the fewest prompt tokens so far (longest processing time
+    first, Graham 1969: within 4/3 of the best balance). Among ranks with equal tokens the one with the
+    fewest requests is next, so equal prompts go round.
     """
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
@@ -476,34 +478,34 @@ def deal(requests: list[Request], ranks: int) -> list[list[int]]:
 def generate_together(generator: Generator, requests: list[Request], step: int) -> list[Completion]:
     """Return the completions of all requests, in their order, on every rank.
 
-    Collective; see Together.
+    Collective; see SharedSampling.
     """
-    return Together(generator, requests, step).result
+    return SharedSampling(generator, requests, step).result
 
 
-class Together:
-    """Completions of `requests`, which all ranks sample together.
+class SharedSampling:
+    """The sampling of a list of requests that all ranks of a run share out.
 
-    `requests` are the same on all ranks of the run, including those that share samples. Each rank
-    samples its share; with `aside` it does so in a thread.
+    Every rank gives the same `requests` and samples its share of them, at once or in a thread.
+    `result` has the completions of all ranks.
     """
 
     def __init__(
-        self, generator: Generator, requests: list[Request], step: int, aside: bool = False
+        self, generator: Generator, requests: list[Request], step: int, in_background: bool = False
     ) -> None:
         """Begin to sample.
 
         Args:
             generator: Of this rank.
-            requests: Of all ranks.
-            step: Of the run; it fixes the random numbers.
-            aside: Sample in a thread, and return at once.
+            requests: The requests of all ranks; the same list on every rank.
+            step: Of the run; random numbers depend on it.
+            in_background: Sample in a thread, and return at once.
         """
-        rank, ranks = place()
-        self.shares = deal(requests, ranks)
+        rank, ranks = rank_and_world_size()
+        self.shares = assign_requests(requests, ranks)
         self._own: Future[list[Completion]] = Future()
         own_requests = [requests[index] for index in self.shares[rank]]
-        if not aside:
+        if not in_background:
             self._sample(generator, own_requests, step)
             return
         # A daemon: a run that fails does not wait for completions.
@@ -539,7 +541,7 @@ class Together:
         return [completions[index] for index in range(len(completions))]
 
 
-def place() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return this process's rank and the number of ranks."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

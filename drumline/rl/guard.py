@@ -21,10 +21,10 @@ from drumline.system.process import adopt_orphans, die_with_parent, fork
 
 
 def main() -> None:
-    """Run the rewards as a child, and end as they end, after killing what they leave behind."""
+    """Run the rewards as a child, kill the processes that they leave behind, and end as they ended."""
     parent = int(sys.argv[1])
     fd = int(sys.argv[2])
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     adopt_orphans()
     die_with_parent(parent, signal.SIGTERM)
@@ -43,7 +43,7 @@ def main() -> None:
             pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
     finally:
-        end_family()
+        kill_descendants()
     if code < 0:
         _end_by_signal(-code)
     sys.exit(code)
@@ -60,15 +60,15 @@ def _end_by_signal(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _leave(number: int, frame: object) -> None:
+def _exit_on_signal(number: int, frame: object) -> None:
     """Exit after killing all descendants: the parent is done with this process, or dead."""
     # The kernel sends the signal again for each of the parent's threads.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_family()
+    kill_descendants()
     os._exit(0)
 
 
-def end_family() -> None:
+def kill_descendants() -> None:
     """Kill all descendants, until there are none."""
     this_process = psutil.Process()
     family = this_process.children(recursive=True)

@@ -17,19 +17,19 @@ from drumline.dist.reduce import add_up
 from drumline.engine.engine import Engine
 from drumline.plan.plan import Plan
 
-# Returns numbers for all episodes of a rollout.
-Score = Callable[[Episodes], torch.Tensor]
-# Returns fp32[K, B, T] of a model's outputs and the batch that they are of.
-Read = Callable[[Any, EpisodeBatch], torch.Tensor]
+# Reads numbers of all episodes of a rollout from one model.
+ReadEpisodes = Callable[[Episodes], torch.Tensor]
+# Reads numbers, fp32[K, B, T], from a model's outputs and the micro-batch that they are of.
+ReadOutputs = Callable[[Any, EpisodeBatch], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Reading:
+class EpisodeReader:
     """Runs models over the episodes of a rollout, and cuts episodes into micro-batches of this rank."""
 
     plan: Plan
     data_rank: int
-    # Whether this rank's values are added up; exactly one of the ranks that share samples has True.
+    # Whether this rank's values count. Of the ranks that have the same samples exactly one counts.
     counts: bool
     device: str
     # The id of the padding token.
@@ -56,8 +56,8 @@ class Reading:
     ) -> tuple[list[list[int]], int]:
         """Return the episodes of each of this rank's micro-batches, and the number of their tokens.
 
-        Every rank computes the same assignment. Episodes of one prompt stay together as far as whole
-        micro-batches can be made of such parts, because they compute the prompt once (`SharedPrompts`).
+        Every rank computes the same assignment. Episodes of one prompt stay together, so that the
+        prompt is computed once (`SharedPrompts`), in parts of which whole micro-batches can be made.
         """
         by_prompt: dict[bytes, list[int]] = {}
         for pick in picks:
@@ -89,7 +89,7 @@ class Reading:
         return batch.to(self.device)
 
     def read(
-        self, engine: Engine, episodes: Episodes, read: Read, adapter: bool = True
+        self, engine: Engine, episodes: Episodes, read: ReadOutputs, adapter: bool = True
     ) -> torch.Tensor:
         """Return K numbers for each token of each completion: fp32[K, N, M] on the host. Collective.
 
@@ -142,7 +142,7 @@ def _copy_completions(
         values_KNM[:, pick, :length] = values_KBT[:, row, start : start + length]
 
 
-def log_probs_of(chunk: int, temperature: float, values: bool = False) -> Read:
+def log_probs_of(chunk: int, temperature: float, values: bool = False) -> ReadOutputs:
     """Return a function that reads the log-probs of tokens, fp32[1, B, T].
 
     Args:
@@ -172,7 +172,7 @@ def scores_after(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
 
 
 def last_scores(
-    scores: Score,
+    scores: ReadEpisodes,
     tail: Sequence[int],
     width: int | None,
     episodes: Episodes,
@@ -218,14 +218,14 @@ def _with_tail(
 
 
 @dataclass(frozen=True)
-class Readers:
+class ModelReaders:
     """Functions that read numbers of a rollout's episodes from each model; None if none is needed."""
 
     # Log-probs, and values if the policy has a value head: fp32[1 or 2, N, M].
-    policy: Score | None
+    policy: ReadEpisodes | None
     # Log-probs fp32[1, N, M].
-    reference: Score | None = None
+    reference: ReadEpisodes | None = None
     # Values of a separate value model, fp32[1, N, M].
-    value: Score | None = None
+    value: ReadEpisodes | None = None
     # Name of a reward → scores fp32[N].
-    rewards: Mapping[str, Score] = field(default_factory=dict)
+    rewards: Mapping[str, ReadEpisodes] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from drumline.config.registry import find_function
 from drumline.config.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
 from drumline.errors import ConfigError, DrumlineError
 from drumline.foreign import class_and_line, import_quietly
-from drumline.rl.rewards import LARGEST, Channel
+from drumline.rl.rewards import LARGEST_REWARD, Channel
 from drumline.system.redact import redact, redacted_streams, reveal
 
 NICENESS = 10
@@ -86,7 +86,7 @@ def _load_scorers(task: dict[str, Any]) -> dict[int, Scorer]:
 
 
 def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
-    """Return a number within ±LARGEST, null if the reward does not apply, or why there is none.
+    """Return a number within ±LARGEST_REWARD, null if the reward does not apply, or why there is none.
 
     Anything that float() takes by its own method counts as a number.
     """
@@ -100,10 +100,10 @@ def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
     except BaseException as error:  # noqa: BLE001 — SystemExit and KeyboardInterrupt of a reward are failures like others
         reason = redact(f"{class_and_line(error)}: {error}")
         return {"failure": f"raised {reason}"[:LONGEST_REASON]}
-    if abs(value) <= LARGEST:
+    if abs(value) <= LARGEST_REWARD:
         return {"value": value}
     if math.isfinite(value):
-        return {"failure": f"returned {value}, beyond ±{LARGEST:g}"}
+        return {"failure": f"returned {value}, beyond ±{LARGEST_REWARD:g}"}
     return {"failure": f"returned {value}"}
 
 

@@ -1,12 +1,12 @@
-"""What an episode is worth: the config's rewards, computed in separate processes and summed. No torch.
+"""Score episodes by the config's rewards, which separate processes compute. No torch.
 
-A reward that raises, hangs, crashes or returns no number costs its sample that part alone: the part
-is NaN, counts as 0 in the sum, and its reason is reported. A reward that returns None does not apply
-to the sample: the others decide. A process that ended with its reward is replaced. The caller's
-process runs nothing of the user's.
+An episode is worth the sum of its rewards. If a reward raises, hangs, crashes or returns no number,
+it counts as NaN by itself and as 0 in the sum, and the reason is reported. A reward that returns None
+does not apply to the episode. A process that ended is replaced. The caller's process runs no code of
+the user's.
 
-Messages go over a pair of sockets, one line of JSON each. A reward shares its process with one end of
-them and may write on any file descriptor there, so what the rank reads is not trusted.
+Messages go over a pair of sockets, one line of JSON each. A reward runs in the same process as the
+socket's other end and may write on it, so the caller does not trust what it reads.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ from drumline.system.redact import reveal
 MOST_WORKERS = 4
 # Kind of a reward → the package that it needs.
 PACKAGES = {"task": "reasoning_gym", "math": "math_verify"}
-# Statistics of rewards are made in fp32: their squares, summed over a rollout, stay below its 3e38.
-LARGEST = 1e15
-# Bytes of an answer. A reward's value or its reason takes a few hundred.
+# The largest reward that counts, either side of 0. Statistics of rewards are made in fp32: squares of
+# such rewards, summed over a rollout, stay below its maximum of 3e38.
+LARGEST_REWARD = 1e15
+# The most bytes of an answer. A reward's value or its reason takes a few hundred.
 LONGEST_ANSWER = 2**20
-# For importing what rewards need, on a machine that is busy training. A module that takes longer hangs.
+# Seconds in which a process must have imported what its rewards need, on a machine that is busy
+# training. A module that takes longer is taken to hang.
 START_SECONDS = 120.0
-# For the guard to end all processes. It takes some hundredths.
+# Seconds in which the guard must have ended all processes. It takes some hundredths.
 END_SECONDS = 10.0
-# For a process that is about to end by itself.
+# Seconds that a process which is about to end by itself is waited for.
 EXIT_SECONDS = 1.0
 NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
@@ -156,7 +158,7 @@ def check(
         sorted_columns = None
         if columns is not None:
             sorted_columns = sorted(columns)
-        Isolated(functions, base_dir, sorted_columns).kill()
+        RewardProcess(functions, base_dir, sorted_columns).kill()
 
 
 def _check_columns(config: Reward, where: str, columns: Collection[str]) -> None:
@@ -201,7 +203,7 @@ class Rewards:
         # A thread for each worker: it starts the process, sends its requests, and replaces it.
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="reward")
         self._of_thread = threading.local()
-        self._workers: set[Isolated] = set()
+        self._workers: set[RewardProcess] = set()
         self._closed = False
         if self.isolated:
             for _ in range(processes):
@@ -239,7 +241,7 @@ class Rewards:
         for name, values in (given or {}).items():
             for index, given_of_item in enumerate(given_of_items):
                 given_of_item[name] = float(values[index])
-        # A process that is late is killed, and another one started: these are the limits here.
+        # The most seconds of an item: each reward may time out, and its process be started again.
         timeouts = sum(config.timeout_seconds for config in self.isolated.values())
         granted = 2 * (START_SECONDS + timeouts)
         scored = []
@@ -254,20 +256,20 @@ class Rewards:
         parts = {}
         failures = {}
         total = 0.0
-        applies = not any(_decides(config) for config in self.configs)
+        applies = not any(_tells_good_answers(config) for config in self.configs)
         for index, name in enumerate(self.names):
             config = self.configs[index]
             value, failure = self._compute(index, item, given)
             weighted = config.weight * value
-            if failure is None and abs(weighted) > LARGEST:
+            if failure is None and abs(weighted) > LARGEST_REWARD:
                 value = math.nan
-                failure = f"with its weight it is {weighted:g}, beyond ±{LARGEST:g}"
+                failure = f"with its weight it is {weighted:g}, beyond ±{LARGEST_REWARD:g}"
             parts[name] = value
             does_not_apply = failure is None and math.isnan(weighted)
             if does_not_apply:
                 continue
-            # A penalty for length, or a reward of weight 0, does not make up for all others not applying.
-            applies = applies or _decides(config)
+            # An episode to which only penalties for length apply counts as one without a reward.
+            applies = applies or _tells_good_answers(config)
             if failure is None:
                 total += weighted
             else:
@@ -278,7 +280,7 @@ class Rewards:
         """Return what one reward gives for an item, without its weight."""
         config = self.configs[index]
         if isinstance(config, LengthReward):
-            return Rewarded(overlong(item.tokens, config.free, config.limit))
+            return Rewarded(length_penalty(item.tokens, config.free, config.limit))
         if isinstance(config, ModelReward):
             value = given[self.names[index]]
             if math.isfinite(value):
@@ -290,14 +292,14 @@ class Rewards:
             index, item.prompt, item.completion, item.meta, config.timeout_seconds
         )
 
-    def _worker(self) -> Isolated:
+    def _worker(self) -> RewardProcess:
         """Return this thread's process, which is started anew if it has ended."""
-        worker: Isolated | None = getattr(self._of_thread, "worker", None)
-        if worker is not None and worker.alive:
+        worker: RewardProcess | None = getattr(self._of_thread, "worker", None)
+        if worker is not None and worker.is_alive:
             return worker
         if worker is not None:
             self._workers.discard(worker)
-        worker = Isolated(self.isolated, self.base_dir)
+        worker = RewardProcess(self.isolated, self.base_dir)
         self._of_thread.worker = worker
         self._workers.add(worker)
         return worker
@@ -310,12 +312,15 @@ def _default_workers() -> int:
     return max(1, min(MOST_WORKERS, own_cores))
 
 
-def _decides(config: Reward) -> bool:
-    """Return whether a reward tells good answers: no penalty for length, and none of weight 0."""
+def _tells_good_answers(config: Reward) -> bool:
+    """Return whether a reward tells good answers from bad ones.
+
+    A penalty for length does not, and neither does a reward of weight 0.
+    """
     return not isinstance(config, LengthReward) and config.weight != 0
 
 
-def overlong(tokens: int, free: int, limit: int) -> float:
+def length_penalty(tokens: int, free: int, limit: int) -> float:
     """Return the penalty for a completion of `tokens`.
 
     It is 0 up to `free` tokens, then falls linearly to −1 at `limit` (DAPO, Yu et al. 2025, eq. 13).
@@ -325,10 +330,10 @@ def overlong(tokens: int, free: int, limit: int) -> float:
 
 
 def count_reasons(reasons: Iterable[str]) -> Counter[str]:
-    """Count the failures of a reward by type and place, each group under the first reason met.
+    """Count the failures of a reward. Exceptions of one type and place are one group.
 
-    The text of an exception may differ from episode to episode (`<object at 0x7f…>`); reasons that
-    begin with the same `raised TYPE in FILE:LINE` are one group.
+    The text of an exception may differ from episode to episode (`<object at 0x7f…>`). So reasons that
+    begin with the same `raised TYPE in FILE:LINE` count together, under the first of them.
     """
     labels: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -341,8 +346,8 @@ def count_reasons(reasons: Iterable[str]) -> Counter[str]:
     return counts
 
 
-class Garbled(Exception):
-    """What was received is no message."""
+class MalformedMessage(Exception):
+    """The bytes that were received are no message."""
 
 
 class Channel:
@@ -365,15 +370,15 @@ class Channel:
         """Return the next message.
 
         Raises TimeoutError if none comes within `seconds`, EOFError or OSError if the other end is gone,
-        Garbled for what is no message.
+        MalformedMessage for what is no message.
         """
         line = self._receive_line(seconds)
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
-            raise Garbled from None
+            raise MalformedMessage from None
         if not isinstance(message, dict):
-            raise Garbled
+            raise MalformedMessage
         return message
 
     def _receive_line(self, seconds: float | None) -> bytes:
@@ -394,13 +399,13 @@ class Channel:
                 raise EOFError
             self._unread += received
             if self.longest is not None and len(self._unread) > self.longest:
-                raise Garbled
+                raise MalformedMessage
         line, _, rest = self._unread.partition(b"\n")
         self._unread = rest
         return bytes(line)
 
     @property
-    def ended(self) -> bool:
+    def is_closed(self) -> bool:
         """Return whether the other end is closed."""
         try:
             self.end.settimeout(0)
@@ -411,7 +416,7 @@ class Channel:
             return True
 
 
-class Isolated:
+class RewardProcess:
     """A worker process that computes some rewards.
 
     `rewards`: index in the config's list → reward. One thread starts the process and sends its
@@ -470,17 +475,18 @@ class Isolated:
                 where=WHERE,
                 fix="fix what hangs there",
             ) from None
-        except Garbled:
+        except MalformedMessage:
             raise _failed_start(NOT_ITS_OWN) from None
         except (EOFError, OSError):
-            raise _failed_start(ending(wait_for_exit(self.process, END_SECONDS))) from None
+            raise _failed_start(describe_exit(wait_for_exit(self.process, END_SECONDS))) from None
         mistake = reply.get("wrong")
         if mistake:
             error_type: type[DrumlineError] = getattr(errors, mistake["kind"])
             raise error_type(mistake["what"], where=mistake["where"], fix=mistake["fix"])
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
         return self.process.poll() is None
 
     def score(
@@ -488,7 +494,7 @@ class Isolated:
     ) -> Rewarded:
         """Return what a reward gives for a completion.
 
-        A process that is late or ends is killed: `alive` is False then.
+        A process that is late or ends is killed: `is_alive` is False then.
 
         Args:
             index: Of the reward in the config's list.
@@ -511,7 +517,7 @@ class Isolated:
             self.channel.send(request, timeout_seconds)
             reply = self.channel.receive(timeout_seconds)
             if reply.get("token") != token:
-                raise Garbled
+                raise MalformedMessage
             value = reply.get("value")
             if value is None:
                 value = math.nan
@@ -519,8 +525,8 @@ class Isolated:
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
-            failure = ending(wait_for_exit(self.process, EXIT_SECONDS))
-        except Garbled:
+            failure = describe_exit(wait_for_exit(self.process, EXIT_SECONDS))
+        except MalformedMessage:
             failure = NOT_ITS_OWN
         self.kill()
         return Rewarded(math.nan, failure)
@@ -528,7 +534,7 @@ class Isolated:
     def kill(self) -> None:
         """End the process and what its rewards have started, and wait for it."""
         # A process that has closed its end of the socket ends by itself.
-        if self.channel.ended:
+        if self.channel.is_closed:
             wait_for_exit(self.process, EXIT_SECONDS)
         else:
             wait_for_exit(self.process, 0.0)
@@ -548,7 +554,7 @@ def _failed_start(how: str) -> EnvironmentFault:
     )
 
 
-def ending(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """Return how a process ended, by its exit code.
 
     None: it still runs, although its end of the socket is closed.

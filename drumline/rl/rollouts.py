@@ -1,4 +1,4 @@
-"""The stream of a run that trains on the completions it samples itself.
+"""Rollouts: a run samples completions of its prompts, and trains on them.
 
 prompts → completions → rewards → advantages → batches of optimizer steps.
 
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.algorithms.credit import differs
+from drumline.algorithms.credit import have_different_rewards
 from drumline.algorithms.policy import KLController, divergence
 from drumline.config.algorithm import RolloutSpec
 from drumline.data.batches import Episodes
@@ -35,8 +35,8 @@ from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.rl.curriculum import Curriculum
-from drumline.rl.generate import Completion, Request, Together, place
-from drumline.rl.reading import Readers, Reading
+from drumline.rl.generate import Completion, Request, SharedSampling, rank_and_world_size
+from drumline.rl.reading import EpisodeReader, ModelReaders
 from drumline.rl.rewards import Item, Rewards, Scored, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.system.heartbeat import beat
@@ -56,7 +56,7 @@ class Sample:
 
     # The prompt's number in the cache.
     prompt: int
-    # Tokens of the prompt, and the completion.
+    # The tokens of the prompt, and the completion.
     episode: tuple[list[int], Completion]
     domain: str
     reward: float
@@ -75,15 +75,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """The groups of samples of a rollout, one group after the other."""
+class SampleGroups:
+    """The samples of a rollout. Those of one prompt are a group; the groups follow each other.
+
+    Dynamic sampling draws prompts several times. `parts`, `failures` and `sampler_gap` are those of
+    the last draw.
+    """
 
     samples: list[Sample]
-    # Mean of each reward's values in the last draw; NaN for a reward that gave none.
+    # Reward → mean of its values; NaN for a reward that gave none.
     parts: dict[str, float]
-    # Failures of rewards in the last draw: reward → reason → number of episodes.
+    # Reward → reason of a failure → number of episodes.
     failures: dict[str, Counter[str]]
-    # Gap of the sampler that made the last draw; see SamplerCheck.
+    # How far the sampler was from the policy; see SamplerCheck.
     sampler_gap: float | None = None
 
     @property
@@ -108,11 +112,11 @@ class Sampled:
     def rewards_differ(self, size: int) -> list[bool]:
         """Return for each group of `size` whether its rewards differ; only such a group teaches."""
         rewards_PG = torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)
-        return differs(rewards_PG).tolist()
+        return have_different_rewards(rewards_PG).tolist()
 
 
-class Drawn:
-    """The prompts of a rollout, and their completions, which may still be being sampled."""
+class PendingRollout:
+    """The prompts of a rollout whose completions may not be sampled yet."""
 
     def __init__(
         self,
@@ -120,13 +124,13 @@ class Drawn:
         complete: Callable[[], list[Completion]],
         sampler_gap: float | None = None,
     ) -> None:
-        """Take the prompts; the completions come later.
+        """Set the prompts, and how their completions are made.
 
         Args:
             ids: The prompts' numbers in the cache, each as often as it is completed.
             complete: Waits for the completions and returns them; called once, on the first access.
-            sampler_gap: The sampler's gap when sampling ahead began; None if nothing is sampled
-                ahead.
+            sampler_gap: How far the sampler was from the policy when sampling ahead began; None if
+                nothing is sampled ahead.
         """
         self.ids = ids
         self._complete = complete
@@ -148,7 +152,7 @@ class Drawn:
         return {"ids": self.ids, "completions": completions, "sampler_gap": self.sampler_gap}
 
     @classmethod
-    def load(cls, state: Mapping[str, Any]) -> Drawn:
+    def load(cls, state: Mapping[str, Any]) -> PendingRollout:
         """Return what `state` was called on."""
 
         def complete() -> list[Completion]:
@@ -167,25 +171,26 @@ class Rollouts:
     held_out: Mapping[str, TokenCache]  # name of the evaluation set → its prompts
     curriculum: Curriculum
     kl: KLController
-    # Sample completions of (requests, step, greedy). Collective.
+    # Samples completions. Arguments: requests, step, whether greedily. Collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
-    # Begin to sample completions of (requests, step) while training goes on. Collective.
-    begin: Callable[[list[Request], int], Together]
-    check: SamplerCheck  # filled by `sample` and `begin`
+    # Begins to sample completions while training goes on. Arguments: requests, step. Collective.
+    sample_ahead: Callable[[list[Request], int], SharedSampling]
+    # Compares the sampler with the policy when `sample` and `sample_ahead` give it new weights.
+    sampler_check: SamplerCheck
     rewards: Rewards
-    reading: Reading
-    readers: Readers
+    reading: EpisodeReader
+    readers: ModelReaders
     decode: Callable[[list[int]], str]
     emit: Emit
 
     def __post_init__(self) -> None:
         # Seconds of the rollout so far, by what they were spent on.
         self.seconds: dict[str, float] = {}
-        # Rollouts in a row in which too many rewards failed, see `reward_failure`.
-        self.failed = 0
+        # How many rollouts in a row had too many failed rewards (`algorithm.reward_failure`).
+        self.failures_in_a_row = 0
         # Whether any episode of the run has had a reward.
         self.has_rewards = False
-        # Reports the rollout that is being trained on, once its last step is done.
+        # The report of the rollout that is being trained on; `report` calls it after the last step.
         self._report_pending: Callable[[], None] | None = None
 
     def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
@@ -200,7 +205,7 @@ class Rollouts:
         self._load_state(state)
         drawn = None
         if state.get("ahead"):
-            drawn = Drawn.load(state["ahead"])
+            drawn = PendingRollout.load(state["ahead"])
         while step < self.plan.steps:
             self.seconds = {}
             first_position = position
@@ -211,11 +216,11 @@ class Rollouts:
             drawn = None
             # The next rollout is sampled by the weights of now, while this one is trained on.
             if self.algorithm.lookahead and next_step < self.plan.steps:
-                with self._spend("generate"):
-                    prompts = self._wanted // self.algorithm.group_size
+                with self._add_seconds("generate"):
+                    prompts = self._episodes_wanted // self.algorithm.group_size
                     drawn = self._draw(prompts, next_step, position)
-            with self._spend("infer"):
-                episodes, metrics = self._learnable(sampled)
+            with self._add_seconds("infer"):
+                episodes, metrics = self._make_episodes(sampled)
             self._report_pending = partial(
                 self._report_trained, time.time(), next_step, sampled, prompts_drawn, metrics
             )
@@ -246,21 +251,18 @@ class Rollouts:
             report()
 
     def _report_trained(
-        self, began: float, step: int, sampled: Sampled, drawn: int, metrics: dict[str, float]
+        self, began: float, step: int, sampled: SampleGroups, drawn: int, metrics: dict[str, float]
     ) -> None:
         """Report a rollout that optimizer steps learned from, from unix second `began` until now."""
         self.seconds["train"] = time.time() - began
         self._report(step, sampled, drawn, metrics)
 
     @property
-    def _wanted(self) -> int:
-        """The number of episodes of a rollout.
-
-        The rules refuse a number that is not of whole groups.
-        """
+    def _episodes_wanted(self) -> int:
+        """The number of episodes of a rollout: a multiple of the group's size, by a rule."""
         return self.algorithm.minibatches * self.plan.batch.global_samples
 
-    def _draw(self, prompts: int, step: int, position: int) -> Drawn:
+    def _draw(self, prompts: int, step: int, position: int) -> PendingRollout:
         """Draw prompts and have a group of completions sampled for each.
 
         With lookahead, sampling begins now with the present weights. Otherwise it happens when the
@@ -272,26 +274,31 @@ class Rollouts:
             position: Prompts drawn before.
         """
         size = self.algorithm.group_size
-        drawn_ids = self.curriculum.draw(prompts)
         ids: list[int] = []
         keys: list[tuple[int, int]] = []
-        for offset, prompt in enumerate(drawn_ids):
+        for offset, prompt in enumerate(self.curriculum.draw(prompts)):
             for index in range(size):
                 ids.append(prompt)
-                # By the position, not the prompt: a prompt that comes again gets other samples.
+                # The key has the position, not the prompt: a prompt that comes again gets other
+                # samples.
                 keys.append((position + offset, index))
         requests = self._requests(self.prompts, ids, keys)
         if not self.algorithm.lookahead:
-            return Drawn(ids, partial(self.sample, requests, step, False))
-        together = self.begin(requests, step)
+            return PendingRollout(ids, partial(self.sample, requests, step, False))
+        sampling = self.sample_ahead(requests, step)
 
         def complete() -> list[Completion]:
-            return together.result
+            return sampling.result
 
-        return Drawn(ids, complete, self.check.gap)
+        return PendingRollout(ids, complete, self.sampler_check.gap)
 
     def _batches(
-        self, episodes: Episodes, sampled: Sampled, step: int, position: int, ahead: Drawn | None
+        self,
+        episodes: Episodes,
+        sampled: SampleGroups,
+        step: int,
+        position: int,
+        ahead: PendingRollout | None,
     ) -> Iterator[GlobalBatch]:
         """Yield the batches of a rollout's optimizer steps.
 
@@ -315,7 +322,7 @@ class Rollouts:
             generator = np.random.default_rng(derive(seed, "episodes", step, epoch))
             order_N = generator.permutation(len(episodes))
             for number in range(algorithm.minibatches):
-                # A rollout is not stored, so a run resumes between two rollouts alone.
+                # A checkpoint does not hold the rollout, so none is saved before its last step.
                 is_last_step = is_last_epoch and number == algorithm.minibatches - 1
                 picks = order_N[number * size : (number + 1) * size]
                 micro_batches, tokens = self.reading.micro_batches(
@@ -334,25 +341,25 @@ class Rollouts:
                     of_all=(weight, global_tokens),
                 )
 
-    def _state(self, ahead: Drawn | None) -> dict[str, Any]:
+    def _state(self, ahead: PendingRollout | None) -> dict[str, Any]:
         """Return what a checkpoint needs to go on with the next rollout, besides the weights."""
         state = {
             "curriculum": self.curriculum.state(),
             "kl": self.kl.coefficient,
             "has_rewards": self.has_rewards,
-            "sampler": self.check.state(),
+            "sampler": self.sampler_check.state(),
         }
         if ahead is not None:
             # A function: a checkpoint that is written calls it, and waits for the completions.
             state["ahead"] = ahead.state
         return state
 
-    def _check_rewards(self, step: int, sampled: Sampled, drawn: int) -> None:
+    def _check_rewards(self, step: int, sampled: SampleGroups, drawn: int) -> None:
         """Raise TrainingStopped if the run learns nothing because of its rewards.
 
-        That is after too many rollouts in a row in which rewards failed, or applied to no episode,
-        and at the last rollout of a run without any reward. All ranks know the same rewards, so all
-        raise.
+        There are two cases: too many rollouts in a row in which rewards failed or applied to no
+        episode, and a run whose last rollout is reached without any reward so far. All ranks know
+        the same rewards, so all raise.
 
         Args:
             step: The last step before the rollout.
@@ -364,16 +371,16 @@ class Rollouts:
         has_reward = not all(math.isnan(reward) for reward in sampled.rewards)
         self.has_rewards = self.has_rewards or has_reward
         if failed_share >= limit.share:
-            self.failed += 1
+            self.failures_in_a_row += 1
         else:
-            self.failed = 0
+            self.failures_in_a_row = 0
         next_step = step + self.algorithm.steps_in_turn
         is_last = next_step >= (self.plan.steps or 0)
         has_learned_nothing = is_last and not self.has_rewards
-        has_failed_too_often = self.failed >= limit.rollouts and limit.action == "stop"
+        has_failed_too_often = self.failures_in_a_row >= limit.rollouts and limit.action == "stop"
         if not has_learned_nothing and not has_failed_too_often:
             return
-        # Its event shows the completions that got no reward.
+        # The event shows the user the completions that got no reward.
         self._report(next_step, sampled, drawn, {}, trained=False)
         often = _most_common_reasons(sampled)
         if has_learned_nothing:
@@ -383,11 +390,13 @@ class Rollouts:
             counted = "episodes"
             if 0 < sampled.left_out < len(sampled.samples):
                 counted = "episodes that a reward applies to"
-            what = f"{failed_share:.0%} of the {counted} got no reward, in rollout {self.failed} of such in a row: {often}"
+            what = f"{failed_share:.0%} of the {counted} got no reward, in rollout {self.failures_in_a_row} of such in a row: {often}"
             fix = "correct the reward, or go on without them: algorithm.reward_failure.action=continue"
         raise TrainingStopped(what, where="algorithm.rewards", fix=fix)
 
-    def _sample_groups(self, step: int, position: int, drawn: Drawn | None) -> tuple[Sampled, int]:
+    def _sample_groups(
+        self, step: int, position: int, drawn: PendingRollout | None
+    ) -> tuple[SampleGroups, int]:
         """Return the groups of a rollout, and the position after their prompts.
 
         With dynamic sampling (Yu et al. 2025, DAPO), groups whose rewards are all alike are
@@ -399,12 +408,12 @@ class Rollouts:
             drawn: A rollout that is being sampled already.
         """
         size = self.algorithm.group_size
-        wanted = self._wanted
+        wanted = self._episodes_wanted
         takes_all = self.algorithm.rounds == 1
         kept: list[Sample] = []
         spare: list[Sample] = []
         for _ in range(self.algorithm.rounds):
-            with self._spend("generate"):
+            with self._add_seconds("generate"):
                 if drawn is None:
                     missing = wanted - len(kept)
                     drawn = self._draw(missing // size, step, position)
@@ -412,24 +421,24 @@ class Rollouts:
                 completions = drawn.completions
                 sampler_gap = drawn.sampler_gap
                 if sampler_gap is None:
-                    sampler_gap = self.check.gap
+                    sampler_gap = self.sampler_check.gap
             drawn = None
-            with self._spend("reward"):
-                fresh = self._score(self.prompts, ids, completions)
-            self._learn_domains(fresh.samples)
+            with self._add_seconds("reward"):
+                scored = self._score(self.prompts, ids, completions)
+            self._learn_domains(scored.samples)
             position += len(ids) // size
-            for group, is_different in enumerate(fresh.rewards_differ(size)):
+            for group, rewards_differ in enumerate(scored.rewards_differ(size)):
                 first = group * size
-                samples = fresh.samples[first : first + size]
-                if is_different or takes_all:
+                samples = scored.samples[first : first + size]
+                if rewards_differ or takes_all:
                     kept += samples
                 else:
                     spare += samples
             if len(kept) == wanted:
                 break
-        # After the last round groups that are all alike fill the rest.
+        # If the rounds were not enough, groups whose rewards are all alike fill the rollout.
         chosen = [*kept, *spare][:wanted]
-        return replace(fresh, samples=chosen, sampler_gap=sampler_gap), position
+        return replace(scored, samples=chosen, sampler_gap=sampler_gap), position
 
     def _learn_domains(self, samples: list[Sample]) -> None:
         """Tell the curriculum the rewards of each domain, without those that failed."""
@@ -448,7 +457,9 @@ class Rollouts:
             requests.append(Request(_prompt_tokens(cache, prompt), key))
         return requests
 
-    def _score(self, cache: TokenCache, ids: list[int], completions: list[Completion]) -> Sampled:
+    def _score(
+        self, cache: TokenCache, ids: list[int], completions: list[Completion]
+    ) -> SampleGroups:
         """Return the completions of the prompts `ids` of `cache` with their rewards. Collective."""
         episodes = []
         metas = []
@@ -475,7 +486,7 @@ class Rollouts:
                     reasons.append(score.failures[name])
             if reasons:
                 failures[name] = count_reasons(reasons)
-        return Sampled(samples, parts, failures)
+        return SampleGroups(samples, parts, failures)
 
     def _compute_rewards(
         self, episodes: list[tuple[list[int], Completion]], metas: list[dict[str, Any]]
@@ -495,7 +506,7 @@ class Rollouts:
             # Columns of the user's own row win over ours of the same name.
             columns = {**meta, **meta.get(OWN, {})}
             items.append(Item(meta["prompt"], text, len(completion.tokens), columns))
-        rank, ranks = place()
+        rank, ranks = rank_and_world_size()
         batch = _to_episodes(episodes)
         own_model_rewards = {}
         for name, read in self.readers.rewards.items():
@@ -510,10 +521,11 @@ class Rollouts:
             scores.append(scores_of_rank[index // ranks])
         return scores
 
-    def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
-        """Return the episodes with all that the objective reads, and metrics of the divergence.
+    def _make_episodes(self, sampled: SampleGroups) -> tuple[Episodes, dict[str, float]]:
+        """Return the samples as episodes with all that the objective reads, and some metrics.
 
-        The divergence is from the reference model; without one it is 0 and there are no metrics.
+        The metrics are the divergence from the reference model and its coefficient. Without a
+        reference the divergence counts as 0, and there are no metrics.
         """
         pairs = [sample.episode for sample in sampled.samples]
         episodes = self._with_model_outputs(_to_episodes(pairs))
@@ -558,7 +570,7 @@ class Rollouts:
         """Complete all held-out prompts greedily and score the completions.
 
         Returns the metrics (the mean reward, also of each domain and each evaluation set), the number
-        of prompts, and the failures of rewards as `Sampled` has them; no mean counts a failed one.
+        of prompts, and the failures of rewards as `SampleGroups` has them; no mean counts a failed one.
         """
         samples: list[Sample] = []
         by_set: dict[str, float] = {}
@@ -586,8 +598,8 @@ class Rollouts:
         self.rewards.close()
 
     @contextmanager
-    def _spend(self, kind: str) -> Iterator[None]:
-        """Add the seconds of the block to those spent on `kind`."""
+    def _add_seconds(self, kind: str) -> Iterator[None]:
+        """Add the seconds that the `with` block takes to those spent on `kind`."""
         began = time.time()
         beat("rollout")
         yield
@@ -597,7 +609,7 @@ class Rollouts:
     def _report(
         self,
         step: int,
-        sampled: Sampled,
+        sampled: SampleGroups,
         drawn: int,
         metrics: dict[str, float],
         trained: bool = True,
@@ -645,10 +657,10 @@ class Rollouts:
             metrics=_domain_rewards(samples) | metrics,
         )
         self.emit(rollout)
-        shown = [self._shown(sample) for sample in samples[:MOST_SHOWN]]
+        shown = [self._describe_sample(sample) for sample in samples[:MOST_SHOWN]]
         self.emit(Completions(step=step, completions=shown, trained=trained))
 
-    def _shown(self, sample: Sample) -> dict[str, Any]:
+    def _describe_sample(self, sample: Sample) -> dict[str, Any]:
         """Return a sample as the event of completions shows it."""
         completion = sample.completion
         return {
@@ -683,7 +695,7 @@ def _to_episodes(pairs: list[tuple[list[int], Completion]]) -> Episodes:
     return replace(episodes, sampler_log_probs_NM=sampler_NM)
 
 
-def _most_common_reasons(sampled: Sampled) -> str:
+def _most_common_reasons(sampled: SampleGroups) -> str:
     """Return the most frequent reasons for which samples have no reward, each with its number."""
     reasons: Counter[str] = Counter()
     for name, found in sampled.failures.items():

@@ -1,4 +1,4 @@
-"""Whether the sampler is the policy: after each hand-over of weights, log-probs must agree."""
+"""Check that the sampler has the policy's weights: their log-probs of the same tokens must agree."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from drumline.config import rollouts as configs
 from drumline.data.batches import Episodes
 from drumline.dist.reduce import from_all
 from drumline.errors import TrainingStopped
-from drumline.rl.build import probing
+from drumline.rl.build import probe_generator
 from drumline.rl.generate import WHERE, Completion, Generator, Request, generate_together
 
-# Prompts of a probe, at least; with more ranks one for each of them.
+# The fewest prompts of a probe. With more ranks there is one for each of them.
 PROMPTS = 8
+# The most tokens of a prompt, and of its completion.
 PROMPT_TOKENS = 8
 NEW_TOKENS = 4
-# The first part of a request's key; those of prompts begin at 0.
+# The first part of the key of a probe's request. The keys of a run's prompts begin with 0 or more.
 PROBE = -1
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# In nats.
+# The largest logit that is expected, in nats.
 LARGEST_LOGIT = 32.0
-# √4096: of the terms of a matrix product that is added up in fp32.
+# How many roundings the sum of a matrix product's terms is off by: √n for n = 4096 terms.
 SUMMED_ROUNDINGS = 64.0
-# `gap_limit` says what it covers.
+# The factor by which a gap may exceed the baseline; `gap_limit` says why.
 MARGIN = 4.0
 
 
@@ -53,31 +54,32 @@ def expected_rounding_gap(precision: str) -> float:
 def gap_limit(baseline: float | None, precision: str) -> float:
     """Return the largest gap, in nats, at which the sampler still counts as the policy.
 
-    `baseline` is the gap before the first update, when both had the same weights. It has what this
-    sampler's own kernels and type add: a server may compute in bf16 for a policy in fp32. None if
-    it is unknown, as after a resume from an older version: then the limit is that of a first gap.
-    As a mean over 32 tokens a gap varies by 0.76 / √32 = 13% (for normal differences), and a policy
-    that grows more certain has larger logits, which round more. MARGIN covers both. What
-    `expected_rounding_gap` explains passes at any baseline, which may have been luck, such as equal
-    kernels.
+    It is MARGIN times the baseline, and at least `expected_rounding_gap`, since a small baseline
+    may have been luck. MARGIN covers two things: as a mean over 32 tokens a gap varies by 0.76 /
+    √32 = 13% (for normal differences); and a policy that grows more certain has larger logits,
+    which round more.
+
+    `baseline`: the gap before the first update, when both had the same weights. It includes what
+    this sampler's own kernels and type add: a server may compute in bf16 for a policy in fp32.
+    None: it is not known, as after a resume from an older version, and the limit is MOST_AT_FIRST.
     """
     if baseline is None:
         return MOST_AT_FIRST
     return max(MARGIN * baseline, expected_rounding_gap(precision))
 
 
-# Of the first gap, in nats: a server may compute in bf16 for a policy of any type, and a policy that
-# computes in bf16 may be sampled in 8 bits.
+# The largest first gap of a run, in nats. A server may compute in bf16 for a policy of any type, and a
+# policy that computes in bf16 may be sampled in 8 bits.
 MOST_AT_FIRST = MARGIN * expected_rounding_gap("bf16")
 
 
 class SamplerCheck:
-    """Compare the sampler with the policy after each hand-over of weights.
+    """Compares the sampler with the policy each time that the sampler has been given new weights.
 
-    The sampler completes fixed prompts of random ordinary tokens. No policy is sure how they go on,
-    and a log-prob near 0 would not move with the weights. The policy then reads the same tokens.
-    `gap` is the mean of |log p_sampler − log p_policy| over them, in nats, at the last hand-over;
-    None before the first.
+    The sampler completes fixed prompts, and the policy then reads the same tokens. `gap` is the mean
+    of |log p_sampler − log p_policy| over the completions, in nats, of the last comparison; None
+    before the first. The prompts are random tokens: no policy is sure how they go on, and a log-prob
+    near 0 would hardly change with the weights.
 
     The first gap of a run that begins is the baseline of all later ones. Even then a server may
     hold weights of an earlier run that a hand-over fails to replace, so the gap may be at most
@@ -132,7 +134,7 @@ class SamplerCheck:
         for number, tokens in enumerate(self.prompts):
             requests.append(Request(tokens, (PROBE, number)))
         new_tokens = min(NEW_TOKENS, self.config.max_new_tokens)
-        completions = generate_together(probing(generator, new_tokens), requests, step=0)
+        completions = generate_together(probe_generator(generator, new_tokens), requests, step=0)
         # One rank's number decides, since a sum over ranks may differ in its last bit.
         gap = from_all(self._mean_difference(completions))[0]
         if self.needs_baseline:

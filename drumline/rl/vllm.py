@@ -41,7 +41,7 @@ from drumline.rl.generate import (
     Completion,
     Request,
     Weights,
-    place,
+    rank_and_world_size,
     request_seed,
     require_room,
 )
@@ -346,7 +346,7 @@ class WeightFolder:
         all ranks.
         """
         failure: DrumlineError | None = None
-        if place()[0] == 0:
+        if rank_and_world_size()[0] == 0:
             failure = self._hand_over(weights)
         else:
             for _ in weights:

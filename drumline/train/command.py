@@ -325,7 +325,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     from drumline.data.prepare import prepare as prepare_data
     from drumline.models.files import resolve
     from drumline.models.vision import vision_of
-    from drumline.planner.question import Found, require_adapter
+    from drumline.planner.question import FoundModel, require_adapter
 
     loaded = load(config_path, overrides)
     config = loaded.config
@@ -334,7 +334,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
         raise UserError(what, where="model.kind", fix="`drumline preview` shows the samples")
     with bars(Console(stderr=True)) as on_progress:
         model_path = resolve(config.model, on_progress)
-        policy = Found(config.model, model_path)
+        policy = FoundModel(config.model, model_path)
         require_adapter(config, policy)
         vision = vision_of(config, model_path, policy.hf_config)
         data = prepare_data(

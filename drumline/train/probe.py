@@ -15,7 +15,8 @@ from drumline.config.data import DataConfig, FileSource
 from drumline.config.load import Loaded
 from drumline.config.run import EvalConfig
 from drumline.errors import EnvironmentFault
-from drumline.planner.search.answer import Answer, Candidate, Probe, corrected_answer, require_here
+from drumline.planner.search.answer import Answer, Candidate, correct_answer, require_here
+from drumline.planner.search.correction import Probe
 from drumline.report.bars import OnProgress
 from drumline.telemetry.events import last_measurement, read
 
@@ -48,7 +49,7 @@ def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
         probes = []
         for number, candidate in enumerate(best(answer)):
             probes.append(_try(candidate, loaded, root / str(number), rows, on_progress))
-    return corrected_answer(answer, tuple(probes))
+    return correct_answer(answer, tuple(probes))
 
 
 def best(answer: Answer) -> list[Candidate]:

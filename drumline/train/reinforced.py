@@ -21,9 +21,9 @@ from drumline.models.tokenizer import pad_token_id
 from drumline.plan.plan import Plan
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.reading import (
-    Readers,
-    Reading,
-    Score,
+    EpisodeReader,
+    ModelReaders,
+    ReadEpisodes,
     last_scores,
     log_probs_of,
     scores_after,
@@ -57,7 +57,7 @@ def reinforced(
     tokenizer = tokenizer_of(plan)
     prompts = TokenCache.open(Path(data.train_cache))
     domains = [prompts.meta(sample)["domain"] for sample in range(len(prompts))]
-    reading = Reading(
+    reading = EpisodeReader(
         plan,
         plan.mesh.data_rank(ranks.rank),
         plan.mesh.counts(ranks.rank),
@@ -102,8 +102,8 @@ def reinforced(
         curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, shuffles),
         kl=objective.kl,
         sample=sample,
-        begin=sample.begin,
-        check=check,
+        sample_ahead=sample.sample_ahead,
+        sampler_check=check,
         rewards=Rewards(algorithm.rewards, Path(plan.base_dir), algorithm.reward_workers),
         reading=reading,
         readers=build_readers(plan, algorithm, engine, reading, turn_tail(tokenizer), device),
@@ -129,10 +129,10 @@ def build_readers(
     plan: Plan,
     algorithm: RolloutSpec,
     engine: Engine,
-    reading: Reading,
+    reading: EpisodeReader,
     tail: list[int],
     device: str,
-) -> Readers:
+) -> ModelReaders:
     """Return what reads numbers of episodes from each model.
 
     Collective: the frozen models are built. `tail`: as `last_scores` takes it.
@@ -143,12 +143,12 @@ def build_readers(
     has_kl = algorithm.kl.coefficient > 0
 
     # The policy is read before the update if the loss or the reward needs its numbers from then.
-    policy: Score | None = None
+    policy: ReadEpisodes | None = None
     if has_value_head or has_kl or not algorithm.on_policy:
         with_values = log_probs_of(algorithm.loss_chunk, temperature, has_value_head)
         policy = partial(reading.read, engine, read=with_values)
 
-    reference: Score | None = None
+    reference: ReadEpisodes | None = None
     if "reference" in plan.roles:
         frozen = build_engine(plan, device, role="reference")
         reference = partial(reading.read, frozen, read=log_probs)
@@ -157,11 +157,11 @@ def build_readers(
         reference = partial(reading.read, engine, read=log_probs, adapter=False)
 
     # A value model of its own is trained beside the policy.
-    value: Score | None = None
+    value: ReadEpisodes | None = None
     if isinstance(engine, CompositeEngine):
         value = partial(reading.read, engine.engines["value"], read=values_of)
 
-    return Readers(
+    return ModelReaders(
         policy=policy,
         reference=reference,
         value=value,
@@ -170,8 +170,8 @@ def build_readers(
 
 
 def _reward_readers(
-    plan: Plan, algorithm: RolloutSpec, reading: Reading, tail: list[int], device: str
-) -> dict[str, Score]:
+    plan: Plan, algorithm: RolloutSpec, reading: EpisodeReader, tail: list[int], device: str
+) -> dict[str, ReadEpisodes]:
     """Return for each reward by a model, by its name, what reads the reward.
 
     Collective: the models are built.
@@ -182,7 +182,7 @@ def _reward_readers(
             names.append(name)
     # The plan has a role for each reward by a model, in the order of the config.
     roles = [role for role in plan.roles if role.startswith("reward")]
-    readers: dict[str, Score] = {}
+    readers: dict[str, ReadEpisodes] = {}
     for name, role in zip(names, roles, strict=True):
         judge = build_engine(plan, device, role=role)
         read_scores = partial(reading.read, judge, read=scores_after)

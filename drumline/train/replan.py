@@ -21,8 +21,8 @@ from drumline.plan.plan import Plan
 from drumline.plan.resolve import KnownModel, resolve
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
-from drumline.planner.question import Found, assemble
-from drumline.planner.search.advice import changed, find_fallbacks, nothing_fits
+from drumline.planner.question import FoundModel, assemble
+from drumline.planner.search.advice import changed, find_fallbacks, smallest_changes
 from drumline.planner.search.answer import Answer, Candidate, Question
 from drumline.planner.search.search import search
 from drumline.telemetry.events import EventLog, Replan
@@ -54,10 +54,10 @@ def question(plan: Plan, ranks: int | None = None) -> Question:
 
     `ranks`: in place of the plan's.
     """
-    policy = Found(plan.config.model, plan.model_path)
+    policy = FoundModel(plan.config.model, plan.model_path)
     devices = (ranks or plan.mesh.world_size) * plan.devices_per_rank
     cluster, _ = cluster_here(plan.config, machine_of(plan), plan.device, devices)
-    return assemble(plan.config, policy, plan.roles, plan.data, cluster, processes=True)
+    return assemble(plan.config, policy, plan.roles, plan.data, cluster, needs_all_processes=True)
 
 
 def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice:
@@ -88,7 +88,7 @@ def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice
     line += f" — nothing that takes the same steps fits into {size(memory_bytes)}"
     if leanest is not None:
         line += f": {leanest.name} still needs {size(leanest.estimate.memory.reserved)}"
-    changes = nothing_fits(answer)
+    changes = smallest_changes(answer)
     if changes:
         line += f"; what would: {changes[0].line()}"
     return Advice(line, None, predicted)

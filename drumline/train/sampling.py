@@ -26,8 +26,8 @@ from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.models.tokenizer import load_tokenizer
 from drumline.plan.plan import Plan
-from drumline.rl.build import RolloutFiles, generator, greedy
-from drumline.rl.generate import Completion, Generator, Request, Together, generate_together
+from drumline.rl.build import RolloutFiles, generator, greedy_generator
+from drumline.rl.generate import Completion, Generator, Request, SharedSampling, generate_together
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
@@ -51,7 +51,7 @@ class Sampling:
     check: SamplerCheck | None = None
     _generator: Generator | None = None
     # Completions that a thread generates.
-    _beside_training: Together | None = None
+    _beside_training: SharedSampling | None = None
     # Gives new weights to a sampler that has weights of its own.
     _refresh: Callable[[Any], None] | None = None
 
@@ -62,15 +62,17 @@ class Sampling:
         """
         sampler = self._current_generator()
         if greedily:
-            sampler = greedy(sampler)
+            sampler = greedy_generator(sampler)
         return generate_together(sampler, requests, step)
 
-    def begin(self, requests: list[Request], step: int) -> Together:
+    def sample_ahead(self, requests: list[Request], step: int) -> SharedSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
 
         Collective.
         """
-        self._beside_training = Together(self._current_generator(), requests, step, aside=True)
+        self._beside_training = SharedSampling(
+            self._current_generator(), requests, step, in_background=True
+        )
         return self._beside_training
 
     def model(self) -> Any:

@@ -56,7 +56,7 @@ from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.faults import MTBF_HOURS, campaign
 from drumline.planner.new_tokens import rows_notes, with_new_rows
-from drumline.planner.question import Found, assemble, find_model, require_adapter, roles_of
+from drumline.planner.question import FoundModel, assemble, find_model, require_adapter, roles_of
 from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.auto import choose, choose_compile
 from drumline.planner.search.budget import kinds_of, within_budget
@@ -120,7 +120,9 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     processes = processes_of(config, machine, device, request.world_size)
     cluster, about_cluster = cluster_here(config, machine, device, processes)
     has_fixed_processes = request.world_size is not None or config.launch.nproc is not None
-    question = assemble(config, policy, roles, data, cluster, processes=has_fixed_processes)
+    question = assemble(
+        config, policy, roles, data, cluster, needs_all_processes=has_fixed_processes
+    )
     config, why = _choose_open_keys(question, about_cluster, on_progress)
     model = KnownModel(question.facts, policy.path, roles)
     plan = _resolve_plan(request, config, machine, data, model)
@@ -214,7 +216,7 @@ def _choose_open_keys(
 
 
 def _prepare_data(
-    config: Config, policy: Found, base_dir: Path, dry_run: bool, on_progress: OnProgress
+    config: Config, policy: FoundModel, base_dir: Path, dry_run: bool, on_progress: OnProgress
 ) -> DataPlan | None:
     """Return the prepared data, with their classes in the model's own order.
 
@@ -255,14 +257,14 @@ def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
     return plan.model_copy(update={"config": config, "why": [line, *plan.why]})
 
 
-def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[str, RolePlan]:
+def find_roles(config: Config, policy: FoundModel, on_progress: OnProgress) -> dict[str, RolePlan]:
     """Return for each auxiliary model, by the name of its role, what it is and where it lies.
 
     Raises ModelError for a model that reads other tokens than the policy writes, and for a frozen
     one without a trained head.
     """
 
-    def find(model: ModelConfig) -> Found:
+    def find(model: ModelConfig) -> FoundModel:
         return find_model(model, on_progress, weights=True)
 
     roles = roles_of(config, policy, find)

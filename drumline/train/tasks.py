@@ -20,7 +20,7 @@ from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import expanded, first_line, require_package
 from drumline.models.containers import LOW_PRECISION
 from drumline.plan.plan import Plan
-from drumline.rl.generate import generating, place
+from drumline.rl.generate import generating, rank_and_world_size
 from drumline.system.heartbeat import alive
 from drumline.train.state import is_due
 
@@ -176,7 +176,7 @@ class Tasks:
                 batch_size=QUESTIONS_AT_ONCE,
                 mixed_precision_dtype=LOW_PRECISION.get(self.plan.precision),
             )
-            lm._rank, lm._world_size = place()
+            lm._rank, lm._world_size = rank_and_world_size()
             with harness_errors():
                 found = lm_eval.simple_evaluate(
                     model=lm,

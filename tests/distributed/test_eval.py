@@ -11,7 +11,7 @@ import torch
 
 from drumline.checkpoint.load import newest
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, UserError
-from drumline.inference.evaluate import answers, evaluate, harness, model_of, show
+from drumline.inference.evaluate import answers, evaluate, model_of, score_with_lm_eval, show
 from tests.harness import chat_rows, drumline, events, survivors, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_task
 
@@ -136,7 +136,7 @@ def test_lm_eval_is_asked_for_by_name_when_it_is_missing(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentFault, match=r"lm-eval is missing — pip install lm-eval"):
-        harness(run, [], None, ["arc_easy"], None, None)
+        score_with_lm_eval(run, [], None, ["arc_easy"], None, None)
 
 
 def test_lm_eval_s_model_may_be_a_checkpoint(run: Path) -> None:
@@ -154,7 +154,7 @@ def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_
     (tmp_path / "task.yaml").write_text(tiny_task(tmp_path / "rows.jsonl"))
     found = []
     for export in (run / "export", run / "hidden"):
-        assert harness(run, [], None, ["drum_tiny"], 5, tmp_path) == 0
+        assert score_with_lm_eval(run, [], None, ["drum_tiny"], 5, tmp_path) == 0
         found.append(json.loads((run / "eval.json").read_text())["lm_eval"]["tasks"]["drum_tiny"])
         if export.exists():
             export.rename(run / "hidden")
@@ -162,7 +162,7 @@ def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_
     assert found[0] == found[1] and 0 <= found[0]["acc"] <= 1
     (run / "eval.json").unlink()
     assert (
-        harness(
+        score_with_lm_eval(
             config,
             [],
             newest(run / "checkpoints", verify=False, alone=True).path,
@@ -176,7 +176,7 @@ def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_
         json.loads((run / "eval.json").read_text())["lm_eval"]["tasks"]["drum_tiny"] == found[0]
     ), "into the run of the YAML"
     with pytest.raises(EnvironmentFault, match=r"lm-eval failed: .*nosuch"):
-        harness(run, [], None, ["nosuch"], None, None)
+        score_with_lm_eval(run, [], None, ["nosuch"], None, None)
 
 
 # ------------------------------------------------------------------------------------------------------------- answers

@@ -17,7 +17,7 @@ from drumline.models import load as models
 from drumline.plan.facts import ModelFacts, experts_over
 from drumline.plan.plan import Plan
 from drumline.planner.cost.activations import formula
-from drumline.planner.cost.memory import memory, of_rank, stage_of, state_of
+from drumline.planner.cost.memory import memory, memory_of_rank, stage_of, state_of
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.memory_worker import measure
 from tests.distributed.ranks import run_module
@@ -275,15 +275,16 @@ def test_the_peak_is_near(measured: dict[str, Measured], name: str) -> None:
     assert parts <= said.peak <= parts + said.gradients + 4  # gradients may come after the peak
     share = experts_over(facts, plan.mesh.ep)
     assert said.peak == max(
-        of_rank(plan, share, formula(plan, share), stage).peak for stage in range(plan.mesh.pp)
+        memory_of_rank(plan, share, formula(plan, share), stage).peak
+        for stage in range(plan.mesh.pp)
     )
 
 
 def cluster_of_nothing() -> Any:
     from drumline.hardware.detect import Machine
-    from drumline.planner.cluster import found
+    from drumline.planner.cluster import cluster_of_machine
 
-    return found(Machine([], 1, 2**30, "cpu", False), 1)
+    return cluster_of_machine(Machine([], 1, 2**30, "cpu", False), 1)
 
 
 AGAIN = pytest.mark.full

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.rl.generate import Request, deal
+from drumline.rl.generate import Request, assign_requests
 from tests.distributed.ranks import run_module
 from tests.tiny import tiny_model_dir
 from tests.vllm_stub import StubServer
@@ -23,16 +23,16 @@ def requests(lengths: list[int]) -> list[Request]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_each_request_is_dealt_once_and_evenly(ranks: int) -> None:
     lengths = [(7 * i) % 40 + 1 for i in range(37)]
-    shares = deal(requests(lengths), ranks)
+    shares = assign_requests(requests(lengths), ranks)
     assert sorted(index for share in shares for index in share) == list(range(37))
     loads = [sum(lengths[index] for index in share) for share in shares]
     assert max(loads) - min(loads) <= max(lengths)
 
 
 def test_equal_prompts_are_dealt_round_and_idle_ranks_get_none() -> None:
-    assert [len(share) for share in deal(requests([4] * 8), 3)] == [3, 3, 2]
-    assert deal(requests([4]), 3) == [[0], [], []]
-    assert deal([], 2) == [[], []]
+    assert [len(share) for share in assign_requests(requests([4] * 8), 3)] == [3, 3, 2]
+    assert assign_requests(requests([4]), 3) == [[0], [], []]
+    assert assign_requests([], 2) == [[], []]
 
 
 def test_any_number_of_ranks_gives_the_completions_of_one(tmp_path: Path) -> None:

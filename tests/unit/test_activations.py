@@ -27,9 +27,9 @@ from drumline.plan.plan import Layout, Plan
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.planner.cost.activations import formula
-from drumline.planner.cost.memory import memory, offloaded
+from drumline.planner.cost.memory import memory, offloaded_bytes
 from drumline.planner.cost.times import estimate
-from drumline.planner.search.advice import _of_length
+from drumline.planner.search.advice import with_row_length
 from drumline.planner.search.budget import CHECKPOINTING, within_budget
 from drumline.planner.search.search import search
 from drumline.planner.trace import run
@@ -120,7 +120,7 @@ def test_bytes_that_are_moved(made: Any, name: str, within: float) -> None:
     moves = around.func.__self__
     assert isinstance(moves, ActivationOffload)
     on_gpu = plan.model_copy(update={"device": "cuda"})
-    planned = offloaded(on_gpu, facts_of(plan), rounds=False)
+    planned = offloaded_bytes(on_gpu, facts_of(plan), rounds=False)
     assert planned > 0 and moves.moved_bytes == pytest.approx(planned, rel=within)
     assert (
         moves.most_device_bytes <= 2 * moves.moved_bytes / (LAYERS - 2)
@@ -212,7 +212,11 @@ def test_8b_lora_on_rows_of_131072_fits_an_h100() -> None:
             **{**LONG, "data": data, "batch": ONE, "memory": options},
         )
         return next(
-            (each for each in search(_of_length(asked, 131_072)).ranked if each.name == "single"),
+            (
+                each
+                for each in search(with_row_length(asked, 131_072)).ranked
+                if each.name == "single"
+            ),
             None,
         )
 

@@ -16,12 +16,12 @@ from drumline.planner.derived import with_lora
 from drumline.planner.report.table import show_heuristics
 from drumline.planner.search.advice import (
     STEP,
-    _largest,
-    _of_length,
+    _find_largest,
     max_batch,
     max_length,
-    nothing_fits,
+    smallest_changes,
     what_if,
+    with_row_length,
 )
 from drumline.planner.search.answer import Question
 from drumline.planner.search.auto import choose, chosen_by, disagreements, heuristic_first
@@ -88,15 +88,15 @@ def test_the_smallest_changes_that_would_fit(
     asked: Callable[[], Question], kinds: set[str]
 ) -> None:
     answer = search(asked())
-    changes = nothing_fits(answer)
+    changes = smallest_changes(answer)
     assert not answer.ranked
     assert all(any(kind in change.what for change in changes) for kind in kinds), [
         change.what for change in changes
     ]
     for change in changes:
         assert (
-            change.found.estimate.verdict != "no"
-            and change.found.name in change.line()
+            change.candidate.estimate.verdict != "no"
+            and change.candidate.name in change.line()
             and " GB of " in change.line()
         )
 
@@ -117,7 +117,7 @@ def test_auto_says_what_would_fit() -> None:
 def test_the_largest_by_doubling_and_halving() -> None:
     for last in (1, 7, 64, 65):
         for limit in range(0, 70):
-            found = _largest(lambda n, limit=limit: n <= limit, range(1, last + 1, 3))  # type: ignore[misc]
+            found = _find_largest(lambda n, limit=limit: n <= limit, range(1, last + 1, 3))  # type: ignore[misc]
             assert found == max((n for n in range(1, last + 1, 3) if n <= limit), default=None)
 
 
@@ -125,29 +125,31 @@ def test_the_largest_by_doubling_and_halving() -> None:
 def test_the_longest_row_of_each_family() -> None:
     asked = question("8b", "4xa100-80g")
     found = max_length(asked)
-    assert {"fsdp2", "fsdp2 offload"} <= {most.found.family for most in found} and [
+    assert {"fsdp2", "fsdp2 offload"} <= {most.candidate.family for most in found} and [
         m.number for m in found
     ] == sorted((m.number for m in found), reverse=True)
     for most in found[:3]:
-        family = [way for way in search_space(asked) if way.names(4).family == most.found.family]
+        family = [
+            way for way in search_space(asked) if way.names(4).family == most.candidate.family
+        ]
         assert (
-            most.found.layout.length == most.number
+            most.candidate.layout.length == most.number
             and most.number % STEP == 0
-            and most.found.estimate.verdict == "fits"
+            and most.candidate.estimate.verdict == "fits"
         )
         assert most.number > 131_072 - STEP or not fits(
-            _of_length(asked, most.number + STEP), family
+            with_row_length(asked, most.number + STEP), family
         )
 
 
 def test_the_largest_micro_batch_of_each_family() -> None:
-    found = {most.found.family: most for most in max_batch(question("1b", "2xa100-80g"))}
+    found = {most.candidate.family: most for most in max_batch(question("1b", "2xa100-80g"))}
     assert found["fsdp2"].number >= found["ddp"].number >= 1, "what is sharded leaves room"
-    assert all(most.found.layout.batch.micro_batch == most.number for most in found.values())
+    assert all(most.candidate.layout.batch.micro_batch == most.number for most in found.values())
     staged = next(
-        most.found
+        most.candidate
         for most in max_batch(question("0.1b", "2xa100-80g", strategy="pp"))
-        if most.found.family == "pp"
+        if most.candidate.family == "pp"
     )
     assert staged.layout.strategy.kind == "pp" and staged.layout.batch.accumulation == 2, (
         "a micro-batch for each stage"

@@ -15,7 +15,7 @@ from drumline.errors import ConfigError
 from drumline.hardware import catalog
 from drumline.hardware.cluster import Calibration, Cluster, Collective, Measured, Product
 from drumline.hardware.detect import Device, Machine
-from drumline.planner.cluster import cluster_of, found, with_nodes
+from drumline.planner.cluster import cluster_of, cluster_of_machine, with_nodes
 from tests.harness import ROOT
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"
@@ -189,7 +189,9 @@ def test_what_is_here_fills_up_what_is_not_said() -> None:
         True,
         85_000_000_000,
     )
-    assert [(c.nodes, c.per_node) for c in (found(a100, 2), found(a100, 8))] == [(1, 2), (2, 4)]
+    assert [
+        (c.nodes, c.per_node) for c in (cluster_of_machine(a100, 2), cluster_of_machine(a100, 8))
+    ] == [(1, 2), (2, 4)]
     several = said("{nodes: 3, inter: 8x200Gb}", a100, 4)
     assert (several.device.name, several.world_size, several.found, several.host_memory_bytes) == (
         "a100-80g",
@@ -208,7 +210,7 @@ def test_what_is_here_fills_up_what_is_not_said() -> None:
         "NVIDIA A100 80GB PCIe",
     ):  # as drivers of several years write it
         assert (
-            found(
+            cluster_of_machine(
                 Machine([Device(name, 42 * 10**9)] * 4, 32, 500 * GIB, "cuda", True), 4
             ).intra.name
             == "pcie4"
@@ -224,7 +226,7 @@ UNLIKE = [
 
 def test_of_unlike_gpus_the_one_with_the_least_memory_is_planned_for() -> None:
     host, measured = Machine(UNLIKE, 8, 64 * GIB, "cuda", True), Calibration(matmul={"bf16": 5e14})
-    two, one = found(host, 2, measured), found(host, 1, measured)
+    two, one = cluster_of_machine(host, 2, measured), cluster_of_machine(host, 1, measured)
     assert (two.device.name, two.device.memory_bytes, two.per_node) == ("4090", 25 * 10**9, 2), (
         "the third is not used"
     )
@@ -398,7 +400,7 @@ def test_what_was_measured_goes_before_the_datasheet() -> None:
             ("all_gather", 2): Measured(0, 1e8),
         },
     )
-    cluster = found(LAPTOP, 8, measured)
+    cluster = cluster_of_machine(LAPTOP, 8, measured)
     # a processor was measured whole, and eight ranks share it
     assert [
         cluster.rate("fp32"),

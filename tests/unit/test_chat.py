@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from drumline.config.config import LoRAConfig
 from drumline.config.model import ModelConfig
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
-from drumline.inference.evaluate import Question, complete_prompts, drop_full_prompts
+from drumline.inference.evaluate import HeldOutPrompt, complete_prompts, drop_full_prompts
 from drumline.inference.model import CONTROLS, Conversation, Model, Printer, chat, open_model
 from drumline.models.templates import turn_end, turn_tail
 from drumline.models.tokenizer import load_tokenizer
@@ -76,7 +76,7 @@ def test_an_answer_has_the_room_behind_its_own_prompt(
 def test_a_prompt_without_room_is_passed_over_with_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    questions = [Question([1] * size, "") for size in (3, 8, 9, 7)]
+    questions = [HeldOutPrompt([1] * size, "") for size in (3, 8, 9, 7)]
     assert [len(question.tokens) for question in drop_full_prompts(questions, 8)] == [3, 7]
     assert (
         "note: 2 of 4 held-out prompts leave no room for an answer within data.max_length 8"

@@ -15,7 +15,7 @@ from drumline.models.load import facts, load_config
 from drumline.models.shapes import KNOWN, with_config
 from drumline.plan.facts import ModelFacts
 from drumline.planner.derived import FAMILIES, with_lora
-from drumline.planner.sizes import Found, sizes_of
+from drumline.planner.sizes import FoundModel, sizes_of
 from tests.tiny import tiny_model_dir
 
 SIZES = {"hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -94,7 +94,7 @@ def test_sizes_of_a_family_are_those_that_are_counted(
     name: str, adapter: dict[str, Any] | None, kept: Path
 ) -> None:
     model, lora = ModelConfig(id=None, config=LIKE_KNOWN[name]), adapter and LoRAConfig(**adapter)
-    made = sizes_of(Found(model, None), 3000, "lm", adapter=lora)
+    made = sizes_of(FoundModel(model, None), 3000, "lm", adapter=lora)
     assert not kept.exists(), "it was counted"
     assert not differences(made, facts(load_config(None, model), 3000, lora))
 
@@ -129,7 +129,7 @@ def test_what_may_be_more_than_sizes_is_counted(
 ) -> None:
     folder = tiny_model_dir(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    found = Found(ModelConfig(id=str(folder)), str(folder))
+    found = FoundModel(ModelConfig(id=str(folder)), str(folder))
     (folder / "config.json").write_text(json.dumps({**config, **FILE}))
     assert not differences(
         sizes_of(found, 64, "lm"), facts(load_config(str(folder), found.model), 64)

@@ -23,7 +23,7 @@ from drumline.rl.generate import (
     HFGenerator,
     Request,
     Sampler,
-    deal,
+    assign_requests,
     gumbel,
     request_seed,
 )
@@ -208,12 +208,12 @@ def test_requests_of_a_prompt_go_together_where_prompts_divide_by_ranks() -> Non
         for prompt in range(4)
     ]
     requests = [request for group in groups for request in group]
-    shares = deal(requests, 2)
+    shares = assign_requests(requests, 2)
     assert sorted(len(share) for share in shares) == [6, 6] and sorted(
         i for share in shares for i in share
     ) == list(range(12))
     assert all(len({requests[i].key[0] for i in share}) == 2 for share in shares)
-    assert sorted(len(share) for share in deal(requests, 3)) == [4, 4, 4]
+    assert sorted(len(share) for share in assign_requests(requests, 3)) == [4, 4, 4]
 
 
 def test_seed_step_and_key_each_change_the_sample(model: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.algorithms.credit import differs, group_advantages, whiten
+from drumline.algorithms.credit import group_advantages, have_different_rewards, whiten
 from drumline.algorithms.grpo.objective import GRPO
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.algorithms.policy import KLController, clipped, divergence
@@ -170,8 +170,8 @@ def test_group_advantages() -> None:
     torch.testing.assert_close(
         batch, centred / (np.std([0, 1, 1, 0, 2, 2, 2, 2, 1, 3], ddof=1) + 1e-4)
     )
-    assert differs(rewards_PG).tolist() == [True, False, True]
-    assert not differs(torch.tensor([[float("nan"), 1.0]])).item()
+    assert have_different_rewards(rewards_PG).tolist() == [True, False, True]
+    assert not have_different_rewards(torch.tensor([[float("nan"), 1.0]])).item()
 
 
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])

@@ -19,7 +19,7 @@ from drumline.models.shards import NeedsFullModel, Values
 from drumline.models.tokenizer import load_tokenizer
 from drumline.planner.new_tokens import rows_notes, with_new_rows
 from drumline.planner.question import find_model
-from drumline.planner.sizes import Found, sizes_of
+from drumline.planner.sizes import FoundModel, sizes_of
 from tests.tiny import tiny_tokenizer
 
 TOKENS = 320
@@ -91,7 +91,7 @@ def test_rows_that_no_token_used_are_taken_first(tmp_path: Path) -> None:
     )
     notes = rows_notes(
         load_text("{data: {train: [{kind: digits}]}}", []),
-        Found(described(tmp_path, new_tokens=[THINK]), str(tmp_path)),
+        FoundModel(described(tmp_path, new_tokens=[THINK]), str(tmp_path)),
     )
     assert notes == ["new tokens: 1 of them take rows of the embedding that no token used"]
 
@@ -184,7 +184,7 @@ def test_a_token_that_the_tokenizer_has_keeps_its_row(tmp_path: Path) -> None:
         before.model.embed_tokens.weight,
     )
     notes = rows_notes(
-        load_text("{data: {train: [{kind: digits}]}}", []), Found(model, str(tmp_path))
+        load_text("{data: {train: [{kind: digits}]}}", []), FoundModel(model, str(tmp_path))
     )
     assert notes == [
         "new tokens: the tokenizer has '<|im_end|>' already, and its row begins as it is"
@@ -217,7 +217,7 @@ def resolved(folder: Path, **adapter: Any) -> Any:
         "data": {"train": [{"kind": "digits"}]},
     }
     config = load_text(json.dumps(values), [])
-    return with_new_rows(config, Found(config.model, str(folder))).adapter
+    return with_new_rows(config, FoundModel(config.model, str(folder))).adapter
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -307,7 +307,7 @@ def test_sizes_count_the_rows(tmp_path: Path) -> None:
     save_model(tmp_path / "model", tie_word_embeddings=False)
     keys = described(tmp_path / "model", new_tokens=[THINK])
     plain, grown = (
-        sizes_of(Found(model, model.id), 64, "lm")
+        sizes_of(FoundModel(model, model.id), 64, "lm")
         for model in (described(tmp_path / "model"), keys)
     )
     assert (plain.vocab_size, grown.vocab_size) == (TOKENS, 384)
@@ -327,7 +327,9 @@ def test_tokens_of_a_larger_tokenizer_begin_at_their_texts(tmp_path: Path) -> No
     torch.testing.assert_close(new[TOKENS], old[ids["input_ids"]].mean(0))
     config = load_text("{data: {train: [{kind: digits}]}}", [])
     known = [THINK, "<|im_start|>", "<|im_end|>"]
-    found = Found(described(tmp_path / "model", new_tokens=known, **keys), str(tmp_path / "model"))
+    found = FoundModel(
+        described(tmp_path / "model", new_tokens=known, **keys), str(tmp_path / "model")
+    )
     assert rows_notes(config, found) == [
         "new tokens: the embedding grows by 1 rows to 321",
         "new tokens: the tokenizer has '<|im_start|>', '<|im_end|>' already, and their rows begin as they are",

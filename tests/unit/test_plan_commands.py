@@ -17,7 +17,7 @@ from drumline.planner.cluster import cluster_of
 from drumline.planner.cost.times import _devices_per_link
 from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.output import full_config, overrides
-from drumline.planner.search.advice import _of_length, max_batch, max_length, nothing_fits
+from drumline.planner.search.advice import max_batch, max_length, smallest_changes, with_row_length
 from drumline.planner.search.search import search
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
@@ -59,7 +59,7 @@ def test_ranks_that_a_yaml_asks_for_here_are_planned(tmp_path: Path) -> None:
 
 def test_the_largest_micro_batch_of_groups() -> None:
     found = max_batch(question("0.1b", "4xa100-80g", algorithm=GRPO))
-    assert found and all(most.found.layout.batch.global_samples % 8 == 0 for most in found)
+    assert found and all(most.candidate.layout.batch.global_samples % 8 == 0 for most in found)
 
 
 def test_flags_hold_beside_an_override_of_their_section() -> None:
@@ -141,13 +141,13 @@ def test_an_advised_length_brings_its_batch() -> None:
     )
     lines = [
         change.what
-        for change in nothing_fits(search(asked))
+        for change in smallest_changes(search(asked))
         if change.what.startswith("data.max_length=")
     ]
     assert lines and all(
         "global_samples: 16" in line and "global_tokens" not in line for line in lines
     )
-    assert _of_length(asked, 64).config.batch.global_samples == 16
+    assert with_row_length(asked, 64).config.batch.global_samples == 16
 
 
 @pytest.mark.parametrize(("gb", "each"), [(512, 128), (8, 2)])

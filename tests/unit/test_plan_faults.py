@@ -16,7 +16,7 @@ from drumline.errors import PlanError
 from drumline.plan.plan import RolePlan
 from drumline.planner.faults import MTBF_HOURS, Campaign, Level, campaign
 from drumline.planner.search.answer import Candidate
-from drumline.planner.search.search import look_at
+from drumline.planner.search.search import search_strategy
 from drumline.train.setup import own_plan
 from tests.harness import write_config
 from tests.strategies import DDPStrategy
@@ -127,7 +127,7 @@ def test_spare_hosts() -> None:
 def test_a_checkpoint_has_what_the_optimizer_keeps(optimizer: dict[str, Any], each: int) -> None:
     """In fp32, also of quantised moments; and of each model that is trained, such as PPO's of values."""
     asked = question("0.1b", "8xa100-80g", optimizer=optimizer, checkpoint={"asynchronous": False})
-    first = look_at(asked, DDPStrategy())
+    first = search_strategy(asked, DDPStrategy())
     assert isinstance(first, Candidate)
     made = campaign(first, asked.cluster, asked.facts)
     assert made.disk.stall == pytest.approx(

@@ -457,7 +457,7 @@ def test_the_figure_is_readable(
         min(c.estimate.tokens_per_s for c in shown.fit),
         figure.axes[1].get_ylim()[1],
     )
-    assert 1e6 / drawn_to > slowest / (2 * picture.SLOW), (
+    assert 1e6 / drawn_to > slowest / (2 * picture.MOST_TIMES_SLOWER), (
         "what does not fit and is far slower presses nothing together"
     )
     front = picture.pareto(shown.fit)

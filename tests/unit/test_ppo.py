@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.algorithms.credit import at_last, gae, whiten
+from drumline.algorithms.credit import gae, place_at_last_token, whiten
 from drumline.algorithms.ppo.spec import PPOConfig
 from drumline.data.batches import EpisodeBatch, Episodes, collate_episodes
 from drumline.models.head import Outputs
@@ -62,7 +62,7 @@ def test_whitening_and_scores() -> None:
         white[mask_NM], (inside - inside.mean()) / inside.std(ddof=1), atol=1e-5
     )
     assert not white[~mask_NM].any()
-    scores_NM = at_last(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), mask_NM)
+    scores_NM = place_at_last_token(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), mask_NM)
     # The third has no token to stand at.
     assert scores_NM.nonzero().tolist() == [
         [0, 3],

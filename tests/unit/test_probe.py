@@ -19,14 +19,16 @@ from drumline.planner.search.advice import by_adapter
 from drumline.planner.search.answer import (
     Answer,
     Candidate,
+    Refused,
+    correct_answer,
+    require_here,
+)
+from drumline.planner.search.correction import (
     Factors,
     Probe,
-    Refused,
-    corrected,
-    corrected_answer,
+    correct_estimate,
     factors_of,
-    mean,
-    require_here,
+    mean_factors,
 )
 from drumline.planner.search.search import search
 from drumline.train.probe import STEPS, best, random_rows, short
@@ -68,7 +70,7 @@ def test_factors_say_what_was_wrong() -> None:
 
 
 def test_an_estimate_times_its_own_factors_is_what_was_measured() -> None:
-    better = corrected(ESTIMATE, factors_of(ESTIMATE, MORE))
+    better = correct_estimate(ESTIMATE, factors_of(ESTIMATE, MORE))
     assert (better.memory.optimizer, better.memory.peak, better.memory.activations) == (
         300,
         1700,
@@ -81,12 +83,12 @@ def test_an_estimate_times_its_own_factors_is_what_was_measured() -> None:
     )
     assert better.tokens_per_s == pytest.approx(4.5 / 6.0)
     assert better.traffic.total == 50.0
-    assert corrected(ESTIMATE, Factors()) == TRIED
+    assert correct_estimate(ESTIMATE, Factors()) == TRIED
 
 
 def test_the_mean_is_of_ratios() -> None:
-    assert mean([Factors(seconds=4.0), Factors(seconds=0.25)]) == Factors()
-    assert mean([]) == Factors()
+    assert mean_factors([Factors(seconds=4.0), Factors(seconds=0.25)]) == Factors()
+    assert mean_factors([]) == Factors()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,7 @@ def test_ranked_again(answer: Answer) -> None:
         update={"memory": {"parameters": 100, "gradients": 100, "optimizer": 200, "peak": 475}}
     )
     probes = Probe.of("a", ESTIMATE, MORE), Probe.of("b", ESTIMATE, leaner)
-    found = corrected_answer(asked, probes)
+    found = correct_answer(asked, probes)
     assert found.probes == probes
     # a needs 1700 of 1800, and 1.1 times as much is reserved; c, which did not fit, goes by the mean of 2 and 1/8 of what lies on top.
     assert [c.name for c in found.ranked] == ["b", "c"]
@@ -133,7 +135,7 @@ def test_ranked_again(answer: Answer) -> None:
 
 def test_what_failed_is_refused_and_nothing_else_changes(answer: Answer) -> None:
     asked = small(answer)
-    found = corrected_answer(
+    found = correct_answer(
         asked, (Probe(name="a", predicted=ESTIMATE, failed="its first steps failed"),)
     )
     assert next(c.name for c in found.ranked) == "b"
@@ -219,11 +221,11 @@ def test_a_probe_leaves_nothing_behind(answer: Answer, tmp_path: Path) -> None:
 
 def test_what_real_steps_show_counts_for_every_adapter(answer: Answer) -> None:
     """For the best of full and LoRA, and for the longest row."""
-    slow = corrected_answer(
+    slow = correct_answer(
         answer,
         (Probe(name=answer.ranked[0].name, predicted=ESTIMATE, factors=Factors(seconds=4.0)),),
     )
-    large = corrected_answer(
+    large = correct_answer(
         answer,
         (Probe(name=answer.ranked[0].name, predicted=ESTIMATE, factors=Factors(parameters=1e7)),),
     )

@@ -13,7 +13,7 @@ import yaml
 
 from drumline.config.load import load_text
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
-from drumline.inference.card import _changed_keys, license_of, public
+from drumline.inference.card import _changed_keys, license_of, shorten_paths
 from drumline.inference.hub import push
 from drumline.models.export import export, exported
 from drumline.plan.plan import Plan
@@ -200,7 +200,7 @@ def test_a_run_is_named_from_within(
     ],
 )
 def test_whatever_a_path_is_written_like(given: str, shown: str) -> None:
-    assert public(given) == shown
+    assert shorten_paths(given) == shown
 
 
 def test_the_hosts_of_a_cluster_stay_at_home() -> None:
@@ -221,7 +221,7 @@ def test_paths_of_the_machine_are_names_alone() -> None:
         "d": "runs/one",
         "e": 3,
     }
-    assert public(given) == {
+    assert shorten_paths(given) == {
         "a": ["…/rows.jsonl", "…/y"],
         "b": "me/model",
         "c": "s3://bucket/a/b",

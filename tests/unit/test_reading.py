@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drumline.data.batches import Episodes
-from drumline.rl.reading import Reading, last_scores
+from drumline.rl.reading import EpisodeReader, last_scores
 
 
 def dealt(
@@ -25,7 +25,7 @@ def dealt(
     )
     plan: Any = SimpleNamespace(mesh=SimpleNamespace(data_ranks=ranks))
     accumulation = len(picks) // ranks // micro_batch
-    readings = [Reading(plan, rank, True, "cpu", 0, None) for rank in range(ranks)]
+    readings = [EpisodeReader(plan, rank, True, "cpu", 0, None) for rank in range(ranks)]
     batches = [
         reading.micro_batches(episodes, picks, accumulation, micro_batch) for reading in readings
     ]

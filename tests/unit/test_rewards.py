@@ -21,12 +21,12 @@ from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.config.rollouts import LengthReward, Reward
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.rl.rewards import (
-    Isolated,
     Item,
+    RewardProcess,
     Rewards,
     check,
     count_reasons,
-    overlong,
+    length_penalty,
     reward_names,
 )
 from tests.harness import ENV, drumline, write_config
@@ -233,7 +233,7 @@ def test_a_module_that_writes_on_the_socket_is_refused_before_training(folder: P
     loud = "import os\nfor fd in range(3, 4096):\n    try: os.write(fd, b'junk' + bytes([10]))\n    except OSError: pass\n"
     (folder / "loud.py").write_text(loud)
     with pytest.raises(EnvironmentFault, match="wrote on a file descriptor that is not its own"):
-        Isolated({0: reward(kind="function", path="loud.py:f")}, folder)
+        RewardProcess({0: reward(kind="function", path="loud.py:f")}, folder)
 
 
 def test_numbers_beyond_what_can_be_reckoned_with_cost_their_sample(folder: Path) -> None:
@@ -341,7 +341,7 @@ def test_columns_options_and_names(folder: Path) -> None:
 
 
 def test_length_and_model_rewards_need_no_process() -> None:
-    assert [overlong(n, 10, 20) for n in (0, 10, 15, 20, 99)] == [0, 0, -0.5, -1, -1]
+    assert [length_penalty(n, 10, 20) for n in (0, 10, 15, 20, 99)] == [0, 0, -0.5, -1, -1]
     configs = [
         reward(kind="length", free=1, limit=3),
         reward(kind="model", model={"id": "m"}, weight=2.0),
@@ -476,7 +476,7 @@ def test_functions_are_checked_before_training(folder: Path, path: str, line: st
 def test_an_import_that_hangs_is_told(folder: Path) -> None:
     (folder / "slow.py").write_text("import time; time.sleep(60)\n")
     with pytest.raises(EnvironmentFault, match=r"importing slow.py:f takes more than 1 s"):
-        Isolated({0: reward(kind="function", path="slow.py:f")}, folder, start_seconds=1.0)
+        RewardProcess({0: reward(kind="function", path="slow.py:f")}, folder, start_seconds=1.0)
 
 
 def test_columns_are_checked_where_they_are_known(folder: Path) -> None:

@@ -17,7 +17,7 @@ from drumline.data.encode import OWN
 from drumline.errors import TrainingStopped
 from drumline.rl.generate import Completion
 from drumline.rl.rewards import Rewards
-from drumline.rl.rollouts import Rollouts, Sample, Sampled
+from drumline.rl.rollouts import Rollouts, Sample, SampleGroups
 from drumline.system.redact import plain
 from drumline.telemetry.events import Eval, Event
 from tests.unit.test_report_progress import START, told
@@ -129,7 +129,7 @@ def failing_rollout(left_out: int, failed: int, rewarded: int) -> str:
     samples += [Sample(0, episode, "", math.nan)] * failed
     samples += [Sample(0, episode, "", 1.0)] * rewarded
     try:
-        rollouts._check_rewards(0, Sampled(samples, {}, {}), len(samples))
+        rollouts._check_rewards(0, SampleGroups(samples, {}, {}), len(samples))
     except TrainingStopped as error:
         return error.what
     return ""
@@ -199,7 +199,7 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
         "emit": events.append,
     }
     rollouts = Rollouts(**{**values, "decode": str, "prompts": Prompts([{}])})
-    sampled = Sampled(
+    sampled = SampleGroups(
         [Sample(0, ([1], Completion([2], [-1.0], True)), "words", math.nan)] * 2, {}, {}
     )
     with pytest.raises(TrainingStopped):

@@ -15,7 +15,7 @@ from drumline.errors import TrainingStopped
 from drumline.models.templates import special_ids
 from drumline.report.facts import curve_values
 from drumline.rl.build import RolloutFiles, generator
-from drumline.rl.generate import Completion, Request, deal
+from drumline.rl.generate import Completion, Request, assign_requests
 from drumline.rl.sampler_check import (
     MOST_AT_FIRST,
     SamplerCheck,
@@ -181,7 +181,9 @@ def test_each_rank_samples_a_prompt_of_the_probe() -> None:
             len(prompt) for prompt in prompts
         } == {5}
         assert all(
-            deal([Request(prompt, (0, place)) for place, prompt in enumerate(prompts)], ranks)
+            assign_requests(
+                [Request(prompt, (0, place)) for place, prompt in enumerate(prompts)], ranks
+            )
         )
         assert all(token > 2 for prompt in prompts for token in prompt)
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from drumline.bench.pages import claim, markdown
 from drumline.bench.scaling import (
-    WARM,
-    Case,
+    WARM_UP_STEPS,
+    BenchCase,
     Options,
     Prediction,
     Round,
@@ -37,33 +37,39 @@ def step(number: int, **values: Any) -> Step:
 
 def rows() -> list[Row]:
     one = Row(
-        Case("ddp", 1),
+        BenchCase("ddp", 1),
         [Round(10, 100, 1.0, None, 2**20), Round(8, 80, 1.2, None, 2**20)],
         "ddp",
         Spread(9.0, 4.5, 18.0),
     )
     two = Row(
-        Case("ddp", 2), [Round(18, 180, 0.5, 0.25, 2**21), Round(16, 160, 0.6, 0.35, 2**21)], "ddp"
+        BenchCase("ddp", 2),
+        [Round(18, 180, 0.5, 0.25, 2**21), Round(16, 160, 0.6, 0.35, 2**21)],
+        "ddp",
     )
     three = Row(
-        Case("zero2", 1), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (10, 100)], "zero2"
+        BenchCase("zero2", 1), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (10, 100)], "zero2"
     )
     four = Row(
-        Case("zero2", 2), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (7.56, 101)], "zero2"
+        BenchCase("zero2", 2), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (7.56, 101)], "zero2"
     )
     return [
         one,
         two,
-        Row(Case("<b>tp", 2), reason="<script>alert(1)</script> | refused"),
+        Row(BenchCase("<b>tp", 2), reason="<script>alert(1)</script> | refused"),
         three,
         four,
     ]
 
 
 def test_a_case_has_a_folder_of_its_own() -> None:
-    assert Case("fsdp2 tp=2", 4, 2).name == "fsdp2-tp2-2x4" and Case("", 1).name == "config-1"
+    assert (
+        BenchCase("fsdp2 tp=2", 4, 2).name == "fsdp2-tp2-2x4"
+        and BenchCase("", 1).name == "config-1"
+    )
     names = [
-        Case(kind, 2).name for kind in ("/tmp/x/mine.py:Name", "../mine.py:Name", "..", "ü", "é")
+        BenchCase(kind, 2).name
+        for kind in ("/tmp/x/mine.py:Name", "../mine.py:Name", "..", "ü", "é")
     ]
     assert len({*names}) == 5 and all(
         "/" not in name and name.strip(".") and name.isascii() for name in names
@@ -72,12 +78,13 @@ def test_a_case_has_a_folder_of_its_own() -> None:
 
 def test_the_first_steps_do_not_count() -> None:
     events: list[Any] = [
-        step(number, samples_per_s=1.0, seconds=9.0, comm_s=9.0) for number in range(1, WARM + 1)
+        step(number, samples_per_s=1.0, seconds=9.0, comm_s=9.0)
+        for number in range(1, WARM_UP_STEPS + 1)
     ]
     assert _summarise(events) is None
     rates = zip((10.0, 12.0, 50.0), (0.2, 0.1, 0.0), strict=True)
     events += [
-        step(WARM + n, samples_per_s=rate, tokens_per_s=rate * 10, seconds=1.0, comm_s=w)
+        step(WARM_UP_STEPS + n, samples_per_s=rate, tokens_per_s=rate * 10, seconds=1.0, comm_s=w)
         for n, (rate, w) in enumerate(rates, 1)
     ]
     memory: dict[str, Any] = dict.fromkeys(Measured.names(), ()) | {
@@ -85,7 +92,7 @@ def test_the_first_steps_do_not_count() -> None:
     }
     seen = _summarise([*events, Measured(**memory)])
     assert seen == Round(12.0, 120.0, 1.0, pytest.approx(0.1), 7)
-    events.append(step(WARM + 4, samples_per_s=12.0, comm_s=None))
+    events.append(step(WARM_UP_STEPS + 4, samples_per_s=12.0, comm_s=None))
     assert _summarise(events).communication is None, "not measured is not nothing"
 
 
@@ -157,7 +164,7 @@ def test_under_weak_scaling_the_batch_grows_and_after_a_signal_nothing_more_begi
         assert values.batch.global_samples is not None and not display
         ran.append((ranks, values.batch.global_samples))
         log = EventLog(Path(values.run.dir) / "events.jsonl")
-        for number in range(1, WARM + 3):
+        for number in range(1, WARM_UP_STEPS + 3):
             log.emit(step(number, samples_per_s=10.0 * ranks))
         return Path(values.run.dir), NOTHING_LOST if len(ran) == 3 else 0
 

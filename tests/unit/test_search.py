@@ -19,11 +19,18 @@ from drumline.planner.search.answer import (
     Answer,
     Candidate,
     Question,
+    best_first,
     expected_speed,
-    in_order,
 )
 from drumline.planner.search.auto import with_little_room
-from drumline.planner.search.search import CHECKPOINTING, FEW, fits, look_at, search, search_space
+from drumline.planner.search.search import (
+    CHECKPOINTING,
+    FEW,
+    fits,
+    search,
+    search_space,
+    search_strategy,
+)
 from tests import strategies as s
 from tests.unit.shapes import asks, facts, question
 
@@ -138,7 +145,7 @@ def changed(
 
 
 def first_of(*candidates: Candidate) -> str:
-    return next(in_order(candidates)).name
+    return next(best_first(candidates)).name
 
 
 def test_a_tight_plan_is_first_where_its_speed_is_worth_its_risk() -> None:
@@ -191,7 +198,7 @@ def test_of_those_as_fast_and_as_simple_the_smallest_is_first() -> None:
         needs = plain.estimate.memory.model_copy(update={"reserved": gb * 10**9})
         speed = {"memory": needs, "tokens_per_s": times * plain.estimate.tokens_per_s}
         found[name] = replace(plain, name=name, estimate=plain.estimate.model_copy(update=speed))
-    assert [c.name for c in in_order(list(found.values()))] == ["small", "large"]
+    assert [c.name for c in best_first(list(found.values()))] == ["small", "large"]
 
 
 def with_memory(asked: Question, gib: int) -> Question:
@@ -313,8 +320,8 @@ def test_strategies_that_are_tried_by_name_only() -> None:
 RULED: list[tuple[Callable[[], Question], str, str]] = [
     (asks("9 heads", "8xh100-80g", batch=BATCH), "cp", "9 attention heads do not divide by cp 8"),
     (asks("9 heads", "2xh100-80g", batch=BATCH), "tp", "must divide by tp"),
-    (lambda: replace(question("1b", "2xh100-80g"), deepspeed=False), "zero2", "deepspeed is not installed"),
-    (lambda: replace(question("1b", "2xh100-80g"), processes=True), "single", "it is one process, and there are 2"),
+    (lambda: replace(question("1b", "2xh100-80g"), has_deepspeed=False), "zero2", "deepspeed is not installed"),
+    (lambda: replace(question("1b", "2xh100-80g"), needs_all_processes=True), "single", "it is one process, and there are 2"),
     (asks("8b", "4x4090", "4bit"), "tp", "scales belong to blocks along whole rows of a weight"),
     (asks("1b", "8xh100-80g", batch={"global_samples": 12}), "ddp", "12 samples does not divide by 8 data ranks"),
     (asks("1b", "2xh100-80g", batch={"global_samples": 64}, data={"train": [{"kind": "file", "path": "x"}], "max_length": 4095}), "cp",
@@ -393,14 +400,14 @@ def test_nvme_where_a_folder_is_named() -> None:
 def test_checkpointing_and_micro_batch_are_searched_where_they_are_open() -> None:
     """A row that fits only when little is kept of it is found, and with it the micro-batch that fits."""
     asked = question("8b", "8xa100-80g", batch=BATCH)
-    found = look_at(asked, s.FSDP2Strategy())
+    found = search_strategy(asked, s.FSDP2Strategy())
     assert isinstance(found, Candidate) and found.layout.activation_checkpointing in CHECKPOINTING
     several: dict[str, Any] = {"global_samples": 64, "micro_batch": 8}
-    none = look_at(
+    none = search_strategy(
         question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "none"}),
         s.FSDP2Strategy(),
     )
-    full = look_at(
+    full = search_strategy(
         question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "full"}),
         s.FSDP2Strategy(),
     )
@@ -422,8 +429,8 @@ def test_what_fits_without_accumulation_alone_is_found() -> None:
         question("1b", cluster, batch={"global_samples": 4, **micro}, data=data)
         for micro in ({"micro_batch": 1}, {})
     )
-    assert not isinstance(look_at(small, s.DDPStrategy()), Candidate)
-    found = look_at(open_, s.DDPStrategy())
+    assert not isinstance(search_strategy(small, s.DDPStrategy()), Candidate)
+    found = search_strategy(open_, s.DDPStrategy())
     assert isinstance(found, Candidate) and (
         found.layout.batch.micro_batch,
         found.layout.batch.accumulation,

@@ -13,7 +13,7 @@ from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.load import facts, load_config
 from drumline.models.shapes import KNOWN, OF_IMAGES, check_length, find, hub_id, near, with_config
-from drumline.planner.sizes import SHIPPED, Found, sizes_of
+from drumline.planner.sizes import SHIPPED, FoundModel, sizes_of
 from tests.harness import ROOT
 
 TEXTS = [name for name, known in KNOWN.items() if known.values["model_type"] not in OF_IMAGES]
@@ -81,7 +81,10 @@ def test_sizes_that_come_with_the_package_are_those_of_the_model(
     """Another length, too; and the number of parameters is that which is published."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = with_config(KNOWN[name], ModelConfig(id=name))
-    made, found = facts(load_config(None, model), 3000), sizes_of(Found(model, None), 3000, "lm")
+    made, found = (
+        facts(load_config(None, model), 3000),
+        sizes_of(FoundModel(model, None), 3000, "lm"),
+    )
     assert made == found and made.parameters == PUBLISHED.get(name, made.parameters), (
         "python scripts/known_sizes.py counts anew"
     )
@@ -114,9 +117,9 @@ def test_any_other_model_than_a_known_one_is_counted(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     known, how = KNOWN["smollm2-135m"], {"head": "lm", **changed}
-    found = Found(with_config(known, ModelConfig(id="x", config=how.pop("config", {}))), None)
+    found = FoundModel(with_config(known, ModelConfig(id="x", config=how.pop("config", {}))), None)
     assert sizes_of(found, 128, **how) != sizes_of(
-        Found(with_config(known, ModelConfig(id="x")), None), 128, "lm"
+        FoundModel(with_config(known, ModelConfig(id="x")), None), 128, "lm"
     )
     assert any(tmp_path.rglob("*.json"))
 

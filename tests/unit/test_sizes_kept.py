@@ -18,7 +18,7 @@ from drumline.config.model import ModelConfig
 from drumline.models import shapes
 from drumline.models.load import facts, load_config
 from drumline.plan.facts import ModelFacts
-from drumline.planner.sizes import Found, sizes_of
+from drumline.planner.sizes import FoundModel, sizes_of
 from drumline.train.setup import Request, make_plan
 from tests.harness import ROOT, write_config
 from tests.tiny import tiny_model_dir
@@ -48,7 +48,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "drumline" / "facts"
 
 
-def counted(found: Found, length: int = 96, **how: object) -> ModelFacts:
+def counted(found: FoundModel, length: int = 96, **how: object) -> ModelFacts:
     return facts(load_config(found.path, found.model), length, **how)  # type: ignore[arg-type]
 
 
@@ -83,7 +83,7 @@ def test_a_second_plan_imports_neither_torch_nor_transformers(kept: Path, run) -
 
 
 def test_what_is_kept_is_what_was_counted(kept: Path) -> None:
-    found = Found(ModelConfig(config=SMALL), None)
+    found = FoundModel(ModelConfig(config=SMALL), None)
     for adapter in (None, LoRAConfig(r=4)):
         made = sizes_of(found, 96, "lm", adapter=adapter)
         again = sizes_of(found, 96, "lm", adapter=adapter)
@@ -94,7 +94,7 @@ def test_what_is_kept_is_what_was_counted(kept: Path) -> None:
 
 
 def test_other_content_is_counted_anew_and_damage_too(kept: Path, model: Path) -> None:
-    found, config = Found(ModelConfig(id=str(model)), str(model)), model / "config.json"
+    found, config = FoundModel(ModelConfig(id=str(model)), str(model)), model / "config.json"
     config.write_text(config.read_text().replace('"mlp_bias": false', '"mlp_bias": true'))
     first = sizes_of(found, 96, "lm")
     (file,) = kept.iterdir()
@@ -104,14 +104,14 @@ def test_other_content_is_counted_anew_and_damage_too(kept: Path, model: Path) -
         assert sizes_of(found, 96, "lm") == first and file.read_text() == whole
     config.write_text(config.read_text().replace('"vocab_size": ', '"vocab_size": 1'))
     assert (
-        sizes_of(Found(found.model, found.path), 96, "lm").vocab_size != first.vocab_size
+        sizes_of(FoundModel(found.model, found.path), 96, "lm").vocab_size != first.vocab_size
         and len(list(kept.iterdir())) == 2
     )
 
 
 def test_nothing_of_the_sizes_is_lost(kept: Path) -> None:
     """A field that JSON would change would come back as another one."""
-    found = Found(
+    found = FoundModel(
         ModelConfig(config={"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}),
         None,
     )

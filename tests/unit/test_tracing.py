@@ -19,7 +19,7 @@ from drumline.models.load import facts, load_config
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Plan
 from drumline.planner import trace as tracing
-from drumline.planner.cluster import found
+from drumline.planner.cluster import cluster_of_machine
 from drumline.planner.cost.memory import memory
 from drumline.planner.trace import Traced, Untraceable, run
 from drumline.telemetry.memory_tracker import LiveBytes
@@ -31,7 +31,7 @@ from tests.tiny import tiny_model_dir
 pytestmark = pytest.mark.slow
 
 ROWS, LENGTH, LAYERS = 2, 96, 8
-CLUSTER = found(Machine([], cores=1, memory_bytes=2**33, device="cpu", bf16=False), 1)
+CLUSTER = cluster_of_machine(Machine([], cores=1, memory_bytes=2**33, device="cpu", bf16=False), 1)
 LORA = {"kind": "lora", "r": 8}
 FULL = {"activation_checkpointing": "full"}
 CASES: dict[str, dict[str, Any]] = {
@@ -220,9 +220,9 @@ NEAR_AND_FAR = ["near", "near", "far"] * 4
     [([], 32, (2, 4)), ([], 3, (1, 2)), (["full"] * 6, 6, (2, 4)), (NEAR_AND_FAR, 12, (3, 6))],
 )
 def test_numbers_of_layers(kinds: list[str], layers: int, expected: tuple[int, int]) -> None:
-    assert tracing._layers(kinds, layers) == expected
+    assert tracing._layer_counts(kinds, layers) == expected
 
 
 def test_layers_that_do_not_repeat_are_not_gone_on_from() -> None:
     with pytest.raises(Untraceable):
-        tracing._layers(["a"] + ["b"] * 11, 12)
+        tracing._layer_counts(["a"] + ["b"] * 11, 12)

@@ -22,7 +22,7 @@ from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.rl import vllm
-from drumline.rl.build import RolloutFiles, generator, greedy
+from drumline.rl.build import RolloutFiles, generator, greedy_generator
 from drumline.rl.generate import HFGenerator, Request, request_seed
 from drumline.rl.vllm import VLLMServer, WeightFolder
 from tests.distributed.ranks import free_port
@@ -134,7 +134,7 @@ def test_where_nothing_is_cut_and_for_greedy_choices_either_kind_will_do(
 ) -> None:
     server.processed = processed
     sampling = client(server)
-    assert sampling.generate(requests(), 0) and greedy(sampling).generate(requests(), 0)
+    assert sampling.generate(requests(), 0) and greedy_generator(sampling).generate(requests(), 0)
 
 
 def test_what_cannot_be_asked_of_vllm_is_refused_by_the_config() -> None:

@@ -18,7 +18,7 @@ from drumline.plan.attention import choice_of
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.plan import Layout
-from drumline.planner.cost.terms import FULL, LOW, WIDTH, Kind, kind_of
+from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, PRECISION_BYTES, Kind, kind_of
 
 # Experts that a token is taken to go through if the config of a mixture does not say. A guess;
 # Qwen3-30B-A3B has as many.
@@ -36,20 +36,19 @@ PYTHON_GELU = {
     "QuickGELUActivation",
 }
 
-# Bytes of an entry of a dropout mask, a boolean.
-MASK = 1
-# Bytes of an int64.
-INDEX = 8
-# Bytes of a token that a norm keeps besides entries, fp32 numbers: an RMS norm the reciprocal root
-# of the mean square, a layer norm mean and reciprocal standard deviation.
-RMS_STATISTICS = FULL
-LAYER_NORM_STATISTICS = 2 * FULL
-# Bytes of a head and token that attention in tiles keeps for its backward: an fp32 number, from
+# Bytes of an entry of a dropout mask, which is a boolean on a GPU.
+MASK_BYTES = 1
+INT64_BYTES = 8
+# Bytes of the statistics that a norm keeps of a token, in fp32: an RMS norm keeps the reciprocal
+# root of the mean square, a layer norm the mean and the reciprocal standard deviation.
+RMS_STATISTICS_BYTES = FP32_BYTES
+LAYER_NORM_STATISTICS_BYTES = 2 * FP32_BYTES
+# Bytes that attention in tiles keeps of each token and head for its backward: one fp32 number, from
 # which it computes the softmax again (Dao 2023).
-LOG_SUM_EXP = FULL
-# With dropout, torch has no attention in tiles on a CPU: it keeps softmax, mask and their product
-# in fp32 (sdp_utils_cpp.cpp of torch).
-CPU_DROPOUT_SCORES = 3 * FULL
+LOG_SUM_EXP_BYTES = FP32_BYTES
+# Bytes of each score that attention with dropout keeps on a CPU, where torch does not compute it in
+# tiles: softmax, mask and their product, in fp32 (sdp_utils_cpp.cpp of torch).
+CPU_DROPOUT_SCORE_BYTES = 3 * FP32_BYTES
 # Tensors of the feed-forward's inner width that its activation keeps for its backward. Fused or
 # compiled kernels keep the input alone; SiLU(gate) × up keeps gate, SiLU(gate) and up. GELU written
 # in Python keeps four intermediate results, and one cast more if it does not compute in fp32.
@@ -61,14 +60,14 @@ PYTHON_GELU_ACTIVATION = 4
 GPT_OSS_ACTIVATION = 3
 # int64 numbers of each choice of an expert: the order by experts, its inverse, and the token.
 ORDERS_OF_A_CHOICE = 3
-# Adapters under autocast: bytes of an entry while an fp32 copy stands beside the low one, forward;
-# backward has a mask of dropout besides.
-CASTS_FORWARD = FULL + LOW
-CASTS_BACKWARD = FULL + LOW + MASK
+# Bytes of an entry that an adapter takes under autocast, where an fp32 copy exists beside the one in
+# the low precision. In backward there is also a mask of dropout.
+CAST_BYTES_FORWARD = FP32_BYTES + LOW_BYTES
+CAST_BYTES_BACKWARD = FP32_BYTES + LOW_BYTES + MASK_BYTES
 # A rotary embedding keeps a cosine and a sine for each entry of a head.
 ROTARY_TABLES = 2
-# What a vision tower keeps over the inputs and outputs of its linear layers: half as much again for
-# what lies between them. An estimate.
+# What a vision tower keeps, over the inputs and outputs of its linear layers. Operators between the
+# layers are taken to keep half as much again: a guess.
 TOWER_SURPLUS = 1.5
 # Patches that a vision-language model merges into one image token: 2 × 2, as in Qwen2-VL.
 PATCHES_PER_IMAGE_TOKEN = 4
@@ -345,18 +344,18 @@ class Setup(NamedTuple):
     leaves_device: bool
 
     @property
-    def width(self) -> int:
-        """Bytes of an entry of a matrix product."""
+    def entry_bytes(self) -> int:
+        """Bytes of an entry of the inputs and the result of a matrix product."""
         if self.kind == "fp32":
-            return FULL
-        return LOW
+            return FP32_BYTES
+        return LOW_BYTES
 
     @property
-    def stream_width(self) -> int:
+    def stream_entry_bytes(self) -> int:
         """Bytes of an entry of the hidden states between blocks, which are fp32 under autocast."""
         if self.kind == "low":
-            return LOW
-        return FULL
+            return LOW_BYTES
+        return FP32_BYTES
 
     @property
     def gathers_again(self) -> bool:
@@ -373,8 +372,8 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     `saved_block`, `live_forward`, …: in bytes of a token of the micro-batch.
     """
     if layout.config.memory.checkpointed_blocks is not None:
-        all_blocks, no_blocks = by_kind(layout)
-        return mixed(layout, facts, formula(all_blocks, facts), formula(no_blocks, facts))
+        all_blocks, no_blocks = split_checkpointing(layout)
+        return mix_activations(layout, facts, formula(all_blocks, facts), formula(no_blocks, facts))
     config = layout.config
     # Zero bubble takes the gradients of weights later, and keeps for them what was computed again.
     recomputation: str = layout.activation_checkpointing
@@ -430,8 +429,8 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
 def _mask_bytes(layout: Layout) -> int:
     """Return bytes of an entry of a dropout mask. On a CPU it has the type of what it multiplies."""
     if layout.device == "cuda":
-        return MASK
-    return WIDTH[layout.precision]
+        return MASK_BYTES
+    return PRECISION_BYTES[layout.precision]
 
 
 def _score_bytes(layout: Layout, facts: ModelFacts, kernel: str) -> float:
@@ -444,23 +443,23 @@ def _score_bytes(layout: Layout, facts: ModelFacts, kernel: str) -> float:
     if wanted == "eager" or (facts.keeps_scores and falls_back):
         return _eager_score_bytes(layout, facts)
     if facts.drops_scores and layout.device == "cpu":
-        return CPU_DROPOUT_SCORES
+        return CPU_DROPOUT_SCORE_BYTES
     return 0
 
 
 def _eager_score_bytes(layout: Layout, facts: ModelFacts) -> int:
     """Return bytes that attention of separate operators keeps of each score."""
-    width = WIDTH[layout.precision]
+    width = PRECISION_BYTES[layout.precision]
     # The softmax is in fp32.
-    kept = FULL
+    kept = FP32_BYTES
     if facts.caps_scores:
         # The result of the tanh.
         kept += width
     if facts.drops_scores:
         # What dropout takes, and its mask, which on a CPU has the type of the scores.
-        mask = width if layout.device == "cpu" else MASK
+        mask = width if layout.device == "cpu" else MASK_BYTES
         kept += width + mask
-    elif width < FULL:
+    elif width < FP32_BYTES:
         # The softmax again, in the type of the values that it multiplies.
         kept += width
     return kept
@@ -474,7 +473,7 @@ def _mlp_chunk(layout: Layout) -> float:
     return min(1.0, tokens * layout.mesh.cp / (layout.rows * layout.length))
 
 
-def by_kind(layout: Layout) -> tuple[Layout, Layout]:
+def split_checkpointing(layout: Layout) -> tuple[Layout, Layout]:
     """Return two layouts for one that checkpoints only its first blocks.
 
     They are the same layout with all blocks checkpointed, and with none.
@@ -486,15 +485,17 @@ def by_kind(layout: Layout) -> tuple[Layout, Layout]:
     return all_blocks, no_blocks
 
 
-def mixed(layout: Layout, facts: ModelFacts, some: Activations, rest: Activations) -> Activations:
+def mix_activations(
+    layout: Layout, facts: ModelFacts, some: Activations, rest: Activations
+) -> Activations:
     """Return the activations of a layout that checkpoints only its first blocks.
 
-    `some` are the activations if all blocks are checkpointed, `rest` if none is (`by_kind`).
+    `some`: the activations of its checkpointed blocks. `rest`: those of its other blocks.
     """
     layers = facts.layers
     checkpointed = min(layout.config.memory.checkpointed_blocks or 0, layers)
     plain = layers - checkpointed
-    # Once the first blocks are computed again, what the other blocks kept is gone.
+    # Backward reaches the first blocks last: what the other blocks kept is freed by then.
     freed = plain * (rest.saved_block - some.saved_block)
     backward = some.live_backward - freed
     if plain:
@@ -517,7 +518,7 @@ def mixed(layout: Layout, facts: ModelFacts, some: Activations, rest: Activation
 
 
 class _Live(NamedTuple):
-    """Bytes of a token on top of what is saved, while a block runs forward and backward."""
+    """Bytes of a token that exist only while a block runs, on top of what is saved for backward."""
 
     forward: float
     backward: float
@@ -538,7 +539,7 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
     """Return the activations of a model, in bytes of a token."""
     block = block_of(facts)
     # A token's hidden states between blocks, of all tp ranks and of one.
-    whole_stream = setup.stream_width * block.hidden
+    whole_stream = setup.stream_entry_bytes * block.hidden
     stream = whole_stream / setup.stream_parts
     saved = _saved_without_recomputation(facts, block, setup)
     live = _live_without_recomputation(block, setup)
@@ -558,9 +559,9 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
         saved_block = stream
         again = everything - stream
         if setup.recomputation == "selective":
-            kept, counted_twice = _selective(block, setup)
+            kept, kept_anyway = _selective_bytes(block, setup)
             saved_block = stream + kept
-            again = everything - stream - counted_twice
+            again = everything - stream - kept_anyway
         forward = _forward_with_recomputation(block, setup, stream)
         live = _Live(max(live.forward, forward), live.backward + again)
     saved_ends: float = _saved_ends(block, setup)
@@ -585,13 +586,13 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
     )
 
 
-def _gathered(block: Block, setup: Setup) -> int:
+def _gathered_input(block: Block, setup: Setup) -> int:
     """Return the bytes of a token that a region gathers of a cut stream while it runs.
 
     A region is a part that tensor parallelism cuts by its weights: attention, and feed-forward.
     """
     if setup.stream_parts > 1:
-        return setup.width * block.hidden
+        return setup.entry_bytes * block.hidden
     return 0
 
 
@@ -607,7 +608,7 @@ def _inner_width(block: Block, setup: Setup) -> float:
 def _feed_forward_results(block: Block, setup: Setup) -> float:
     """Return the bytes of what a feed-forward part has at once: gate, up and their product."""
     tensors = 3 if block.is_gated else 2
-    return setup.width * tensors * _inner_width(block, setup)
+    return setup.entry_bytes * tensors * _inner_width(block, setup)
 
 
 def _casts_for_adapters(setup: Setup) -> bool:
@@ -617,18 +618,18 @@ def _casts_for_adapters(setup: Setup) -> bool:
 
 def _live_without_recomputation(block: Block, setup: Setup) -> _Live:
     """Return what a block has on top of what it saves while it computes, in bytes of a token."""
-    whole_stream = setup.stream_width * block.hidden
+    whole_stream = setup.stream_entry_bytes * block.hidden
     stream = whole_stream / setup.stream_parts
     inner = _inner_width(block, setup)
-    gathered = _gathered(block, setup)
+    gathered = _gathered_input(block, setup)
     # Gradients of the stream, and of the feed-forward's two branches.
-    backward = stream + setup.width * 2 * inner
+    backward = stream + setup.entry_bytes * 2 * inner
     # Queries, keys, values and result of attention; or the block's result.
     queries = block.query_width / setup.tp
-    forward = max(4 * setup.width * queries, setup.width * block.hidden)
+    forward = max(4 * setup.entry_bytes * queries, setup.entry_bytes * block.hidden)
     if _casts_for_adapters(setup):
-        backward += CASTS_BACKWARD * inner
-        forward += CASTS_FORWARD * inner + CASTS_FORWARD * block.hidden
+        backward += CAST_BYTES_BACKWARD * inner
+        forward += CAST_BYTES_FORWARD * inner + CAST_BYTES_FORWARD * block.hidden
     # The gradient of a gathered input; and the input too, if backward gathers it anew.
     gathered_tensors = 2 if setup.gathers_again else 1
     backward += gathered * gathered_tensors
@@ -644,7 +645,7 @@ def _live_in_chunks(
 
     `live`: without chunks. `kept_of_chunk`: bytes that the feed-forward part keeps of one chunk.
     """
-    states = setup.width * block.hidden
+    states = setup.entry_bytes * block.hidden
     # The gradients of chunks lie beside the last chunk, and then twice, while they are joined.
     backward = max(live.backward + stream + kept_of_chunk, 4 * stream + states)
     chunk_forward = kept_of_chunk + _feed_forward_results(block, setup) + 2 * states
@@ -653,24 +654,25 @@ def _live_in_chunks(
 
 def _forward_with_recomputation(block: Block, setup: Setup, stream: float) -> float:
     """Return what lives in the forward of a block that keeps nothing but its input."""
-    states = setup.width * block.hidden
-    whole_stream = setup.stream_width * block.hidden
+    states = setup.entry_bytes * block.hidden
+    whole_stream = setup.stream_entry_bytes * block.hidden
     forward = 2 * stream + _feed_forward_results(block, setup) + states
-    return forward + _gathered(block, setup) + whole_stream - stream
+    return forward + _gathered_input(block, setup) + whole_stream - stream
 
 
-def _selective(block: Block, setup: Setup) -> tuple[float, float]:
-    """Return the bytes that selective checkpointing keeps, and those that a block would keep anyway.
+def _selective_bytes(block: Block, setup: Setup) -> tuple[float, float]:
+    """Return the bytes that selective checkpointing keeps, and how many of them are kept anyway.
 
-    It keeps the result of attention and every second matrix product (engine.transforms).
+    It keeps the result of attention and every second matrix product (engine.transforms). Some of
+    these tensors are kept without checkpointing, too, since backward reads them.
     """
     outputs = 0.0
     for product in block.products[::2]:
         parts = setup.tp if product.is_cut else 1
         outputs += product.outputs / parts
     queries = block.query_width / setup.tp
-    log_sum_exp = LOG_SUM_EXP * block.heads / setup.tp
-    kept = setup.width * (outputs + queries) + log_sum_exp
+    log_sum_exp = LOG_SUM_EXP_BYTES * block.heads / setup.tp
+    kept = setup.entry_bytes * (outputs + queries) + log_sum_exp
     # A block keeps attention's result anyway, and if no adapter adds to them, its values and gate.
     anyway = queries
     if not block.adapter_ranks:
@@ -679,7 +681,7 @@ def _selective(block: Block, setup: Setup) -> tuple[float, float]:
         if block.is_gated:
             gate = _inner_width(block, setup)
         anyway = queries + (values + gate)
-    return kept, setup.width * anyway + log_sum_exp
+    return kept, setup.entry_bytes * anyway + log_sum_exp
 
 
 def _saved_ends(block: Block, setup: Setup) -> int:
@@ -688,12 +690,12 @@ def _saved_ends(block: Block, setup: Setup) -> int:
     All blocks share the tables of the rotary embedding, so they count once.
     """
     head_width = max(1, block.query_width // block.heads)
-    rotary = ROTARY_TABLES * setup.stream_width * head_width
+    rotary = ROTARY_TABLES * setup.stream_entry_bytes * head_width
     # The last norm keeps its input in fp32 and, for its weight's gradient, what it has normed.
-    entry = FULL + setup.stream_width
+    entry = FP32_BYTES + setup.stream_entry_bytes
     if block.is_trainable:
-        entry += setup.stream_width
-    return entry * block.hidden + rotary + RMS_STATISTICS
+        entry += setup.stream_entry_bytes
+    return entry * block.hidden + rotary + RMS_STATISTICS_BYTES
 
 
 @lru_cache(maxsize=256)
@@ -716,7 +718,7 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
             if len(weight.shape) == 2:
                 inputs_and_outputs += sum(weight.shape)
         sides += number * inputs_and_outputs
-    width = LOW if low else FULL
+    width = LOW_BYTES if low else FP32_BYTES
     return PATCHES_PER_IMAGE_TOKEN * TOWER_SURPLUS * width * sides
 
 
@@ -731,9 +733,9 @@ def _saved_without_recomputation(facts: ModelFacts, block: Block, setup: Setup) 
     feed_forward: float = 0.0
     # The inputs of frozen layers without adapters are not kept: no gradient needs them.
     if block.keeps_input_of("qkv"):
-        around += setup.width * block.hidden * copies.qkv
+        around += setup.entry_bytes * block.hidden * copies.qkv
     if block.keeps_input_of("up"):
-        feed_forward = setup.width * block.hidden * copies.up
+        feed_forward = setup.entry_bytes * block.hidden * copies.up
     if setup.adapter_drops:
         dropped = _saved_by_adapter_dropout(block, setup)
         around += dropped.around
@@ -744,10 +746,10 @@ def _saved_without_recomputation(facts: ModelFacts, block: Block, setup: Setup) 
     feed_forward += _saved_by_feed_forward(facts, block, setup)
     if block.adapter_ranks:
         # The results of the factors. DoRA keeps what the base layer gives, and the factors' sum.
-        around += setup.width * (block.adapter_ranks + 2 * block.magnitudes)
+        around += setup.entry_bytes * (block.adapter_ranks + 2 * block.magnitudes)
         if setup.kind == "autocast" and "out" in block.adapted:
             # Adapters want fp32 inputs, of which autocast makes low ones: besides attention's own.
-            around += setup.width * (block.query_width / setup.tp)
+            around += setup.entry_bytes * (block.query_width / setup.tp)
     return _Saved(around, feed_forward)
 
 
@@ -755,15 +757,15 @@ def _saved_by_norms(block: Block, setup: Setup) -> float:
     """Return what norms over the hidden width keep."""
     # Compiled, a norm keeps its input and makes the rest again (torch's min-cut partitioner); a
     # layer norm's kernel does the same.
-    entry = setup.stream_width
+    entry = setup.stream_entry_bytes
     if block.has_rms_norms and not setup.is_compiled:
         # An fp32 copy of the input and, for the weight's gradient, what it has normed.
-        entry = FULL
+        entry = FP32_BYTES
         if block.is_trainable:
-            entry += setup.stream_width
-    statistics = LAYER_NORM_STATISTICS
+            entry += setup.stream_entry_bytes
+    statistics = LAYER_NORM_STATISTICS_BYTES
     if block.has_rms_norms:
-        statistics = RMS_STATISTICS
+        statistics = RMS_STATISTICS_BYTES
     return block.norms * (block.hidden * entry + statistics) / setup.stream_parts
 
 
@@ -792,22 +794,22 @@ def _saved_by_adapter_dropout(block: Block, setup: Setup) -> _Saved:
     It keeps a mask and a dropped copy of its own for each adapter. Adapters of q, k and v, and those
     of gate and up, would share one input otherwise; under autocast each has a copy of it already.
     """
-    copy = setup.width
+    copy = setup.entry_bytes
     if setup.kind == "autocast":
         copy = 0
     queries = block.query_width / setup.tp
     around: float = 0
     feed_forward: float = 0
     if "qkv" in block.adapted:
-        around += block.hidden * (3 * MASK + 2 * copy)
+        around += block.hidden * (3 * MASK_BYTES + 2 * copy)
     if "out" in block.adapted:
         # Attention keeps its own result besides.
-        around += (setup.width + MASK) * queries
+        around += (setup.entry_bytes + MASK_BYTES) * queries
     if "up" in block.adapted:
-        feed_forward += block.hidden * (2 * MASK + copy)
+        feed_forward += block.hidden * (2 * MASK_BYTES + copy)
     if "down" in block.adapted:
         # The copy takes the place of the feed-forward's result.
-        feed_forward += MASK * (block.feed_width / setup.tp)
+        feed_forward += MASK_BYTES * (block.feed_width / setup.tp)
     return _Saved(around, feed_forward)
 
 
@@ -822,24 +824,24 @@ def _add_attention(block: Block, setup: Setup, saved: float) -> float:
         entries = 4 * queries
     else:
         entries = 2 * queries + 2 * keys
-    saved += setup.width * (attention.mask_entries + entries)
+    saved += setup.entry_bytes * (attention.mask_entries + entries)
     if attention.joins_documents and block.keeps_input_of("out"):
-        saved += setup.width * queries
+        saved += setup.entry_bytes * queries
     # Each token has a score for each token of its row, or one log-sum-exp in place of them.
-    scores = setup.length * attention.score_bytes or LOG_SUM_EXP
+    scores = setup.length * attention.score_bytes or LOG_SUM_EXP_BYTES
     # Dropout lies over the results of attention and of the feed-forward part.
     masks = 2 * block.hidden * attention.stream_mask_bytes / setup.stream_parts
     saved += block.heads / setup.tp * scores + masks
     if block.has_head_norms:
         # RMS norms, as those over the hidden width: an fp32 copy, and what they have normed.
-        saved += (FULL + setup.width) * (queries + keys)
+        saved += (FP32_BYTES + setup.entry_bytes) * (queries + keys)
     return saved
 
 
 def _saved_by_routing(block: Block, setup: Setup) -> float:
     """Return what a mixture keeps: rows in the order of experts, what experts give, and the orders."""
     rows = 2 * _expert_width(block, setup) * block.hidden
-    orders = ORDERS_OF_A_CHOICE * INDEX
+    orders = ORDERS_OF_A_CHOICE * INT64_BYTES
     return block.experts_per_token / setup.tp * (rows + orders)
 
 
@@ -849,8 +851,8 @@ def _expert_width(block: Block, setup: Setup) -> int:
     Under autocast they have the type of the weights.
     """
     if setup.kind == "autocast" and block.is_trainable:
-        return FULL
-    return setup.width
+        return FP32_BYTES
+    return setup.entry_bytes
 
 
 def _saved_by_feed_forward(facts: ModelFacts, block: Block, setup: Setup) -> float:
@@ -864,7 +866,7 @@ def _saved_by_feed_forward(facts: ModelFacts, block: Block, setup: Setup) -> flo
     # Compiled code makes the input of the last layer again out of the activation's.
     if block.keeps_input_of("down") and not setup.is_compiled:
         tensors += 1
-    width = setup.width
+    width = setup.entry_bytes
     if block.experts_per_token:
         width = _expert_width(block, setup)
     return width * (block.feed_width / setup.tp) * tensors
@@ -906,26 +908,26 @@ def head_bytes(
     """
     weight = 0.0
     if trainable:
-        weight = float(FULL) * vocabulary * hidden
+        weight = float(FP32_BYTES) * vocabulary * hidden
     # The gradient has the type of the weight once all chunks have been added up in fp32.
     left = weight / 2 if kind == "low" else weight
     # Logits in the type in which the head computes stand beside the fp32 ones.
-    low_logits = 0 if kind == "fp32" else LOW
+    low_logits = 0 if kind == "fp32" else LOW_BYTES
     if chunk == 0:
         logits = tokens * vocabulary
         # fp32 logits and log-softmax.
-        in_loss = 2 * FULL + low_logits
+        in_loss = 2 * FP32_BYTES + low_logits
         # Log-softmax; then its gradient twice besides it.
-        in_backward = 3 * FULL
+        in_backward = 3 * FP32_BYTES
         return HeadBytes(in_loss * logits, in_backward * logits + left, left)
     rows = min(chunk, tokens)
     # Autocast's copy of the weight.
     cast = 0.0
     if kind == "autocast":
-        cast = float(LOW) * vocabulary * hidden
+        cast = float(LOW_BYTES) * vocabulary * hidden
     # The gradient of the hidden states, which chunks add their rows to.
-    gradient = FULL * tokens * hidden
+    gradient = FP32_BYTES * tokens * hidden
     # All is written over the fp32 logits. The chunk before is still there when the next is made.
-    entry = FULL + low_logits
+    entry = FP32_BYTES + low_logits
     logits = entry * min(2 * rows, tokens) * vocabulary
     return HeadBytes(logits + weight + cast + gradient, 2 * weight + gradient, left)

@@ -19,7 +19,7 @@ from drumline.plan.plan import Layout
 from drumline.plan.rule import packed_bits
 from drumline.planner.cost import fitted
 from drumline.planner.cost.memory import as_kept
-from drumline.planner.cost.terms import WIDTH
+from drumline.planner.cost.terms import LOW_BYTES, PRECISION_BYTES
 
 
 class BlockStarts(NamedTuple):
@@ -32,22 +32,24 @@ class BlockStarts(NamedTuple):
 # The share of what a block moves that tensor parallelism leaves whole if it does not cut the
 # residual stream. Of the 34 bytes that a block keeps of each entry of a token, 10 belong to norms,
 # dropout and the inputs of regions (Korthikanti et al. 2022, section 4.1).
-WHOLE = 10 / 34
-# Bytes that the cross-entropy moves for each token and word, counted in models.losses.
-MOVED_HEAD = 50.0
+UNCUT_SHARE = 10 / 34
+# Bytes that the head and the cross-entropy move for each token and word of the vocabulary, counted
+# in models.losses.
+HEAD_BYTES_MOVED = 50.0
 # Seconds in which a host starts a block's kernels, forward and backward: 38 and 78 kernels of a
 # Llama in fp32, 54 and 100 under autocast. Measured as CPU time of one core of an EPYC at 2.6 GHz
 # with torch 2.13, with blocks so small that nothing else takes time.
-STARTS = {
+START_SECONDS = {
     "fp32": BlockStarts(0.60e-3, 0.54e-3),
     "bf16": BlockStarts(0.95e-3, 0.92e-3),
     "fp16": BlockStarts(0.95e-3, 0.92e-3),
 }
-# A layer with an adapter adds 6 kernels forward and 9 backward.
-STARTS_ADAPTED = BlockStarts(6 * 0.95e-3 / 54, 9 * 0.92e-3 / 100)
-# If attention is causal, attention in tiles computes half of all pairs; its backward takes 2.5
-# times as long as its forward (Dao 2023, section 3.1).
-CAUSAL = 0.5
+# Seconds that a layer with an adapter adds to these: it starts 6 kernels forward and 9 backward, at
+# the seconds of a kernel under autocast.
+ADAPTER_START_SECONDS = BlockStarts(6 * 0.95e-3 / 54, 9 * 0.92e-3 / 100)
+# The share of all pairs of tokens that attention in tiles computes if it is causal, and the FLOPs of
+# its backward over those of its forward (Dao 2023, section 3.1).
+CAUSAL_SHARE = 0.5
 ATTENTION_BACKWARD = 2.5
 # The output of a product is computed in tiles of this size (cost.fitted.TILES).
 TILE_ROWS = 128
@@ -57,13 +59,14 @@ TILE_COLUMNS = 256
 # forward, and two thirds backward.
 FORWARD_STATES = 2 * 3
 BACKWARD_STATES = 3
-# FLOPs for each entry of a weight and token: 2 in each product, of which there are forward, and in
-# backward those of the input's and of the weight's gradient.
+# FLOPs for each token and entry of a weight. A product takes 2, a multiplication and an addition.
+# Forward has one product. Backward has one for the input's gradient, and one for the weight's if
+# that is trainable.
 FLOPS_OF_PRODUCT = 2
 FLOPS_OF_TRAINABLE = 6
 FLOPS_OF_FROZEN = 4
 # Bytes that casts to fp8 move for an entry: it is read in 16 bits and written in 8.
-MOVED_CAST = 3.0
+CAST_BYTES_MOVED = 3.0
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,10 @@ def compute_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> Comp
 
 
 def _blend(device: float, host: float) -> float:
-    """Return the seconds of a device and a host that wait for each other in turn.
+    """Return the seconds of a pass in which a device and its host wait for each other in turn.
 
-    It is a little more than the larger of both, most if both are equal (cost.fitted.BLEND).
+    They are a little more than the larger of both numbers. They exceed it most if both are equal
+    (cost.fitted.BLEND).
     """
     total = device**fitted.BLEND + host**fitted.BLEND
     return float(total ** (1 / fitted.BLEND))
@@ -137,7 +141,7 @@ def _block_calls(layout: Layout, facts: ModelFacts) -> float:
     return layout.batch.accumulation * blocks / layout.mesh.pp
 
 
-def _bandwidth(cluster: Cluster) -> float:
+def memory_bandwidth(cluster: Cluster) -> float:
     """Return the bytes per second of the device's memory, as measured or by its datasheet."""
     return cluster.calibration.memory or cluster.device.bandwidth
 
@@ -147,7 +151,7 @@ def _device_seconds(
 ) -> Passes:
     """Return the seconds in which the device runs the kernels of a step.
 
-    `lines`: what a block takes besides its products.
+    `lines`: latency and bandwidth of a block's operators other than products (`operators`).
     """
     mesh = layout.mesh
     rounds = layout.batch.accumulation
@@ -162,14 +166,14 @@ def _device_seconds(
     attention_rate = attention_rate * mesh.tp * mesh.pp / (rounds * tokens)
     cast_bytes = 0.0
     if layout.fp8:
-        fp8 = _of_fp8(layout, facts, cluster, rate)
+        fp8 = _apply_fp8(layout, facts, cluster, rate)
         rate = fp8.rate
         cast_bytes = fp8.cast_bytes
     products = _all_product_flops(layout, facts, recomputed)
     seconds = products * (1 / rate)
     seconds += attention_flops(facts, kind, recomputed) * (1 / attention_rate)
 
-    # Of one call of one block.
+    # Bytes of one call of one block.
     block_bytes = bytes_moved(layout, facts) * (tokens / max(1, facts.layers))
     calls = _block_calls(layout, facts)
     seconds += Passes(
@@ -179,9 +183,9 @@ def _device_seconds(
         again=calls * block_bytes.again / lines.forward.bandwidth,
     )
     # The head and the casts: a third is moved forward, two thirds backward.
-    head_bytes = MOVED_HEAD * facts.vocab_size / mesh.tp + cast_bytes
+    head_bytes = HEAD_BYTES_MOVED * facts.vocab_size / mesh.tp + cast_bytes
     head_third = head_bytes / 3 * rounds * tokens / mesh.pp
-    seconds += Passes(head_third, 2 * head_third) * (1 / _bandwidth(cluster))
+    seconds += Passes(head_third, 2 * head_third) * (1 / memory_bandwidth(cluster))
     if packed_bits(layout.config):
         # Backward needs the weights for the gradients of inputs, and unpacks them anew.
         unpacking = _unpacking_seconds(layout, facts, cluster)
@@ -230,10 +234,10 @@ def _unpacking_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> f
     # Packed weights are counted as fewer entries of the run's precision.
     saved = facts.parameters - as_kept(layout, facts).parameters
     # An entry keeps `bits` of its width.
-    kept_share = packed_bits(layout.config) / 8 / WIDTH[layout.precision]
+    kept_share = packed_bits(layout.config) / 8 / PRECISION_BYTES[layout.precision]
     entries = saved / (1 - kept_share)
     moved = layout.batch.accumulation * fitted.UNPACKED * entries / (mesh.tp * mesh.pp)
-    return moved / _bandwidth(cluster)
+    return moved / memory_bandwidth(cluster)
 
 
 def _host_seconds(layout: Layout, facts: ModelFacts, lines: Operators) -> Passes:
@@ -242,8 +246,8 @@ def _host_seconds(layout: Layout, facts: ModelFacts, lines: Operators) -> Passes
     `lines`: their latency is the seconds of a block.
     """
     adapters = adapted_layers(facts).layers
-    forward = lines.forward.latency + adapters * STARTS_ADAPTED.forward
-    backward = lines.backward.latency + adapters * STARTS_ADAPTED.backward
+    forward = lines.forward.latency + adapters * ADAPTER_START_SECONDS.forward
+    backward = lines.backward.latency + adapters * ADAPTER_START_SECONDS.backward
     if layout.config.compile.enabled:
         # In proportion to the kernels that are left.
         forward_kernels, backward_kernels = fitted.KERNELS
@@ -269,10 +273,10 @@ def _loop_seconds(layout: Layout, lines: Operators) -> Passes:
 
 
 class Operators(NamedTuple):
-    """What a block takes besides its products, by pass.
+    """The latency and the bandwidth of a block's operators other than products, by pass.
 
-    Each is a line: seconds in which the host starts the kernels (`latency`), and the bytes per second
-    that they move (`bandwidth`).
+    `latency`: seconds in which the host starts the kernels of a block. `bandwidth`: bytes per second
+    that the kernels move.
     """
 
     forward: Measured
@@ -280,11 +284,11 @@ class Operators(NamedTuple):
 
 
 def operators(layout: Layout, cluster: Cluster) -> Operators:
-    """Return the lines of the operators of a block, as calibrated or by STARTS."""
+    """Return latency and bandwidth of a block's operators, as calibrated or by START_SECONDS."""
     measured = cluster.calibration.operators.get(layout.precision)
     if measured is None:
-        bandwidth = _bandwidth(cluster)
-        starts = STARTS[layout.precision]
+        bandwidth = memory_bandwidth(cluster)
+        starts = START_SECONDS[layout.precision]
         forward = Measured(starts.forward, bandwidth)
         backward = Measured(starts.backward, bandwidth)
         return Operators(forward, backward)
@@ -304,16 +308,16 @@ def bytes_moved(layout: Layout, facts: ModelFacts) -> Passes:
     A third of them is moved forward, two thirds backward.
     """
     tp = layout.mesh.tp
-    # The constants are bytes in 16 bits, that is of 2 bytes an entry.
-    width = WIDTH[layout.precision] / 2
+    # The constants were fitted to runs in 16 bits.
+    over_16_bits = PRECISION_BYTES[layout.precision] / LOW_BYTES
     moved = fitted.MOVED
     moved_adapted = fitted.MOVED_ADAPTED
     if layout.config.compile.enabled:
         moved -= fitted.FUSED
         moved_adapted *= fitted.ADAPTED_COMPILED
-    share_of_rank = WHOLE / layout.stream_parts + (1 - WHOLE) / tp
-    third = width * moved / 3 * facts.hidden * facts.layers * share_of_rank
-    third += width * moved_adapted * adapted_layers(facts).entries / tp
+    share_of_rank = UNCUT_SHARE / layout.stream_parts + (1 - UNCUT_SHARE) / tp
+    third = over_16_bits * moved / 3 * facts.hidden * facts.layers * share_of_rank
+    third += over_16_bits * moved_adapted * adapted_layers(facts).entries / tp
     return Passes(third, 2 * third, third * recomputed_share(layout, facts))
 
 
@@ -398,7 +402,7 @@ def attention_flops(facts: ModelFacts, checkpointing: str, part: float = 1.0) ->
     """
     forward = facts.layers * facts.attention_flops / 3
     if not facts.bidirectional:
-        forward *= CAUSAL
+        forward *= CAUSAL_SHARE
     again = 0.0
     if checkpointing == "full":
         again = forward * part
@@ -415,7 +419,7 @@ class _Fp8(NamedTuple):
     cast_bytes: float
 
 
-def _of_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float) -> _Fp8:
+def _apply_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float) -> _Fp8:
     """Return the rate of a step whose blocks' linear layers multiply in fp8; `rate` is that in bf16.
 
     Products reach the same share of the datasheet as in bf16. Inputs and gradients are cast once for
@@ -435,7 +439,7 @@ def _of_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float) ->
         share = float(FLOPS_OF_TRAINABLE) * entries / facts.flops_per_token
         seconds_over_bf16 = peaks.get("bf16", 0.0) / peaks["fp8"]
         spared = share * (1 - seconds_over_bf16)
-    cast_bytes = 2 * MOVED_CAST * sides / layout.mesh.tp
+    cast_bytes = 2 * CAST_BYTES_MOVED * sides / layout.mesh.tp
     return _Fp8(rate / (1 - spared), cast_bytes)
 
 

@@ -54,7 +54,7 @@ TILES = 27.0
 BLEND = 3.0
 
 # On a CPU, fitted to runs of benchmarks/planner_runs.py: what the loop, the embedding, the head and
-# autograd take, for a step and for a micro-batch, in blocks that are started (compute.STARTS).
+# autograd take, for a step and for a micro-batch, in blocks that are started (compute.START_SECONDS).
 LOOP = (6.5, 10.6)
 # Seconds that a collective waits on a CPU. The threads of ranks, gloo and autograd share the cores, so
 # no two ranks come to it at once.

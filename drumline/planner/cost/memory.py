@@ -47,38 +47,48 @@ from drumline.planner.cost.activations import (
     head_bytes,
     tower_bytes,
 )
-from drumline.planner.cost.terms import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
+from drumline.planner.cost.terms import (
+    FP32_BYTES,
+    LOW_BYTES,
+    PRECISION_BYTES,
+    Buffers,
+    State,
+    entry_bytes,
+    kind_of,
+    stream_entry_bytes,
+)
 from drumline.planner.strategies.base import cost_of
 
 # Bytes of CUDA's context and its kernels: 0.5 GiB, a published reading (docs/explanations/planner.md,
 # "Constants").
-CONTEXT = 2**29
-# Bytes of one NCCL communicator. Published readings are 0.5 to 0.7 GB.
-GROUP = 600_000_000
+CUDA_CONTEXT_BYTES = 2**29
+# Bytes of one NCCL communicator: the mean of published readings of 0.5 to 0.7 GB.
+COMMUNICATOR_BYTES = 600_000_000
 # The phases that an estimate reports as backward: through the head, through the blocks, the end of
 # backward, and averaging after it.
 BACKWARD = ("head", "blocks", "end", "average")
-# Bytes of activations for each FLOP of a step on an image. fp32 ResNet-50 and ViT-B/16 need less.
+# Bytes of fp32 activations that a model of images keeps for each FLOP of an image: an upper bound.
+# ResNet-50 and ViT-B/16 need less.
 BYTES_PER_IMAGE_FLOP = 0.004
 # The share of the tokens of a vision-language model that is taken to stand for images: a guess, as
 # the rows are not read for a plan.
 IMAGE_SHARE = 0.5
-# A pipeline with more ranks than this is estimated on three of them. A search estimates thousands of
-# layouts.
+# A pipeline with more ranks is estimated on as many of them (`_ranks_to_check`), since a search
+# estimates thousands of layouts.
 MOST_RANKS_CHECKED = 3
 # fp32 matrices that DoRA makes of an adapted weight's shape: the product of the factors, the scaled
 # product, and its sum with the weight. With weights in 16 bits the fp32 weight is one more.
 DORA_MATRICES = 3
 # fp32 tensors of the hidden width in the backward of the last norm, besides those of the blocks.
 NORM_GRADIENTS = 3
-# What zero bubble keeps in flight in proportion to interleaved: it keeps what the gradients of
-# weights need for later. At 2 ranks 1.1 to 1.4 times as much was measured.
+# Activations that zero bubble keeps over those that interleaved keeps. It computes the gradients of
+# weights later and keeps what they need until then. The middle of 1.1 to 1.4, measured at 2 ranks.
 ZERO_BUBBLE_SURPLUS = 1.25
 # fp32 tensors of the logits of the last tokens while a sampler chooses the next ones.
 SAMPLED_LOGITS = 3.0
-# Bytes of a file of weights that are mapped at once while it is loaded. The kernel can drop the
-# other pages.
-WINDOW = 2**30
+# Bytes of a file of weights that a host is taken to have in memory while it loads it: 1 GiB, a
+# choice. All of the file is mapped, but the kernel can drop the other pages.
+MAPPED_WINDOW_BYTES = 2**30
 # The last blocks keep their activations on the device: backward needs them at once.
 BLOCKS_NOT_OFFLOADED = 2
 
@@ -92,13 +102,13 @@ def memory(
     `activations`: traced ones, which must have the layout's precision, checkpointing, adapter and
     tensor parallelism. Without them the formula is used.
     """
-    # Experts are cut over ranks first. From here on each rank counts its own experts only.
+    # From here on only the experts of one rank are counted.
     facts = experts_over(facts, layout.mesh.ep)
     engine = _sampling_engine_bytes(layout, cluster)
     if activations is None:
         activations = formula(layout, facts)
     ranks = _ranks_to_check(layout, facts)
-    estimates = [of_rank(layout, facts, activations, rank, engine) for rank in ranks]
+    estimates = [memory_of_rank(layout, facts, activations, rank, engine) for rank in ranks]
     return max(estimates, key=attrgetter("peak"))
 
 
@@ -117,9 +127,10 @@ def _sampling_engine_bytes(layout: Layout, cluster: Cluster) -> int:
 
 
 def _ranks_to_check(layout: Layout, facts: ModelFacts) -> list[int]:
-    """Return the ranks of the pipeline among which the fullest one is.
+    """Return the ranks of the pipeline to estimate, of which one is the fullest.
 
-    These are both ends, and between them the rank with the most blocks in flight.
+    They are the first rank, the last rank, and of those between them the one with the most blocks
+    in flight.
     """
     ranks = list(range(layout.mesh.pp))
     if len(ranks) <= MOST_RANKS_CHECKED:
@@ -164,7 +175,7 @@ def as_kept(layout: Layout, facts: ModelFacts) -> ModelFacts:
     """
     bits = packed_bits(layout.config)
     if bits:
-        return packed(facts, bits, WIDTH[layout.precision])
+        return packed(facts, bits, PRECISION_BYTES[layout.precision])
     return facts
 
 
@@ -181,14 +192,14 @@ def _unpacked_bytes(layout: Layout, facts: ModelFacts, mine: Part) -> float:
     width = 0
     if layout.device != "cuda":
         fp32_copies = 2 if bits == 4 else 1
-        width += fp32_copies * FULL
+        width += fp32_copies * FP32_BYTES
     if layout.precision != "fp32" or layout.device == "cuda":
-        width += LOW
+        width += LOW_BYTES
     _, largest = packed_scales(facts, mine, bits)
     return width * largest
 
 
-def of_rank(
+def memory_of_rank(
     layout: Layout, facts: ModelFacts, kept: Activations, rank: int, engine: int = 0
 ) -> Memory:
     """Return the bytes of a rank of stage `rank` of the pipeline.
@@ -199,15 +210,15 @@ def of_rank(
     mine = stage_of(layout, facts, rank)
     state = state_of(layout, facts, mine)
     auxiliary = auxiliary_state(layout, facts, rank)
-    buffers = _buffers(layout, facts, mine, state, kept)
+    buffers = _all_buffers(layout, facts, mine, state, kept)
     phases = _phases(layout, facts, mine, rank, state, buffers, kept)
     # Sampling is over before the first gradient, and keeps nothing of a step.
-    phases["rollout"] = Phase(0.0, _rollout(layout, facts), 0.0, 0.0)
+    phases["rollout"] = Phase(0.0, _sampling_bytes(layout, facts), 0.0, 0.0)
 
     # What samples beside the policy: vLLM's engine, or a copy of the weights.
     sampler = engine
     if samples_copy(layout):
-        sampler += WIDTH[layout.precision] * facts.parameters
+        sampler += PRECISION_BYTES[layout.precision] * facts.parameters
     parameters = state.parameters + auxiliary.parameters
     optimizer = state.optimizer + auxiliary.optimizer
     base = parameters + optimizer + sampler
@@ -224,10 +235,10 @@ def of_rank(
     peak_name = max(totals, key=totals.__getitem__)
     peak = totals[peak_name]
     at_peak = phases[peak_name]
-    overhead = _overhead(layout)
-    # What lies still leaves no gaps between blocks of the allocator.
+    overhead = _overhead_bytes(layout)
+    # Only tensors that come and go leave gaps in the allocator's memory: no weights, no gradients.
     changing = max(0.0, peak - base - at_peak.gradients)
-    fragments = _fragments(layout) * changing
+    fragments = _fragmented_share(layout) * changing
     phase_name = peak_name
     if peak_name in BACKWARD:
         phase_name = "backward"
@@ -246,7 +257,7 @@ def of_rank(
     )
 
 
-def _overhead(layout: Layout) -> int:
+def _overhead_bytes(layout: Layout) -> int:
     """Return the bytes of a GPU that torch does not own.
 
     They are those of the context, and of a communicator of all ranks and of each axis of the mesh.
@@ -255,12 +266,15 @@ def _overhead(layout: Layout) -> int:
         return 0
     axes = sum(size > 1 for _, size in layout.mesh)
     if axes == 0:
-        return CONTEXT
-    return CONTEXT + GROUP * (1 + axes)
+        return CUDA_CONTEXT_BYTES
+    return CUDA_CONTEXT_BYTES + COMMUNICATOR_BYTES * (1 + axes)
 
 
-def _fragments(layout: Layout) -> float:
-    """Return the share of changing memory that the allocator reserves besides (cost.fitted)."""
+def _fragmented_share(layout: Layout) -> float:
+    """Return what the allocator reserves besides the tensors, as a share of those that come and go.
+
+    Source: cost.fitted.
+    """
     if layout.device != "cuda":
         return 0.0
     if layout.strategy.whole_weights:
@@ -268,7 +282,7 @@ def _fragments(layout: Layout) -> float:
     return fitted.FRAGMENTS_GATHERED
 
 
-def _buffers(
+def _all_buffers(
     layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations
 ) -> Buffers:
     """Return the strategy's buffers, with those of packed weights and of adapters."""
@@ -294,7 +308,7 @@ def _add_trained_rows(layout: Layout, facts: ModelFacts, buffers: Buffers) -> Bu
     PEFT lays the trained rows over a copy of the embedding, which has a gradient. A head, tied or
     not, keeps a copy for backward.
     """
-    embedding = WIDTH[layout.precision] * facts.vocab_size * facts.hidden
+    embedding = PRECISION_BYTES[layout.precision] * facts.vocab_size * facts.hidden
     through = buffers.through
     if any(_is_head(weight) for weight in facts.end_weights):
         through += embedding
@@ -313,7 +327,9 @@ def _is_head(weight: Weight) -> bool:
 
 @lru_cache(maxsize=256)
 def _dora_bytes(facts: ModelFacts, is_low: bool) -> int:
-    """Return the bytes in which DoRA computes the lengths of a weight's rows, at its largest layer.
+    """Return the bytes that DoRA takes to compute the lengths of a weight's rows.
+
+    They are those of the layer that takes most.
 
     PEFT multiplies the adapter's factors by a unit matrix and adds the product to the weight, all
     in fp32. `is_low`: the weights are in 16 bits.
@@ -329,11 +345,11 @@ def _dora_bytes(facts: ModelFacts, is_low: bool) -> int:
             rows, columns = shapes[f"{layer}.base_layer.weight"]
             unit_matrix = columns**2
             most = max(most, unit_matrix + matrices * rows * columns)
-    return FULL * most
+    return FP32_BYTES * most
 
 
 class Phase(NamedTuple):
-    """Bytes at the peak of a phase of the step, without weights and optimizer."""
+    """Bytes at the peak of one phase of a step, without weights and optimizer states."""
 
     gradients: float
     activations: float
@@ -384,7 +400,7 @@ def _phases(
     # A trace has the norm's backward in what it measured of the loss.
     is_traced = kept.live_loss is not None
     if mine.last and not is_traced and not layout.config.images_alone:
-        norm = NORM_GRADIENTS * FULL * tokens * facts.hidden
+        norm = NORM_GRADIENTS * FP32_BYTES * tokens * facts.hidden
     every = state.gradients
     before = _gradients_before_backward(layout, state, buffers, activations)
     # The head's gradient is new, unless a gradient to which it is added exists.
@@ -441,7 +457,7 @@ def _image_activations(layout: Layout, facts: ModelFacts, mine: Part) -> _RankAc
     blocks = mine.blocks if layout.pipeline else facts.layers
     saved = _rows_on_device(layout) * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
     if layout.precision != "fp32":
-        saved *= LOW / FULL
+        saved *= LOW_BYTES / FP32_BYTES
     # Blocks are taken to keep equally much, and one of them to need as much again while it runs.
     by_block = saved / max(1, blocks)
     return _RankActivations(
@@ -471,9 +487,9 @@ def _token_activations(
     # `_phases` adds the ends of the newest micro-batch.
     saved += saved_by_ends * (flight.micro_batches - 1)
     if layout.pipeline is not None:
-        width = _stream_width(layout)
+        state_bytes = tokens * facts.hidden * stream_entry_bytes(layout)
         states = _states_between_stages(layout, rank, flight.micro_batches)
-        saved += tokens * facts.hidden * width * states
+        saved += state_bytes * states
     if mine.first and facts.vision_language:
         is_low = layout.precision != "fp32"
         saved += IMAGE_SHARE * tokens * tower_bytes(facts, is_low)
@@ -483,16 +499,9 @@ def _token_activations(
         saved_by_ends=saved_by_ends,
         live_forward=tokens * kept.live_forward,
         live_backward=tokens * kept.live_backward,
-        head=_head(layout, facts, mine, tokens, kept),
+        head=_head_of_rank(layout, facts, mine, tokens, kept),
         in_flight=flight,
     )
-
-
-def _stream_width(layout: Layout) -> int:
-    """Return the bytes of an entry of the hidden states between blocks, fp32 under autocast."""
-    if kind_of(layout) == "low":
-        return LOW
-    return FULL
 
 
 def _states_between_stages(layout: Layout, rank: int, micro_batches: int) -> int:
@@ -553,7 +562,7 @@ def _embedding_gradient(layout: Layout, facts: ModelFacts, mine: Part) -> int:
     return entry_bytes(layout) * largest
 
 
-def _head(
+def _head_of_rank(
     layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Activations
 ) -> HeadBytes:
     """Return the bytes of the head; all 0 if the part `mine` has no head with logits."""
@@ -565,7 +574,7 @@ def _head(
         # A trace counts the gradient of a tied head, which waits for the embedding's, among what
         # lives in the backward of the blocks.
         if any(weight.trainable and weight.place == "after" for weight in heads):
-            left = float(_stream_width(layout)) * rows * facts.hidden
+            left = float(stream_entry_bytes(layout)) * rows * facts.hidden
         in_backward = tokens * (kept.live_loss_backward or 0.0)
         return HeadBytes(tokens * kept.live_loss, in_backward, left)
     if not mine.last or not algorithm.head_outputs or not facts.vocab_size:
@@ -684,17 +693,17 @@ def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) ->
     shards = own.strategy.shards(own.mesh)
     here = rank_params(sizes, mine, own.mesh.tp, shards)
     if layout.precision == "fp32":
-        return FULL * here.entries
+        return FP32_BYTES * here.entries
     gathered_in = own.strategy.gathered_in(own.precision, own.config.images_alone)
     is_gathered_low = gathered_in is not None
     if layout.strategy.keeps_low and not is_gathered_low:
-        return LOW * here.entries
+        return LOW_BYTES * here.entries
     low = here.matrices
     if not is_gathered_low:
         # Then blocks alone are low: autocast would round their weights at each use, so no number
         # changes.
         low -= ends(sizes, mine, own.mesh.tp, shards).matrices
-    return FULL * here.entries - (FULL - LOW) * low
+    return FP32_BYTES * here.entries - (FP32_BYTES - LOW_BYTES) * low
 
 
 def samples_copy(layout: Layout) -> bool:
@@ -725,7 +734,7 @@ def generator_of(layout: Layout) -> Generator | None:
     return None
 
 
-def _rollout(layout: Layout, facts: ModelFacts) -> float:
+def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
     """Return the bytes of sampling, without weights.
 
     They are those of keys and values of all sequences of a batch, of the logits of their last
@@ -741,11 +750,11 @@ def _rollout(layout: Layout, facts: ModelFacts) -> float:
         samples = rollout.minibatches * layout.batch.global_samples
     samples_of_rank = math.ceil(samples / layout.mesh.world_size)
     sequences = min(generator.batch, samples_of_rank)
-    width = WIDTH[layout.precision]
+    width = PRECISION_BYTES[layout.precision]
     key_width = block_of(facts).key_width
     # Keys and values, each as long as a whole sequence.
     cache = 2.0 * facts.layers * key_width * width * layout.length * sequences
-    logits = SAMPLED_LOGITS * FULL * sequences * facts.vocab_size
+    logits = SAMPLED_LOGITS * FP32_BYTES * sequences * facts.vocab_size
     # No activations are kept of the forward of the prompts.
     prompt_tokens = sequences * max(1, layout.length - generator.max_new_tokens)
     prompts = prompt_tokens * formula(layout, facts).live_forward
@@ -775,7 +784,7 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     # Activations that blocks offload. On a CPU they stay in the same memory, as part of `peak`.
     moved = 0
     if layout.device == "cuda":
-        moved = offloaded(layout, facts)
+        moved = offloaded_bytes(layout, facts)
     between = own.between + PROCESS + moved
     if layout.device == "cpu":
         training = peak + PROCESS + moved
@@ -800,9 +809,9 @@ def _loading_bytes(
     block = 0
     if packed_bits(layout.config) > 0:
         # A block is read whole to be packed.
-        block = FULL * largest_block(facts, stage).entries
+        block = FP32_BYTES * largest_block(facts, stage).entries
     # All ranks of a host map the same pages of the file.
-    mapped = min(WINDOW, FULL * facts.parameters)
+    mapped = min(MAPPED_WINDOW_BYTES, FP32_BYTES * facts.parameters)
     return ranks * (per_rank + block + PROCESS) + mapped
 
 
@@ -814,9 +823,9 @@ def _exporting_bytes(layout: Layout, facts: ModelFacts, ranks: int, per_rank: in
     options = layout.config.checkpoint
     if options.export == "none":
         return 0
-    exported = FULL * facts.parameters
+    exported = FP32_BYTES * facts.parameters
     if options.export_adapter:
-        exported = FULL * facts.trainable
+        exported = FP32_BYTES * facts.trainable
     return ranks * (per_rank + PROCESS) + exported
 
 
@@ -826,11 +835,13 @@ def checkpoint_bytes(layout: Layout, facts: ModelFacts) -> int:
     It has the fp32 weights of all models that are trained, and the states of their optimizers,
     also in fp32.
     """
-    per_entry = FULL * (1 + layout.config.optimizer.slots) + cost_of(layout.strategy).outer_bytes()
+    per_entry = (
+        FP32_BYTES * (1 + layout.config.optimizer.slots) + cost_of(layout.strategy).outer_bytes()
+    )
     return per_entry * sum(model.trainable for _, model in layout.trainable(facts))
 
 
-def offloaded(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:
+def offloaded_bytes(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:
     """Return the bytes that the blocks move to the host in a micro-batch.
 
     With `rounds`, bytes are counted as pinned memory takes them. If a block moves only its input,

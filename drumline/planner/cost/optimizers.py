@@ -9,9 +9,9 @@ from drumline.hardware.cluster import Collective
 from drumline.plan.facts import Weight
 
 # Bytes of an entry in fp32.
-FULL = 4
-# A part of fewer entries keeps its moments in fp32, as torchao has it.
-SMALL = 4096
+FP32_BYTES = 4
+# The fewest entries of a part whose moments are quantised. torchao keeps those of smaller parts in fp32.
+SMALLEST_QUANTIZED = 4096
 
 
 def moment_bytes(options: OptimizerConfig, weight: Weight, here: int, low: int = 0) -> int:
@@ -25,16 +25,16 @@ def moment_bytes(options: OptimizerConfig, weight: Weight, here: int, low: int =
         return low * here
     if options.kind == "muon":
         slots = 1 if _takes_muon(weight) else 2
-        return FULL * here * slots
+        return FP32_BYTES * here * slots
     if options.kind == "adafactor" and len(weight.shape) > 1:
         *ahead, rows, columns = weight.shape
-        return FULL * math.prod(ahead) * (rows + columns)
+        return FP32_BYTES * math.prod(ahead) * (rows + columns)
     bits, block = FORMATS.get(options.kind, (0, 1))
-    if not bits or here < SMALL or here % block:
-        return FULL * options.slots * here
+    if not bits or here < SMALLEST_QUANTIZED or here % block:
+        return FP32_BYTES * options.slots * here
     codes = here * bits // 8
-    scales = FULL * (here // block)
-    table = FULL * 2**bits
+    scales = FP32_BYTES * (here // block)
+    table = FP32_BYTES * 2**bits
     return options.slots * (codes + scales + table)
 
 
@@ -55,7 +55,7 @@ def step_traffic(
         sums = 0
         if len(weight.shape) > 1:
             sums = moment_bytes(options, weight, here)
-        return "all_reduce", 2 * FULL + sums
+        return "all_reduce", 2 * FP32_BYTES + sums
     return "all_reduce", 0
 
 

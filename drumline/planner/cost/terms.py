@@ -32,14 +32,19 @@ from drumline.plan.plan import Layout
 from drumline.plan.wire import BLOCK, BUCKET, MIB, SCALE, is_halved
 from drumline.planner.cost.optimizers import moment_bytes
 
-# Bytes of an entry in fp32, and in bf16 or fp16.
-FULL = 4
-LOW = 2
-WIDTH = {"fp32": FULL, "bf16": LOW, "fp16": LOW}
-# Bytes of a number in fp64.
-NUMBER = 8
+# Bytes of an entry in fp32, in bf16 or fp16 (the low precisions), and in fp64.
+FP32_BYTES = 4
+LOW_BYTES = 2
+FP64_BYTES = 8
+# Bytes of an entry in each precision of a run.
+PRECISION_BYTES = {"fp32": FP32_BYTES, "bf16": LOW_BYTES, "fp16": LOW_BYTES}
+# Plug-ins import these bytes by the names of earlier versions.
+FULL = FP32_BYTES
+LOW = LOW_BYTES
+NUMBER = FP64_BYTES
+WIDTH = PRECISION_BYTES
 # topk sends an fp32 value and an int32 index for each entry.
-TOPK_ENTRY = 8
+TOPK_ENTRY_BYTES = 8
 # fp32 copies of the largest weight in an optimizer step that takes one weight after the other: with
 # weights and moments in bf16, and with torch's own AdamW and SGD.
 PURE_STEP_COPIES = 6
@@ -92,27 +97,33 @@ class State:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes of a rank's buffers, by the phase of a step in which they exist."""
+    """Bytes of a rank's buffers, by the phase of a step in which they exist.
 
+    Fields whose times overlap are added up: while a block runs backward there are
+    `always + through + begun + backward`.
+    """
+
+    # In every phase, and between steps.
     always: float = 0.0
-    # In forward, up to the loss.
+    # In all of forward, up to the loss.
     forward: float = 0.0
-    # From the beginning of forward to the end of backward.
+    # In all of forward and of backward.
     through: float = 0.0
-    # Additional bytes while a block runs forward.
+    # While a block runs forward.
     block: float = 0.0
-    # From the beginning of backward to its end.
+    # In all of backward.
     begun: float = 0.0
-    # Additional bytes while a block runs backward.
+    # While a block runs backward.
     backward: float = 0.0
-    # More than `backward` from the second block on, when what the first one saved is freed.
+    # While the second and any later block runs backward. Then what the first block saved is freed.
     second: float = 0.0
-    # Additional bytes in the loss and in the head's backward.
+    # In the loss and in the head's backward.
     head: float = 0.0
-    # More in the first block of backward, while the head's gradient is reduced.
+    # While the first block runs backward and the head's gradient is reduced.
     first: float = 0.0
-    # At the end of backward.
+    # At the end of backward, after the last block.
     last: float = 0.0
+    # In the optimizer's step.
     step: float = 0.0
     # After backward, while gradients are averaged without DDP.
     average: float = 0.0
@@ -243,6 +254,16 @@ def kind_of(layout: Layout) -> Kind:
     return "autocast"
 
 
+def stream_entry_bytes(layout: Layout) -> int:
+    """Return the bytes of an entry of the residual stream.
+
+    The residual stream is the hidden states between blocks. Under autocast it is fp32.
+    """
+    if kind_of(layout) == "low":
+        return LOW_BYTES
+    return FP32_BYTES
+
+
 @lru_cache(maxsize=4096)
 def moments(
     facts: ModelFacts, mine: Part, tp: int, shards: int, options: OptimizerConfig, low: int = 0
@@ -262,20 +283,21 @@ def moments(
 def entry_bytes(layout: Layout) -> int:
     """Return the bytes of an entry of a trainable weight, and of its gradient."""
     if layout.pure:
-        return LOW
-    return FULL
+        return LOW_BYTES
+    return FP32_BYTES
 
 
-def low_moments(layout: Layout) -> int:
-    """Return the bytes that AdamW in bf16 keeps of an entry; 0 if moments are fp32.
+def low_moment_bytes(layout: Layout) -> int:
+    """Return the bytes of all optimizer states of an entry if they are bf16; 0 if they are fp32.
 
-    They are two moments, and with Kahan summation also what the last step has lost by rounding.
+    AdamW in bf16 keeps two moments, and with Kahan summation also what the last step lost by
+    rounding.
     """
     if not layout.pure:
         return 0
     if layout.config.precision.rounding == "kahan":
-        return 3 * LOW
-    return 2 * LOW
+        return 3 * LOW_BYTES
+    return 2 * LOW_BYTES
 
 
 def native_state(layout: Layout, facts: ModelFacts, mine: Part, outer_bytes: int) -> State:
@@ -293,14 +315,14 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part, outer_bytes: int
         # Each weight that is gathered in fp8 has an fp32 scale.
         for weight, number in weights_in(facts, mine):
             if takes_fp8(weight):
-                weights += FULL * number
+                weights += FP32_BYTES * number
     steps = strategy.optimizer_shards(layout.mesh)
-    kept = moments(facts, mine, tp, steps, options, low_moments(layout))
+    kept = moments(facts, mine, tp, steps, options, low_moment_bytes(layout))
     kept += outer_bytes * here.trainable
     gradients = entry_bytes(layout) * here.trainable
     if options.offload:
         # The host keeps weights and gradients besides the moments, between steps too.
-        kept += 2 * FULL * here.trainable
+        kept += 2 * FP32_BYTES * here.trainable
         return State(weights, gradients, 0, host_optimizer=kept)
     if options.in_backward:
         gradients = 0
@@ -318,26 +340,26 @@ def _weight_bytes(layout: Layout, here: Sizes) -> int:
         low = here.frozen
     else:
         low = here.low
-    return entry_bytes(layout) * (here.entries - low) + WIDTH[layout.precision] * low
+    return entry_bytes(layout) * (here.entries - low) + PRECISION_BYTES[layout.precision] * low
 
 
-def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
-    """Return the bytes of a step that is not fused, over trainable weights with the sizes `here`.
+def step_buffer_bytes(layout: Layout, here: Sizes, sharded: bool) -> float:
+    """Return the bytes of temporary tensors in an optimizer step; 0 if the step is fused.
 
-    `sharded`: the weights are DTensors. Weights are stepped one by one, but torch's own optimizers
-    step all at once on a GPU (foreach).
+    Weights are stepped one by one, but torch's own optimizers step all at once on a GPU (foreach).
+    `here`: the sizes of this rank's weights. `sharded`: the weights are DTensors.
     """
     options = layout.config.optimizer
     if layout.pure:
-        return FULL * PURE_STEP_COPIES * here.largest
+        return FP32_BYTES * PURE_STEP_COPIES * here.largest
     if options.kind not in ("adamw", "sgd"):
-        return FULL * options.does.copies * here.largest
+        return FP32_BYTES * options.does.copies * here.largest
     if options.fused and (options.kind == "adamw" or not sharded):
         return 0.0
     if layout.device != "cuda" or sharded:
-        return FULL * SINGLE_STEP_COPIES * here.largest
+        return FP32_BYTES * SINGLE_STEP_COPIES * here.largest
     if options.kind == "adamw" or options.weight_decay:
-        return FULL * here.trainable
+        return FP32_BYTES * here.trainable
     return 0
 
 
@@ -376,7 +398,7 @@ def copies_buffers(
     if layout.devices_per_rank > 1:
         # The first GPU adds up the gradients of the others.
         last = 2 * gradients
-    step = stepping(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1)
+    step = step_buffer_bytes(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1)
     early = 0
     if steps > 1:
         step = max(step, average)
@@ -413,7 +435,7 @@ def _has_ddp_buckets(layout: Layout) -> bool:
 def _averaging_bytes(layout: Layout, gradients: int, here: Sizes) -> float:
     """Return the bytes of the flat buckets in which gradients are averaged without DDP."""
     steps = layout.strategy.optimizer_shards(layout.mesh)
-    bucket = max(layout.strategy.copies().bucket_cap_mb * MIB, FULL * here.largest)
+    bucket = max(layout.strategy.copies().bucket_cap_mb * MIB, FP32_BYTES * here.largest)
     if steps > 1:
         # A bucket of all rows, and the rows of this rank.
         return min(gradients, bucket) * (1 + 1 / steps)
@@ -447,8 +469,8 @@ def _cast_copies(
     # Frozen weights are in the low precision already; fp8 casts weights when they are used.
     if kind_of(layout) == "autocast" and not layout.fp8:
         without_ends = Part(mine.stages, first=False, last=False)
-        all_blocks = LOW * rank_params(facts, without_ends, tp).trainable
-        largest = LOW * largest_block(facts, mine, tp).trainable
+        all_blocks = LOW_BYTES * rank_params(facts, without_ends, tp).trainable
+        largest = LOW_BYTES * largest_block(facts, mine, tp).trainable
         if not recomputes:
             through = all_blocks
         else:
@@ -493,21 +515,21 @@ def _send_shared_step(volume: Volume, has: Counter[str], steps: int) -> None:
     step all ranks gather the rows of the weights.
     """
     rows = has["units_trainable"] + has["root_trainable"]
-    calls = math.ceil(FULL * rows * steps / BUCKET)
+    calls = math.ceil(FP32_BYTES * rows * steps / BUCKET)
     # Each tensor has a flag that says whether a rank has a gradient for it.
-    before = FULL * steps * (rows + has["tensors"])
+    before = FP32_BYTES * steps * (rows + has["tensors"])
     volume.add("reduce_scatter", before, steps, "gradients", calls)
-    volume.add("all_gather", FULL * rows, steps, "gradients", calls)
+    volume.add("all_gather", FP32_BYTES * rows, steps, "gradients", calls)
 
 
 def _send_flat_buckets(volume: Volume, layout: Layout, has: Counter[str]) -> None:
     """Add the flows of copies of parts (tp, pp, ep): flat buckets with a flag for each gradient."""
     mesh = layout.mesh
     ranks = mesh.data_ranks * mesh.cp
-    experts = FULL * (has["experts_whole"] + has["experts_tensors"])
+    experts = FP32_BYTES * (has["experts_whole"] + has["experts_tensors"])
     calls = math.ceil(experts / BUCKET)
     volume.add("all_reduce", experts, ranks // mesh.ep, "replicate", calls)
-    entries = FULL * (has["trainable"] + has["tensors"])
+    entries = FP32_BYTES * (has["trainable"] + has["tensors"])
     volume.add("all_reduce", entries, ranks, "gradients", math.ceil(entries / BUCKET))
 
 
@@ -528,8 +550,8 @@ def _send_ddp_buckets(volume: Volume, layout: Layout, facts: ModelFacts, step: i
     if options.find_unused_parameters and not options.static_graph:
         # Which ranks have a gradient: an int32 for each weight.
         tensors = sum(number for _, number in weights)
-        volume.add("all_reduce", FULL * tensors, ranks, "gradients")
-    buckets = math.ceil(FULL * facts.trainable / (options.bucket_cap_mb * MIB))
+        volume.add("all_reduce", FP32_BYTES * tensors, ranks, "gradients")
+    buckets = math.ceil(FP32_BYTES * facts.trainable / (options.bucket_cap_mb * MIB))
     collective: Collective = "all_reduce"
     kind = "none"
     if compression.compresses(LATE_STEP if step is None else step):
@@ -540,16 +562,16 @@ def _send_ddp_buckets(volume: Volume, layout: Layout, facts: ModelFacts, step: i
         volume.add("all_to_all", sent * ranks, ranks, "gradients", buckets)
         collective = "all_gather"
     elif kind == "topk":
-        sent = TOPK_ENTRY * max(1, round(compression.ratio * facts.trainable))
+        sent = TOPK_ENTRY_BYTES * max(1, round(compression.ratio * facts.trainable))
         collective = "all_gather"
     elif kind == "powersgd":
         sent = 0
         for weight, number in weights:
-            sent += FULL * number * _powersgd(weight, compression.rank)
+            sent += FP32_BYTES * number * _powersgd(weight, compression.rank)
     elif kind == "none":
         sent = entry_bytes(layout) * facts.trainable
     else:
-        sent = LOW * facts.trainable
+        sent = LOW_BYTES * facts.trainable
     volume.add(collective, sent, ranks, "gradients", buckets, "last")
 
 
@@ -573,13 +595,13 @@ def send_norm(volume: Volume, layout: Layout, has: Counter[str]) -> None:
     mesh = layout.mesh
     steps = layout.strategy.optimizer_shards(mesh)
     if has["cut"]:
-        volume.add("all_reduce", NUMBER, steps, "shard")
+        volume.add("all_reduce", FP64_BYTES, steps, "shard")
     if has["uncut"]:
-        volume.add("all_reduce", NUMBER, steps, "shard")
+        volume.add("all_reduce", FP64_BYTES, steps, "shard")
     if has["cut"]:
-        volume.add("all_reduce", NUMBER, mesh.tp, "tp")
+        volume.add("all_reduce", FP64_BYTES, mesh.tp, "tp")
     if has["apart"]:
         shards = layout.strategy.shards(mesh) // mesh.ep
-        volume.add("all_reduce", NUMBER, shards, "shard")
-        volume.add("all_reduce", NUMBER, mesh.ep, "ep")
-    volume.add("all_reduce", NUMBER, mesh.pp, "pp")
+        volume.add("all_reduce", FP64_BYTES, shards, "shard")
+        volume.add("all_reduce", FP64_BYTES, mesh.ep, "ep")
+    volume.add("all_reduce", FP64_BYTES, mesh.pp, "pp")

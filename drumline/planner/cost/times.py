@@ -27,23 +27,30 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Layout
 from drumline.plan.stages import bubble, stage_cost
 from drumline.planner.cost import fitted
-from drumline.planner.cost.compute import STARTS, ComputeSeconds, compute_seconds, forward_flops
-from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded, samples_copy
-from drumline.planner.cost.terms import FULL, LOW, Beside, Copied, Flow, Volume
+from drumline.planner.cost.compute import (
+    START_SECONDS,
+    ComputeSeconds,
+    compute_seconds,
+    forward_flops,
+    memory_bandwidth,
+)
+from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded_bytes, samples_copy
+from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, Beside, Copied, Flow, Volume
 from drumline.planner.cost.traffic import flows
 from drumline.planner.strategies.base import cost_of
 
 # How many times as long communication takes while the device computes beside it. Published: 1.1 to
 # 1.3 (docs/explanations/planner.md, "Constants").
 CONTENTION = 1.2
-# Bytes of an entry: the gradient norm reads gradients, and clipping reads and writes them, in fp32.
-CLIPPED = 4 + 8
+# Bytes that clipping moves for an entry of a gradient, in fp32: the norm reads it (4), and the
+# clipping reads and writes it (8).
+CLIPPING_BYTES = 4 + 8
 # Bytes of an entry that a step of AdamW on the host reads and writes, to which cost.fitted.HOST_STEP
 # was fitted: fp32 weight and two moments, each read and written, and the gradient.
-HOST_MOVED = 28 + CLIPPED
+HOST_STEP_BYTES = 28 + CLIPPING_BYTES
 # Switches between the GPUs of a host and the host: of eight GPUs, two share one (system topology in
 # the user guides of NVIDIA DGX A100 and H100).
-SWITCHES = 4
+SWITCHES_OF_HOST = 4
 # Attention caches a key and a value of each token.
 KEYS_AND_VALUES = 2
 
@@ -143,7 +150,7 @@ def _copies_of_data_parallel(layout: Layout, facts: ModelFacts, cluster: Cluster
         return 0.0
     # Weights go out, gradients come back.
     entries = facts.parameters + facts.trainable
-    bytes_ = float(FULL) * entries * (devices - 1) / devices
+    bytes_ = float(FP32_BYTES) * entries * (devices - 1) / devices
     once = cluster.collective_seconds("all_gather", bytes_, devices)
     return layout.batch.accumulation * once
 
@@ -184,7 +191,7 @@ def _activation_offload(
     """Return the seconds by which copies of activations take longer than the computing beside them."""
     if layout.device != "cuda":
         return 0.0
-    moved = offloaded(layout, facts, rounds=False)
+    moved = offloaded_bytes(layout, facts, rounds=False)
     if not moved:
         return 0.0
     moved *= layout.batch.accumulation * _devices_per_link(layout, cluster)
@@ -318,25 +325,25 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     moved_by_step = moved_unfused
     if options.fused:
         moved_by_step = moved_fused
-    moved = trainable * (moved_by_step + CLIPPED)
+    moved = trainable * (moved_by_step + CLIPPING_BYTES)
     # The memory that has the optimizer's states: none is the device's own.
     place = strategy.offloads()[0]
     if options.offload:
         place = "cpu"
     ranks_on_host = _ranks_on_host(layout, cluster)
     if layout.device == "cpu" or place == "none":
-        step = moved / _bandwidth(cluster)
+        step = moved / memory_bandwidth(cluster)
     else:
         # All ranks of a host share its memory and its cores. Another optimizer than AdamW takes as
         # much longer as it moves more bytes.
-        step = fitted.HOST_STEP * ranks_on_host * moved / HOST_MOVED
+        step = fitted.HOST_STEP * ranks_on_host * moved / HOST_STEP_BYTES
     # On a CPU the states already lie in the host's memory; only a disk is further away.
     is_in_place = layout.device == "cpu" and place != "nvme"
     if place == "none" or is_in_place:
         return UpdateSeconds(step, 0.0)
     if options.offload:
         # fp32 gradients go to the host, fp32 weights come back.
-        copied = Copied(up=FULL * trainable, down=FULL * trainable)
+        copied = Copied(up=FP32_BYTES * trainable, down=FP32_BYTES * trainable)
     else:
         kept = as_kept(layout, facts)
         copied = cost_of(strategy).copied(layout, kept, trainable)
@@ -350,11 +357,6 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     return UpdateSeconds(step, copies + disk)
 
 
-def _bandwidth(cluster: Cluster) -> float:
-    """Return the bytes per second of the device's memory, as measured or by its datasheet."""
-    return cluster.calibration.memory or cluster.device.bandwidth
-
-
 def _ranks_on_host(layout: Layout, cluster: Cluster) -> int:
     """Return the number of ranks that share a host, its memory and its drive."""
     return min(cluster.per_node, layout.mesh.world_size)
@@ -362,7 +364,7 @@ def _ranks_on_host(layout: Layout, cluster: Cluster) -> int:
 
 def _devices_per_link(layout: Layout, cluster: Cluster) -> int:
     """Return the number of devices that share a link to the host."""
-    if _ranks_on_host(layout, cluster) > SWITCHES:
+    if _ranks_on_host(layout, cluster) > SWITCHES_OF_HOST:
         return 2
     return 1
 
@@ -415,11 +417,11 @@ def _token_seconds(
     is_vllm = isinstance(generator, VLLMGenerator)
     # Under autocast, sampling reads the fp32 weights of the policy. A copy and the models of vLLM and
     # DeepSpeed are in the type in which they compute.
-    width = FULL
+    width = FP32_BYTES
     has_low_weights = is_vllm or samples_copy(layout) or layout.strategy.keeps_low
     if layout.precision != "fp32" and has_low_weights:
-        width = LOW
-    bandwidth = _bandwidth(cluster)
+        width = LOW_BYTES
+    bandwidth = memory_bandwidth(cluster)
     entries = KEYS_AND_VALUES * facts.kv_heads * facts.head_dim * facts.layers
     # The mean over a sequence is half of its length.
     cache = entries * width * batch * layout.length / 2
@@ -429,7 +431,7 @@ def _token_seconds(
     if is_vllm:
         # vLLM replays CUDA graphs, so its host starts no kernels.
         return token
-    starts = STARTS[layout.precision].forward * facts.layers
+    starts = START_SECONDS[layout.precision].forward * facts.layers
     return max(token, starts)
 
 
@@ -445,5 +447,5 @@ def _refresh_seconds(
     is_sharded = world > layout.mesh.replicate
     if not has_own_weights or not is_sharded:
         return 0.0
-    bytes_ = FULL * facts.parameters * (world - 1) / world
+    bytes_ = FP32_BYTES * facts.parameters * (world - 1) / world
     return cluster.collective_seconds("all_gather", bytes_, world)

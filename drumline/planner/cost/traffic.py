@@ -25,26 +25,34 @@ from drumline.plan.facts import (
 from drumline.plan.plan import Layout
 from drumline.planner.cost.memory import as_kept
 from drumline.planner.cost.optimizers import step_traffic
-from drumline.planner.cost.terms import FULL, LOW, WIDTH, Axis, Volume, kind_of
+from drumline.planner.cost.terms import (
+    FP32_BYTES,
+    PRECISION_BYTES,
+    Axis,
+    Volume,
+    kind_of,
+    stream_entry_bytes,
+)
 from drumline.planner.strategies.base import cost_of
 
-# Bytes of an int64: how many rows go to an expert.
-ROW_COUNT = 8
+# Bytes of an int64, in which a rank tells another how many rows of tokens it sends to an expert.
+ROW_COUNT_BYTES = 8
 # Batch norm gathers the mean and the square of each channel, and adds up two sums in backward.
 BATCH_NORM_STATISTICS = 2
 BATCH_NORM_SUMS = 2
-# Exchanges of a choice of an expert: to the expert and back, and the same way for gradients. What
-# backward computes again goes to the expert and back once more.
+# How often the hidden state of a token crosses the ranks for each expert that it chooses: to the
+# expert and back in forward, and their gradients in backward. A block that backward computes again
+# sends to the expert and back once more.
 EXCHANGES = 4
 EXCHANGES_AGAIN = 2
-# Sums over ranks that share their tokens, for each layer of experts: of outputs, of the gradients of
-# tokens, and of the gradients of choices.
+# All-reduces of a layer of experts over ranks that share their tokens: one of outputs, one of the
+# gradients of tokens, and one of the gradients of choices.
 EXPERT_SUMS = 3
-# A loss over a cut vocabulary exchanges fp32 numbers for each token: the largest logit; the
-# target's logit and the sum; and the entropy, if the objective needs it.
-LARGEST_LOGIT = FULL
-TARGET_AND_SUM = 2 * FULL
-ENTROPY = FULL
+# Bytes of a token that a loss over a cut vocabulary exchanges, in fp32 numbers: the largest logit;
+# the target's logit and the sum of exponentials; and the entropy, if the objective needs it.
+LARGEST_LOGIT_BYTES = FP32_BYTES
+TARGET_AND_SUM_BYTES = 2 * FP32_BYTES
+ENTROPY_BYTES = FP32_BYTES
 
 
 def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
@@ -119,10 +127,10 @@ def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
         counts = channels
     statistics = BATCH_NORM_STATISTICS * channels + counts
     calls = rounds * norms
-    gathered = FULL * rounds * statistics
+    gathered = FP32_BYTES * rounds * statistics
     volume.add("all_gather", gathered, ranks, "gradients", calls)
     sums = BATCH_NORM_SUMS * channels
-    summed = FULL * rounds * sums
+    summed = FP32_BYTES * rounds * sums
     volume.add("all_reduce", summed, ranks, "gradients", calls)
 
 
@@ -176,13 +184,13 @@ def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str
         return
     # The residual stream is fp32 under autocast.
     precision = strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"
-    message = layout.rows * layout.length * facts.hidden * WIDTH[precision]
+    message = layout.rows * layout.length * facts.hidden * PRECISION_BYTES[precision]
     boundaries = mesh.pp * layout.pipeline.stages_per_rank - 1
     # One forward and one back over each boundary, in each micro-batch.
     messages = 2 * layout.batch.accumulation * boundaries
     volume.add("p2p", messages * message, mesh.pp, "pp", messages)
     # A tied head is a weight of the first and of the last stage.
-    tied = FULL * has["tied"] / strategy.shards(mesh)
+    tied = FP32_BYTES * has["tied"] / strategy.shards(mesh)
     volume.add("p2p", tied, mesh.pp, "pp", 2)
 
 
@@ -251,7 +259,7 @@ def _add_regions_of_block(
                 total.gathered_outputs += number * weight.outputs
         elif _is_row_parallel(weight):
             total.outputs += number * weight.outputs
-            if _is_made_again(matrices[place + 1 :]):
+            if _is_summed_again(matrices[place + 1 :]):
                 total.outputs_again += number * weight.outputs
         if _needs_input(weight) and is_saved.get(region) is False:
             total.saved += number * hidden
@@ -301,7 +309,7 @@ def _needs_input(weight: Weight) -> bool:
     return _is_column_parallel(weight) and ".lora_B" not in weight.name
 
 
-def _is_made_again(later: Sequence[Weight]) -> bool:
+def _is_summed_again(later: Sequence[Weight]) -> bool:
     """Return whether activation checkpointing adds up the outputs of a layer again.
 
     Backward computes a block again up to the last product whose inputs it needs. The sum after the
@@ -379,7 +387,7 @@ def _add_layers_of_block(
             total.outputs += number * weight.outputs
             if weight.style != "rowwise":
                 total.full_inputs += number * weight.inputs
-            if _is_made_again(matrices[place + 1 :]):
+            if _is_summed_again(matrices[place + 1 :]):
                 total.outputs_again += number * weight.outputs
 
 
@@ -412,7 +420,7 @@ def _whole_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: flo
     """Add the flows of layers if each rank has the residual stream of all tokens."""
     ranks = layout.mesh.tp
     rounds = layout.batch.accumulation
-    low = WIDTH[layout.precision]
+    low = PRECISION_BYTES[layout.precision]
     sizes = widths(facts, layout.mesh.pp > 1)
     calls = rounds * sizes.calls
     output_calls: float = calls
@@ -425,15 +433,15 @@ def _whole_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: flo
         # Recomputation begins at the input of a block, which has a gradient then.
         outputs += sizes.outputs_again
         gathered += sizes.gathered_outputs
-        # Of the two row-parallel layers of a block, the last one is not made again (_is_made_again).
+        # Of the two row-parallel layers of a block, the last one is not made again (_is_summed_again).
         output_calls = calls * 1.5
-    gradient_bytes = tokens * FULL * gradients
+    gradient_bytes = tokens * FP32_BYTES * gradients
     volume.add("all_reduce", gradient_bytes, ranks, "tp", calls)
     output_bytes = tokens * low * outputs
     volume.add("all_reduce", output_bytes, ranks, "tp", output_calls)
     gathered_bytes = tokens * low * gathered / ranks
     volume.add("all_gather", gathered_bytes, ranks, "tp", calls)
-    weight_bytes = FULL * rounds * sizes.weights
+    weight_bytes = FP32_BYTES * rounds * sizes.weights
     volume.add("all_reduce", weight_bytes, ranks, "tp", rounds)
 
 
@@ -469,22 +477,15 @@ def _cut_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float
     boundaries = stages + (stages - 1)
     if recomputes or _trains_before_blocks(facts):
         boundaries += 1
-    low = WIDTH[layout.precision]
-    gathered = low * gathers + _stream_width(layout) * facts.hidden * boundaries
+    low = PRECISION_BYTES[layout.precision]
+    gathered = low * gathers + stream_entry_bytes(layout) * facts.hidden * boundaries
     # Each region gathers its input forward, and the gradient of its output backward.
     calls = rounds * 2 * sizes.inputs / max(1, facts.hidden)
     volume.add("all_gather", tokens / ranks * gathered, ranks, "tp", calls)
     volume.add("reduce_scatter", tokens * low * reduces, ranks, "tp", calls)
     embedding = tokens * widths(facts, mesh.pp > 1).embedding
-    summed = FULL * (embedding + rounds * sizes.weights)
+    summed = FP32_BYTES * (embedding + rounds * sizes.weights)
     volume.add("all_reduce", summed, ranks, "tp", 2 * rounds)
-
-
-def _stream_width(layout: Layout) -> int:
-    """Return the bytes of an entry of the residual stream, which is fp32 under autocast."""
-    if kind_of(layout) == "low":
-        return LOW
-    return FULL
 
 
 def experts(
@@ -508,9 +509,9 @@ def experts(
             layers += number
     rounds = layout.batch.accumulation
     choices = facts.experts_per_token
-    token_bytes = tokens * facts.hidden * _stream_width(layout)
+    token_bytes = tokens * facts.hidden * stream_entry_bytes(layout)
     if shared:
-        summed = 2 * token_bytes + FULL * tokens * choices
+        summed = 2 * token_bytes + FP32_BYTES * tokens * choices
         calls = EXPERT_SUMS * layers * rounds
         volume.add("all_reduce", layers * summed, ranks, axis, calls)
         return
@@ -519,7 +520,7 @@ def experts(
     if layout.activation_checkpointing != "none":
         exchanges += EXCHANGES_AGAIN
         count_exchanges += 1
-    counts = ROW_COUNT * facts.experts * rounds * count_exchanges
+    counts = ROW_COUNT_BYTES * facts.experts * rounds * count_exchanges
     exchanged = token_bytes * choices * exchanges + counts
     calls = layers * rounds * (exchanges + count_exchanges)
     volume.add("all_to_all", layers * exchanged, ranks, axis, calls)
@@ -536,13 +537,13 @@ def _vocabulary(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float
     # The first token of a row is nobody's target.
     targets = max(0.0, layout.tokens_per_row - 1)
     tokens_with_loss = targets * layout.rows * rounds / layout.mesh.cp
-    per_token = LARGEST_LOGIT + TARGET_AND_SUM
+    per_token = LARGEST_LOGIT_BYTES + TARGET_AND_SUM_BYTES
     if "entropy" in algorithm.head_outputs:
-        per_token += ENTROPY
+        per_token += ENTROPY_BYTES
     tokens_of_micro_batch = layout.rows * layout.length
     chunk = getattr(algorithm, "loss_chunk", 0) or tokens_of_micro_batch
     calls = 2 * math.ceil(tokens_of_micro_batch / chunk) * rounds
-    summed = per_token * tokens_with_loss + FULL * tokens * facts.hidden
+    summed = per_token * tokens_with_loss + FP32_BYTES * tokens * facts.hidden
     volume.add("all_reduce", summed, layout.mesh.tp, "tp", calls)
 
 
@@ -571,12 +572,12 @@ def context(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> No
     passes = 2 * blocks
     if layout.activation_checkpointing != "none":
         passes = 3 * blocks
-    width = WIDTH[layout.precision]
+    width = PRECISION_BYTES[layout.precision]
     if layout.strategy.context_method() == "ulysses":
         # Under autocast the rotary embedding makes queries and keys fp32. Values go with them.
         width_before = width
         if kind_of(layout) == "autocast":
-            width_before = FULL
+            width_before = FP32_BYTES
         # Repeated until each rank has as many.
         kv_heads *= ranks // math.gcd(kv_heads, ranks)
         head_bytes = width_before * (heads + 2 * kv_heads) + width * heads
@@ -596,7 +597,7 @@ def _context_outputs(volume: Volume, layout: Layout, tokens: float, head: Head) 
     rounds = layout.batch.accumulation
     if head == "text":
         # One class, which is the least.
-        volume.add("all_reduce", FULL * layout.rows * rounds, ranks, "cp", rounds)
+        volume.add("all_reduce", FP32_BYTES * layout.rows * rounds, ranks, "cp", rounds)
         return
     head_outputs: frozenset[str] = frozenset()
     if head != "score":
@@ -609,5 +610,5 @@ def _context_outputs(volume: Volume, layout: Layout, tokens: float, head: Head) 
     if head in ("score", "valued"):
         numbers += 1
     if "cross_entropy" in head_outputs:
-        volume.add("all_reduce", FULL * rounds, ranks, "cp", rounds)
-    volume.add("all_gather", FULL * numbers * tokens, ranks, "cp", rounds)
+        volume.add("all_reduce", FP32_BYTES * rounds, ranks, "cp", rounds)
+    volume.add("all_gather", FP32_BYTES * numbers * tokens, ranks, "cp", rounds)

@@ -12,11 +12,12 @@ from rich.table import Table
 from drumline.errors import UserError, printable
 from drumline.plan.explain import plan_line
 from drumline.plan.plan import Plan
-from drumline.planner.report.table import grouped
-from drumline.planner.search.answer import Factors, Probe
+from drumline.planner.report.table import group_names
+from drumline.planner.search.correction import Factors, Probe
 from drumline.telemetry.truth import OFF, Comparison, Measurement, compare, notes
 
-NEGLIGIBLE = 5e-3  # a factor as near to 1 is printed as 1
+# A factor that differs from 1 by less is printed as 1.
+NEGLIGIBLE = 5e-3
 TRAIN = "train with this version: drumline train CONFIG.yaml"
 
 
@@ -44,6 +45,7 @@ def check(run: Path, as_json: bool = False) -> int:
 
 
 def _print_json(rows: list[Comparison], measured: Measurement) -> None:
+    """Print the rows, the remarks and the measurement as JSON."""
     made = []
     for row in rows:
         # A category that was measured and not predicted is off by infinity, which JSON lacks.
@@ -100,6 +102,7 @@ def _show(rows: list[Comparison], measured: Measurement, console: Console) -> No
 
 
 def _style(row: Comparison) -> str:
+    """Return the style of a row of the table."""
     if row.warns:
         return "yellow"
     if only_shown(row):
@@ -124,7 +127,7 @@ def only_shown(row: Comparison) -> str:
 def remarks(rows: list[Comparison], measured: Measurement) -> list[str]:
     """Return the lines below the table: notes on the measurement, and why categories are only shown."""
     lines = notes(measured)
-    by_reason = grouped((only_shown(row), row.category) for row in rows)
+    by_reason = group_names((only_shown(row), row.category) for row in rows)
     for reason, categories in by_reason.items():
         if reason:
             lines.append(f"{'; '.join(categories)}: {reason}")
@@ -146,6 +149,7 @@ def show_probes(probes: tuple[Probe, ...], console: Console) -> None:
 
 
 def _show_probe(probe: Probe, console: Console) -> None:
+    """Print predicted beside measured of a probe, or why it failed."""
     if probe.measured is None or probe.factors is None:
         console.print(
             f"tried {probe.name}: {probe.failed}\n", style="yellow", markup=False, soft_wrap=True

@@ -13,26 +13,22 @@ from drumline.config.registry import nearest
 from drumline.errors import UserError
 from drumline.plan.attention import choice_of
 from drumline.plan.explain import checkpointing, count
-from drumline.planner.cost.terms import entry_bytes, low_moments
+from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, entry_bytes, low_moment_bytes
 from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, UNKNOWN, gradients_at_peak
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, ranged
 from drumline.planner.search.stream import describe_stream
 from drumline.system.output import plural
 
-FP32_BYTES = 4
-HALF_BYTES = 2
-# Bytes of the fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits.
-MASTER_BYTES = 4
-# GB of gradients from which on it is worth a remark that they come after the peak: half of the last
-# printed digit.
+# The fewest GB of gradients of which the text says that they are not there at the peak: half of the
+# last digit that it prints.
 LEAST_SHOWN_GB = 0.005
-# A share of bytes is given as parameters / ranks if the number of ranks is this near to a whole one.
-# It is not exact where parts are padded.
-NEAR_WHOLE = 0.02
+# Bytes are explained as parameters / ranks if they come within this share of such a fraction. They
+# are not exactly one if parts of weights are padded.
+PADDING_SHARE = 0.02
 PETA = 1e15
 TERA = 1e12
-# Names of candidates that an error lists.
+# The most names of candidates that an error lists.
 MOST_NAMES = 8
 # Phases of a step (cost.memory) in plain words.
 PHASES = {
@@ -46,8 +42,8 @@ PHASES = {
     "average": "gradients averaged behind backward, where neither DDP nor FSDP2 does it",
     "rollout": "sampling from the policy",
 }
-# Phases of a run, by the fields of HostMemory.
-HOST = {
+# Phases of a run (the fields of HostMemory) in plain words.
+HOST_PHASES = {
     "load": "while weights are read",
     "train": "while it trains",
     "save": "while it writes a checkpoint",
@@ -64,7 +60,10 @@ class Line(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """A candidate to explain, and why it was refused; None: it was not."""
+    """A candidate to explain.
+
+    `refused`: why it was refused; None if it was not.
+    """
 
     candidate: Candidate
     refused: str | None
@@ -73,8 +72,8 @@ class Picked(NamedTuple):
 def pick(answer: Answer, name: str) -> Picked:
     """Return the candidate with this name or row number.
 
-    Raises UserError for a name that there is not, and for a family that a rule refuses, which has no
-    estimate.
+    Raises UserError if there is no such name, and for a family that a rule refuses: no candidate of
+    it was estimated.
     """
     if name.isdecimal():
         row = int(name)
@@ -114,20 +113,20 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
 
     `tokens`: of the whole run; None: those of its steps. Raises UserError as `pick` does.
     """
-    found, refused = pick(answer, name)
+    candidate, refused = pick(answer, name)
     question = answer.question
-    memory = found.estimate.memory
+    memory = candidate.estimate.memory
     memory_title = f"Memory of the fullest device, GB, at its peak in {memory.phase}"
     sections = {
-        "What runs": _explain_run_settings(found, question),
-        memory_title: _explain_memory(question, found),
-        "The same, phase by phase, GB": _explain_phases(found),
-        "Memory of a host, GB": _explain_host(found),
-        "Seconds of a step": _explain_seconds(question, found),
-        "GB that a device sends in a step": _explain_traffic(question, found),
-        "The run": _explain_run(question, found, tokens),
+        "What runs": _explain_run_settings(question, candidate),
+        memory_title: _explain_memory(question, candidate),
+        "The same, phase by phase, GB": _explain_phases(candidate),
+        "Memory of a host, GB": _explain_host(candidate),
+        "Seconds of a step": _explain_seconds(question, candidate),
+        "GB that a device sends in a step": _explain_traffic(question, candidate),
+        "The run": _explain_run(question, candidate, tokens),
     }
-    text = [_describe_verdict(found, refused)]
+    text = [_describe_verdict(candidate, refused)]
     for title, lines in sections.items():
         # One device sends nothing, so its traffic has no lines.
         if lines:
@@ -136,39 +135,39 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     return "\n".join(text)
 
 
-def _describe_verdict(found: Candidate, refused: str | None) -> str:
-    """Return the verdict on a candidate, and what it means, as the first line.
+def _describe_verdict(candidate: Candidate, refused: str | None) -> str:
+    """Return the first line: the verdict on a candidate, and what the verdict means.
 
-    `refused`: why the candidate is out; None if it is not.
+    `refused`: why the candidate is refused; None if it is not.
     """
-    estimate = found.estimate
-    verdict = f"{found.name}: {estimate.verdict}"
+    estimate = candidate.estimate
+    verdict = f"{candidate.name}: {estimate.verdict}"
     if refused:
         verdict += f", refused: {refused}"
-    # It may be above 100%.
+    # More than 1 if the candidate does not fit.
     share = estimate.memory.reserved / estimate.limit
-    scale = "it fits where the upper end does, and is tight where that does not"
+    meaning = "it fits where the upper end does, and is tight where that does not"
     if estimate.verdict == "tight":
-        scale += f"; the chance that it runs out of memory is {estimate.risk:.0%}"
+        meaning += f"; the chance that it runs out of memory is {estimate.risk:.0%}"
     needs = f"needs {needs_gb(estimate)} of {estimate.limit / GB:.1f} GB"
-    return f"{verdict}; {needs}, {share:.0%}: {scale}"
+    return f"{verdict}; {needs}, {share:.0%}: {meaning}"
 
 
 def _aligned(lines: list[Line]) -> list[str]:
-    """Return lines as text, in three columns: the second one is aligned at the right."""
-    left = max(len(line.what) for line in lines)
-    right = max(len(line.amount) for line in lines)
+    """Return lines as text, in three columns of which the second is aligned at the right."""
+    what_width = max(len(line.what) for line in lines)
+    amount_width = max(len(line.amount) for line in lines)
     aligned = []
     for line in lines:
-        what = line.what.ljust(left)
-        amount = line.amount.rjust(right)
+        what = line.what.ljust(what_width)
+        amount = line.amount.rjust(amount_width)
         aligned.append(f"  {what}  {amount}  {line.source}".rstrip())
     return aligned
 
 
-def _explain_run_settings(found: Candidate, question: Question) -> list[Line]:
+def _explain_run_settings(question: Question, candidate: Candidate) -> list[Line]:
     """Return what runs: the mesh, the engine, the batch, and what is recomputed and compiled."""
-    layout = found.layout
+    layout = candidate.layout
     mesh = layout.mesh
     dimensions = []
     for name, size in mesh.model_dump().items():
@@ -199,26 +198,25 @@ def _explain_run_settings(found: Candidate, question: Question) -> list[Line]:
     return [Line(what, "", text) for what, text in settings.items()]
 
 
-def _explain_memory(question: Question, found: Candidate) -> list[Line]:
+def _explain_memory(question: Question, candidate: Candidate) -> list[Line]:
     """Return the memory of the fullest device at its peak, by category."""
-    memory = found.estimate.memory
+    memory = candidate.estimate.memory
     facts = question.facts
     lines = []
-    sources = _state_sources(question, found)
-    sources |= _activation_sources(question, found)
-    for part in CATEGORIES:
-        bytes_ = getattr(memory, part)
-        lines.append(Line(part, _gb(bytes_), sources[part]))
+    sources = _state_sources(question, candidate) | _activation_sources(question, candidate)
+    for category in CATEGORIES:
+        bytes_ = getattr(memory, category)
+        lines.append(Line(category, _gb(bytes_), sources[category]))
     if facts.roles:
         roles = [f"{name} {count(role.parameters)}" for name, role in facts.roles.items()]
         lines.append(Line("roles", "", f"counted in: {', '.join(roles)}"))
-    allocated = memory.reserved - memory.overhead
-    factor = "as torch counts it"
-    if allocated > memory.peak:
-        unusable = (allocated - memory.peak) / GB
-        factor = f"{unusable:.2f} for what the allocator cannot use again, + overhead"
     lines.append(Line("peak", _gb(memory.peak), "of tensors"))
-    lines.append(Line("needs", _gb(memory.reserved), factor))
+    allocated = memory.reserved - memory.overhead
+    source = "as torch counts it"
+    if allocated > memory.peak:
+        unusable = _gb(allocated - memory.peak)
+        source = f"{unusable} for what the allocator cannot use again, + overhead"
+    lines.append(Line("needs", _gb(memory.reserved), source))
     return lines
 
 
@@ -227,21 +225,22 @@ def _gb(bytes_: float) -> str:
     return f"{bytes_ / GB:.2f}"
 
 
-def _state_sources(question: Question, found: Candidate) -> dict[str, str]:
-    """Return what parameters, gradients and optimizer states are made of, by category."""
-    memory = found.estimate.memory
+def _state_sources(question: Question, candidate: Candidate) -> dict[str, str]:
+    """Return the third column for parameters, gradients and optimizer states, by category."""
+    memory = candidate.estimate.memory
     facts = question.facts
-    layout = found.layout
+    layout = candidate.layout
     world_size = layout.mesh.world_size
-    # Bytes of an entry of each.
+    # Bytes of an entry of a weight, of its gradient, and of all its optimizer states.
     weight_bytes = entry_bytes(layout)
     gradient_bytes = weight_bytes
     moment_bytes = FP32_BYTES * layout.config.optimizer.slots
     if layout.engine == "deepspeed" and layout.precision != "fp32":
-        weight_bytes = HALF_BYTES
-        moment_bytes += MASTER_BYTES
+        # DeepSpeed computes in 16 bits, and keeps an fp32 copy of each weight.
+        weight_bytes = LOW_BYTES
+        moment_bytes += FP32_BYTES
     # Pure bf16 keeps moments in bf16, and no fp32 copy.
-    moment_bytes = low_moments(layout) or moment_bytes
+    moment_bytes = low_moment_bytes(layout) or moment_bytes
 
     parameters = facts.parameters + sum(role.parameters for role in facts.roles.values())
     trainable = facts.trainable
@@ -256,15 +255,15 @@ def _state_sources(question: Question, found: Candidate) -> dict[str, str]:
     return {"parameters": weights, "gradients": gradients, "optimizer": moments}
 
 
-def _activation_sources(question: Question, found: Candidate) -> dict[str, str]:
-    """Return what activations, logits, buffers and overhead are made of, by category.
+def _activation_sources(question: Question, candidate: Candidate) -> dict[str, str]:
+    """Return the third column for activations, logits, buffers and overhead, by category.
 
-    Activations are given in bytes of an entry of the hidden states, which compares with published
-    counts such as 34 (Korthikanti et al. 2022).
+    Activations are given as bytes for each entry of the hidden states, to compare them with
+    published counts such as 34 (Korthikanti et al. 2022).
     """
-    memory = found.estimate.memory
+    memory = candidate.estimate.memory
     facts = question.facts
-    layout = found.layout
+    layout = candidate.layout
     tokens = layout.rows * layout.length
     rows = f"{plural(layout.rows, 'row')} × {layout.length:,} tokens"
     # A model of images has no hidden width.
@@ -285,31 +284,35 @@ def _activation_sources(question: Question, found: Candidate) -> dict[str, str]:
     }
 
 
-def _describe_share(bytes_: int, parameters: int, unit: int, kind: str, world_size: int) -> str:
-    """Return what bytes of a device are made of.
+def _describe_share(
+    bytes_: int, parameters: int, parameter_bytes: int, kind: str, world_size: int
+) -> str:
+    """Return how the bytes on a device follow from the parameters: `4 bytes × 8.0B parameters / 8 ranks`.
 
-    It is `unit` bytes × parameters / ranks if that is exact, else the bytes of each parameter.
-    `kind`: of the parameters, as text.
+    If no number of ranks explains them, return the mean bytes of a parameter.
+
+    `parameter_bytes`: of one parameter, before it is cut. `kind`: what the parameters are called.
     """
     if not bytes_ or not parameters:
         return "none on the device"
     named = f"{count(parameters)} {kind}"
-    # The number of ranks over which the parameters are cut, if each has `unit` bytes.
-    ranks = unit * parameters / bytes_
-    whole = round(ranks)
-    is_whole = ranks > 1 - NEAR_WHOLE and abs(ranks - whole) < NEAR_WHOLE * ranks
-    if not is_whole or world_size % whole != 0:
+    # The number of ranks that would have to share the parameters. It is whole if they do.
+    quotient = parameter_bytes * parameters / bytes_
+    ranks = round(quotient)
+    is_at_least_one = quotient > 1 - PADDING_SHARE
+    is_whole = is_at_least_one and abs(quotient - ranks) < PADDING_SHARE * quotient
+    if not is_whole or world_size % ranks != 0:
         return f"{bytes_ / parameters:.2f} bytes for each of {named}"
-    text = f"{unit} bytes × {named}"
-    if whole > 1:
-        text += f" / {whole} ranks"
+    text = f"{parameter_bytes} bytes × {named}"
+    if ranks > 1:
+        text += f" / {ranks} ranks"
     return text
 
 
-def _explain_phases(found: Candidate) -> list[Line]:
+def _explain_phases(candidate: Candidate) -> list[Line]:
     """Return the peak of each phase of a step, the largest one marked."""
-    memory = found.estimate.memory
-    config = found.layout.config
+    memory = candidate.estimate.memory
+    config = candidate.layout.config
     does_sample = config.algorithm.rollout is not None or config.eval.generates
     lines = []
     for phase, bytes_ in memory.phases.items():
@@ -322,34 +325,34 @@ def _explain_phases(found: Candidate) -> list[Line]:
     return lines
 
 
-def _explain_host(found: Candidate) -> list[Line]:
+def _explain_host(candidate: Candidate) -> list[Line]:
     """Return the memory of a host in each phase of the run, beside what it has."""
-    estimate = found.estimate
+    estimate = candidate.estimate
     limit = ""
     if estimate.host_limit is not None:
         limit = f"of {estimate.host_limit / GB:.0f}"
     if estimate.host_assumed:
         limit += ", which is assumed"
     lines = []
-    for part, text in HOST.items():
+    for part, text in HOST_PHASES.items():
         bytes_ = getattr(estimate.host, part)
         lines.append(Line(part, f"{bytes_ / GB:.1f}", f"{text} {limit}"))
     return lines
 
 
-def _explain_seconds(question: Question, found: Candidate) -> list[Line]:
+def _explain_seconds(question: Question, candidate: Candidate) -> list[Line]:
     """Return the seconds of a step by what they are spent on, and the speed."""
-    estimate = found.estimate
+    estimate = candidate.estimate
     seconds = estimate.seconds
     sources = {
-        "compute": _describe_compute(question, found),
+        "compute": _describe_compute(question, candidate),
         "communication": "exposed: nothing is computed meanwhile",
         "bubble": "devices of the pipeline that wait",
         "optimizer": "clipping and the update",
         "offload": "copies to the host and back, and the update there",
         "rollout": "completions and rewards",
     }
-    if found.layout.config.algorithm.rollout is None:
+    if candidate.layout.config.algorithm.rollout is None:
         del sources["rollout"]
     lines = []
     for part in SECONDS:
@@ -373,13 +376,14 @@ def _whole_number(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _describe_compute(question: Question, found: Candidate) -> str:
+def _describe_compute(question: Question, candidate: Candidate) -> str:
     """Return the FLOPs of a step, and the rate at which each device computes them."""
     cluster = question.cluster
-    flops = found.layout.tokens_per_step * question.facts.flops_per_token
-    rate = flops / found.devices / found.estimate.seconds.compute
-    text = f"{flops / PETA:.3g} PFLOP on {found.devices} devices: {rate / TERA:.3g} TFLOP/s each"
-    peak = cluster.device.flops.get(found.layout.precision)
+    flops = candidate.layout.tokens_per_step * question.facts.flops_per_token
+    devices = candidate.devices
+    rate = flops / devices / candidate.estimate.seconds.compute
+    text = f"{flops / PETA:.3g} PFLOP on {devices} devices: {rate / TERA:.3g} TFLOP/s each"
+    peak = cluster.device.flops.get(candidate.layout.precision)
     if peak:
         text += f", {rate / peak:.0%} of the datasheet"
         if cluster.calibration.matmul:
@@ -387,9 +391,9 @@ def _describe_compute(question: Question, found: Candidate) -> str:
     return text
 
 
-def _explain_traffic(question: Question, found: Candidate) -> list[Line]:
+def _explain_traffic(question: Question, candidate: Candidate) -> list[Line]:
     """Return the GB that a device sends in a step, by kind of collective."""
-    traffic = found.estimate.traffic
+    traffic = candidate.estimate.traffic
     cluster = question.cluster
     volumes: Mapping[str, float] = traffic.model_dump()
     lines = []
@@ -406,28 +410,28 @@ def _explain_traffic(question: Question, found: Candidate) -> list[Line]:
     return lines
 
 
-def _explain_run(question: Question, found: Candidate, tokens: float | None) -> list[Line]:
+def _explain_run(question: Question, candidate: Candidate, tokens: float | None) -> list[Line]:
     """Return the MFU, and the hours and the cost of the run if its length is known.
 
     `tokens`: of the whole run; None: those of its steps.
     """
-    estimate = found.estimate
+    estimate = candidate.estimate
     mfu = UNKNOWN
     if estimate.mfu is not None:
         mfu = f"{estimate.mfu:.1%}"
     about_mfu = "model FLOP/s of the datasheet's; computing again for checkpointing does not count"
     lines = [Line("MFU", mfu, about_mfu)]
-    hours = found.hours(tokens)
+    hours = candidate.hours(tokens)
     if hours is not None:
-        length = f"{found.layout.steps:,} steps"
+        length = f"{candidate.layout.steps:,} steps"
         if tokens:
             length = f"{count(tokens)} tokens"
         amount = ranged(hours, estimate.seconds_range)
         lines.append(Line("hours", amount, length))
     price = question.cluster.price_per_device_hour
-    cost = found.cost(price, tokens)
+    cost = candidate.cost(price, tokens)
     if cost is not None:
-        paid = f"{found.devices} devices at {price:g} an hour"
+        paid = f"{candidate.devices} devices at {price:g} an hour"
         amount = ranged(cost, estimate.seconds_range)
         lines.append(Line("cost", amount, paid))
     return lines

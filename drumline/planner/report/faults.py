@@ -12,7 +12,7 @@ from rich.console import Console
 from drumline.planner.faults import Campaign, campaign
 from drumline.planner.report.output import VERSION
 from drumline.planner.report.table import billing, plain_table, show_headline
-from drumline.planner.search.advice import nothing_fits, refusal
+from drumline.planner.search.advice import refusal, smallest_changes
 from drumline.planner.search.answer import Answer, number
 
 # Numbers of devices of the table, besides that of the plan itself.
@@ -30,7 +30,7 @@ HEADS = (
 )
 
 
-class Outcome(NamedTuple):
+class CampaignResult(NamedTuple):
     """What a campaign comes to; the fields are the keys of the JSON.
 
     `every`, `in_memory_every`: steps between two saves.
@@ -55,7 +55,7 @@ def report_faults(answer: Answer, console: Console, tokens: float | None, as_jso
     `tokens`: of the whole run. Raises PlanError if nothing fits.
     """
     if not answer.ranked:
-        raise refusal(answer, nothing_fits(answer))
+        raise refusal(answer, smallest_changes(answer))
     question = answer.question
     first = answer.ranked[0]
     cluster = question.cluster
@@ -76,7 +76,7 @@ def report_faults(answer: Answer, console: Console, tokens: float | None, as_jso
     _show_sizes(campaigns, outcomes, console)
 
 
-def _outcome(found: Campaign, hours: float, price: float | None, devices: int) -> Outcome:
+def _outcome(found: Campaign, hours: float, price: float | None, devices: int) -> CampaignResult:
     """Return what a campaign comes to, if the run takes `hours` without faults on `devices` devices.
 
     `price`: of a device for an hour. Spare hosts are paid for, too.
@@ -92,7 +92,7 @@ def _outcome(found: Campaign, hours: float, price: float | None, devices: int) -
         spent = None
     if price is not None and spent is not None:
         cost = price * spent * paid_devices
-    return Outcome(
+    return CampaignResult(
         devices=found.devices,
         every=found.every,
         in_memory_every=found.in_memory_every,
@@ -128,7 +128,7 @@ def _show_saves(answer: Answer, here: Campaign, console: Console) -> None:
 
 
 def _show_hours(
-    answer: Answer, here: Campaign, outcome: Outcome, tokens: float | None, console: Console
+    answer: Answer, here: Campaign, outcome: CampaignResult, tokens: float | None, console: Console
 ) -> None:
     """Print hours and cost of the run without faults and with them. `tokens`: of the whole run."""
     first = answer.ranked[0]
@@ -146,7 +146,7 @@ def _show_hours(
 
 
 def _show_sizes(
-    campaigns: Sequence[Campaign], outcomes: Sequence[Outcome], console: Console
+    campaigns: Sequence[Campaign], outcomes: Sequence[CampaignResult], console: Console
 ) -> None:
     """Print the campaign on each number of devices as a row of a table."""
     rows = []

@@ -286,11 +286,11 @@ def answer_as_json(
     """
     question = answer.question
 
-    def as_json(found: Candidate | None) -> dict[str, Any] | None:
+    def as_json(candidate: Candidate | None) -> dict[str, Any] | None:
         """Return a candidate with its estimate; None if there is none."""
-        if found is None:
+        if candidate is None:
             return None
-        return candidate_as_json(question, found, tokens)
+        return candidate_as_json(question, candidate, tokens)
 
     refused = []
     for family in answer.refused:
@@ -308,13 +308,13 @@ def answer_as_json(
         heuristics.append({"guide": other.heuristic, "says": other.says, "reason": other.reason})
     helpful = []
     for change in changes:
-        helpful.append({"what": change.what, "candidate": as_json(change.found)})
+        helpful.append({"what": change.what, "candidate": as_json(change.candidate)})
     return {
         "version": VERSION,
         "model": _model_as_json(question),
         "cluster": _cluster_as_json(question),
         "task": _task_as_json(question),
-        "ranked": [as_json(found) for found in answer.ranked],
+        "ranked": [as_json(candidate) for candidate in answer.ranked],
         "refused": refused,
         "tight": as_json(answer.tight),
         "adapters": adapters,
@@ -375,24 +375,24 @@ def _task_as_json(question: Question) -> dict[str, Any]:
 
 
 def candidate_as_json(
-    question: Question, found: Candidate, tokens: float | None = None
+    question: Question, candidate: Candidate, tokens: float | None = None
 ) -> dict[str, Any]:
     """Return a candidate with its whole estimate, in bytes, seconds, tokens and FLOPs.
 
     `tokens`: of the run whose hours and cost are given; None: those of its steps.
     """
-    layout = found.layout
-    estimate = found.estimate
+    layout = candidate.layout
+    estimate = candidate.estimate
     seconds = estimate.seconds
     traffic = estimate.traffic
     fastest, slowest = estimate.seconds_range
     return {
-        "name": found.name,
+        "name": candidate.name,
         "verdict": estimate.verdict,
         "risk": estimate.risk,
-        "strategy": found.config.strategy.model_dump(mode="json"),
+        "strategy": candidate.config.strategy.model_dump(mode="json"),
         "mesh": layout.mesh.model_dump(mode="json"),
-        "devices": found.devices,
+        "devices": candidate.devices,
         "micro_batch": layout.batch.micro_batch,
         "accumulation": layout.batch.accumulation,
         "global_samples": layout.batch.global_samples,
@@ -413,9 +413,9 @@ def candidate_as_json(
         "tokens_per_s": estimate.tokens_per_s,
         "tokens_per_s_range": [estimate.tokens_per_s / slowest, estimate.tokens_per_s / fastest],
         "mfu": estimate.mfu,
-        "hours": found.hours(tokens),
-        "cost": found.cost(question.cluster.price_per_device_hour, tokens),
-        "config": sections_of_layout(found),
+        "hours": candidate.hours(tokens),
+        "cost": candidate.cost(question.cluster.price_per_device_hour, tokens),
+        "config": sections_of_layout(candidate),
     }
 
 

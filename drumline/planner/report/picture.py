@@ -44,20 +44,21 @@ MOST_REFUSED = 6
 # Heights along the axis of bars: of a bar, and of the gap between those that fit and those that do
 # not.
 BAR_HEIGHT = 0.72
-GAP = 0.6
-# So that a line does not run through a number.
-BEHIND = {
+GAP_HEIGHT = 0.6
+# The box behind a number, so that no line runs through its digits.
+NUMBER_BACKGROUND = {
     "facecolor": "white",
     "edgecolor": "none",
     "pad": 0.8,
 }
-# A candidate that needs more than this many times the device's memory is left out of the picture.
-FAR = 1.6
-# A candidate that does not fit and is slower than the slowest that fits by more than this factor has
-# a bar but no point, which would press all others together.
-SLOW = 4
-# The axis of seconds is logarithmic if the slowest candidate takes this many times as long as the fastest.
-WIDE = 4
+# Candidates that need more than this many times the device's memory are not drawn.
+MOST_OF_LIMIT = 1.6
+# A candidate that does not fit has no point if the slowest that fits is more than this many times as
+# fast: the point would press all others together.
+MOST_TIMES_SLOWER = 4
+# The axis of seconds is logarithmic if the slowest candidate takes more than this many times as long as
+# the fastest.
+LOGARITHMIC_FROM = 4
 MILLION = 1e6
 # Names beside the points: inches from one to the next, and their left edge as a share of the axes'
 # width.
@@ -132,7 +133,7 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _memory_then_speed(candidate: Candidate) -> tuple[int, float]:
-    """The order of candidates by memory, and of equal memory the fastest first."""
+    """Return the key that sorts candidates by memory, and equal ones by speed, the fastest first."""
     return candidate.estimate.memory.reserved, -candidate.estimate.tokens_per_s
 
 
@@ -146,7 +147,7 @@ def select_candidates(answer: Answer) -> Shown:
     limit = answer.question.cluster.device.memory_bytes
     refused = [family.best for family in answer.refused if family.best is not None]
     refused.sort(key=_needed_bytes)
-    near = [candidate for candidate in refused if _needed_bytes(candidate) <= FAR * limit]
+    near = [candidate for candidate in refused if _needed_bytes(candidate) <= MOST_OF_LIMIT * limit]
     if not near:
         near = refused[:1]
     drawn_fit = tuple(answer.ranked[:MOST_BARS])
@@ -188,7 +189,7 @@ def _draw_bars(axes: Any, shown: Shown) -> None:
     candidates = [*shown.fit, *shown.refused]
     heights: list[float] = list(range(len(shown.fit)))
     for index in range(len(shown.refused)):
-        heights.append(len(shown.fit) + GAP + index)
+        heights.append(len(shown.fit) + GAP_HEIGHT + index)
     ends = [0.0] * len(candidates)
     for part, colour in zip(PARTS, COLOURS, strict=True):
         widths = [peak_gb(candidate, part) for candidate in candidates]
@@ -212,7 +213,7 @@ def _draw_bars(axes: Any, shown: Shown) -> None:
     axes.set_yticks(heights, [candidate.name for candidate in candidates], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.08 * furthest)
-    _frame(axes, shown.limit, columns=4)
+    _draw_frame(axes, shown.limit, columns=4)
     axes.set_xlabel("GB of the fullest device; the number is what it needs in all")
     title = "Memory by category, at the peak"
     if shown.refused:
@@ -236,11 +237,11 @@ def _draw_range(
         f"{candidate.estimate.memory.reserved / GB:.1f}",
         va="center",
         fontsize=8,
-        bbox=BEHIND,
+        bbox=NUMBER_BACKGROUND,
     )
 
 
-def _frame(axes: Any, limit: float, columns: int) -> None:
+def _draw_frame(axes: Any, limit: float, columns: int) -> None:
     """Draw the limit of memory as a line, put the legend below, and leave out the upper and right border.
 
     `limit`: GB of a device; `columns`: of the legend.
@@ -270,9 +271,11 @@ def _draw_points(axes: Any, shown: Shown) -> None:
     The first of the answer and the Pareto front have their names beside.
     """
     slowest = min((_speed(candidate) for candidate in shown.fit), default=0.0)
-    refused = [candidate for candidate in shown.refused if SLOW * _speed(candidate) >= slowest]
-    _scatter(axes, shown.fit, FIT, "o", "fits or tight")
-    _scatter(axes, refused, NO_FIT, "x", "does not fit")
+    refused = [
+        candidate for candidate in shown.refused if MOST_TIMES_SLOWER * _speed(candidate) >= slowest
+    ]
+    _draw_markers(axes, shown.fit, FIT, "o", "fits or tight")
+    _draw_markers(axes, refused, NO_FIT, "x", "does not fit")
     front = pareto(shown.fit)
     points = _points_of(front)
     axes.plot(
@@ -284,7 +287,7 @@ def _draw_points(axes: Any, shown: Shown) -> None:
         drawstyle="steps-post",
         label="Pareto front: none needs less and is faster",
     )
-    _frame(axes, shown.limit, columns=3)
+    _draw_frame(axes, shown.limit, columns=3)
     _scale_seconds(axes, _points_of([*shown.fit, *refused]).seconds)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"GB that a device needs (line: {shown.limit:.1f} there are)")
@@ -300,9 +303,10 @@ def _speed(candidate: Candidate) -> float:
     return candidate.estimate.tokens_per_s
 
 
-def _scatter(
+def _draw_markers(
     axes: Any, candidates: Sequence[Candidate], colour: str, marker: str, label: str
 ) -> None:
+    """Draw a marker for each candidate."""
     points = _points_of(candidates)
     axes.scatter(
         points.gb, points.seconds, color=colour, marker=marker, s=36, zorder=3, label=label
@@ -311,7 +315,7 @@ def _scatter(
 
 def _scale_seconds(axes: Any, seconds: Sequence[float]) -> None:
     """Set the limits of the axis of seconds, or make it logarithmic if the times are far apart."""
-    if max(seconds) > WIDE * min(seconds):
+    if max(seconds) > LOGARITHMIC_FROM * min(seconds):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
@@ -327,6 +331,7 @@ class Points(NamedTuple):
 
 
 def _points_of(candidates: Sequence[Candidate]) -> Points:
+    """Return the points of some candidates."""
     needed = [_needed_bytes(candidate) / GB for candidate in candidates]
     seconds = [MILLION / _speed(candidate) for candidate in candidates]
     return Points(needed, seconds)
@@ -341,7 +346,9 @@ class NamedPoint(NamedTuple):
 
 
 def _named_points(axes: Any, candidates: Sequence[Candidate]) -> Iterator[NamedPoint]:
-    axes.figure.canvas.draw()  # lays the axes out
+    """Yield the points of some candidates in the units of the axes, with their names."""
+    # This lays the axes out, which decides where a point lies.
+    axes.figure.canvas.draw()
     to_axes = (axes.transData + axes.transAxes.inverted()).transform
     points = _points_of(candidates)
     for candidate, gb, seconds in zip(candidates, points.gb, points.seconds, strict=True):
@@ -350,7 +357,7 @@ def _named_points(axes: Any, candidates: Sequence[Candidate]) -> Iterator[NamedP
 
 
 def _height_then_width(point: NamedPoint) -> tuple[float, float]:
-    """The order of points from the lowest to the highest, and of equal height from the left to the right."""
+    """Return the key that sorts points from the lowest to the highest, and equal ones from the left."""
     return point.y, point.x
 
 
@@ -413,6 +420,7 @@ def page(answer: Answer, svg: str) -> str:
 
 
 def _page_row(candidate: Candidate) -> tuple[str, ...]:
+    """Return the cells of a candidate in the table of the HTML page."""
     estimate = candidate.estimate
     main = main_cells(candidate).values()
     memory = [f"{getattr(estimate.memory, part) / GB:.1f}" for part in CATEGORIES]

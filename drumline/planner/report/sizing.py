@@ -41,43 +41,53 @@ QUANTITIES: dict[Kind, Quantity] = {
 
 
 def report_most(question: Question, kind: Kind, console: Console, top: int, as_json: bool) -> None:
-    """Print the longest row, or the largest micro-batch, of each family. Raise PlanError if nothing fits."""
-    found = max_length(question) if kind == "max_length" else max_batch(question)
+    """Print the longest row, or the largest micro-batch, of each family.
+
+    `top`: the most families that the table shows. Raises PlanError if nothing fits.
+    """
+    if kind == "max_length":
+        sizes = max_length(question)
+    else:
+        sizes = max_batch(question)
     quantity = QUANTITIES[kind]
-    if not found:
+    if not sizes:
         raise PlanError(
             "nothing fits, however small",
             where=quantity.flag,
             fix="see `drumline plan` for what comes nearest",
         )
     if as_json:
-        sizes = []
-        for each in found:
-            plan = candidate_as_json(question, each.found)
-            sizes.append({"number": each.number, "candidate": plan})
-        print(json.dumps({"version": VERSION, kind: sizes}, indent=2))
+        content = []
+        for size in sizes:
+            plan = candidate_as_json(question, size.candidate)
+            content.append({"number": size.number, "candidate": plan})
+        print(json.dumps({"version": VERSION, kind: content}, indent=2))
         return
     show_headline(question, console)
-    rows = [_most_row(each) for each in found[:top]]
+    rows = [_size_row(size) for size in sizes[:top]]
     heads = ("strategy", quantity.head, *SHOWN, "checkpointing")
     console.print(plain_table(console, heads, rows, spare=("checkpointing", VERDICT)))
-    largest = found[0]
+    largest = sizes[0]
     console.print(
-        f"\nThe largest: {quantity.key}={largest.number} under {largest.found.name}",
+        f"\nThe largest: {quantity.key}={largest.number} under {largest.candidate.name}",
         markup=False,
         soft_wrap=True,
     )
 
 
-def _most_row(most: Most) -> list[str]:
-    """Return the row of a family: its largest number, and the plan at that number."""
-    cells = main_cells(most.found)
+def _size_row(most: Most) -> list[str]:
+    """Return the table row of a family: its largest number, and the plan at that number."""
+    candidate = most.candidate
+    cells = main_cells(candidate)
     shown = [cells[head] for head in SHOWN]
-    return [most.found.name, f"{most.number:,}", *shown, checkpointing(most.found.layout)]
+    return [candidate.name, f"{most.number:,}", *shown, checkpointing(candidate.layout)]
 
 
 def parse_what_if(text: str) -> list[int]:
-    """Return the numbers of hosts in the value of `--what-if`, such as `nodes=2,4,8`. Raise UserError."""
+    """Return the numbers of hosts in the value of `--what-if`, such as `nodes=2,4,8`.
+
+    Raises UserError for another value.
+    """
     key, _, values = text.partition("=")
     parts = []
     for part in values.split(","):
@@ -107,7 +117,7 @@ def report_what_if(
 ) -> None:
     """Print the first plan on each number of hosts, and what more devices gain.
 
-    `tokens`: of the whole run.
+    `tokens`: of the whole run; None: those of its steps.
     """
     answers = what_if(question, hosts)
     if as_json:
@@ -150,12 +160,12 @@ def _fitting_row(answer: Answer, base: Answer, tokens: float | None) -> list[str
     cells = main_cells(first)
     shown = [cells[head] for head in SHOWN]
     speed = first.estimate.tokens_per_s / base.ranked[0].estimate.tokens_per_s
-    # 100% if twice as many devices are twice as fast.
+    # The share of the speed that devices would have if twice as many were twice as fast.
     of_linear = speed * base.question.cluster.world_size / cluster.world_size
-    length = tokens
     if not tokens and not first.layout.steps:
-        length = BILLION
-    hours = number(first.hours(length))
+        # The length of the run is not known, so the column shows the hours of a billion tokens.
+        tokens = BILLION
+    hours = number(first.hours(tokens))
     hosts = [str(cluster.nodes), str(cluster.world_size)]
     return [*hosts, first.name, *shown, f"{speed:.2f}", f"{of_linear:.0%}", hours]
 

@@ -36,8 +36,8 @@ CATEGORIES = (
     "overhead",
 )
 SECONDS = ("compute", "communication", "bubble", "optimizer", "offload", "rollout")
-# So that all categories stand in 80 columns.
-SHORT = {
+# Shorter heads of columns, so that all categories fit into 80 characters.
+SHORT_HEADS = {
     "parameters": "params",
     "gradients": "grads",
     "optimizer": "optim",
@@ -73,9 +73,9 @@ Kind = Literal["max_length", "max_batch"]
 SHOWN = (VERDICT, NEEDS, SPEED)
 UNKNOWN = "–"
 BILLION = 1e9
-# Gradients that come after the peak are worth a remark from a hundredth of all gradients on.
+# The title remarks on gradients that come after the peak if fewer than this share exist at the peak.
 NEARLY_ALL = 0.99
-# Wider than any table, so that a table is measured without being cut.
+# Characters of a line that is wider than any table. A table is measured in it without being cut.
 UNLIMITED_WIDTH = 10_000
 
 # Head of a column → one cell a row.
@@ -90,10 +90,10 @@ class ColumnGroup(NamedTuple):
 
 
 class Billing(NamedTuple):
-    """The length of the run that hours and costs are of.
+    """The length of the run for which a table gives hours and costs.
 
-    `tokens`: None for the steps that a candidate's config sets.
-    `unit`: follows `hours` or `cost` in a head.
+    `tokens`: None: the steps that a candidate's config sets.
+    `unit`: what follows `hours` or `cost` in the head of a column.
     """
 
     tokens: float | None
@@ -101,9 +101,9 @@ class Billing(NamedTuple):
 
 
 def billing(candidates: Iterable[Candidate], tokens: float | None) -> Billing:
-    """Return the run's own length where it is known, else a billion tokens.
+    """Return the run's own length if it is known, else a billion tokens.
 
-    `tokens`: of the whole run, where the user has given them.
+    `tokens`: of the whole run, if the user has given them.
     """
     for candidate in candidates:
         if candidate.hours(tokens) is not None:
@@ -166,7 +166,7 @@ def _show_refused(answer: Answer, console: Console) -> None:
     out.add_column(no_wrap=True, style="bold")
     # Reasons are sentences: they get the rest of the width, and wrap.
     out.add_column(ratio=1)
-    by_reason = grouped((refused.reason, refused.name) for refused in answer.refused)
+    by_reason = group_names((refused.reason, refused.name) for refused in answer.refused)
     for reason, names in by_reason.items():
         first, *alike = names
         text = reason
@@ -206,7 +206,7 @@ def show_short(
     # The name of a plan says what its mesh is.
     del layout["mesh"]
     table = _table(columns | layout)
-    if not _fits(table, console):
+    if not _fits_terminal(table, console):
         table = _table(columns)
     console.print(table)
     show_ranges([*shown, *_best_of(adapted)], console)
@@ -257,10 +257,10 @@ def _best_of(adapted: Sequence[Adapted]) -> list[Candidate]:
 
 
 def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | None) -> None:
-    """Print the best plan of full training, LoRA and QLoRA.
+    """Print a table of the best plans of full training, LoRA and QLoRA.
 
-    The table has its memory and speed, the hours and the cost of the run (or of a billion tokens),
-    and the longest row that fits.
+    It has memory and speed, hours and cost of the run (or of a billion tokens), and the longest row
+    that fits.
 
     `tokens`: of the whole run.
     """
@@ -273,11 +273,11 @@ def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | N
         "strategy": [candidate.name for candidate in best],
     }
     cells = [main_cells(candidate) for candidate in best]
-    columns |= _coloured(cells, SHOWN)
+    columns |= _colour_verdicts(cells, SHOWN)
     columns |= _adapted_run_columns(shown, best, tokens)
     if any(each.longest is not None for each in shown):
         columns["longest\nrow"] = [_longest_cell(each) for each in shown]
-    if not _fits(_table(columns), console):
+    if not _fits_terminal(_table(columns), console):
         # The ends of the ranges without decimal places.
         columns[NEEDS] = [needs_gb(candidate.estimate, 0) for candidate in best]
     console.print(_table(columns, styles={"": "bold"}))
@@ -329,9 +329,9 @@ def _describe_batches(shown: Sequence[Adapted], best: Sequence[Candidate]) -> st
 
 
 def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
-    """Print how far measured seconds were from predicted ones, by group of strategies.
+    """Print how far measured seconds were from predicted ones, by group of layouts.
 
-    Tokens/s, hours and cost may be as far from the table's.
+    Speed, hours and cost in the table may be off by as much.
     """
     pairs = []
     for candidate in candidates:
@@ -339,7 +339,7 @@ def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
         ends = f"{low - 1:+.0%} to {high - 1:+.0%}"
         pairs.append((ends, group_of(candidate.layout)))
     described = []
-    for ends, groups in grouped(pairs).items():
+    for ends, groups in group_names(pairs).items():
         if ends == "+0% to +0%":
             continue
         # Each group once, in the order of the table.
@@ -360,8 +360,8 @@ def show_changes(changes: Sequence[Change], console: Console) -> None:
     console.print("What would fit:", style="bold")
     rows = []
     for change in changes:
-        needed = change.found.estimate.memory.reserved / GB
-        rows.append((change.what, change.found.name, f"{needed:.1f}"))
+        needed = change.candidate.estimate.memory.reserved / GB
+        rows.append((change.what, change.candidate.name, f"{needed:.1f}"))
     heads = ("change", "then", "needs GB")
     console.print(plain_table(console, heads, rows, spare=("needs GB",)))
     console.print()
@@ -430,21 +430,21 @@ def tables(
     named = numbers | {"strategy": [candidate.name for candidate in ranked]}
     # The groups of columns of each table. A group that does not fit begins the next table.
     shared: list[list[ColumnGroup]] = [[]]
-    for group in _groups(question, ranked, tokens):
+    for group in _column_groups(question, ranked, tokens):
         groups = shared[-1]
-        if groups and not _fits(_joined(named, [*groups, group]), console):
+        if groups and not _fits_terminal(_join_columns(named, [*groups, group]), console):
             shared.append([])
         shared[-1].append(group)
     made = []
     for index, groups in enumerate(shared):
-        table = _joined(named, groups)
-        if index > 0 and not _fits(table, console):
-            table = _joined(numbers, groups)
+        table = _join_columns(named, groups)
+        if index > 0 and not _fits_terminal(table, console):
+            table = _join_columns(numbers, groups)
         made.append(table)
     return made
 
 
-def _joined(first: Columns, groups: Sequence[ColumnGroup]) -> Table:
+def _join_columns(first: Columns, groups: Sequence[ColumnGroup]) -> Table:
     """Return one table of the first columns and those of all groups, under what the groups are about."""
     columns = dict(first)
     for group in groups:
@@ -453,7 +453,7 @@ def _joined(first: Columns, groups: Sequence[ColumnGroup]) -> Table:
     return _table(columns, title or None, {"#": "dim", "strategy": "bold"})
 
 
-def _groups(
+def _column_groups(
     question: Question, ranked: Sequence[Candidate], tokens: float | None
 ) -> list[ColumnGroup]:
     """Return all columns of the ranked plans, in groups that each stay in one table."""
@@ -480,7 +480,7 @@ def _has_later_gradients(memory: Memory) -> bool:
 def _main_columns(ranked: Sequence[Candidate]) -> Columns:
     """Return verdict, memory, seconds, speed and MFU."""
     cells = [main_cells(candidate) for candidate in ranked]
-    return _coloured(cells, tuple(cells[0]))
+    return _colour_verdicts(cells, tuple(cells[0]))
 
 
 def _run_columns(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> Columns:
@@ -533,7 +533,7 @@ def _memory_columns(memories: Sequence[Memory]) -> Columns:
     """Return the GB of a device by category, and at the peak."""
     columns: Columns = {}
     for part in (*CATEGORIES, "peak"):
-        head = SHORT.get(part, part)
+        head = SHORT_HEADS.get(part, part)
         columns[head] = [f"{getattr(memory, part) / GB:.1f}" for memory in memories]
     return columns
 
@@ -562,7 +562,7 @@ def _seconds_columns(ranked: Sequence[Candidate]) -> Columns:
     return columns
 
 
-def _coloured(cells: Sequence[Mapping[str, str]], heads: Sequence[str]) -> Columns:
+def _colour_verdicts(cells: Sequence[Mapping[str, str]], heads: Sequence[str]) -> Columns:
     """Return columns of `main_cells`, with verdicts in their colours."""
     columns: Columns = {}
     for head in heads:
@@ -579,7 +579,7 @@ def _coloured(cells: Sequence[Mapping[str, str]], heads: Sequence[str]) -> Colum
     return columns
 
 
-def _fits(table: Table, console: Console) -> bool:
+def _fits_terminal(table: Table, console: Console) -> bool:
     """Return whether a table is no wider than the terminal."""
     unlimited = console.options.update(width=UNLIMITED_WIDTH)
     return Measurement.get(console, unlimited, table).maximum <= console.width
@@ -617,7 +617,7 @@ def plain_table(
     cells_by_column = zip(*rows, strict=True)
     columns: Columns = dict(zip(heads, cells_by_column, strict=True))
     for head in spare:
-        if not _fits(_table(columns), console):
+        if not _fits_terminal(_table(columns), console):
             del columns[head]
     return _table(columns)
 
@@ -640,12 +640,12 @@ def main_cells(candidate: Candidate) -> dict[str, str]:
     }
 
 
-def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return each reason with the names that have it, in their order, of pairs (reason, name)."""
-    found: dict[str, list[str]] = {}
+def group_names(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return reason → names that have it, in their order. `pairs`: (reason, name)."""
+    names_of: dict[str, list[str]] = {}
     for reason, name in pairs:
-        found.setdefault(reason, []).append(name)
-    return found
+        names_of.setdefault(reason, []).append(name)
+    return names_of
 
 
 def gradients_at_peak(memory: Memory) -> int:
@@ -669,7 +669,7 @@ def show_heuristics(answer: Answer, console: Console) -> None:
     if not pairs:
         return
     console.print("Heuristics that the numbers disagree with:", style="bold")
-    for reason, proposals in grouped(pairs).items():
+    for reason, proposals in group_names(pairs).items():
         console.print(f"  {'; '.join(proposals)} — {reason}", markup=False)
     console.print()
 

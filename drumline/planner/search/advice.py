@@ -38,20 +38,20 @@ from drumline.planner.search.answer import (
 from drumline.planner.search.search import CHECKPOINTING, evaluate, fits, search, search_space
 from drumline.planner.strategies.base import cost_of
 
-# The length of an advised row is a multiple of so many tokens.
+# Tokens of which the length of an advised row is a multiple.
 STEP = 64
-# No shorter row than of so many tokens is advised.
+# Tokens of the shortest row that is advised.
 SHORT = 512
-# Hosts up to which more are advised, and devices of one host.
+# The most hosts that are advised, and the numbers of devices that one host is advised to have.
 MOST_HOSTS = 1024
 HOST_SIZES = (2, 4, 8)
-# Tokens of the longest row if the model sets no limit.
+# Tokens of the longest row that is tried if the model sets no limit.
 LONGEST = 1 << 20
-# Rows of the largest micro-batch.
+# Rows of the largest micro-batch that is tried.
 MOST_ROWS = 1 << 12
-# Tokens of a chunk of the feed-forward part. Products of so many rows fill a GPU.
+# Tokens of an advised chunk of the feed-forward part. Matrix products of so many rows fill a GPU.
 MLP_CHUNK = 8192
-# Changes that an error names.
+# The most changes that an error names.
 MOST_CHANGES = 3
 # Stands for a folder that the user has to name.
 DISK = "/nvme"
@@ -61,28 +61,28 @@ DISK = "/nvme"
 class Change:
     """A change after which a run fits.
 
-    `what`: the change as keys of the YAML. `found`: the first plan after it.
+    `what`: the change as keys of the YAML. `candidate`: the first plan after it.
     """
 
     what: str
-    found: Candidate
+    candidate: Candidate
 
     def line(self) -> str:
         """Return the change with the plan and its memory."""
-        estimate = self.found.estimate
+        estimate = self.candidate.estimate
         needs = gb(estimate.memory.reserved)
-        return f"{self.what} ({self.found.name}: {needs} of {gb(estimate.limit)})"
+        return f"{self.what} ({self.candidate.name}: {needs} of {gb(estimate.limit)})"
 
 
 @dataclass(frozen=True)
 class Most:
     """The longest row, or the largest micro-batch, with which a family fits.
 
-    `number`: tokens, or samples. `found`: the first plan with it.
+    `number`: tokens, or samples. `candidate`: the first plan with it.
     """
 
     number: int
-    found: Candidate
+    candidate: Candidate
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _leanest(candidates: Iterable[Candidate | None]) -> Candidate | None:
     return min(known, key=lambda each: each.estimate.memory.reserved, default=None)
 
 
-def nothing_fits(answer: Answer) -> tuple[Change, ...]:
+def smallest_changes(answer: Answer) -> tuple[Change, ...]:
     """Return the smallest change of each kind after which something fits; empty if none would help.
 
     The order is: checkpointing, micro-batch, a disk, adapters, a shorter row, more devices.
@@ -146,7 +146,7 @@ def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
 
 
 def max_length(question: Question) -> tuple[Most, ...]:
-    """Return for each family the longest row that fits, in steps of 64 tokens, the longest first.
+    """Return for each family the longest row that fits, a multiple of STEP; the longest first.
 
     The samples of a step stay as they are. Raises PlanError for images alone.
     """
@@ -156,26 +156,29 @@ def max_length(question: Question) -> tuple[Most, ...]:
         )
 
     def longest(family: Sequence[StrategyConfig]) -> Most | None:
-        return _longest(question, family)
+        return _find_longest(question, family)
 
-    return _by_family(question, longest)
+    return _find_by_family(question, longest)
 
 
-def _longest(question: Question, family: Sequence[StrategyConfig]) -> Most | None:
+def _find_longest(question: Question, family: Sequence[StrategyConfig]) -> Most | None:
     """Return the longest row with which one of some strategies fits."""
     end = question.facts.max_positions or LONGEST
-    return _most(partial(_of_length, question), family, _shortest(question), end, STEP)
+    return _find_most(
+        partial(with_row_length, question), family, _shortest_row(question), end, STEP
+    )
 
 
-def _shortest(question: Question) -> int:
+def _shortest_row(question: Question) -> int:
     """Return the first multiple of STEP that leaves room for a prompt before sampled tokens."""
     return STEP * (question.config.algorithm.new_tokens // STEP + 1)
 
 
 def by_adapter(answer: Answer, plain: Question) -> tuple[Adapted, ...]:
-    """Return the same run with all weights trained, by LoRA and by QLoRA, as far as they are counted.
+    """Return answers for the same run with all weights trained, with LoRA and with QLoRA.
 
-    `plain`: the answer's question without its adapter. All are corrected as the answer is.
+    LoRA and QLoRA are left out if their sizes cannot be derived (`under_adapters`). All estimates
+    are corrected as those of `answer`. `plain`: the question of `answer` without its adapter.
     """
     plain = replace(plain, correction=answer.question.correction)
     questions = {"full": plain, **under_adapters(answer.question)}
@@ -185,7 +188,7 @@ def by_adapter(answer: Answer, plain: Question) -> tuple[Adapted, ...]:
         found = answer if name == own else search(question)
         longest = None
         if not found.question.config.images_alone:
-            longest = _longest_of_all(found.question)
+            longest = _find_longest_of_all(found.question)
         adapted.append(Adapted(name, found, longest))
     return tuple(adapted)
 
@@ -199,9 +202,9 @@ def _adapter_name(question: Question) -> str:
 
 
 def beside_adapters(answer: Answer) -> tuple[Adapted, ...]:
-    """Return the same as `by_adapter` for an answer that trains all weights, without longest rows.
+    """Return what `by_adapter` returns, for an answer that trains all weights.
 
-    Longest rows take seconds to find.
+    The longest rows are left out, since they take seconds to find.
     """
     adapted = [Adapted("full", answer, None)]
     for name, question in under_adapters(answer.question).items():
@@ -209,10 +212,11 @@ def beside_adapters(answer: Answer) -> tuple[Adapted, ...]:
     return tuple(adapted)
 
 
-def _longest_of_all(question: Question) -> Most | None:
+def _find_longest_of_all(question: Question) -> Most | None:
     """Return the longest row that fits with any strategy.
 
-    Strategies that cut most come first, so the search looks closely at few of the rest.
+    Strategies that cut a row into most parts come first. Once they have a long row that fits, most
+    other strategies are ruled out by a single search each.
     """
 
     def parts(strategy: StrategyConfig) -> int:
@@ -222,7 +226,7 @@ def _longest_of_all(question: Question) -> Most | None:
         return int(cp * tp)
 
     strategies = sorted(search_space(question), key=parts, reverse=True)
-    return _longest(question, strategies)
+    return _find_longest(question, strategies)
 
 
 def max_batch(question: Question) -> tuple[Most, ...]:
@@ -234,17 +238,19 @@ def max_batch(question: Question) -> tuple[Most, ...]:
     def largest(family: Sequence[StrategyConfig]) -> Most | None:
         found = []
         for strategy in family:
-            most = _most(partial(_of_batch, question, strategy), [strategy], 1, MOST_ROWS, 1)
+            most = _find_most(
+                partial(_with_micro_batch, question, strategy), [strategy], 1, MOST_ROWS, 1
+            )
             if most is not None:
                 found.append(most)
         return max(found, key=_size_and_speed, default=None)
 
-    return _by_family(question, largest)
+    return _find_by_family(question, largest)
 
 
 def _size_and_speed(most: Most) -> tuple[int, float]:
     """Return the order of micro-batches: by size, then by speed."""
-    return most.number, most.found.estimate.tokens_per_s
+    return most.number, most.candidate.estimate.tokens_per_s
 
 
 def what_if(question: Question, nodes: Sequence[int]) -> tuple[Answer, ...]:
@@ -264,10 +270,10 @@ class Proposal(NamedTuple):
 
 
 def _proposals(question: Question) -> Iterator[Proposal]:
-    """Yield changes in the order of `nothing_fits`."""
-    yield from _less_memory_a_row(question)
-    yield from _smaller_batch(question)
-    if question.nvme is None and question.deepspeed:
+    """Yield changes in the order of `smallest_changes`."""
+    yield from _with_less_memory_a_row(question)
+    yield from _with_smaller_batch(question)
+    if question.nvme is None and question.has_deepspeed:
         yield Proposal("strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK))
     host = _with_host_memory(question)
     if host is not None:
@@ -279,13 +285,13 @@ def _proposals(question: Question) -> Iterator[Proposal]:
     shorter = _with_shorter_rows(question)
     if shorter is not None:
         yield shorter
-    for larger in _larger(question):
+    for larger in _with_more_devices(question):
         if fits(larger.question):
             yield larger
             return
 
 
-def _less_memory_a_row(question: Question) -> Iterator[Proposal]:
+def _with_less_memory_a_row(question: Question) -> Iterator[Proposal]:
     """Yield changes after which a row needs less memory."""
     memory = question.config.memory
     is_set = "activation_checkpointing" in memory.model_fields_set
@@ -303,7 +309,7 @@ def _less_memory_a_row(question: Question) -> Iterator[Proposal]:
         yield Proposal(f"memory={flow(least)}", question.with_values("memory", **least))
 
 
-def _smaller_batch(question: Question) -> Iterator[Proposal]:
+def _with_smaller_batch(question: Question) -> Iterator[Proposal]:
     """Yield changes of the batch, and chunks of the loss."""
     batch = question.config.batch
     algorithm = question.config.algorithm
@@ -337,13 +343,13 @@ def _with_shorter_rows(question: Question) -> Proposal | None:
         return None
 
     def fits_with(tokens: int) -> bool:
-        return fits(_of_length(question, tokens))
+        return fits(with_row_length(question, tokens))
 
-    start = max(SHORT, _shortest(question))
-    tokens = _largest(fits_with, range(start, config.data.max_length, STEP))
+    start = max(SHORT, _shortest_row(question))
+    tokens = _find_largest(fits_with, range(start, config.data.max_length, STEP))
     if tokens is None:
         return None
-    shorter = _of_length(question, tokens)
+    shorter = with_row_length(question, tokens)
     what = f"data.max_length={tokens}"
     batch = shorter.config.batch
     if batch != config.batch:
@@ -368,7 +374,7 @@ def _with_host_memory(question: Question) -> Proposal | None:
     return Proposal(f"cluster.host_memory_gb={least}", replace(question, cluster=known))
 
 
-def _larger(question: Question) -> Iterator[Proposal]:
+def _with_more_devices(question: Question) -> Iterator[Proposal]:
     """Yield the question on more devices, the fewest first.
 
     They are up to eight in one host, then twice as many hosts again and again.
@@ -404,7 +410,7 @@ def without_offload(question: Question) -> Change | None:
 
     None if no number of devices is enough.
     """
-    for what, larger in _larger(question):
+    for what, larger in _with_more_devices(question):
         on_devices = [strategy for strategy in search_space(larger) if not is_offloaded(strategy)]
         if fits(larger, on_devices):
             found = search(larger, on_devices, with_room=True).ranked
@@ -446,10 +452,10 @@ def _with_default_adapter(question: Question) -> Question | None:
     return replace(question, config=config, facts=replace(facts, roles=sizes), roles=roles)
 
 
-def _of_length(question: Question, tokens: int) -> Question:
+def with_row_length(question: Question, tokens: int) -> Question:
     """Return the question with rows of this many tokens, all of them full.
 
-    A global batch in tokens becomes one of as many samples.
+    A global batch in tokens is changed to the number of samples that it has with the present rows.
     """
     config = question.config
     old = config.data.max_length
@@ -463,14 +469,14 @@ def _of_length(question: Question, tokens: int) -> Question:
     return replace(question, config=changed, facts=facts, data=None)
 
 
-def _of_batch(question: Question, strategy: StrategyConfig, micro: int) -> Question:
+def _with_micro_batch(question: Question, strategy: StrategyConfig, micro: int) -> Question:
     """Return the question with this micro-batch.
 
     A step accumulates as many micro-batches as the strategy has stages, or as the groups of the
     algorithm need.
     """
     accumulation = 1
-    # A PlanError is left to the search, which reports it.
+    # The search raises the same PlanError and reports it.
     with suppress(PlanError):
         mesh = strategy.mesh(question.cluster.world_size)
         samples = micro * mesh.data_ranks
@@ -480,7 +486,7 @@ def _of_batch(question: Question, strategy: StrategyConfig, micro: int) -> Quest
     return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
 
 
-def _by_family(
+def _find_by_family(
     question: Question, most: Callable[[Sequence[StrategyConfig]], Most | None]
 ) -> tuple[Most, ...]:
     """Return the result of `most` for each family that has one, the largest number first."""
@@ -493,10 +499,10 @@ def _by_family(
         result = most(family)
         if result is not None:
             found.append(result)
-    return tuple(sorted(found, key=lambda each: (-each.number, each.found.simple)))
+    return tuple(sorted(found, key=lambda each: (-each.number, each.candidate.simple)))
 
 
-def _most(
+def _find_most(
     make: Callable[[int], Question],
     family: Sequence[StrategyConfig],
     first: int,
@@ -505,24 +511,27 @@ def _most(
 ) -> Most | None:
     """Return the largest number with which a family fits; None if it fits with none.
 
-    `make`: returns the question with a number. The numbers are first, first + step, … up to last. A
-    strategy that fits no more than those before it is searched once.
+    The numbers are first, first + step, … up to last. `make`: returns the question with a number.
     """
     make = cache(make)
     best: StrategyConfig | None = None
     number = first - step
     for strategy in family:
-        more = _largest_of_strategy(make, strategy, range(number + step, last + 1, step))
-        if more is not None:
-            number = more
+        # Only larger numbers than the best so far count, so most strategies are searched once.
+        larger_numbers = range(number + step, last + 1, step)
+        largest = _find_largest_of_strategy(make, strategy, larger_numbers)
+        if largest is not None:
+            number = largest
             best = strategy
     if best is None:
         return None
-    found = search(make(number), [best], with_room=True).ranked
-    return Most(number, found[0]) if found else None
+    ranked = search(make(number), [best], with_room=True).ranked
+    if not ranked:
+        return None
+    return Most(number, ranked[0])
 
 
-def _largest_of_strategy(
+def _find_largest_of_strategy(
     make: Callable[[int], Question], strategy: StrategyConfig, numbers: range
 ) -> int | None:
     """Return the largest number with which a strategy fits; None if it fits with none."""
@@ -530,10 +539,10 @@ def _largest_of_strategy(
     def is_good(number: int) -> bool:
         return fits(make(number), [strategy])
 
-    return _largest(is_good, numbers)
+    return _find_largest(is_good, numbers)
 
 
-def _largest(is_good: Callable[[int], bool], numbers: range) -> int | None:
+def _find_largest(is_good: Callable[[int], bool], numbers: range) -> int | None:
     """Return the largest good number; None if none is good.
 
     All numbers that are smaller than a good one must be good.
@@ -547,7 +556,11 @@ def _largest(is_good: Callable[[int], bool], numbers: range) -> int | None:
 
 
 class Fallbacks(NamedTuple):
-    """`fitting`: the plans that fit, the nearest to the run first. `leanest`: it may not fit."""
+    """Plans to go on with after a run ran out of memory.
+
+    `fitting`: the plans that fit, the nearest to the run first.
+    `leanest`: the plan that needs least memory. It may not fit.
+    """
 
     fitting: list[Candidate]
     leanest: Candidate | None

@@ -1,34 +1,28 @@
-"""The question of a search and its answer: ranked candidates, and refused families with reasons.
-
-Real steps of a few candidates (probes) correct the estimates of all candidates. Pure.
-"""
+"""The question of a search and its answer: ranked candidates, and refused families with reasons. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import geometric_mean
-
-from pydantic import Field
 
 from drumline.config.config import Config
-from drumline.config.section import Frozen
 from drumline.config.strategy import StrategyConfig
 from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import Cluster
-from drumline.plan.estimate import Ends, Estimate, Memory
+from drumline.plan.estimate import Ends, Estimate
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Layout, RolePlan
-from drumline.planner.cost.fitted import PROBED, SPEED_ERROR, is_measured
-from drumline.telemetry.truth import Measurement, compare
+from drumline.planner.cost.fitted import SPEED_ERROR, is_measured
+from drumline.planner.search.correction import Factors, Probe, correct_estimate, mean_factors
 
 GB = 1e9
-# Predicted speeds of plans of one kind that differ by less are equal: no prediction is more exact.
+# Two plans are equally fast if their predicted speeds differ by a smaller share: a choice, since no
+# prediction is more exact.
 TIE = 0.03
-# The gain that lets a plan go first if no run of its kind was measured, or if measured runs were much
-# slower than predicted. It is twice the error of other plans, as in planner.cost.fitted.
+# The share that is taken off a plan's speed if no run of its kind was measured, or if measured runs
+# were much slower than predicted. It is twice the error of other plans, as in planner.cost.fitted.
 UNMEASURED = 2 * SPEED_ERROR
-# A plan needs clearly less memory than another if it leaves this much more of the host's memory.
+# A plan needs clearly less host memory than another if it leaves this share of it more: a choice.
 CLEARLY_LESS = 0.25
 SMALLEST_IN_GB = 1e8  # bytes; fewer are shown in MB
 SECONDS_PER_HOUR = 3600
@@ -39,10 +33,10 @@ class Question:
     """What to plan: a config, a cluster, and the sizes of the model.
 
     The strategy of the config may be auto; the search chooses what the user left out.
-    `processes`: their number is set, so each must have work.
-    `deepspeed`: DeepSpeed is installed, or may be.
+    `needs_all_processes`: their number is set, so each must have work.
+    `has_deepspeed`: DeepSpeed is installed, or can be.
     `nvme`: a folder on a disk to which ZeRO-3 may offload, besides the folder of strategy auto.
-    `correction`: corrects all estimates, by real steps.
+    `correction`: factors by which all estimates are corrected; they come from real steps.
     """
 
     config: Config
@@ -50,8 +44,8 @@ class Question:
     facts: ModelFacts
     data: DataPlan | None = None
     roles: Mapping[str, RolePlan] = field(default_factory=dict)
-    processes: bool = False
-    deepspeed: bool = True
+    needs_all_processes: bool = False
+    has_deepspeed: bool = True
     nvme: str | None = None
     correction: Factors | None = None
 
@@ -65,7 +59,8 @@ class Question:
 class Candidate:
     """A layout and its estimate.
 
-    `name`: short and unique in an answer (`fsdp2 × tp 2`). `simple`: the lower, the simpler.
+    `name`: short and unique in an answer (`fsdp2 × tp 2`).
+    `simple`: how simple the strategy is, where a lower number is simpler.
     `layout.config`: a config that trains with this layout, in which each choice is set.
     """
 
@@ -137,7 +132,7 @@ class Refused:
 class Answer:
     """The answer to a question.
 
-    `ranked`: candidates that fit or are tight, the best first (`in_order`).
+    `ranked`: candidates that fit or are tight, the best first (`best_first`).
     `refused`: families of which none fits.
     `looked_at`: the number of estimated layouts.
     `probes`: candidates that ran for a few steps and correct all estimates.
@@ -189,7 +184,10 @@ def why_not(estimate: Estimate) -> str:
 
 
 def over(needs: int, limit: int, what: str = "") -> str:
-    """Return a comparison in GB, or in bytes if both look the same in GB."""
+    """Return the text that `needs` bytes are more than `limit`: `91.3 GB > 80.0 GB`.
+
+    Both are given in bytes if they look the same in GB. `what`: is written after the first amount.
+    """
     needs_text = gb(needs)
     limit_text = gb(limit)
     if needs_text == limit_text:
@@ -250,7 +248,7 @@ def is_trusted(layout: Layout) -> bool:
 
 
 def trusted_speed(candidate: Candidate) -> float:
-    """Return the tokens/s of the run, and UNMEASURED less if no measured run has confirmed them."""
+    """Return the tokens/s of the run, less the share UNMEASURED if no run has confirmed them."""
     if is_trusted(candidate.layout):
         return candidate.speed_of_run
     return (1 - UNMEASURED) * candidate.speed_of_run
@@ -266,35 +264,38 @@ def is_clearly_faster(candidate: Candidate, other: Candidate) -> bool:
     return trusted_speed(candidate) * (1 - SPEED_ERROR) > trusted_speed(other)
 
 
-def in_order(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates, the best first (`_best`)."""
+def best_first(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yield the candidates, the best first. Each is the best of those that are left."""
     left = list(candidates)
     while left:
-        first = _best(left)
-        left.remove(first)
-        yield first
+        best = _choose_best(left)
+        left.remove(best)
+        yield best
 
 
-def _best(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate with the largest expected speed.
+def _choose_best(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the best candidate, in three steps.
 
-    Of those within SPEED_ERROR of it, a candidate that wastes memory beside another is passed over.
-    Of those within TIE, one that fits goes first, then the simplest, then the smallest.
+    1. Those whose expected speed is within SPEED_ERROR of the highest are compared.
+    2. Of these, any that needs much more host memory than another is passed over.
+    3. Of those left and within TIE of their fastest, one that fits goes before a tight one, then
+       the simplest, then the one with the least memory.
     """
-    near = near_the_fastest(candidates, SPEED_ERROR)
-    lean = [candidate for candidate in near if not _wastes_memory(candidate, near)]
-    return min(near_the_fastest(lean, TIE), key=_preference)
+    rivals = select_fastest(candidates, SPEED_ERROR)
+    lean = [candidate for candidate in rivals if not _wastes_memory(candidate, rivals)]
+    equal = select_fastest(lean, TIE)
+    return min(equal, key=_rank_of_equal)
 
 
-def near_the_fastest(candidates: Sequence[Candidate], difference: float) -> list[Candidate]:
+def select_fastest(candidates: Sequence[Candidate], difference: float) -> list[Candidate]:
     """Return the candidates whose expected speed is within a share `difference` of the highest."""
     fastest = max(expected_speed(candidate) for candidate in candidates)
     least = (1 - difference) * fastest
     return [candidate for candidate in candidates if expected_speed(candidate) >= least]
 
 
-def _preference(candidate: Candidate) -> tuple[bool, int, int, float]:
-    """Return the place of a candidate among equally fast ones; the smallest goes first."""
+def _rank_of_equal(candidate: Candidate) -> tuple[bool, int, int, float]:
+    """Return the key that sorts equally fast candidates of all strategies, the best first."""
     estimate = candidate.estimate
     does_not_fit = estimate.verdict != "fits"
     return does_not_fit, candidate.simple, estimate.memory.reserved, -estimate.tokens_per_s
@@ -318,7 +319,7 @@ def _needs_clearly_less(estimate: Estimate, other: Estimate) -> bool:
     return saved >= CLEARLY_LESS * other.host_limit
 
 
-def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
+def correct_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
     """Return the answer with all estimates corrected, ranked and refused anew.
 
     A probe is corrected by its own factors, and other candidates by the mean of the factors. A probe
@@ -326,7 +327,7 @@ def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
     """
     factors = {probe.name: probe.factors for probe in probes if probe.factors is not None}
     failed = {probe.name: probe.failed for probe in probes if probe.failed}
-    common = mean(factors.values())
+    common = mean_factors(factors.values())
     named = [(candidate.name, candidate) for candidate in answer.ranked]
     without_candidates = []
     for refused in answer.refused:
@@ -334,19 +335,20 @@ def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
             without_candidates.append(refused)
         else:
             named.append((refused.name, refused.best))
-    renamed = []
+    corrected_candidates = []
     for name, candidate in named:
         own = factors.get(candidate.name, common)
-        better = replace(candidate, estimate=corrected(candidate.estimate, own))
+        corrected_one = replace(candidate, estimate=correct_estimate(candidate.estimate, own))
         if candidate.name in failed:
+            # A probe is one plan, so its family is not what failed.
             name = candidate.name
-        renamed.append((name, better))
+        corrected_candidates.append((name, corrected_one))
     question = replace(answer.question, correction=common)
     emptied = replace(answer, question=question, refused=tuple(without_candidates), probes=probes)
-    return ranked_anew(emptied, renamed, failed)
+    return rank_again(emptied, corrected_candidates, failed)
 
 
-def ranked_anew(
+def rank_again(
     answer: Answer, named: Iterable[tuple[str, Candidate]], failed: Mapping[str, str]
 ) -> Answer:
     """Return the answer with these candidates in place of its own.
@@ -364,124 +366,7 @@ def ranked_anew(
             refused.append(Refused(name, reason, candidate))
         else:
             ranked.append(candidate)
-    return replace(answer, ranked=tuple(in_order(ranked)), refused=tuple(refused))
-
-
-STATES = ("parameters", "gradients", "optimizer")
-LIVE = ("activations", "logits", "buffers")
-
-
-class Factors(Frozen):
-    """Measured over predicted, by category; 1 if nothing was measured or nothing was predicted."""
-
-    parameters: float = 1.0
-    gradients: float = 1.0
-    optimizer: float = 1.0
-    live: float = Field(
-        1.0, description="Of all on top of these three at the peak: activations, logits, buffers."
-    )
-    reserved: float = Field(
-        1.0, description="Of the allocator's surplus over what it hands out; on a GPU."
-    )
-    seconds: float = Field(1.0, description="Of a step without its rollout.")
-    traffic: float = 1.0
-
-
-class Probe(Frozen):
-    """A candidate that ran for a few steps.
-
-    `predicted`: its estimate without corrections. `measured`: None if it failed, for the reason
-    `failed`.
-    """
-
-    name: str
-    predicted: Estimate
-    measured: Measurement | None = None
-    factors: Factors | None = None
-    failed: str = ""
-
-    @classmethod
-    def of(cls, name: str, predicted: Estimate, measured: Measurement) -> Probe:
-        """Return the probe of a candidate that ran."""
-        return cls(
-            name=name,
-            predicted=predicted,
-            measured=measured,
-            factors=factors_of(predicted, measured),
-        )
-
-
-def factors_of(estimate: Estimate, measured: Measurement) -> Factors:
-    """Return the factors between an estimate and what a run of it measured."""
-    rows = {row.category: row for row in compare(estimate, measured)}
-
-    def ratio(category: str) -> float:
-        row = rows.get(category)
-        if row is None or not row.predicted or not row.measured:
-            return 1.0
-        return row.measured / row.predicted
-
-    factors = {name: ratio(name) for name in (*STATES, "seconds", "traffic")}
-    if "peak" in rows:
-        states = [rows[name] for name in STATES if name in rows]
-        predicted_live = rows["peak"].predicted - sum(row.predicted for row in states)
-        measured_live = rows["peak"].measured - sum(row.measured for row in states)
-        factors["live"] = 1.0
-        if min(predicted_live, measured_live) > 0:
-            factors["live"] = measured_live / predicted_live
-    if "reserved" in rows:
-        factors["reserved"] = ratio("reserved") / ratio("peak")
-    return Factors(**factors)
-
-
-def mean(factors: Iterable[Factors]) -> Factors:
-    """Return the geometric mean of each factor; 1 if there are none."""
-    every = list(factors)
-    if not every:
-        return Factors()
-    means = {}
-    for name in Factors.model_fields:
-        means[name] = geometric_mean(getattr(each, name) for each in every)
-    return Factors(**means)
-
-
-def corrected(estimate: Estimate, by: Factors) -> Estimate:
-    """Return the estimate times the factors. Host memory stays as it is."""
-    seconds = {}
-    for name, value in estimate.seconds:
-        seconds[name] = value if name == "rollout" else value * by.seconds
-    slower = sum(seconds.values()) / estimate.seconds.total
-    traffic = {name: value * by.traffic for name, value in estimate.traffic}
-    mfu = estimate.mfu
-    if mfu is not None:
-        mfu /= slower
-    memory_range, seconds_range = PROBED
-    return estimate.model_copy(
-        update={
-            "memory": _corrected_memory(estimate.memory, by),
-            "seconds": estimate.seconds.model_copy(update=seconds),
-            "traffic": estimate.traffic.model_copy(update=traffic),
-            "tokens_per_s": estimate.tokens_per_s / slower,
-            "mfu": mfu,
-            "memory_range": memory_range,
-            "seconds_range": seconds_range,
-        }
-    )
-
-
-def _corrected_memory(memory: Memory, by: Factors) -> Memory:
-    """Return the bytes of a device times the factors."""
-    states = {name: round(getattr(memory, name) * getattr(by, name)) for name in STATES}
-    live = {name: round(getattr(memory, name) * by.live) for name in LIVE}
-    predicted_states = memory.parameters + memory.gradients + memory.optimizer
-    peak = sum(states.values()) + round((memory.peak - predicted_states) * by.live)
-    # The allocator's surplus grows with the peak.
-    growth = 1.0
-    if memory.peak:
-        growth = peak / memory.peak
-    kept = (memory.reserved - memory.overhead) * by.reserved * growth
-    reserved = round(kept) + memory.overhead
-    return memory.model_copy(update={**states, **live, "peak": peak, "reserved": reserved})
+    return replace(answer, ranked=tuple(best_first(ranked)), refused=tuple(refused))
 
 
 def require_here(cluster: Cluster) -> None:

@@ -1,8 +1,9 @@
-"""`strategy: auto`: what the planner chooses and why; heuristics, and where the planner disagrees. Pure.
+"""`strategy: auto`: what the planner chooses and why. Pure.
 
-The heuristics `parameters` and `devices` go by counts alone. `tree` is the ladder DP → DDP → FSDP →
-FSDP + offload, of which a run takes the first rung that fits. Its first rung, nn.DataParallel (many
-GPUs with little change to the code), is left out, since here DDP needs no more changes.
+It also holds the heuristics that the planner's choice is compared with. `parameters` and `devices` go
+by counts alone. `tree` is the ladder DP → DDP → FSDP → FSDP + offload, of which a run takes the first
+rung that fits. DP, which is nn.DataParallel, is left out: elsewhere it needs fewer changes to the code
+than DDP, but here neither needs any.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from drumline.plan.estimate import Estimate
 from drumline.plan.explain import count
 from drumline.plan.stages import in_flight
 from drumline.planner.cost.fitted import SPEED_ERROR
-from drumline.planner.search.advice import nothing_fits, refusal
+from drumline.planner.search.advice import refusal, smallest_changes
 from drumline.planner.search.answer import (
     TIE,
     UNMEASURED,
@@ -38,7 +39,7 @@ from drumline.planner.search.answer import (
     is_trusted,
 )
 from drumline.planner.search.compiling import describe_compile, reason_against, set_compile
-from drumline.planner.search.search import evaluate, look_at, search
+from drumline.planner.search.search import evaluate, search, search_strategy
 
 BILLION = 1_000_000_000
 DDP = DDPStrategy()
@@ -46,7 +47,7 @@ FSDP = FSDP2Strategy()
 OFFLOADED = FSDP2Strategy(offload="cpu")
 
 
-# The conditions of the heuristics, each asked of a question.
+# The conditions of the heuristics.
 def _always(question: Question) -> bool:
     """Return True: the last rung takes whatever is left."""
     return True
@@ -69,12 +70,12 @@ def _has_few_devices_and_parameters(question: Question) -> bool:
 
 def _fits_on_a_device(question: Question) -> bool:
     """Return whether a copy of the model fits on each device, by an estimate."""
-    return isinstance(look_at(question, DDP), Candidate)
+    return isinstance(search_strategy(question, DDP), Candidate)
 
 
 def _fits_in_shards(question: Question) -> bool:
     """Return whether the model fits if it is sharded over all devices, by an estimate."""
-    return isinstance(look_at(question, FSDP), Candidate)
+    return isinstance(search_strategy(question, FSDP), Candidate)
 
 
 class Rung(NamedTuple):
@@ -132,15 +133,16 @@ def chosen_by(question: Question, heuristic: str) -> tuple[StrategyConfig, str]:
 
 
 def heuristic_first(answer: Answer) -> tuple[Answer, str]:
-    """Return the answer with the strategy of the set heuristic first, and a line on it.
+    """Return the answer with the strategy of a heuristic first, and a line that says so.
 
-    `strategy: {kind: auto, by: rules}` sets one. A run takes its strategy, however fast the rest is.
-    Without it, or if its strategy is refused, the answer is the same; the line is empty without it.
+    The config chooses a heuristic by `strategy: {kind: auto, by: rules}`. A run then takes its
+    strategy, however fast others are. If that strategy is refused, the order stays and the line says
+    why. Without a heuristic the order stays and the line is empty.
     """
     auto = answer.question.config.strategy
     if not isinstance(auto, AutoStrategy) or auto.by != "rules":
         return answer, ""
-    proposed = _proposed(answer, auto.guide)
+    proposed = _find_proposal(answer, auto.guide)
     line = f"{proposed.name} by the heuristic `{auto.guide}` ({proposed.condition}), as set"
     if isinstance(proposed.result, Refused):
         return answer, f"{line}: {proposed.result.reason}"
@@ -156,7 +158,7 @@ class _Proposed(NamedTuple):
     result: Candidate | Refused
 
 
-def _proposed(answer: Answer, heuristic: str) -> _Proposed:
+def _find_proposal(answer: Answer, heuristic: str) -> _Proposed:
     """Return what a heuristic proposes.
 
     The result is that of the answer, which a probe may have corrected, or else of a new search.
@@ -166,7 +168,7 @@ def _proposed(answer: Answer, heuristic: str) -> _Proposed:
     for candidate in answer.ranked:
         if candidate.name == name:
             return _Proposed(name, condition, candidate)
-    return _Proposed(name, condition, look_at(answer.question, strategy))
+    return _Proposed(name, condition, search_strategy(answer.question, strategy))
 
 
 def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
@@ -178,7 +180,7 @@ def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
     size = f"{count(question.facts.parameters)} on {question.cluster.world_size}"
     found = []
     for heuristic in HEURISTICS:
-        proposed = _proposed(answer, heuristic)
+        proposed = _find_proposal(answer, heuristic)
         reason = _why_not_proposed(answer, proposed.result)
         if reason is not None:
             says = f"{proposed.name} ({proposed.condition}: {size})"
@@ -215,7 +217,7 @@ def choose(question: Question) -> tuple[Config, str | None]:
     answer = search(question)
     if not answer.ranked:
         if any(refused.best for refused in answer.refused):
-            raise refusal(answer, nothing_fits(answer))
+            raise refusal(answer, smallest_changes(answer))
         return config, None
     first = answer.ranked[0]
     layout = first.layout
@@ -239,7 +241,7 @@ def choose(question: Question) -> tuple[Config, str | None]:
 def _choose_by_heuristic(question: Question, heuristic: str) -> tuple[Config, str]:
     """Return the config with the strategy of a heuristic, and what the planner says of it."""
     strategy, condition = chosen_by(question, heuristic)
-    result = look_at(question, strategy)
+    result = search_strategy(question, strategy)
     name = strategy.names(question.cluster.world_size).name
     why = f"strategy auto: {name} by the heuristic `{heuristic}` ({condition})"
     if isinstance(result, Refused):

@@ -1,5 +1,7 @@
-"""Choose activation checkpointing by a budget of memory (`memory.budget_gb`): its kind, and over how
-many blocks. Pure."""
+"""Choose the activation checkpointing that keeps within a budget of memory (`memory.budget_gb`). Pure.
+
+It chooses the kind of checkpointing, and how many blocks are checkpointed.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,14 @@ L = TypeVar("L", bound=Layout)
 
 
 def kinds_of(options: MemoryConfig) -> Sequence[str]:
-    """Return the kinds of checkpointing that a config leaves open: all, or the one that it sets."""
+    """Return the kinds of checkpointing to try: the one that the config sets, or else all."""
     if "activation_checkpointing" in options.model_fields_set:
         return (options.activation_checkpointing,)
     return CHECKPOINTING
 
 
-class _Least(NamedTuple):
-    """The bytes of a layout with a kind of checkpointing over all blocks."""
+class _Needs(NamedTuple):
+    """The bytes that a layout needs with a kind of checkpointing over all blocks."""
 
     bytes_: int
     kind: str
@@ -42,9 +44,9 @@ class _Least(NamedTuple):
 def within_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequence[str]) -> L:
     """Return the layout with the fastest checkpointing that its budget allows.
 
-    Of each of `kinds` it is over as few blocks as the budget allows, or over all blocks if blocks may
-    not differ. Without a budget the layout is returned as it is. Raises PlanError if nothing stays
-    within the budget.
+    For each of `kinds`, as few blocks are checkpointed as the budget allows, or all blocks if a rule
+    says that blocks must not differ. The fastest of these layouts is returned; without a budget, the
+    layout as it is. Raises PlanError if nothing stays within the budget.
     """
     budget_gb = layout.config.memory.budget_gb
     if budget_gb is None:
@@ -63,26 +65,27 @@ def within_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequenc
         return memory(with_checkpointing(kind, blocks), facts, cluster).reserved <= budget
 
     found: list[L] = []
-    least: list[_Least] = []
+    needs_of_kinds: list[_Needs] = []
     for kind in kinds:
         # The rules refuse some kinds, and some numbers of blocks.
         with suppress(PlanError):
             over_all = with_checkpointing(kind, None)
             needs = memory(over_all, facts, cluster).reserved
-            least.append(_Least(needs, kind))
+            needs_of_kinds.append(_Needs(needs, kind))
             if needs > budget:
                 continue
             found.append(over_all)
             if kind != "none":
                 numbers = range(1, facts.layers)
+                # How many of these numbers of blocks are too few to stay within the budget.
                 too_few = bisect_left(numbers, True, key=partial(fits_over, kind))
                 found.append(with_checkpointing(kind, 1 + too_few))
     if not found:
-        raise _over_budget(min(least))
+        raise _over_budget(min(needs_of_kinds))
     return min(found, key=lambda each: estimate(each, facts, cluster).seconds.total)
 
 
-def _over_budget(least: _Least) -> PlanError:
+def _over_budget(least: _Needs) -> PlanError:
     """Return the error that nothing stays within the budget."""
     # Rounded up to three digits, so that the step fits into the number that is shown.
     unit = 10 ** max(0, len(str(least.bytes_)) - 3)

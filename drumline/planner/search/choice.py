@@ -19,7 +19,7 @@ from drumline.planner.search.answer import (
     is_offloaded,
     number,
 )
-from drumline.planner.search.search import look_at
+from drumline.planner.search.search import search_strategy
 
 # An adapter skips at most a third of the arithmetic (the gradients of frozen weights), which makes it
 # at most 1.5 × as fast. If it is more than twice as fast as that, the other plan waits for memory.
@@ -60,7 +60,7 @@ class LargerBatch:
     """
 
     samples: int
-    found: Candidate
+    candidate: Candidate
     times: float
 
 
@@ -99,7 +99,7 @@ def slow_lines(
     sentences = [f"Row 1 is slow: {best.name} is {times}.", *_reasons(answer), "Instead:"]
     lines = [" ".join(sentences)]
     if larger is not None:
-        lines.append(f"  --batch {larger.samples}: {_pace(larger.found, tokens)}")
+        lines.append(f"  --batch {larger.samples}: {_pace(larger.candidate, tokens)}")
     for each in ahead:
         lines.append(f"  {FLAGS[each.name]}: {_pace(each.answer.ranked[0], tokens)}")
     more_devices = None
@@ -108,7 +108,7 @@ def slow_lines(
     if more_devices is not None:
         # The text names the devices that there are, too: "16 devices in place of 8".
         devices = more_devices.what.partition(" in place of ")[0]
-        lines.append(f"  {devices}: {_pace(more_devices.found, tokens)}")
+        lines.append(f"  {devices}: {_pace(more_devices.candidate, tokens)}")
     speed = first.estimate.tokens_per_s
     lines.append(f"  fewer tokens: row 1 trains {count(round(DAY * speed))} tokens a day")
     lines.append("")
@@ -133,7 +133,7 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
     best = first
     while 2 * samples * tokens <= MOST_TOKENS_A_STEP:
         question = _set_batch(answer.question, 2 * samples)
-        doubled = look_at(question, first.layout.strategy)
+        doubled = search_strategy(question, first.layout.strategy)
         if isinstance(doubled, Refused):
             break
         if _speed_of(doubled) < WORTH_DOUBLING * _speed_of(best):
@@ -144,7 +144,7 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
         return None
     # The adapter may gain from the larger batch, too. It keeps the faster of its two plans.
     at_larger = _set_batch(other.answer.question, samples)
-    rival = look_at(at_larger, other.answer.ranked[0].layout.strategy)
+    rival = search_strategy(at_larger, other.answer.ranked[0].layout.strategy)
     fastest = _speed(other)
     if isinstance(rival, Candidate):
         fastest = max(fastest, _speed_of(rival))

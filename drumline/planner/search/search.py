@@ -1,10 +1,10 @@
 """Search all layouts of a run on a cluster that the rules allow, each with its estimate. Pure.
 
-search space (families, strategies) ──▶ rules ──▶ micro-batch × checkpointing ──▶ estimate
+strategies of all families ──▶ rules ──▶ each micro-batch × each kind of checkpointing ──▶ estimate
     ──▶ the best layout of each strategy ──▶ the best FEW strategies of each family
 
-The search keeps only the best few candidates of a family, so memory does not grow with the cluster.
-Whole plans are made of these candidates alone.
+A candidate is a layout with its estimate. The search keeps only the best FEW candidates of a family,
+so its memory does not grow with the cluster. Complete configs are made for these alone.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from drumline.planner.search.answer import (
     Candidate,
     Question,
     Refused,
-    corrected,
+    best_first,
     expected_speed,
     faster,
-    in_order,
     is_clearly_faster,
-    near_the_fastest,
+    select_fastest,
     trusted_speed,
     why_not,
 )
 from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budget
 from drumline.planner.search.compiling import reason_against, set_compile
+from drumline.planner.search.correction import correct_estimate
 from drumline.planner.strategies.base import Space, StrategyCost, cost_of
 
-# Strategies of a family that an answer holds.
+# The most strategies of a family that an answer holds.
 FEW = 3
-# Speeds of micro-batches of one strategy that differ by less are equal: their predictions share
-# their errors.
+# Two micro-batches of one strategy are equally fast if their speeds differ by a smaller share. It is
+# below TIE, since predictions for one strategy have the same errors.
 SAME_ERROR = 0.01
-# Tokens of the largest micro-batch if no batch is set.
+# Tokens of the largest micro-batch that is tried if no batch is set: a choice.
 MOST_AT_ONCE = 4 * TOKENS_AT_ONCE
-# Keys that candidates choose. What else a user sets of a strategy is set in each candidate.
+# Keys of a strategy that candidates choose. All other keys that a user sets hold for each candidate.
 _CHOSEN = (
     "tp",
     "cp",
@@ -100,12 +100,12 @@ def search_space(question: Question) -> Iterator[StrategyConfig]:
     )
     candidates = []
     for kind in kinds(StrategyConfig).values():
-        cost: type[StrategyCost[Any]] = part_class(kind.cost_class)
-        candidates.append(cost.candidates(kind, space))
+        cost_class: type[StrategyCost[Any]] = part_class(kind.cost_class)
+        candidates.append(cost_class.candidates(kind, space))
     # The user's own strategy comes first, so its options count if a candidate has the same name.
     seen = set[str]()
     for strategy in chain(cost_of(given).variants(), *candidates):
-        merged = _merge(given, strategy)
+        merged = _merge_with_given(given, strategy)
         if merged is None:
             continue
         name = merged.names(cluster.world_size).name
@@ -114,7 +114,7 @@ def search_space(question: Question) -> Iterator[StrategyConfig]:
             yield merged
 
 
-def _merge(given: StrategyConfig, strategy: StrategyConfig) -> StrategyConfig | None:
+def _merge_with_given(given: StrategyConfig, strategy: StrategyConfig) -> StrategyConfig | None:
     """Return a strategy with what the user set for its kind; None if these contradict."""
     if strategy is given or strategy.kind != given.kind:
         return strategy
@@ -160,6 +160,20 @@ class _Family:
     # The number of estimates.
     looked_at: int = 0
 
+    def record(self, candidate: Candidate, with_room: bool) -> None:
+        """Count a candidate, and keep it if it is the nearest or the fastest tight one so far."""
+        self.looked_at += 1
+        estimated = candidate.estimate
+        if not _is_enough(candidate, with_room):
+            nearest = self.nearest
+            if nearest is None or estimated.memory.reserved < nearest.estimate.memory.reserved:
+                self.nearest = candidate
+        elif estimated.verdict == "tight":
+            tight = self.tight
+            is_fastest = tight is None or faster(estimated, tight.estimate)
+            if is_fastest:
+                self.tight = candidate
+
 
 def search(
     question: Question, among: Iterable[StrategyConfig] | None = None, *, with_room: bool = False
@@ -169,38 +183,38 @@ def search(
     `among`: the strategies to estimate; None: all.
     `with_room`: tight candidates do not count.
     """
-    estimates = _Estimates(question)
-    question = estimates.question
+    estimator = _Estimator(question)
+    question = estimator.question
     if among is None:
         among = search_space(question)
-    families = _search_families(estimates, among, with_room)
+    families = _search_families(estimator, among, with_room)
     completed = _complete_families(families, question.facts)
-    ranked = list(in_order(completed.candidates))
+    ranked = list(best_first(completed.candidates))
     if ranked and not with_room:
         faster_one = _faster_and_tight(ranked, families.values(), question.facts)
         if faster_one is not None:
-            ranked = list(in_order([*ranked, faster_one]))
+            ranked = list(best_first([*ranked, faster_one]))
     looked_at = sum(family.looked_at for family in families.values())
     return Answer(question, tuple(ranked), tuple(completed.refused), looked_at)
 
 
 def _search_families(
-    estimates: _Estimates, strategies: Iterable[StrategyConfig], with_room: bool
+    estimator: _Estimator, strategies: Iterable[StrategyConfig], with_room: bool
 ) -> dict[str, _Family]:
     """Return the families of some strategies, by name, with their best candidates."""
-    world_size = estimates.question.cluster.world_size
+    world_size = estimator.question.cluster.world_size
     families = dict[str, _Family]()
     for strategy in strategies:
         family = families.setdefault(strategy.names(world_size).family, _Family())
-        best = estimates.best_of(strategy, family, with_room)
+        best = estimator.best_of(strategy, family, with_room)
         if best is not None:
             family.best = heapq.nlargest(FEW, [*family.best, best], expected_speed)
-    if estimates.may_compile:
+    if estimator.may_compile:
         # Only the best candidates are estimated compiled, too.
         for family in families.values():
             compiled = []
             for candidate in family.best:
-                compiled.append(estimates.with_compile(candidate, family, with_room))
+                compiled.append(estimator.with_compile(candidate, family, with_room))
             family.best = compiled
     return families
 
@@ -222,7 +236,7 @@ def _complete_families(families: dict[str, _Family], facts: ModelFacts) -> _Comp
     refused: list[Refused] = []
     for name, family in families.items():
         try:
-            candidates += [_complete(candidate, facts) for candidate in family.best]
+            candidates += [_complete_config(candidate, facts) for candidate in family.best]
             if not family.best:
                 refused.append(_refuse(name, family, facts))
         except PlanError as error:
@@ -234,17 +248,17 @@ def _refuse(name: str, family: _Family, facts: ModelFacts) -> Refused:
     """Return why no candidate of a family fits."""
     if family.nearest is None:
         return Refused(name, family.reason)
-    nearest = _complete(family.nearest, facts)
+    nearest = _complete_config(family.nearest, facts)
     return Refused(name, why_not(nearest.estimate), nearest)
 
 
 def _faster_and_tight(
     ranked: Sequence[Candidate], families: Iterable[_Family], facts: ModelFacts
 ) -> Candidate | None:
-    """Return the fastest tight candidate of all families, with a name of its own.
+    """Return the fastest tight candidate of all families, if an answer should show it, else None.
 
-    It must be clearly faster than the first of `ranked` and than each tight one among these;
-    otherwise the result is None. Its strategy's best candidate is another one with more room.
+    It must be clearly faster than the first of `ranked`, and than each tight candidate in `ranked`.
+    If `ranked` has another candidate of the same strategy, the name says how they differ.
     """
     tight = [family.tight for family in families if family.tight is not None]
     if not tight:
@@ -256,18 +270,18 @@ def _faster_and_tight(
         return None
     for candidate in ranked:
         if candidate.name == fastest.name:
-            difference = _difference(fastest.layout, candidate.layout)
+            difference = _describe_difference(fastest.layout, candidate.layout)
             fastest = replace(fastest, name=f"{fastest.name}, {difference}")
             break
     try:
-        return _complete(fastest, facts)
+        return _complete_config(fastest, facts)
     except PlanError:
         # Only a whole plan shows this.
         return None
 
 
-def _difference(layout: Layout, other: Layout) -> str:
-    """Return in a few words what a layout does that another of the same strategy does not."""
+def _describe_difference(layout: Layout, other: Layout) -> str:
+    """Return how a layout differs from another of the same strategy: `no checkpointing`."""
     kind = layout.activation_checkpointing
     if kind == other.activation_checkpointing:
         if layout.batch != other.batch:
@@ -278,8 +292,8 @@ def _difference(layout: Layout, other: Layout) -> str:
     return f"{kind} checkpointing"
 
 
-def look_at(question: Question, strategy: StrategyConfig) -> Candidate | Refused:
-    """Return the best candidate of one strategy, or why it is refused."""
+def search_strategy(question: Question, strategy: StrategyConfig) -> Candidate | Refused:
+    """Search one strategy. Returns its best candidate, or why it is refused."""
     answer = search(question, [strategy])
     if answer.ranked:
         return answer.ranked[0]
@@ -287,48 +301,49 @@ def look_at(question: Question, strategy: StrategyConfig) -> Candidate | Refused
 
 
 def fits(question: Question, among: Iterable[StrategyConfig] | None = None) -> bool:
-    """Return whether any strategy fits; the first that fits ends the search.
+    """Return whether any strategy fits. The first that fits ends the search.
 
     `among`: the strategies to estimate; None: all.
     """
-    estimates = _Estimates(question)
+    estimator = _Estimator(question)
     if among is None:
-        among = search_space(estimates.question)
-    return any(_strategy_fits(estimates, strategy) for strategy in among)
+        among = search_space(estimator.question)
+    return any(_strategy_fits(estimator, strategy) for strategy in among)
 
 
-def _strategy_fits(estimates: _Estimates, strategy: StrategyConfig) -> bool:
+def _strategy_fits(estimator: _Estimator, strategy: StrategyConfig) -> bool:
     """Return whether a strategy fits with the most checkpointing that the rules allow.
 
-    With less checkpointing it needs no less memory. The smallest micro-batch comes first.
+    Less checkpointing needs as much memory or more. Tight candidates do not count.
     """
-    for checkpointing in reversed(estimates.checkpointing):
+    for checkpointing in reversed(estimator.checkpointing):
         with suppress(PlanError):
-            candidates = estimates.candidates(strategy, checkpointing)
+            candidates = estimator.candidates(strategy, checkpointing)
             return any(candidate.estimate.verdict == "fits" for candidate in candidates)
     return False
 
 
 def evaluate(question: Question, config: Config, name: str) -> Candidate:
-    """Return the candidate of one config, whose strategy is set, on the question's cluster.
+    """Return one config as a candidate: its plan on the question's cluster, and the estimate.
 
-    Raises PlanError if a rule or a number refuses the config.
+    The strategy of the config must not be auto. `name`: of the candidate. Raises PlanError if a rule or a number refuses the config.
     """
     plan = resolve(
         config,
         run_dir="",
         machine=_machine(question.cluster),
-        world_size=_world(question, config.strategy),
+        world_size=_number_of_processes(question, config.strategy),
         model=KnownModel(facts=question.facts, roles=question.roles),
         data=question.data,
     )
     return Candidate(name, plan, _estimate(question, plan))
 
 
-class _Estimates:
-    """Makes the estimates of a search, one strategy at a time.
+class _Estimator:
+    """Estimates the layouts of one strategy after the other.
 
-    What does not change from strategy to strategy is computed once.
+    It holds what is the same for all strategies of a search: device, precision, and the kinds of
+    checkpointing to try.
     """
 
     def __init__(self, question: Question) -> None:
@@ -349,7 +364,7 @@ class _Estimates:
             self.kinds = (memory.activation_checkpointing,)
         self.checkpointing = self.kinds
         if memory.budget_gb is not None:
-            # A budget chooses the kind for each batch.
+            # `within_budget` chooses among `kinds` for each batch, so one round is enough.
             self.checkpointing = self.kinds[:1]
 
     def _require_fp8(self) -> None:
@@ -378,11 +393,18 @@ class _Estimates:
     def best_of(
         self, strategy: StrategyConfig, family: _Family, with_room: bool, compiles: bool = False
     ) -> Candidate | None:
-        """Return the best micro-batch and checkpointing of a strategy: the largest expected speed.
+        """Return the candidate of a strategy with the best micro-batch and checkpointing.
 
-        Of those as fast (TIE), one that fits goes before a tight one, then the least checkpointing.
-        Of these, among the fastest (SAME_ERROR), it is the micro-batch nearest to the usual one.
-        None if none fits, or if rules and numbers refuse all; the family notes it.
+        It is chosen in three steps:
+
+        1. Candidates whose expected speed is within TIE of the highest are equally fast.
+        2. Of these, those that fit are preferred to tight ones, then those with the least
+           checkpointing.
+        3. Of those left and within SAME_ERROR of their fastest, the micro-batch nearest to the
+           usual number of tokens wins.
+
+        None if nothing fits, or if rules and numbers refuse all. `family` then holds the nearest
+        candidate and the reason.
 
         `with_room`: tight candidates do not count. `compiles`: candidates are compiled, which the
         config must leave open.
@@ -391,16 +413,17 @@ class _Estimates:
         for checkpointing in self.checkpointing:
             try:
                 for candidate in self.candidates(strategy, checkpointing, compiles):
-                    if _note(candidate, family, with_room):
+                    family.record(candidate, with_room)
+                    if _is_enough(candidate, with_room):
                         found.append(candidate)
             except PlanError as error:
                 family.reason = family.reason or _reason(error)
         if not found:
             return None
-        equal = near_the_fastest(found, TIE)
-        first = min(_preference(candidate) for candidate in equal)
-        alike = [candidate for candidate in equal if _preference(candidate) == first]
-        near = near_the_fastest(alike, SAME_ERROR)
+        equal = select_fastest(found, TIE)
+        first = min(_rank_of_equal(candidate) for candidate in equal)
+        alike = [candidate for candidate in equal if _rank_of_equal(candidate) == first]
+        near = select_fastest(alike, SAME_ERROR)
         return min(near, key=_distance_from_usual)
 
     def candidates(
@@ -408,11 +431,12 @@ class _Estimates:
     ) -> Iterator[Candidate]:
         """Yield a candidate for each possible micro-batch, the smallest first.
 
-        The first that does not fit is the last, since a larger one needs no less. But without
-        accumulation no gradients are added up; that micro-batch is tried too if the bytes of the
-        gradients (twice, because of DDP's buckets) would suffice.
+        After the first micro-batch that does not fit, only the one without accumulation is tried,
+        since all others need as much memory or more. It may need less, because no gradients are
+        added up. It is tried only if the layout would fit without the bytes of its gradients,
+        counted twice because of DDP's buckets.
 
-        Raises PlanError if rules or numbers refuse all.
+        Raises PlanError if rules or numbers refuse all micro-batches.
         """
         question = self.question
         cluster = question.cluster
@@ -422,7 +446,7 @@ class _Estimates:
         config = self.config.model_copy(update={"strategy": strategy, "memory": memory})
         if compiles:
             config = set_compile(config, True)
-        mesh = strategy.mesh(_world(question, strategy))
+        mesh = strategy.mesh(_number_of_processes(question, strategy))
         case = Case(config, mesh, self.device, self.precision, question.facts)
         require(case, question.roles, question.data)
         refusal = None
@@ -437,12 +461,13 @@ class _Estimates:
             except PlanError as error:
                 refusal = refusal or error
                 continue
-            layout, estimated = _with_export_that_fits(question, layout)
+            layout, estimated = _fit_export(question, layout)
             is_laid_out = True
             yield Candidate(names.name, layout, estimated, names.family, names.simple)
             if estimated.verdict == "no":
                 only_without_accumulation = True
-                if estimated.memory.peak - 2 * estimated.memory.gradients > estimated.limit:
+                without_gradients = estimated.memory.peak - 2 * estimated.memory.gradients
+                if without_gradients > estimated.limit:
                     return
         if refusal is not None and not is_laid_out:
             raise refusal
@@ -450,13 +475,13 @@ class _Estimates:
     def _require_strategy(self, strategy: StrategyConfig) -> None:
         """Raise PlanError if a strategy cannot run here, or would do nothing."""
         question = self.question
-        if strategy.package == "deepspeed" and not question.deepspeed:
+        if strategy.package == "deepspeed" and not question.has_deepspeed:
             raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")
         is_set = strategy == self.config.strategy
         if self.device == "cpu" and "cpu" in strategy.offloads() and not is_set:
             raise PlanError("the device's memory is the host's: there is nothing to offload to")
         world_size = question.cluster.world_size
-        if question.processes and _world(question, strategy) != world_size:
+        if question.needs_all_processes and _number_of_processes(question, strategy) != world_size:
             raise PlanError(f"it is one process, and there are {world_size}")
 
     def _batches(self, config: Config, mesh: Mesh, least: int) -> Iterator[BatchPlan]:
@@ -481,23 +506,16 @@ class _Estimates:
             samples *= 2
 
 
-def _note(candidate: Candidate, family: _Family, with_room: bool) -> bool:
-    """Note a candidate in its family, and return whether it counts as one that fits."""
-    family.looked_at += 1
-    estimated = candidate.estimate
-    is_tight = estimated.verdict == "tight"
-    if estimated.verdict == "fits" or (is_tight and not with_room):
-        if is_tight and (family.tight is None or faster(estimated, family.tight.estimate)):
-            family.tight = candidate
-        return True
-    nearest = family.nearest
-    if nearest is None or estimated.memory.reserved < nearest.estimate.memory.reserved:
-        family.nearest = candidate
-    return False
+def _is_enough(candidate: Candidate, with_room: bool) -> bool:
+    """Return whether a candidate fits, or is tight and need not have room (`with_room`)."""
+    verdict = candidate.estimate.verdict
+    if verdict == "tight":
+        return not with_room
+    return verdict == "fits"
 
 
-def _preference(candidate: Candidate) -> tuple[bool, int]:
-    """Return the place of a candidate among equally fast ones; the smallest goes first."""
+def _rank_of_equal(candidate: Candidate) -> tuple[bool, int]:
+    """Return the key that sorts equally fast candidates of one strategy, the best first."""
     kind = candidate.layout.activation_checkpointing
     return candidate.estimate.verdict != "fits", CHECKPOINTING.index(kind)
 
@@ -508,12 +526,12 @@ def _distance_from_usual(candidate: Candidate) -> float:
     return abs(math.log2(layout.rows * layout.length / TOKENS_AT_ONCE))
 
 
-def _with_export_that_fits(question: Question, layout: Layout) -> tuple[Layout, Estimate]:
-    """Return a layout and its estimate, whose export at the end fits into the host's memory.
+def _fit_export(question: Question, layout: Layout) -> tuple[Layout, Estimate]:
+    """Return a layout and its estimate. The layout exports less if the host has too little memory.
 
-    If the export of the merged model does not fit, a run with LoRA exports its adapter, and another
-    run exports nothing; `drumline export` does it later on another machine. What the user has set
-    of the export stays.
+    If the export of the merged model at the end does not fit, a run with LoRA exports its adapter
+    alone, and another run exports nothing. `drumline export` can do it later on another machine.
+    An export that the user has set is not changed.
     """
     estimated = _estimate(question, layout)
     config = layout.config
@@ -529,7 +547,7 @@ def _with_export_that_fits(question: Question, layout: Layout) -> tuple[Layout, 
     return changed, _estimate(question, changed)
 
 
-def _complete(candidate: Candidate, facts: ModelFacts) -> Candidate:
+def _complete_config(candidate: Candidate, facts: ModelFacts) -> Candidate:
     """Return a candidate whose config sets its batch.
 
     The config of a tight candidate also sets what happens if memory runs out, unless the user has
@@ -561,10 +579,10 @@ def _estimate(question: Question, layout: Layout) -> Estimate:
     predicted = estimate(layout, question.facts, question.cluster)
     if question.correction is None:
         return predicted
-    return corrected(predicted, question.correction)
+    return correct_estimate(predicted, question.correction)
 
 
-def _world(question: Question, strategy: StrategyConfig) -> int:
+def _number_of_processes(question: Question, strategy: StrategyConfig) -> int:
     """Return the number of processes of a strategy."""
     if strategy.one_process:
         return 1

@@ -1,4 +1,7 @@
-"""The part of a strategy that the planner asks: what it costs, and which of its variants to search."""
+"""The interface of a strategy's cost: what the planner asks each strategy.
+
+It asks which variants to search, how many bytes a rank holds, and what a step sends and copies.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,10 @@ SCHEDULES = ("1f1b", "interleaved", "gpipe")
 
 
 class Space(NamedTuple):
-    """What the search looks for strategies on.
+    """The devices and the model for which the search looks for strategies.
 
-    `nodes`, `per_node`: hosts, and devices of each. `layers`: of the model. `nvme`: a folder on a disk
-    to offload to. `experts`: of a layer of a mixture.
+    `nodes`: hosts. `per_node`: devices of each. `layers`: of the model. `nvme`: a folder on a disk to
+    which strategies may offload; None without one. `experts`: of a layer of a mixture; 0 without one.
     """
 
     nodes: int
@@ -50,40 +53,43 @@ class Space(NamedTuple):
 
 
 class StrategyCost(Generic[S]):
-    """The base of all strategies' costs. The defaults are those of copies of the model on all ranks.
+    """The base of all strategies' costs. Its defaults are those of a copy of the model on each rank.
 
-    All answers are pure. `strategy`: the section of the YAML.
+    All methods are pure. `strategy`: the section of the YAML.
     """
 
     def __init__(self, strategy: S) -> None:
         self.strategy = strategy
 
-    # --- what the search tries
-
     @classmethod
     def candidates(cls, kind: type[S], space: Space) -> Iterator[StrategyConfig]:
-        """Yield what the search tries if the user has left the strategy open. `kind`: the section's class."""
+        """Yield the strategies of this kind to try if the user has left the strategy open.
+
+        `kind`: the class of the strategy's section.
+        """
         yield from ()
 
     def variants(self) -> Iterator[StrategyConfig]:
-        """Yield what the search tries if the user has named this strategy: itself, and what was left open."""
+        """Yield the strategies to try if the user has named this one: itself, and others like it.
+
+        The others differ in keys that the user has left open.
+        """
         yield self.strategy
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategyConfig]]:
-        """Return strategies that take the same steps with less memory, each with how much changes.
+        """Return strategies that take the same steps with less memory, each with its number of changes.
 
-        `is_shared`: more than one rank does the work. `device`: cpu or cuda.
+        A run that ran out of memory goes on with the one of the fewest changes that fits.
+        `is_shared`: the samples are divided over more than one rank. `device`: cpu or cuda.
         """
         return []
 
-    # --- bytes that a rank holds
-
     def kept_bytes(self, world: int) -> int:
-        """Return the bytes for each trainable parameter of buffers between steps that spare traffic."""
+        """Return the bytes, for each trainable parameter, of buffers that save traffic and outlast a step."""
         return 0
 
     def outer_bytes(self) -> int:
-        """Return the bytes for each trainable parameter of an optimizer besides the run's."""
+        """Return the bytes, for each trainable parameter, of a second optimizer, such as DiLoCo's outer one."""
         return 0
 
     def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
@@ -108,25 +114,24 @@ class StrategyCost(Generic[S]):
         """
         return Host(between, between, 0, int(layout.config.checkpoint.asynchronous))
 
-    # --- bytes that a step sends and copies
-
     def overlap(self) -> float:
-        """Return the share of a long run's steps beside which `send` adds flows with beside="steps"."""
+        """Return the share of a long run's steps during which flows with beside="steps" are sent."""
         return 0.0
 
     def send(
         self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
     ) -> None:
-        """Add what weights and gradients send in the step after `step` steps.
+        """Add to `volume` what weights and gradients send in a step.
 
-        `step` None: the mean of a long run. `has`: entries on a rank, see `plan.facts.cut_weights`.
+        `has`: entries on a rank (`plan.facts.cut_weights`). `step`: the number of steps before this
+        one; None: the mean step of a long run.
         """
         send_gradients(volume, layout, facts, has, step)
 
     def send_norm(
         self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]
     ) -> None:
-        """Add what the gradient norm sends."""
+        """Add to `volume` what the gradient norm sends. `has`: entries on a rank."""
         send_norm(volume, layout, has)
 
     def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
@@ -141,10 +146,10 @@ def cost_of(strategy: StrategyConfig) -> StrategyCost[Any]:
 
 
 def mixes(space: Space) -> Iterator[dict[str, Any]]:
-    """Yield mixes of degrees that divide the devices of a space, as fields of a strategy.
+    """Yield combinations of tp, cp, pp and ep that divide the devices, as fields of a strategy.
 
-    Tensor and expert parallelism stay within a host, a stage has at least a layer, and no pipeline runs
-    parts of sequences.
+    Tensor and expert parallelism stay within a host, a stage has at least one layer, and context
+    parallelism is not combined with a pipeline.
     """
     world = space.world
     within_a_host = divisors(space.per_node)

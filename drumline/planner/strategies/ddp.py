@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from drumline.config.strategies.ddp import DDPStrategy
 from drumline.config.strategies.fsdp2 import FSDP2Strategy
 from drumline.config.strategy import WITH_MEMORY, StrategyConfig
-from drumline.planner.cost.terms import FULL
+from drumline.planner.cost.terms import FP32_BYTES
 from drumline.planner.strategies.base import Space, StrategyCost, mixes
-from drumline.planner.strategies.fsdp2 import offloaded
+from drumline.planner.strategies.fsdp2 import fallbacks_on_host
 
 
 class DDPCost(StrategyCost[DDPStrategy]):
@@ -19,7 +19,7 @@ class DDPCost(StrategyCost[DDPStrategy]):
         """Return the bytes for each trainable parameter that compression keeps between steps."""
         if world > 1 and self.strategy.compression.kind in WITH_MEMORY:
             # What a rank has not sent yet, in fp32.
-            return FULL
+            return FP32_BYTES
         return 0
 
     @classmethod
@@ -44,4 +44,4 @@ class DDPCost(StrategyCost[DDPStrategy]):
         names = ("tp", "cp", "pp", "ep", "sequence_parallel", "cp_method", "pipeline")
         degrees = {name: getattr(self.strategy, name) for name in names}
         sharded = FSDP2Strategy(**degrees)
-        return [(2, sharded), *offloaded(sharded, device)]
+        return [(2, sharded), *fallbacks_on_host(sharded, device)]

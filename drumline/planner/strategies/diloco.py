@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from drumline.config.strategies.diloco import DiLoCoStrategy
-from drumline.planner.cost.terms import FULL
+from drumline.planner.cost.terms import FP32_BYTES
 from drumline.planner.strategies.local_sgd import ApartCost
 
 D = TypeVar("D", bound=DiLoCoStrategy)
@@ -17,4 +17,4 @@ class DiLoCoCost(ApartCost[D]):
     def outer_bytes(self) -> int:
         """Return the bytes of the outer optimizer (Douillard et al. 2023) for each parameter."""
         # The weights before the period, and the momentum.
-        return 2 * FULL
+        return 2 * FP32_BYTES

@@ -28,16 +28,16 @@ from drumline.plan.facts import (
 )
 from drumline.plan.plan import Layout
 from drumline.planner.cost.terms import (
-    FULL,
-    LOW,
-    WIDTH,
+    FP32_BYTES,
+    LOW_BYTES,
+    PRECISION_BYTES,
     Beside,
     Buffers,
     Copied,
     State,
     Volume,
     kind_of,
-    stepping,
+    step_buffer_bytes,
 )
 from drumline.planner.strategies.base import Space, StrategyCost, mixes
 
@@ -50,19 +50,21 @@ class GatheredWeights(NamedTuple):
 
     `through`: from forward to the end of backward.
     `head`: of the head, from the loss on.
-    `running`: while a block runs forward.
-    `begun`: from the beginning of backward.
-    `returning`: while a block runs backward.
+    `forward_block`: while a block runs forward.
+    `whole_backward`: from the beginning of backward.
+    `backward_block`: while a block runs backward.
     """
 
     through: float
     head: float
-    running: float
-    begun: float
-    returning: float
+    forward_block: float
+    whole_backward: float
+    backward_block: float
 
 
 class FSDP2Cost(StrategyCost[FSDP2Strategy]):
+    """The cost of sharding by fully_shard."""
+
     @classmethod
     def candidates(cls, kind: type[FSDP2Strategy], space: Space) -> Iterator[StrategyConfig]:
         """Yield all shardings, alone and with tensor, context and pipeline parallelism."""
@@ -111,7 +113,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         fallbacks: list[tuple[int, StrategyConfig]] = []
         if lean != self.strategy:
             fallbacks.append((2, lean))
-        return fallbacks + offloaded(lean, device)
+        return fallbacks + fallbacks_on_host(lean, device)
 
     def buffers(
         self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
@@ -123,7 +125,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         block = largest_block(facts, mine, tp)
         root = ends(facts, mine, tp)
         width = _gathered_width(layout)
-        reduced_width = WIDTH[self.strategy.reduce_dtype]
+        reduced_width = PRECISION_BYTES[self.strategy.reduce_dtype]
         # Unsharded gradients of the whole model, if they are reduced once a step.
         unreduced = 0
         is_accumulated = not self.strategy.sync_each_micro_batch and layout.batch.accumulation > 1
@@ -131,7 +133,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
             unreduced = reduced_width * rank_params(facts, mine, tp).trainable
         # A block's unsharded gradients; then the buffer in which those of the block before are being
         # reduced, and the result. The first block of backward has no block before it.
-        result = FULL * math.ceil(block.trainable / shards)
+        result = FP32_BYTES * math.ceil(block.trainable / shards)
         reduction = width * block.trainable
         second = reduced_width * block.trainable + result
         if unreduced:
@@ -144,21 +146,21 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         if gathered.head:
             _, head, _ = ends_by_unit(facts, mine, tp)
             trainable_ends -= head.trainable
-            at_head = reduced_width * head.trainable + FULL * head.trainable / shards
+            at_head = reduced_width * head.trainable + FP32_BYTES * head.trainable / shards
         copies: float = 0
         step = 0.0
         if self.strategy.offload == "cpu" and layout.device == "cuda":
             # Of shards that are on their way from the host.
-            copies = FULL * (root.entries + block.entries) / shards
+            copies = FP32_BYTES * (root.entries + block.entries) / shards
         else:
-            step = stepping(layout, rank_params(facts, mine, tp, shards), True)
+            step = step_buffer_bytes(layout, rank_params(facts, mine, tp, shards), True)
         return Buffers(
             through=gathered.through + unreduced + copies,
             head=gathered.head,
             first=at_head,
-            block=gathered.running,
-            begun=gathered.begun,
-            backward=gathered.returning + reduction,
+            block=gathered.forward_block,
+            begun=gathered.whole_backward,
+            backward=gathered.backward_block + reduction,
             second=second,
             last=(width + reduced_width) * trainable_ends,
             step=step,
@@ -178,9 +180,9 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
             return GatheredWeights(
                 through=everything,
                 head=0.0,
-                running=block,
-                begun=0,
-                returning=block,
+                forward_block=block,
+                whole_backward=0,
+                backward_block=block,
             )
         if self.strategy.gathers_ends_apart(layout.mesh, layout.config.plain):
             # The embedding is freed when the first block runs, and backward does not read it.
@@ -196,9 +198,9 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         return GatheredWeights(
             through=through,
             head=head,
-            running=block * (1 + blocks_ahead),
-            begun=block,
-            returning=block * blocks_ahead_in_backward,
+            forward_block=block * (1 + blocks_ahead),
+            whole_backward=block,
+            backward_block=block * blocks_ahead_in_backward,
         )
 
     def send(
@@ -206,19 +208,19 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
     ) -> None:
         """Add what gathering weights and reducing gradients send in a step.
 
-        Each block is gathered for forward and, unless it stays whole, for backward; embedding, last
-        norm and head once. All that is done for each micro-batch. A stage of a pipeline keeps in
-        backward what it has gathered, so it gathers once more than there are micro-batches, whatever
-        the schedule. Shards are padded to equal size. Gradients are reduced in `reduce_dtype`.
+        In each micro-batch each block is gathered for forward and, unless it stays whole, again for
+        backward; embedding, last norm and head are gathered once. A stage of a pipeline gathers a
+        block for the forward of each micro-batch, and once for all backwards, whatever the schedule.
+        Shards are padded to equal size. Gradients are reduced in `reduce_dtype`.
         """
         mesh = layout.mesh
         shards = self.strategy.shards(mesh)
         micro_batches = layout.batch.accumulation
         is_pipeline = mesh.pp > 1
         gathered_in = self.strategy.gathered_in(layout.precision, layout.config.images_alone)
-        width = WIDTH[gathered_in or "fp32"]
-        # Bytes that a frozen entry has less.
-        spared = width - min(width, WIDTH[layout.precision])
+        width = PRECISION_BYTES[gathered_in or "fp32"]
+        # How many bytes fewer a frozen entry takes.
+        spared = width - min(width, PRECISION_BYTES[layout.precision])
         units = width * has["units"] - spared * has["units_low"]
         root = width * has["root"] - spared * has["root_low"]
         experts = width * has["experts"] - spared * has["experts_low"]
@@ -227,7 +229,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
             # An entry in fp8 is one byte.
             units -= (width - 1) * cast_entries // shards
             # The scale of a weight is that of its largest entry over all shards.
-            volume.add("all_reduce", FULL * cast_weights, shards, "shard")
+            volume.add("all_reduce", FP32_BYTES * cast_weights, shards, "shard")
         # How many times a step gathers a block for forward, for backward, and the root.
         forward = micro_batches
         backward = micro_batches
@@ -259,7 +261,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         # One call for each block, and one for the root.
         calls = reductions * (blocks + 1)
         trainable = has["units_trainable"] + has["root_trainable"]
-        reduced_width = WIDTH[self.strategy.reduce_dtype]
+        reduced_width = PRECISION_BYTES[self.strategy.reduce_dtype]
         for entries, ranks in ((trainable, shards), (has["experts_trainable"], expert_shards)):
             reduced = reductions * reduced_width * entries
             # Within a shard group, and then between the groups of a hybrid.
@@ -270,20 +272,20 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         """Return what offloading copies: weights come up for each gathering, gradients go down."""
         mesh = layout.mesh
         micro_batches = layout.batch.accumulation
-        all_bytes = FULL * facts.trainable + WIDTH[layout.precision] * facts.frozen
+        all_bytes = FP32_BYTES * facts.trainable + PRECISION_BYTES[layout.precision] * facts.frozen
         parts = mesh.tp * mesh.pp * self.strategy.shards(mesh)
         up = all_bytes / parts * micro_batches
         if self.strategy.reshards:
             # Once more for backward.
             up *= 2
-        down = FULL * trainable
+        down = FP32_BYTES * trainable
         if self.strategy.sync_each_micro_batch:
             down *= micro_batches
         return Copied(up, down, hidden=True)
 
 
-def offloaded(strategy: FSDP2Strategy, device: str) -> list[tuple[int, StrategyConfig]]:
-    """Return the strategy with its states on the host, if the host has a memory of its own."""
+def fallbacks_on_host(strategy: FSDP2Strategy, device: str) -> list[tuple[int, StrategyConfig]]:
+    """Return the fallback with states on the host; none if the device's memory is the host's own."""
     if device != "cuda" or strategy.offload == "cpu":
         return []
     return [(3, strategy.model_copy(update={"offload": "cpu"}))]
@@ -292,14 +294,14 @@ def offloaded(strategy: FSDP2Strategy, device: str) -> list[tuple[int, StrategyC
 def _gathered_width(layout: Layout) -> int:
     """Return the bytes of an entry of a trainable weight that is gathered."""
     if kind_of(layout) == "low":
-        return LOW
-    return FULL
+        return LOW_BYTES
+    return FP32_BYTES
 
 
 def _gathered_bytes(layout: Layout, sizes: Sizes) -> int:
     """Return the bytes of gathered weights. Frozen matrices are in the precision of the run."""
     width = _gathered_width(layout)
-    frozen_width = min(width, WIDTH[layout.precision])
+    frozen_width = min(width, PRECISION_BYTES[layout.precision])
     return width * (sizes.entries - sizes.low) + frozen_width * sizes.low
 
 

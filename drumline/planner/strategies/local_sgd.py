@@ -9,12 +9,12 @@ from typing import TypeVar
 from drumline.config.strategies.local_sgd import Apart
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Layout
-from drumline.planner.cost.terms import FULL, NUMBER, Volume
+from drumline.planner.cost.terms import FP32_BYTES, FP64_BYTES, Volume
 from drumline.planner.strategies.base import StrategyCost
 
 A = TypeVar("A", bound=Apart)
 # fp32 entries that engine.in_pieces takes at once.
-CHUNK = 2**24
+CHUNK_ENTRIES = 2**24
 
 
 class ApartCost(StrategyCost[A]):
@@ -32,7 +32,7 @@ class ApartCost(StrategyCost[A]):
             share = self.strategy.step_shares()["together"]
         else:
             share = float(self.strategy.averages(step))
-        bytes_ = share * FULL * facts.trainable
-        calls = share * math.ceil(facts.trainable / CHUNK)
+        bytes_ = share * FP32_BYTES * facts.trainable
+        calls = share * math.ceil(facts.trainable / CHUNK_ENTRIES)
         volume.add(self.strategy.exchange, bytes_, ranks, "gradients", calls)
-        volume.add("all_reduce", NUMBER, ranks, "gradients")
+        volume.add("all_reduce", FP64_BYTES, ranks, "gradients")

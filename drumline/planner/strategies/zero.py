@@ -34,9 +34,10 @@ from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts, Part, Weight, ends, largest_block, part_of, weights_of
 from drumline.plan.plan import Layout
 from drumline.planner.cost.terms import (
-    FULL,
-    LOW,
-    WIDTH,
+    FP32_BYTES,
+    FP64_BYTES,
+    LOW_BYTES,
+    PRECISION_BYTES,
     Beside,
     Buffers,
     Copied,
@@ -50,12 +51,12 @@ CPU = Offload(kind="cpu")
 # Words of a DeepSpeed config for types of two bytes.
 LOW_TYPES = ("fp16", "bfp16", "bf16")
 # An offloaded AdamW reads and writes, for each parameter, an fp32 weight and two fp32 moments.
-ADAMW_BYTES = 3 * FULL
+ADAMW_BYTES = 3 * FP32_BYTES
 # Bytes of the scalar that ZeRO 3 reduces for the gradient norm: fp64 on the device, fp32 on the host.
-NORM_ON_DEVICE = 2 * FULL
-NORM_ON_HOST = FULL
-# Blocks that are read between a block's forward and its backward: the blocks behind it in forward and
-# in backward, and with activation checkpointing once more in the recomputation.
+NORM_ON_DEVICE_BYTES = FP64_BYTES
+NORM_ON_HOST_BYTES = FP32_BYTES
+# How often the blocks behind a block run between its forward and its backward: in forward, in
+# backward, and with activation checkpointing once more when they are computed again.
 PASSES = 2
 PASSES_RECOMPUTED = 3
 
@@ -64,13 +65,14 @@ PASSES_RECOMPUTED = 3
 class Partition:
     """Numbers of entries of a model that ZeRO cuts over some ranks.
 
-    `trainable`, `frozen`: the model's own entries.
-    `flat`: the trainable entries end to end in the optimizer's groups (`_groups`), each group padded
-    to a multiple of 2 × ranks.
-    `touched`: on the rank with most, all entries of the weights that it holds a part of.
-    `pieces`: what a rank holds if each trainable weight is cut by itself and rounded up;
+    `trainable`, `frozen`: all entries of the model, before they are cut.
+    `flat`: the trainable entries with padding. They lie end to end in the optimizer's groups
+    (`_groups`), and each group is padded to a multiple of 2 × ranks.
+    `touched`: entries of all weights of which a rank has a part, on the rank with most. Such weights
+    are counted whole.
+    `pieces`: trainable entries on a rank if each weight is cut by itself and rounded up.
     `frozen_pieces`: the same of frozen weights.
-    `largest`: the entries of the largest trainable weight.
+    `largest`: entries of the largest trainable weight.
     """
 
     trainable: int
@@ -179,13 +181,13 @@ class ZeroCost(StrategyCost[Zero]):
         is_offloaded = self.strategy.offloads()[0] != "none"
         # All ranks have all weights, and a share of the masters and moments.
         share = cut.flat // ranks
-        weights = WIDTH[layout.precision] * (cut.flat + cut.frozen)
+        weights = PRECISION_BYTES[layout.precision] * (cut.flat + cut.frozen)
         # Of each entry of the share: an fp32 weight, and the optimizer's states.
-        masters = FULL * share * (1 + layout.config.optimizer.slots)
+        masters = FP32_BYTES * share * (1 + layout.config.optimizer.slots)
         # Stage 1 keeps whole gradients until they are reduced.
         unsharded = 0
         if self.strategy.stage == 1:
-            unsharded = FULL * cut.trainable
+            unsharded = FP32_BYTES * cut.trainable
         accumulated = self._gradient_bytes(layout, facts).accumulated
         low_gradients = accumulated * share + unsharded
         if is_offloaded:
@@ -193,9 +195,9 @@ class ZeroCost(StrategyCost[Zero]):
             if is_low:
                 device_gradients = low_gradients
             # DeepSpeed copies the rank's share to the host, where it is stepped.
-            host_gradients = FULL * share
+            host_gradients = FP32_BYTES * share
             if self.strategy.stage == 2 and not is_low and layout.batch.accumulation > 1:
-                host_gradients += FULL * cut.touched
+                host_gradients += FP32_BYTES * cut.touched
             return State(
                 parameters=weights,
                 gradients=device_gradients,
@@ -205,19 +207,19 @@ class ZeroCost(StrategyCost[Zero]):
             )
         if not is_low:
             # A rank keeps the whole gradient of each weight that it has a part of.
-            return State(weights, FULL * cut.touched, masters)
+            return State(weights, FP32_BYTES * cut.touched, masters)
         if self._is_bf16_optimizer(layout):
             # DeepSpeed's BF16_Optimizer keeps fp32 gradients of all weights, and the bf16 ones that
             # they were accumulated from.
-            gradients = FULL * cut.flat + LOW * cut.trainable
+            gradients = FP32_BYTES * cut.flat + LOW_BYTES * cut.trainable
             return State(weights, gradients, masters)
         return State(weights, low_gradients, masters)
 
     def _state_of_stage_3(self, layout: Layout, facts: ModelFacts, cut: Partition) -> State:
         """Return the bytes of weights, gradients and moments between two steps of stage 3."""
         optimizer, parameters = self.strategy.offloads()
-        weights = WIDTH[layout.precision] * (cut.pieces + cut.frozen_pieces)
-        masters = FULL * cut.pieces * (layout.config.optimizer.slots + 1)
+        weights = PRECISION_BYTES[layout.precision] * (cut.pieces + cut.frozen_pieces)
+        masters = FP32_BYTES * cut.pieces * (layout.config.optimizer.slots + 1)
         gradients = self._gradient_bytes(layout, facts).accumulated * cut.pieces
         device_weights = weights
         host_weights = 0
@@ -226,8 +228,7 @@ class ZeroCost(StrategyCost[Zero]):
             host_weights = weights
         if optimizer == "none":
             return State(device_weights, gradients, masters, host_weights)
-        # The flat buffer that gradients are reduced into lies where the optimizer does, and so does
-        # what its step reads.
+        # The host has the flat buffer that gradients are reduced into, and the copy that the step reads.
         return State(
             parameters=device_weights,
             gradients=0,
@@ -269,7 +270,7 @@ class ZeroCost(StrategyCost[Zero]):
         if self.strategy.stage == 3:
             return self._buffers_of_stage_3(layout, facts, cut, state)
         options = self._user_options(facts)
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         is_low = layout.precision != "fp32"
         is_offloaded = self.strategy.offloads()[0] != "none"
         bucket = _bucket_entries(options, cut)
@@ -278,11 +279,11 @@ class ZeroCost(StrategyCost[Zero]):
             # Of 4 + 2 bytes an entry (`state`), the fp32 ones are kept.
             early = state.gradients * 2 // 3
         has_bf16_optimizer = self._is_bf16_optimizer(layout) and not is_offloaded
-        sends_a_copy = is_low and self._gradient_bytes(layout, facts).sent == FULL
+        sends_a_copy = is_low and self._gradient_bytes(layout, facts).sent == FP32_BYTES
         message = 0
         if sends_a_copy or has_bf16_optimizer:
             # What is sent of a bucket is copied to fp32.
-            message = FULL * min(bucket, cut.trainable)
+            message = FP32_BYTES * min(bucket, cut.trainable)
         always = 0
         if is_offloaded:
             # One gradient on its way to the host.
@@ -294,7 +295,7 @@ class ZeroCost(StrategyCost[Zero]):
         if self.strategy.stage == 1 and not has_bf16_optimizer and layout.batch.accumulation > 1:
             # Whole gradients that ZeRO 1 accumulates until the last micro-batch. With the
             # BF16_Optimizer they are part of `state`.
-            always += FULL * cut.trainable
+            always += FP32_BYTES * cut.trainable
         # DeepSpeed keeps the largest weight's gradient outside of the bucket if the bucket is full.
         backward = width * cut.largest
         if bucket < cut.trainable:
@@ -302,10 +303,10 @@ class ZeroCost(StrategyCost[Zero]):
             backward += message
         last = message
         if self.strategy.stage == 1 and layout.precision == "fp16":
-            last += FULL * cut.trainable
+            last += FP32_BYTES * cut.trainable
         step = 0
         if not is_low:
-            step = FULL * cut.flat // layout.mesh.world_size
+            step = FP32_BYTES * cut.flat // layout.mesh.world_size
         return Buffers(
             always=always,
             begun=self._bucket_bytes(layout, options, bucket, has_bf16_optimizer),
@@ -321,9 +322,9 @@ class ZeroCost(StrategyCost[Zero]):
         """Return the bytes of the buckets that stage 1 and 2 allocate at the beginning of backward."""
         if has_bf16_optimizer:
             return 0
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         if self.strategy.stage == 1:
-            width = FULL
+            width = FP32_BYTES
         buckets = 1
         if options.get("zero_optimization.overlap_comm"):
             # One is filled while the other is sent.
@@ -335,7 +336,7 @@ class ZeroCost(StrategyCost[Zero]):
     ) -> Buffers:
         """Return the bytes of stage 3's bucket, and of the weights that it gathers."""
         options = self._user_options(facts)
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         bucket = _bucket_entries(options, cut)
         live = _stage_3_entries(options, "max_live_parameters", LIVE)
         prefetched = _stage_3_entries(options, "prefetch_bucket_size", PREFETCHED)
@@ -346,15 +347,15 @@ class ZeroCost(StrategyCost[Zero]):
                 persistent += number * weight.numel
         everything = cut.trainable + cut.frozen
         block = largest_block(facts, part_of(facts)).entries
-        # DeepSpeed gathers up to `live` entries ahead, and exceeds this by what it has in hand: a
-        # block, and what is prefetched. A persistent weight is counted in `always`.
+        # DeepSpeed gathers up to `live` entries ahead. It exceeds this by the block that runs, and by
+        # what is prefetched. Persistent weights are counted in `always`.
         gathered = min(everything, live + prefetched + block) - min(everything, persistent)
         reduced = width * min(bucket, cut.trainable)
         step = 0
         if self.strategy.offloads()[0] == "none" and layout.precision != "fp32":
             # Groups of weights are stepped one after the other.
             group = int(options.get("zero_optimization.sub_group_size", STEPPED))
-            step = FULL * min(cut.pieces, group)
+            step = FP32_BYTES * min(cut.pieces, group)
         sent = self._gradient_bytes(layout, facts).sent
         return Buffers(
             always=sent * bucket + width * persistent,
@@ -370,20 +371,24 @@ class ZeroCost(StrategyCost[Zero]):
 
         `between`: bytes of its states in host memory.
 
-        DeepSpeed allocates its states while it is given the weights (engine.strategies.zero.fill),
-        one block at a time in fp32. Under stage 1 and 2 the fp32 values of all trainable weights stay on the
-        host, and DeepSpeed copies the trainable weights from the device beside them. Under stage 3
-        the fp32 values of the rank's part stay. On a CPU the host has all weights. A rank gathers its
-        part of a checkpoint on the host in any case.
+        DeepSpeed allocates its states while it is given the weights, one block at a time in fp32
+        (engine.strategies.zero.fill). What stays on the host meanwhile depends on the stage:
+
+        - Stages 1 and 2: the fp32 values of all trainable weights, and beside them DeepSpeed's copy of
+          the trainable weights of the device.
+        - Stage 3: the fp32 values of the rank's part.
+
+        On a CPU the host has all weights. A rank gathers its part of a checkpoint on the host in any
+        case.
         """
         cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
         is_low = layout.precision != "fp32"
         has_gpu = layout.device == "cuda"
         optimizer, parameters = self.strategy.offloads()
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         low_copy = 0
         if is_low:
-            low_copy = LOW
+            low_copy = LOW_BYTES
         if has_gpu and (optimizer, parameters) != ("none", "none"):
             # For offloading: the low-precision weights that its step writes, and one gradient.
             shard = cut.flat // layout.mesh.world_size
@@ -402,13 +407,13 @@ class ZeroCost(StrategyCost[Zero]):
             copied = facts.parameters
             if has_gpu:
                 copied = facts.trainable
-            in_fp32 = FULL * min(facts.parameters, staying + piece)
+            in_fp32 = FP32_BYTES * min(facts.parameters, staying + piece)
             load = in_fp32 + max(low_copy * copied, between)
         else:
             masters = 0
             if is_low:
-                masters = FULL * cut.pieces
-            load = between + masters + (FULL + low_copy) * piece
+                masters = FP32_BYTES * cut.pieces
+            load = between + masters + (FP32_BYTES + low_copy) * piece
         # One copy that the rank gathers, and one that is written in the background.
         copies = 1 + layout.config.checkpoint.asynchronous
         return Host(between=between, load=load, export=between, copies=copies)
@@ -418,14 +423,14 @@ class ZeroCost(StrategyCost[Zero]):
     ) -> None:
         """Add what weights and gradients send in a step.
 
-        Stage 1 and 2 sum gradients by all-reduce (`use_multi_rank_bucket_allreduce`), unsharded, in
-        fp32 (`communication_data_type`): stage 1 after the last micro-batch, stage 2 after each.
-        After the step each of the optimizer's groups of parameters, padded to 2 × ranks entries, is
-        gathered in the type of the weights. Stage 3: see `_send_stage_3`.
+        Stages 1 and 2 sum whole gradients by all-reduce (`use_multi_rank_bucket_allreduce`) in fp32
+        (`communication_data_type`): stage 1 after the last micro-batch, stage 2 after each. After the
+        step each of the optimizer's groups of parameters is gathered in the type of the weights, padded
+        to a multiple of 2 × ranks entries. Stage 3: see `_send_stage_3`.
         """
         options = self._user_options(facts)
         ranks = layout.mesh.shard
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         sent = self._gradient_bytes(layout, facts).sent
         if self.strategy.stage == 3:
             self._send_stage_3(volume, layout, facts, options, sent)
@@ -458,35 +463,40 @@ class ZeroCost(StrategyCost[Zero]):
         groups = len(_groups(facts, _has_two_groups(layout)))
         ranks = layout.mesh.shard
         if self.strategy.stage == 3:
-            number = NORM_ON_HOST
+            number = NORM_ON_HOST_BYTES
             if self.strategy.offloads()[0] == "none":
-                number = NORM_ON_DEVICE
+                number = NORM_ON_DEVICE_BYTES
             for _ in range(groups):
                 volume.add("all_reduce", number, ranks, "shard")
         elif not self._is_bf16_optimizer(layout):
             # Norms, and whether one is not finite. (The BF16_Optimizer has all gradients, so each
             # rank computes their norm.)
             is_low = layout.precision != "fp32"
-            volume.add("all_reduce", FULL * groups + is_low, ranks, "shard")
+            volume.add("all_reduce", FP32_BYTES * groups + is_low, ranks, "shard")
 
     def _send_stage_3(
         self, volume: Volume, layout: Layout, facts: ModelFacts, options: dict[str, Any], sent: int
     ) -> None:
         """Add what stage 3 sends in a step; `sent`: bytes of an entry of a gradient on its way.
 
-        Stage 3 cuts each parameter by itself into equal parts, padded. It gathers what is not
-        persistent (`stage3_param_persistence_threshold`) for forward. It gathers again for backward
-        where at least `stage3_max_reuse_distance` parameters are used in between and more than
-        `stage3_max_live_parameters` lie behind the block, which is how far it gathers ahead (to a
-        block or so). Gradients are scattered after each micro-batch. Persistent parameters are
-        gathered after the step.
+        Each parameter is cut by itself into equal parts, with padding. In each micro-batch:
 
-        ZeRO++ has not been counted on a GPU; it is as its paper says: weights are gathered in 8 bits,
+        - All parameters but the persistent ones (`stage3_param_persistence_threshold`) are gathered
+          for forward.
+        - A block is released after forward, and gathered again for backward, if two limits are
+          passed: at least `stage3_max_reuse_distance` parameters are used in between, and more than
+          `stage3_max_live_parameters` lie behind the block, which is how far DeepSpeed gathers ahead
+          (to a block or so).
+        - Gradients are reduced and scattered.
+
+        Persistent parameters are gathered after the step.
+
+        ZeRO++ follows its paper, and was not counted on a GPU: weights are gathered in 8 bits,
         gradients reduced in 4, and the second gathering is among the ranks of a copy.
         """
         ranks = layout.mesh.shard
         micro_batches = layout.batch.accumulation
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         threshold = _stage_3_entries(options, "param_persistence_threshold", PERSISTENT)
         reuse = _stage_3_entries(options, "max_reuse_distance", REUSE)
         prefetched = _stage_3_entries(options, "prefetch_bucket_size", 1)
@@ -534,12 +544,12 @@ class ZeroCost(StrategyCost[Zero]):
         those of stage 3 on the host come for each micro-batch too.
         """
         micro_batches = layout.batch.accumulation
-        width = WIDTH[layout.precision]
+        width = PRECISION_BYTES[layout.precision]
         optimizer, parameters = self.strategy.offloads()
         up = width * trainable
         if parameters != "none":
             up += width * facts.parameters / layout.mesh.shard * micro_batches
-        down = FULL * trainable * micro_batches
+        down = FP32_BYTES * trainable * micro_batches
         stored = 0.0
         if optimizer == "nvme":
             # fp32 weights and moments are read and written back.
@@ -568,8 +578,8 @@ class Zero3Cost(ZeroCost):
 def _bytes_of_type(name: str) -> int:
     """Return the bytes of an entry in a type that DeepSpeed calls `name`."""
     if name in LOW_TYPES:
-        return LOW
-    return FULL
+        return LOW_BYTES
+    return FP32_BYTES
 
 
 def _bucket_entries(options: dict[str, Any], cut: Partition) -> int:

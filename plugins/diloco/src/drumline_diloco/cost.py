@@ -8,7 +8,7 @@ from collections import Counter
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Layout
 from drumline.plan.wire import BLOCK, SCALE
-from drumline.planner.cost.terms import FULL, NUMBER, Beside, Volume
+from drumline.planner.cost.terms import FP32_BYTES, FP64_BYTES, Beside, Volume
 from drumline.planner.strategies.diloco import DiLoCoCost
 from drumline_diloco.section import StreamingDiLoCoStrategy
 
@@ -59,18 +59,18 @@ class StreamingDiLoCoCost(DiLoCoCost[StreamingDiLoCoStrategy]):
             bytes_ = sent_on * bytes_of_part
             volume.add("all_gather", bytes_, ranks, "gradients", sent_on, beside)
         else:
-            bytes_ = sent * FULL * entries
+            bytes_ = sent * FP32_BYTES * entries
             volume.add("all_reduce", bytes_, ranks, "gradients", sent, beside)
 
         if not self.strategy.delay:
             # With a delay the norm is sent with the loop's sums.
-            volume.add("all_reduce", NUMBER, ranks, "gradients")
+            volume.add("all_reduce", FP64_BYTES, ranks, "gradients")
 
     def kept_bytes(self, world: int) -> int:
         """Return the bytes for each trainable parameter of fragments that are under way."""
         if world == 1 or not self.strategy.delay:
             return 0
-        bytes_of_entry = FULL
+        bytes_of_entry = FP32_BYTES
         if self.strategy.bits == 8:
             # What is sent, what is received, and the scales, rounded up.
             bytes_of_entry = 3
