@@ -19,7 +19,7 @@ import torch
 from drumline.data.cache import Segment, TokenCache
 from drumline.plan.plan import Plan
 
-Tokens = npt.NDArray[np.int64]
+TokenIds = npt.NDArray[np.int64]
 IGNORE = -100  # a target that carries no loss, as torch's cross_entropy has it
 # Tokens of a row without a sample.
 FILLER_WIDTH = 2
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class First:
+class FirstPassNumbers:
     """The numbers that `Algorithm.first_pass` computes for the samples of a global batch.
 
     Attributes:
@@ -64,7 +64,7 @@ class Batch:
         places_P: int64, the rows of this batch's samples in `first`, -1 for fillers.
     """
 
-    first: First | None = field(default=None, kw_only=True)
+    first: FirstPassNumbers | None = field(default=None, kw_only=True)
     places_P: torch.Tensor | None = field(default=None, kw_only=True)
 
     @staticmethod
@@ -92,13 +92,13 @@ class Batch:
         def copy_to_device(tensor: torch.Tensor) -> torch.Tensor:
             if on_gpu:
                 # From pageable memory the copy would wait, whatever `non_blocking` says.
-                tensor = pinned(tensor)
+                tensor = pin_memory(tensor)
             return tensor.to(device, non_blocking=on_gpu)
 
         return self.each(copy_to_device)
 
 
-def pinned(tensor: torch.Tensor) -> torch.Tensor:
+def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a host tensor in page-locked memory, from which copies to a GPU do not block the host."""
     if tensor.is_cuda:
         return tensor
@@ -191,7 +191,7 @@ def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> Sha
         torch.from_numpy(ids),
         torch.from_numpy(positions),
         documents,
-        bounds(documents, shared_width),
+        segment_bounds(documents, shared_width),
         torch.from_numpy(places),
     )
 
@@ -251,7 +251,7 @@ class TokenBatch(Batch):
     documents: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
     bounds_N: torch.Tensor | None = field(default=None, kw_only=True)
     learned_M: torch.Tensor | None = field(default=None, kw_only=True)
-    learned_on_host_M: Tokens | None = field(default=None, kw_only=True)
+    learned_on_host_M: TokenIds | None = field(default=None, kw_only=True)
     shared: SharedPrompts | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -362,13 +362,13 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
         len(learned),
         lengths_B=torch.from_numpy(lengths),
         documents=tuple(documents),
-        bounds_N=bounds(documents, width),
+        bounds_N=segment_bounds(documents, width),
         learned_M=torch.from_numpy(learned),
         learned_on_host_M=learned,
     )
 
 
-def bounds(documents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+def segment_bounds(documents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
     """Return `TokenBatch.bounds_N` of rows of `width` tokens. `documents`: see `TokenBatch`."""
     sizes = [0]
     for row in documents:
@@ -481,7 +481,7 @@ def _split_at_answer(segment: Segment) -> Parts:
     return Parts(tokens[:first_target], tokens[first_target:])
 
 
-def learned_pairs(rows: int, length: int) -> PairBatch:
+def placeholder_pairs(rows: int, length: int) -> PairBatch:
     """Return pairs of rows with `length` tokens, all of them targets.
 
     The log-probabilities of the reference are 0. Such batches stand for real ones in measurements.
@@ -555,7 +555,7 @@ def _labelled_batch(
     return LabelledBatch(**fields, labels_B=torch.tensor(labels), attention_mask_BT=mask_BT)
 
 
-def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
+def placeholder_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
     """Return texts of `length` tokens, all of the first class."""
     texts = [[learned_segment(length)]] * rows
     return _labelled_batch(plan, texts, [0] * rows, 0, length)
@@ -582,8 +582,8 @@ class Episodes:
         ended_N: bool, the completion was not cut before its end.
     """
 
-    prompts: list[Tokens]
-    completions: list[Tokens]
+    prompts: list[TokenIds]
+    completions: list[TokenIds]
     mask_NM: torch.Tensor
     log_probs_NM: torch.Tensor
     sampler_log_probs_NM: torch.Tensor
@@ -598,8 +598,8 @@ class Episodes:
     @classmethod
     def start(
         cls,
-        prompts: Sequence[Tokens],
-        completions: Sequence[Tokens],
+        prompts: Sequence[TokenIds],
+        completions: Sequence[TokenIds],
         ended: Sequence[bool] | None = None,
     ) -> Episodes:
         """Return episodes with tokens alone; their numbers are 0.
@@ -745,7 +745,7 @@ def _learned_completion(parts: Parts) -> Segment:
     return tokens, learn.astype(np.uint8)
 
 
-def learned_episodes(rows: int, length: int) -> EpisodeBatch:
+def placeholder_episodes(rows: int, length: int) -> EpisodeBatch:
     """Return a batch of completions of length - 1 tokens, each behind a prompt of one."""
     prompts = [np.ones(1, np.int64)] * rows
     completions = [np.ones(length - 1, np.int64)] * rows

@@ -35,11 +35,11 @@ import numpy as np
 
 from drumline.config.mixing import Mixed, StreamConfig, epoch_counts
 from drumline.data.cache import Segment, TokenCache, read_info, temporary_folder, verify
-from drumline.data.filters import RawRows
-from drumline.data.make import Task, finish, job_of, require_rows, rows_of, token_type
+from drumline.data.files import RawRows
+from drumline.data.make import Task, job_of, require_rows, rows_of, token_type, write_cache
 from drumline.data.sources import Row, describe
 from drumline.data.stage import TRAIN, Ints, Stage
-from drumline.data.stream import GlobalOrder, interleave, mix, places_before
+from drumline.data.stream import GlobalOrder, hash_integers, interleave, places_before
 from drumline.data.workers import encode_all
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
 from drumline.system import heartbeat
@@ -47,7 +47,7 @@ from drumline.system.files import write_whole
 
 LEDGER = "stream.json"
 PULSE = "pulse"
-_READS = "reads"  # at the end of PULSE: the maker waits for a source that has given rows
+_IS_READING = "reads"  # at the end of PULSE: the maker waits for a source that has given rows
 _CYCLE = 10**6  # places that weights are rounded to; every order of a stream depends on it
 _ROWS = 4096  # places that are assigned to sources at once
 _POLL_SECONDS = 0.05
@@ -55,7 +55,7 @@ _POLL_SECONDS = 0.05
 _ROW_SECONDS = 60.0
 
 
-def is_begun(root: Path) -> bool:
+def has_first_block(root: Path) -> bool:
     """Return whether block 0 was made.
 
     Ledgers without `rows` are of older versions, whose blocks may hold a row several times.
@@ -70,14 +70,14 @@ def begin(task: Task, tokenizer_path: str, base_dir: Path) -> None:
     Raises DataError for rows that cannot be used, EnvironmentFault if a run streams through the
     folder, or the disk cannot be written.
     """
-    while not is_begun(task.folder):
-        with preparing(task.folder) as is_mine:
+    while not has_first_block(task.folder):
+        with hold_while_preparing(task.folder) as is_mine:
             if not is_mine:
                 time.sleep(_POLL_SECONDS)
             # Another process may have made it before this one held the folder.
-            elif not is_begun(task.folder):
+            elif not has_first_block(task.folder):
                 remove_older_blocks(task.folder)
-                Maker(task, tokenizer_path, base_dir).make(0)
+                BlockMaker(task, tokenizer_path, base_dir).make(0)
                 return
 
 
@@ -108,7 +108,7 @@ def read_ledger(root: Path) -> dict[str, Any]:
     return ledger
 
 
-class Maker:
+class BlockMaker:
     """Makes blocks. Consecutive blocks go on with one pass over the rows.
 
     Attributes:
@@ -167,7 +167,7 @@ class Maker:
             if stage.rows:
                 for name in ("tokens.bin", "learn.bin"):
                     (staging / name).rename(folder / name)
-                finish(self.task, stage, folder, block_of(self.root, number), TRAIN)
+                write_cache(self.task, stage, folder, block_folder(self.root, number), TRAIN)
         # Last: a rank that finds a block in the ledger may read it.
         self._write_ledger(number)
         # A shorter block has taken a row of the next one.
@@ -193,7 +193,7 @@ class Maker:
     def _write_ledger(self, number: int) -> None:
         """Add a block that was made to the ledger. A block without a folder has 0 samples."""
         ledger = dict(read_ledger(self.root))
-        info = read_info(block_of(self.root, number))
+        info = read_info(block_folder(self.root, number))
         sample_count = 0
         if info is not None:
             sample_count = info["samples"]
@@ -254,13 +254,13 @@ class Maker:
         """Write how far the maker is, for all ranks that wait."""
         activity = ""
         if self._is_reading:
-            activity = _READS
+            activity = _IS_READING
         # Without room for this the maker reports that there is none for its blocks.
         with suppress(OSError):
             (self.root / PULSE).write_text(f"{self._rows_so_far} {activity}")
 
 
-def block_of(root: Path, number: int) -> Path:
+def block_folder(root: Path, number: int) -> Path:
     """Return the folder of a block."""
     return root / f"{number:08}"
 
@@ -272,7 +272,7 @@ def block_folders(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if re.fullmatch(r"\d{8,}", path.name)]
 
 
-class _Numbers:
+class _SampleNumbers:
     """An array of the token caches of all blocks, indexed by the numbers of samples.
 
     `name` is that of the array in a `TokenCache`: lengths or learned.
@@ -315,7 +315,7 @@ class Blocks:
         self,
         root: Path,
         stream: StreamConfig,
-        maker: Maker | None,
+        maker: BlockMaker | None,
         seed: int | None,
         *,
         falling: bool = False,
@@ -336,8 +336,8 @@ class Blocks:
         if known:
             self.first = known["block"]
             self.begins = [known["start"]]
-        self.lengths = _Numbers(self, "lengths")
-        self.learned = _Numbers(self, "learned")
+        self.lengths = _SampleNumbers(self, "lengths")
+        self.learned = _SampleNumbers(self, "learned")
         self.size = 0  # there are no epochs
         self.closed = False
         # By the number of a block: its cache while it is read, the making of it, and its samples.
@@ -423,7 +423,7 @@ class Blocks:
             return places
         # A seed of its own for each block, by the seed of the run.
         unmixed = np.asarray([self.seed % 2**64 ^ number], np.uint64)
-        block_seed = int(mix(unmixed)[0])
+        block_seed = int(hash_integers(unmixed)[0])
         order = GlobalOrder(size, block_seed, shuffle=True)
         return order.ids_at(places)
 
@@ -478,7 +478,7 @@ class Blocks:
         number = self._stored(number)
         if number not in self._caches:
             self._request(number)
-            folder = block_of(self.root, number)
+            folder = block_folder(self.root, number)
             self._wait(number, lambda: read_info(folder) is not None)
             # Let go of the blocks before the previous one: their files may be removed.
             self._caches = {old: cache for old, cache in self._caches.items() if old > number - 2}
@@ -507,7 +507,7 @@ class Blocks:
         """Have a block made, unless it is there and whole, or has no samples."""
         if self.maker is None or self._threads is None or number in self._made:
             return
-        folder = block_of(self.root, number)
+        folder = block_folder(self.root, number)
         info = read_info(folder)
         if info is not None and self.maker.task.config.data.verify:
             try:
@@ -548,7 +548,7 @@ class Blocks:
         with suppress(OSError):
             pulse = (self.root / PULSE).read_text()
         patience = math.inf
-        if pulse.endswith(_READS):
+        if pulse.endswith(_IS_READING):
             patience = _ROW_SECONDS
         # A pulse that changes says that rows have come since the last look.
         has_new_rows = pulse != self._pulse
@@ -573,7 +573,7 @@ _PREPARES = "drumline prepare"
 
 
 @contextmanager
-def preparing(root: Path) -> Iterator[bool]:
+def hold_while_preparing(root: Path) -> Iterator[bool]:
     """Hold a folder for a while. Gives whether this process may make block 0, see `hold`."""
     # A run of this process that holds the folder keeps it.
     if root in _held:

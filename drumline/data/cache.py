@@ -31,8 +31,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drumline.config.data import DataConfig
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import disk_errors
+from drumline.foreign import disk_errors, expanded
+from drumline.hardware.detect import cache_dir
 from drumline.system import files
 
 VERSION = 6  # raise it when the same input gives other files
@@ -111,6 +113,13 @@ class TokenCache:
         return json.loads(text)
 
 
+def cache_root(data: DataConfig) -> Path:
+    """Return the folder of the token caches."""
+    if data.cache_dir is None:
+        return cache_dir() / "data"
+    return expanded(data.cache_dir).absolute()
+
+
 def _map_array(folder: Path, name: str) -> Any:
     """Return the memory map of the array `name`.npy."""
     path = folder / f"{name}.npy"
@@ -151,7 +160,7 @@ def _sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for name in names}
 
 
-def left_out(name: str, info: dict[str, Any]) -> list[str]:
+def describe_left_out(name: str, info: dict[str, Any]) -> list[str]:
     """Return a line with how many rows were cut or left out, or no line.
 
     Args:
@@ -219,7 +228,7 @@ class Column:
         self.file.close()
 
 
-class Layout:
+class IndexWriter:
     """Writes the index files of a cache, some samples at a time."""
 
     def __init__(self, folder: Path) -> None:

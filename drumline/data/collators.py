@@ -22,7 +22,7 @@ from drumline.plan.plan import Plan
 Collator = Callable[[TokenCache], Callable[[list[int]], Any]]
 
 
-def padding(plan: Plan) -> int:
+def padding_id(plan: Plan) -> int:
     """Return the id of the padding token."""
     tokenizer = load_tokenizer(plan.model_path, plan.config.model)
     return pad_token_id(tokenizer)
@@ -35,7 +35,7 @@ def text_collator(plan: Plan, width: int | None) -> Collator:
         plan: the plan of the run.
         width: tokens of every row; None: those of the longest row.
     """
-    pad = padding(plan)
+    pad = padding_id(plan)
     hf_config = load_config(plan.model_path, plan.config.model)
     vision = vision_of(plan.config, plan.model_path, hf_config)
     if vision is not None:
@@ -49,7 +49,7 @@ def pair_collator(plan: Plan, width: int | None) -> Collator:
 
     `width`: tokens of every row; None: those of the longest row.
     """
-    pad = padding(plan)
+    pad = padding_id(plan)
     return lambda cache: lambda ids: collate_pairs(cache, ids, pad, width)
 
 
@@ -60,7 +60,7 @@ def judged_collator(
 
     With `has_mismatched` its batches also have mismatched answers, see `data.judged`.
     """
-    pad = padding(plan)
+    pad = padding_id(plan)
     if not has_mismatched:
         return lambda cache: lambda ids: collate_judged(cache, ids, pad, width)
     max_length = plan.config.data.max_length
@@ -78,7 +78,7 @@ def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> 
         image_size: see `ClassifyConfig`.
     """
     if not plan.config.images_alone:
-        pad = padding(plan)
+        pad = padding_id(plan)
         return lambda cache: lambda ids: collate_texts(plan, cache, ids, pad, width)
     hf_config = load_config(plan.model_path, plan.config.model)
     processor = load_processor(plan.model_path, plan.config.model, hf_config, image_size)

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from drumline.config.data import DataConfig
-from drumline.data.cache import TokenCache
-from drumline.data.files import as_json, image_path, root_of
+from drumline.data.cache import TokenCache, cache_root
+from drumline.data.files import as_json
 from drumline.data.formats import LABELS
+from drumline.data.image_files import image_path
 from drumline.data.pairs import SAME_ANSWER, SIDES, Text, pair_parts
 from drumline.data.sources import Row, holds_images
 from drumline.data.templates import Encoded, Encoder, Example, Policy, truncate
@@ -29,7 +30,7 @@ DIGEST_DIGITS = 16  # of sha256 over a prompt
 MOST_DIGITS = 600  # of a number; Python reads 640 at least
 MOST_NAMES = 10  # classes that a message lists
 # Under this key the meta of a prompt has the row's columns whose names it needs for something else.
-OWN = "own columns"
+OWN_COLUMNS = "own columns"
 
 
 class RowEncoder(Protocol):
@@ -86,7 +87,7 @@ class PromptRows:
 
     A sample is one segment, the tokens before the completion. Its meta is what rewards read:
     `prompt` (the text), `domain` (of the source), and the row's other columns under their names;
-    columns of these two names are under OWN.
+    columns of these two names are under `OWN_COLUMNS`.
 
     A prompt leaves room for max_new_tokens within data.max_length. data.truncation decides whether a
     longer one is dropped or cut at its start. It is never cut at its end, which has the question and
@@ -134,7 +135,7 @@ def _prompt_meta(row: Row, text: str) -> dict[str, Any]:
         if columns.get(name) is not None:
             own[name] = columns[name]
     if own:
-        meta[OWN] = own
+        meta[OWN_COLUMNS] = own
     return meta
 
 
@@ -210,7 +211,9 @@ class PairRows(AnswerRows):
             if len(short.tokens) < len(long.tokens):
                 is_cut = True
         hides_reasoning = any(example.hides_reasoning for example in full)
-        return Encoded(list(pair), _meta(row), truncated=is_cut, hides_reasoning=hides_reasoning)
+        return Encoded(
+            list(pair), _pair_meta(row), truncated=is_cut, hides_reasoning=hides_reasoning
+        )
 
 
 class JudgedRows(AnswerRows):
@@ -253,7 +256,7 @@ def judgement(label: Any, origin: str) -> bool:
     return is_good
 
 
-def _meta(row: Row) -> dict[str, Any] | None:
+def _pair_meta(row: Row) -> dict[str, Any] | None:
     """Return the meta of a pair: its margin, if the row has one. Raises DataError."""
     margin = row.values.get("margin")
     if margin is None:
@@ -436,7 +439,7 @@ class LabelledImages:
 
     def __init__(self, labels: list[str] | None, data: DataConfig) -> None:
         self.labels = labels
-        self.root = root_of(data)
+        self.root = cache_root(data)
 
     def encode(self, row: Row) -> Encoded | None:
         """Return an image with its class, see `RowEncoder.encode`."""

@@ -31,11 +31,11 @@ from drumline.config.data import (
 from drumline.config.model import TEMPLATES
 from drumline.config.registry import imported
 from drumline.data.cache import VERSION, TokenCache, read_info
-from drumline.data.files import no_reasoning_gym
 from drumline.data.formats import judges_answers
 from drumline.data.places import hash_file, locate
 from drumline.data.sources import call_hub, domains
 from drumline.data.sql import hash_rows
+from drumline.data.tasks import no_reasoning_gym
 from drumline.errors import DataError, ModelError
 from drumline.foreign import expanded, first_line
 from drumline.hardware.detect import cache_dir
@@ -46,11 +46,11 @@ from drumline.plan.plan import DataIdentity
 from drumline.system.files import json_digest
 
 # Settings of a source that change none of its tokens.
-_APART = {"set", "weight", "repeats", "cap"}
+_NOT_HASHED = {"set", "weight", "repeats", "cap"}
 # Settings of `data` that change the tokens of a row.
-_SETTINGS = ("max_length", "truncation", "packing", "learn_on", "reasoning")
+_TOKEN_SETTINGS = ("max_length", "truncation", "packing", "learn_on", "reasoning")
 # Settings of `data` that decide which rows become samples.
-_CHOICES = ("where", "mixed", "duplicates", "decontaminate")
+_ROW_SETTINGS = ("where", "mixed", "duplicates", "decontaminate")
 _BUILT_IN = (FileSource, HubSource, TasksSource, SqlSource, DigitsSource, SavedSource)
 KEY_DIGITS = 32  # hex digits of a sha256 that name a cache
 # Files of a tokenizer, in any of the formats that transformers loads.
@@ -92,7 +92,7 @@ def cache_key(
         "sources": _identify_sources(config, sources, base_dir, is_for_training),
         "tokenizer": None,
         "algorithm": _identify_algorithm(config),
-        "settings": {name: getattr(data, name) for name in _SETTINGS},
+        "settings": {name: getattr(data, name) for name in _TOKEN_SETTINGS},
         "kept_free": config.algorithm.new_tokens,
         "role": role,
         "holdout": 0,
@@ -145,7 +145,7 @@ def _identify_algorithm(config: Config) -> str:
 def _identify_choices(config: Config, sources: list[Source], base_dir: Path) -> dict[str, Any]:
     """Return what decides which rows of the training data become samples."""
     data = config.data
-    parts = {name: getattr(data, name) for name in _CHOICES}
+    parts = {name: getattr(data, name) for name in _ROW_SETTINGS}
     # Evaluation rows decide which training rows are left out.
     parts["eval"] = []
     if data.decontaminate:
@@ -177,9 +177,9 @@ def _identify_source(source: Source, base_dir: Path, streams: bool = False) -> d
     # A plugin's source is identified by all its settings, a built-in one without its path.
     is_own = not isinstance(source, _BUILT_IN)
     if is_own:
-        settings = source.model_dump(exclude=_APART)
+        settings = source.model_dump(exclude=_NOT_HASHED)
     else:
-        settings = source.model_dump(exclude={"path", *_APART})
+        settings = source.model_dump(exclude={"path", *_NOT_HASHED})
     settings["content"] = _identify_content(source, base_dir, streams)
     return settings
 

@@ -19,7 +19,7 @@ A null or empty column counts as absent, but an empty answer stays an answer if 
 holds one. Columns that a format does not use stay with the row, for reward functions.
 
 Each reader (`_read_…`) gets the columns that hold something, what the algorithm takes (see
-`_wanted_kind`), and the row's name for errors. It returns None for a row that is not of its format.
+`_kind_of_forms`), and the row's name for errors. It returns None for a row that is not of its format.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 
 from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, TEXT_FORMS, Forms
 from drumline.data.questions import (
+    Values,
     build_question,
     find_column,
     join_context,
     prepend_system,
     read_system,
 )
-from drumline.data.rivals import Values, read_two_answers
 from drumline.data.turns import (
     TURN,
     Messages,
@@ -50,6 +50,7 @@ from drumline.data.turns import (
     read_talks,
     split_transcript,
 )
+from drumline.data.two_answers import read_two_answers
 from drumline.errors import DataError
 
 
@@ -156,7 +157,7 @@ LABELS = {
 }
 # A verdict that begins with one of these names no better answer.
 TIES = ("tie", "both", "neither", "equal", "same")
-# For each result of `_wanted_kind`: the formats that give it, each with its usual columns.
+# For each result of `_kind_of_forms`: the formats that give it, each with its usual columns.
 SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "text": {
         "alpaca": ("instruction", "output"),
@@ -221,7 +222,7 @@ def convert_row(
         return found
     if wanted == "auto":
         return "", values
-    usual_columns = SHAPES[_wanted_kind(known)].get(wanted, ())
+    usual_columns = SHAPES[_kind_of_forms(known)].get(wanted, ())
     which = ""
     if usual_columns:
         which = f", which has {' and '.join(usual_columns)}"
@@ -266,7 +267,7 @@ def _convert_by_exact_names(
     values: dict[str, Any], known: Forms, wanted: str, origin: str
 ) -> tuple[str, dict[str, Any]] | None:
     """Return (format, columns under our names), or None if no format fits the row."""
-    kind = _wanted_kind(known)
+    kind = _kind_of_forms(known)
     talks = _read_talk_columns(values, origin)
     plain = _replace_talks(values, talks, kind)
     present = _present_columns(plain)
@@ -306,7 +307,7 @@ def _convert_by_format(
         known: the forms of rows that the algorithm takes.
         origin: the row's name in an error.
     """
-    kind = _wanted_kind(known)
+    kind = _kind_of_forms(known)
     read = FORMATS[name]
     reading = read(present, kind, origin)
     if reading is None:
@@ -436,7 +437,7 @@ def nearest_format(values: Values, known: Forms) -> str:
     It says which algorithms take the row, or which form or format it is nearest to. It is empty if
     none is near.
     """
-    kind = _wanted_kind(known)
+    kind = _kind_of_forms(known)
     algorithms = _find_other_algorithms(values, kind)
     if algorithms is not None:
         return f"; such rows are for algorithm {algorithms}"
@@ -461,7 +462,7 @@ def _find_other_algorithms(values: Values, kind: str) -> str | None:
     `kind`: what the run's algorithm takes.
     """
     for forms, algorithms in ALGORITHMS_OF_FORMS:
-        if kind == _wanted_kind(forms):
+        if kind == _kind_of_forms(forms):
             continue
         try:
             name, columns = convert_row(dict(values), forms, "auto", "")
@@ -515,7 +516,7 @@ def _describe_differences(values: Values, columns: Sequence[str], names: list[st
     return differences
 
 
-def _wanted_kind(known: Forms) -> str:
+def _kind_of_forms(known: Forms) -> str:
     """Return what an algorithm with these forms takes.
 
     It is pair, label (judged answers), class, text (conversations, completions and documents) or
@@ -535,7 +536,7 @@ def _wanted_kind(known: Forms) -> str:
 
 def judges_answers(known: Forms) -> bool:
     """Return whether an algorithm with these forms learns from answers that are labelled good or bad."""
-    return _wanted_kind(known) == "label"
+    return _kind_of_forms(known) == "label"
 
 
 def _find_sides(present: Values) -> tuple[str, str] | None:
@@ -585,7 +586,7 @@ def _complete(
         prompt: a text or messages.
         present: the columns of the row that hold something.
         used: the columns that the prompt was made of.
-        kind: what the algorithm takes, see `_wanted_kind`.
+        kind: what the algorithm takes, see `_kind_of_forms`.
         answer: the column of the answer, if there is one.
     """
     columns = {"prompt": prompt}

@@ -1,7 +1,7 @@
 """Rows with images, their batches with the images' patches, and batches of an image classifier.
 
 A row names its images by path, relative to the folder of its data file, or holds their bytes
-(`files.image_path`). An image is in the content of a message (`{"type": "image", "image": PATH}`)
+(`image_files.image_path`). An image is in the content of a message (`{"type": "image", "image": PATH}`)
 or in the column `images`. The images of that column belong to the places that are marked by
 `{"type": "image"}` alone, or by `<image>` in a text. Without any such place they stand before the
 first question. A sample's meta is `{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order.
@@ -32,8 +32,8 @@ from drumline.data.batches import (
     read_segments,
     row_width,
 )
-from drumline.data.cache import Segment, TokenCache
-from drumline.data.files import image_path, root_of
+from drumline.data.cache import Segment, TokenCache, cache_root
+from drumline.data.image_files import image_path
 from drumline.data.sources import Row, is_image
 from drumline.data.templates import Encoded, Encoder, Example, truncate
 from drumline.data.turns import Messages, as_messages
@@ -42,7 +42,7 @@ from drumline.foreign import expanded
 from drumline.models.vision import Grid, Vision, pixels, read_image
 
 # In a text: an image stands here.
-PLACE = "<image>"
+IMAGE_MARK = "<image>"
 # Columns that other libraries read beside a conversation, and that no model sees here.
 UNREAD = (
     "video",
@@ -89,7 +89,7 @@ class ImageRows:
         self.encoder = Encoder(tokenizer, False, data)
         self.data = data
         self.vision = vision
-        self.root = root_of(data)
+        self.root = cache_root(data)
 
     def encode(self, row: Row) -> Encoded | None:
         """Return the row cut to data.max_length, without any image that does not fit whole.
@@ -97,7 +97,7 @@ class ImageRows:
         None if the row is dropped, or if the cut takes all of its targets. Raises DataError that
         names the row.
         """
-        _require_read(row)
+        _require_no_unread(row)
         placed, paths = place_images(row, self.root)
         if paths:
             self.encoder.require_template("images need a chat template", row)
@@ -111,7 +111,7 @@ class ImageRows:
                 f"{len(images)} images, but the chat template writes {found} places for them",
                 where=row.origin,
             )
-        full = expand(short, images, self.vision)
+        full = expand_placeholders(short, images, self.vision)
         kept = truncate(full.example, self.data.max_length, self.data.truncation, row.origin)
         if kept is None:
             return None
@@ -122,11 +122,11 @@ class ImageRows:
         if lost_its_answers:
             return None
         # Unlike `kept`, without the rest of an image that the limit divides.
-        shortened = cut(full, size, self.data.truncation == "left")
+        shortened = cut_between_images(full, size, self.data.truncation == "left")
         return shortened.encoded(truncated=True)
 
 
-def _require_read(row: Row) -> None:
+def _require_no_unread(row: Row) -> None:
     """Raises DataError for a row with videos, sounds, or images beside a document.
 
     The model would not see them.
@@ -146,7 +146,9 @@ def _require_empty(columns: dict[str, Any], row: Row, fix: str) -> None:
             raise DataError(what, where=row.origin, fix=fix)
 
 
-def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -> Expanded:
+def expand_placeholders(
+    short: Example, images: Sequence[tuple[str, Grid]], vision: Vision
+) -> Expanded:
     """Return the example with each image's placeholder repeated for all of the image's tokens.
 
     None of these tokens is a target.
@@ -172,7 +174,7 @@ def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -
     return Expanded(example, list(images), list(spans))
 
 
-def cut(full: Expanded, size: int, left: bool) -> Expanded:
+def cut_between_images(full: Expanded, size: int, left: bool) -> Expanded:
     """Return the first `size` tokens of a row, or the last ones (`left`).
 
     If the cut goes through an image, what would remain of the image is left out too.
@@ -206,7 +208,7 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
 
     Args:
         row: the row.
-        root: the folder below which `files.image_path` writes images that the row holds as bytes.
+        root: the folder below which `image_files.image_path` writes images that the row holds as bytes.
 
     Raises DataError for a URL, and if the numbers of places and images differ.
     """
@@ -222,7 +224,7 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
         values[key] = [placer.place_in_turn(turn) for turn in talk]
     if placer.waiting:
         what = f"{len(placer.waiting)} more images than places for them"
-        fix = f'say where: {{"type": "image"}} in a content, or {PLACE} in a text'
+        fix = f'say where: {{"type": "image"}} in a content, or {IMAGE_MARK} in a text'
         raise DataError(what, where=row.origin, fix=fix)
     if placer.paths:
         row = replace(row, values=values)
@@ -259,10 +261,10 @@ class _Placer:
 
     def _place_in_text(self, text: str) -> str | list[dict[str, Any]]:
         """Return a text as parts, split at `<image>`; as it is if the row lists no images."""
-        if self.waiting is None or PLACE not in text:
+        if self.waiting is None or IMAGE_MARK not in text:
             return text
         parts: list[dict[str, Any]] = []
-        for number, piece in enumerate(text.split(PLACE)):
+        for number, piece in enumerate(text.split(IMAGE_MARK)):
             # A mark stands between two pieces.
             if number:
                 parts.append(self._place({}))
@@ -333,7 +335,7 @@ def _have_places(talks: dict[str, Messages]) -> bool:
 def _has_place(content: Any) -> bool:
     """Return whether a content, a text or parts, has a place for an image."""
     if isinstance(content, str):
-        return PLACE in content
+        return IMAGE_MARK in content
     return any(map(is_image, content or []))
 
 
@@ -343,7 +345,7 @@ def _mark_first_question(talks: dict[str, Messages], count: int) -> None:
         for number, turn in enumerate(talk):
             content = turn.get("content")
             if turn["role"] == "user" and isinstance(content, str):
-                marked = {**turn, "content": PLACE * count + content}
+                marked = {**turn, "content": IMAGE_MARK * count + content}
                 # A new list: the row's own messages stay as they are.
                 talks[key] = [*talk[:number], marked, *talk[number + 1 :]]
                 return
@@ -634,7 +636,7 @@ def collate_images(
     return ImageBatch(pixels_BCHW, labels_B, len(images))
 
 
-def labelled_images(rows: int, side: int, channels: int) -> ImageBatch:
+def placeholder_images(rows: int, side: int, channels: int) -> ImageBatch:
     """Return square images of `side` pixels, all zeros and of the first class."""
     pixels_BCHW = torch.zeros(rows, channels, side, side)
     labels_B = torch.zeros(rows, dtype=torch.int64)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from drumline.data.batches import Batch, First, TokenBatch, collate, learned_segment
+from drumline.data.batches import Batch, FirstPassNumbers, TokenBatch, collate, learned_segment
 from drumline.data.cache import Segment, TokenCache
 from drumline.errors import DataError
 
@@ -146,7 +146,7 @@ def mismatch(row: Segment, other: Segment, max_length: int) -> Segment:
     return joined_tokens[:max_length], joined_learn[:max_length]
 
 
-def learned_judged(rows: int, length: int) -> JudgedBatch:
+def placeholder_judged(rows: int, length: int) -> JudgedBatch:
     """Return good answers of `length` tokens, all targets.
 
     All numbers of the reference and of a first pass are 0.
@@ -155,7 +155,7 @@ def learned_judged(rows: int, length: int) -> JudgedBatch:
     batch = judged_batch(segments, [True] * rows, range(rows), 0, length)
     zeros_B = torch.zeros(rows, dtype=torch.float64)
     numbers_NK = torch.zeros(rows, 2, dtype=torch.float64)
-    return replace(batch, reference_B=zeros_B, first=First(numbers_NK))
+    return replace(batch, reference_B=zeros_B, first=FirstPassNumbers(numbers_NK))
 
 
 def require_both_labels(train: TokenCache) -> None:

@@ -19,14 +19,23 @@ import numpy as np
 
 from drumline.config.config import Config
 from drumline.config.data import Source, TasksSource
-from drumline.data.cache import Column, Layout, bounds, commit, read_info, temporary_folder
-from drumline.data.files import DIGITS, IMAGES, root_of
-from drumline.data.filters import RawRows, filter_rows
+from drumline.data.cache import (
+    Column,
+    IndexWriter,
+    bounds,
+    cache_root,
+    commit,
+    read_info,
+    temporary_folder,
+)
+from drumline.data.files import RawRows
+from drumline.data.filters import filter_rows
 from drumline.data.formats import judges_answers
+from drumline.data.image_files import DIGITS, IMAGES
 from drumline.data.images import count_images, folders_of, join_metas
 from drumline.data.overlap import EvaluationGrams, drop_copies, drop_near_copies
 from drumline.data.packing import cut, pack
-from drumline.data.sources import OPTIONAL, Keep, Row, describe, read_rows
+from drumline.data.sources import OPTIONAL, RawFilter, Row, describe, read_rows
 from drumline.data.stage import HELD_OUT, TRAIN, Ints, Rows, Segments, Stage
 from drumline.data.workers import Job, encode_all
 from drumline.errors import DataError
@@ -82,7 +91,7 @@ class Task:
     @property
     def image_folders(self) -> set[Path]:
         """The folders of images that reading the rows writes."""
-        return {root_of(self.config.data) / IMAGES, cache_dir() / DIGITS}
+        return {cache_root(self.config.data) / IMAGES, cache_dir() / DIGITS}
 
     @property
     def is_done(self) -> bool:
@@ -129,10 +138,10 @@ def make(
         # token files themselves.
         if task.holdout_folder is not None:
             _hold_out(task.config, stage, rows)
-            finish(task, stage, held_out, task.holdout_folder, HELD_OUT)
+            write_cache(task, stage, held_out, task.holdout_folder, HELD_OUT)
         for name in ("tokens.bin", "learn.bin"):
             (staging / name).rename(training / name)
-        finish(task, stage, training, task.folder, TRAIN)
+        write_cache(task, stage, training, task.folder, TRAIN)
         progress("pack", rows, rows)
 
 
@@ -164,7 +173,7 @@ def rows_of(
     stage: Stage,
     skip: int = 0,
     faulty: bool = False,
-    seen: Keep = iter,
+    seen: RawFilter = iter,
 ) -> Generator[Row, None, int]:
     """Yield the rows of a source that fulfil its conditions, and return how many there are.
 
@@ -180,7 +189,7 @@ def rows_of(
         seen: all raw rows of the source go through it.
     """
     source = task.sources[number]
-    raw_filter = _RawFilter(task, number, stage, seen)
+    raw_filter = _ConditionFilter(task, number, stage, seen)
     forms = task.config.algorithm.forms
     ties = Counter[str]()
     found = 0
@@ -209,7 +218,7 @@ def rows_of(
     return found
 
 
-class _RawFilter:
+class _ConditionFilter:
     """Leaves out the raw rows of a source that do not fulfil its conditions, and counts them.
 
     Attributes:
@@ -220,7 +229,7 @@ class _RawFilter:
         absent: the mapped columns that no raw row has had so far.
     """
 
-    def __init__(self, task: Task, number: int, stage: Stage, seen: Keep) -> None:
+    def __init__(self, task: Task, number: int, stage: Stage, seen: RawFilter) -> None:
         self.number = number
         self.stage = stage
         self.seen = seen
@@ -362,7 +371,7 @@ def require_rows(stage: Stage, place: str, config: Config) -> None:
     raise DataError(what, where=place, fix=fix)
 
 
-def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -> None:
+def write_cache(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -> None:
     """Make samples of the rows of a role, and give the cache its name.
 
     Args:
@@ -379,7 +388,7 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
     # Without that a pack may hold rows of several sources, and belongs to none.
     has_own_samples = grouped or len(task.sources) == 1
     summary = _Summary(task, stage)
-    layout = Layout(temporary)
+    layout = IndexWriter(temporary)
     rows = Column(temporary / "rows.npy", np.dtype(np.uint64))
     # Training rows keep the token files of the stage, and dropped rows in them; others are copied.
     copies = None
@@ -478,7 +487,7 @@ class _Summary:
             name: the cache's name.
             rows: how many rows it has.
             held_out: how many rows of the same sources are held out.
-            counts: those that `Layout.close` has returned.
+            counts: those that `IndexWriter.close` has returned.
         """
         config = self.task.config
         stage = self.stage
@@ -523,7 +532,7 @@ class _Summary:
 
 
 class _Samples(NamedTuple):
-    """Samples in the form of `Layout.add`.
+    """Samples in the form of `IndexWriter.add`.
 
     Attributes:
         segments: int64[S, 2], ranges of tokens.

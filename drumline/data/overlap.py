@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from drumline.data.sources import Row
 from drumline.data.stage import Ints, Stage
-from drumline.data.stream import mix
+from drumline.data.stream import hash_integers
 from drumline.data.thoughts import REASONING
 from drumline.foreign import content_of
 
@@ -48,8 +48,8 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 # fixed numbers, so that every process has the same permutations.
 _SEEDS = np.arange(1, PERMUTATIONS + 1, dtype=np.uint64)
 # Odd: an even factor would not be invertible modulo 2^64.
-_FACTORS = mix(_SEEDS) | np.uint64(1)
-_SHIFTS = mix(_SEEDS + np.uint64(1 << 32))
+_FACTORS = hash_integers(_SEEDS) | np.uint64(1)
+_SHIFTS = hash_integers(_SEEDS + np.uint64(1 << 32))
 
 
 def text_of(row: Row) -> str:
@@ -117,14 +117,14 @@ def grams(text: str, size: int) -> UInt64s:
     word_list = _WORD.findall(text.casefold()) or [text]
     length = len(word_list)
     checksums = (zlib.crc32(word.encode(errors="surrogatepass")) for word in word_list)
-    hashes = mix(np.fromiter(checksums, np.uint64, length))
+    hashes = hash_integers(np.fromiter(checksums, np.uint64, length))
 
     # All grams at once, by Horner's rule: Σ hash[word] · base^(place from the right), modulo 2^64.
     count = max(1, length - size + 1)
     polynomials = np.zeros(count, np.uint64)
     for offset in range(min(size, length)):
         polynomials = polynomials * _BASE + hashes[offset : offset + count]
-    return np.unique(mix(polynomials))
+    return np.unique(hash_integers(polynomials))
 
 
 def minhash(text: str, apart: bytes = b"") -> npt.NDArray[np.uint32]:
@@ -143,7 +143,7 @@ def minhash(text: str, apart: bytes = b"") -> npt.NDArray[np.uint32]:
     values = grams(text, SHINGLE)
     if apart:
         salt = np.frombuffer(apart, "<u8")[0]
-        values = mix(values ^ salt)
+        values = hash_integers(values ^ salt)
     for start in range(0, len(values), _PIECE):
         piece = values[start : start + _PIECE, None]
         # The high bits alone: the low ones of a product depend on the low ones of its factors only.
@@ -158,7 +158,7 @@ def hash_bands(prints: npt.NDArray[np.uint32]) -> UInt64s:
     bands = np.zeros((len(prints), _BANDS), np.uint64)
     for offset in range(_IN_BAND):
         members = prints[:, offset::_IN_BAND].astype(np.uint64)
-        bands = mix(bands ^ members)
+        bands = hash_integers(bands ^ members)
     return bands
 
 

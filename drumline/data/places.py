@@ -39,7 +39,7 @@ LARGE = 64 * MIB  # bytes of a file whose hash is kept
 # Times of files have ticks: a second change within one tick would go unseen, so that a hash is kept only
 # when the last change is so long ago.
 SETTLED_SECONDS = 2.0
-MOST_APART = 2**36  # bytes of a compressed file that is unpacked into a temporary one
+MOST_TEMPORARY = 2**36  # bytes of a compressed file that is unpacked into a temporary one
 NAME_DIGITS = 32  # hex digits of a sha256 that name a kept hash
 # What S3, GCS, the hub, web servers and local disks tell of a remote file. If one of these values
 # changes, the file has changed.
@@ -59,7 +59,12 @@ _STATE = (
 _SPLIT = re.compile(
     r"(?:^|[/._-])(train|test|valid|val|dev|eval)(?:ing|ation|uation)?(?=[/._-]|\d|$)"
 )
-_SAME = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "validation"}
+_SPLIT_NAMES = {
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+}
 # The package that fsspec reads each scheme with.
 _PACKAGES = {
     "s3": "s3fs",
@@ -102,10 +107,10 @@ class DataFile:
         """The file's ending, without that of a compression: `.jsonl`."""
         return kind_of_file(self.place)
 
-    def open(self, anywhere: bool = False) -> IO[bytes]:
+    def open(self, random_access: bool = False) -> IO[bytes]:
         """Return the file's bytes, unpacked, open for reading.
 
-        With `anywhere` they can be read in any order. Raises DataError, also while it is read.
+        With `random_access` they can be read in any order. Raises DataError, also while it is read.
         """
         ending = Path(self.place).suffix.lower()
         is_packed = ending in COMPRESSED
@@ -119,15 +124,15 @@ class DataFile:
         with judged("cannot be unpacked", self.name, DataError):
             # Closing an unpacked stream leaves the packed one open.
             if is_packed:
-                stream = _Stream(_unpacked(raw, ending), [raw], self.name)
+                stream = _Stream(_decompress(raw, ending), [raw], self.name)
             else:
                 stream = _Stream(raw, [], self.name)
             file: Any = io.BufferedReader(stream, MIB)
-        if anywhere and (is_packed or not _can_seek(file)):
-            return self._unpack_apart(file)
+        if random_access and (is_packed or not _can_seek(file)):
+            return self._copy_to_temporary(file)
         return cast("IO[bytes]", file)
 
-    def _unpack_apart(self, file: IO[bytes]) -> IO[bytes]:
+    def _copy_to_temporary(self, file: IO[bytes]) -> IO[bytes]:
         """Return a temporary file with the content of `file`, which is closed. Raises DataError."""
         whole: Any = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         with file:
@@ -136,9 +141,9 @@ class DataFile:
                 if not piece:
                     break
                 whole.write(piece)
-                if whole.tell() > MOST_APART:
+                if whole.tell() > MOST_TEMPORARY:
                     raise DataError(
-                        f"unpacks to more than {MOST_APART // 2**30} GiB",
+                        f"unpacks to more than {MOST_TEMPORARY // 2**30} GiB",
                         where=self.name,
                         fix="part it",
                     )
@@ -220,7 +225,7 @@ def _can_seek(file: IO[bytes]) -> bool:
     return True
 
 
-def _unpacked(raw: IO[bytes], ending: str) -> IO[bytes]:
+def _decompress(raw: IO[bytes], ending: str) -> IO[bytes]:
     """Return the unpacked bytes of a compressed file, open for reading."""
     if ending == ".zst":
         import pyarrow
@@ -267,13 +272,13 @@ def locate(source: FileSource, base_dir: Path) -> list[DataFile]:
     if there is none.
     """
     if is_url(source.path):
-        return _remote(source, base_dir)
+        return _locate_remote(source, base_dir)
     top = base_dir / expanded(source.path)
     if top.is_dir():
         paths = _files_of_folder(top, source)
     else:
         paths = find(source.path, base_dir)
-    return [DataFile(_named(path, base_dir), str(path), path.parent) for path in paths]
+    return [DataFile(_display_name(path, base_dir), str(path), path.parent) for path in paths]
 
 
 def _files_of_folder(top: Path, source: FileSource) -> list[Path]:
@@ -284,7 +289,7 @@ def _files_of_folder(top: Path, source: FileSource) -> list[Path]:
         is_hidden = any(part.startswith(".") for part in inside.parts)
         if not is_hidden and path.is_file():
             names.append(str(inside))
-    return [top / name for name in _picked(names, source)]
+    return [top / name for name in _select_files(names, source)]
 
 
 def find(pattern: str, base_dir: Path) -> list[Path]:
@@ -350,14 +355,14 @@ def _matches(pattern: str) -> Iterator[str]:
             entered.add(real)
 
 
-def _named(path: Path, base_dir: Path) -> str:
+def _display_name(path: Path, base_dir: Path) -> str:
     """Return a path for messages, relative to the folder of the YAML if it lies there."""
     if path.is_relative_to(base_dir):
         return str(path.relative_to(base_dir))
     return str(path)
 
 
-def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
+def _locate_remote(source: FileSource, base_dir: Path) -> list[DataFile]:
     """Return the files of a source at a URL, see `locate`. Raises DataError and EnvironmentFault."""
     import fsspec
 
@@ -369,7 +374,7 @@ def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
             places = [place]
         else:
             by_name = {str(path)[len(place) :].lstrip("/"): path for path in fs.find(place)}
-            places = [by_name[name] for name in _picked(sorted(by_name), source)]
+            places = [by_name[name] for name in _select_files(sorted(by_name), source)]
     if not places:
         raise DataError("no file matches", where=source.path)
     files = []
@@ -381,13 +386,13 @@ def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
     return files
 
 
-def _picked(names: list[str], source: FileSource) -> list[str]:
+def _select_files(names: list[str], source: FileSource) -> list[str]:
     """Return the files of a folder that have rows, of the wanted split. Raises DataError."""
     rows = _names_with_rows(names, source)
     splits: dict[str, list[str]] = {}
     for name in rows:
         splits.setdefault(_split_of(name), []).append(name)
-    wanted = _SAME.get(source.split, source.split)
+    wanted = _SPLIT_NAMES.get(source.split, source.split)
     # Of a folder without other splits all files are for training, whether their names say so or not.
     if set(splits) <= {"", "train"} and wanted == "train":
         return rows
@@ -436,7 +441,7 @@ def _split_of(name: str) -> str:
     if not splits:
         return ""
     last = splits[-1]
-    return _SAME.get(last, last)
+    return _SPLIT_NAMES.get(last, last)
 
 
 def hash_file(path: Path) -> str:

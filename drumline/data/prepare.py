@@ -11,10 +11,9 @@ from drumline.config.config import Config
 from drumline.config.data import Source
 from drumline.config.mixing import epoch_counts
 from drumline.config.rollouts import require_room
-from drumline.data.blocks import begin, is_begun, read_ledger
-from drumline.data.cache import TokenCache, left_out, read_info, verify
-from drumline.data.encode import OWN
-from drumline.data.files import root_of
+from drumline.data.blocks import begin, has_first_block, read_ledger
+from drumline.data.cache import TokenCache, cache_root, describe_left_out, read_info, verify
+from drumline.data.encode import OWN_COLUMNS
 from drumline.data.fingerprint import cache_key, hash_files, identify
 from drumline.data.images import lacks_images
 from drumline.data.make import Progress, Task, make
@@ -62,7 +61,7 @@ def prepare(
                 shutil.rmtree(folder)
     if all(map(_is_done, tasks)):
         return _plan(tasks)
-    files = _Files(config, base_dir)
+    files = _InputFiles(config, base_dir)
     # The names again, of files that are as `files` has seen them, or that have changed since.
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     for task in tasks:
@@ -75,7 +74,7 @@ def prepare(
     return _plan(tasks)
 
 
-class _Files:
+class _InputFiles:
     """The files of rows as they were before a cache got its name.
 
     A file that changes between the hash that names a cache and the reading of its rows would put
@@ -103,7 +102,7 @@ def _ignore_progress(phase: str, done: int, total: int | None) -> None:
     """Nobody follows the progress."""
 
 
-def cached(
+def find_prepared(
     config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None = None
 ) -> DataPlan | None:
     """Return the same as `prepare` if all of the caches exist and are whole, else None."""
@@ -139,7 +138,7 @@ def _lacks_images(folder: Path) -> bool:
 def _is_done(task: Task) -> bool:
     """Return whether there is nothing to make for a task: of a stream, no more than block 0."""
     if task.streams:
-        return is_begun(task.folder)
+        return has_first_block(task.folder)
     return task.is_done
 
 
@@ -151,7 +150,7 @@ def _tasks(
     Raises ConfigError for settings that exclude each other.
     """
     data = config.data
-    root = root_of(data)
+    root = cache_root(data)
     if data.eval and data.holdout:
         raise ConfigError(
             "data.holdout and data.eval are two ways to say the same",
@@ -203,11 +202,11 @@ def _plan(tasks: list[Task]) -> DataPlan:
     if task.vision:
         image_tokens = info.get("patches", 0) // task.vision.merge**2
     eval_sources: list[SourcePlan] = []
-    lines_left_out = left_out(train_name, info)
+    lines_left_out = describe_left_out(train_name, info)
     if config.data.eval:
         for name, cache in held_out.items():
             eval_sources += [SourcePlan(**entry) for entry in cache.info["by_source"]]
-            lines_left_out += left_out(f"eval.{name}".rstrip("."), cache.info)
+            lines_left_out += describe_left_out(f"eval.{name}".rstrip("."), cache.info)
     return DataPlan(
         train_cache=str(task.folder),
         eval_caches={name: str(cache.folder) for name, cache in held_out.items()},
@@ -277,7 +276,7 @@ def prompt_columns(data: DataPlan) -> set[str]:
             else:
                 columns.intersection_update(meta)
     assert columns is not None, "a cache has samples"
-    return columns - {OWN}
+    return columns - {OWN_COLUMNS}
 
 
 def _metas(cache: TokenCache) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ State = Literal["learned", "context", "cut"]
 NO_LIMIT = 10**8  # the largest data.max_length
 LONGEST_CHARACTER = 8  # tokens; a byte has one each, and four bytes make a character
 # Tokens that are decoded before the wanted ones: some tokenizers drop the blank of a first word.
-BEFORE = 4
+TOKENS_BEFORE = 4
 REPLACEMENT = "\ufffd"  # stands for the bytes of an incomplete character
 # Control and format characters that stay: joiners are parts of emoji and of words.
 KEPT = {"\n", "\u200c", "\u200d"}
@@ -65,7 +65,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
+class PreviewedRow:
     """A row and what becomes of it.
 
     Attributes:
@@ -172,22 +172,22 @@ class Reader:
             what = f"data.train has {number} rows, no row {wanted}"
             raise DataError(what, where="--row", fix=f"count from 1 to {number}")
 
-    def seen(self, number: int, row: Row | DataError) -> Seen:
+    def seen(self, number: int, row: Row | DataError) -> PreviewedRow:
         """Return a row, or why a source cannot be read on, with what becomes of it."""
         if isinstance(row, DataError):
             row = Row(row.where or "", {}, error=row)
         if row.error is not None:
-            return Seen(number, row, kept=None, full=None, error=row.error)
+            return PreviewedRow(number, row, kept=None, full=None, error=row.error)
         full: Encoded | None = None
         try:
             # First, so that a row that is refused for its length still has its tokens.
             full = self.full.encode_row(row)
             kept = self.job.encode_row(row)
         except DataError as error:
-            return Seen(number, row, kept=None, full=full, error=error)
-        return Seen(number, row, kept, full)
+            return PreviewedRow(number, row, kept=None, full=full, error=error)
+        return PreviewedRow(number, row, kept, full)
 
-    def empty(self, seen: Seen) -> bool:
+    def empty(self, seen: PreviewedRow) -> bool:
         """Return whether a row teaches only the end of an answer, because the answer has no text."""
         if seen.kept is None:
             return False
@@ -202,7 +202,7 @@ class Reader:
                     return False
         return has_learned
 
-    def segments(self, seen: Seen) -> list[list[Piece]]:
+    def segments(self, seen: PreviewedRow) -> list[list[Piece]]:
         """Return the pieces of each segment of a row, also of what was cut off or left out."""
         if seen.full is None:
             return []
@@ -223,7 +223,7 @@ class Reader:
         if short is None:
             return states
         is_cut_left = self.config.data.truncation == "left"
-        start, stop = removed(full.tokens, short.tokens, is_cut_left)
+        start, stop = find_cut(full.tokens, short.tokens, is_cut_left)
         kept_states = _states(short)
         # What stands between `start` and `stop` stays cut.
         states[:start] = kept_states[:start]
@@ -305,7 +305,7 @@ class Reader:
 
     def _character(self, ids: list[int], index: int, states: list[State]) -> Span:
         """Return the whole characters that begin at `index`, of as few tokens as possible."""
-        first = max(0, index - BEFORE)
+        first = max(0, index - TOKENS_BEFORE)
         head = self._decode(ids[first:index])
         last_stop = min(index + LONGEST_CHARACTER, self._part_stop(ids, index))
         for stop in range(index + 1, last_stop + 1):
@@ -330,7 +330,7 @@ class Reader:
         return str(text)
 
 
-def removed(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple[int, int]:
+def find_cut(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple[int, int]:
     """Return the range [start, stop) of a segment's tokens that were cut off.
 
     It lies at the start, or behind what both begin with: special tokens of the end may have stayed.
@@ -352,7 +352,7 @@ def removed(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple
     return start, start + excess
 
 
-def visible(text: str, marks: str = "") -> str:
+def escape(text: str, marks: str = "") -> str:
     """Return the text with everything escaped that a terminal obeys.
 
     These are control and format characters, lone halves of a surrogate pair, and `marks`: the

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drumline.data.rivals import Values
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 
+# The columns of a row that hold something.
+Values = Mapping[str, Any]
 # Columns that hold the system's message.
 SYSTEMS = ("system", "system_prompt", "system_message")
 # Columns that hold what an instruction is about.

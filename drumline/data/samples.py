@@ -26,7 +26,7 @@ from drumline.config.data import FileSource, PythonSource, Source, SqlSource
 from drumline.config.registry import find_object, imported
 from drumline.data.places import locate
 from drumline.data.sources import describe, open_rows
-from drumline.data.stream import GlobalOrder, assign
+from drumline.data.stream import GlobalOrder, assign_samples
 from drumline.errors import DataError, DrumlineError
 from drumline.foreign import class_and_line, first_line, judged
 from drumline.models.containers import each_tensor
@@ -41,10 +41,10 @@ MOST_CHARACTERS = 80  # of a value in a message
 # Types whose `repr` tells two values apart.
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 # A context in which what a dataset draws is the same in each process: dist.seeds.Draws.used.
-Drawn = Callable[[], AbstractContextManager[None]]
+DrawContext = Callable[[], AbstractContextManager[None]]
 
 
-def indexed(dataset: object) -> bool:
+def has_index(dataset: object) -> bool:
     """Return whether a dataset has a length and is read by index; others are iterated over."""
     # IterableDataset inherits a __getitem__ that raises.
     is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
@@ -72,7 +72,7 @@ class Samples(torch.utils.data.ConcatDataset[Any]):
 
     Attributes:
         are_rows: each sample is a dictionary of columns, of a built-in source.
-        lengths: int32[N], ones, since all samples count alike for `stream.assign`.
+        lengths: int32[N], ones, since all samples count alike for `stream.assign_samples`.
     """
 
     def __init__(self, parts: Sequence[Any], are_rows: bool = False) -> None:
@@ -81,7 +81,9 @@ class Samples(torch.utils.data.ConcatDataset[Any]):
         self.lengths = np.ones(len(self), np.int32)
 
 
-def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullcontext) -> Samples:
+def read_samples(
+    sources: Sequence[Source], base_dir: Path, drawn: DrawContext = nullcontext
+) -> Samples:
     """Return the samples of the sources, which must be the same on every rank.
 
     Datasets with a length and an index stay as they are. Iterables are kept in memory.
@@ -98,7 +100,7 @@ def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullc
         with drawn():
             dataset = _open(source, base_dir)
             require_samples(dataset, describe(source))
-            if not indexed(dataset):
+            if not has_index(dataset):
                 read: partial[list[Any]] = partial(list, islice(dataset, source.limit))
                 dataset = imported(read, source.label, "data source", doing="reading")
         count = _count(dataset, source)
@@ -405,7 +407,7 @@ def global_batches(
     position: int,
     stop: int | None,
     seed: int | None,
-    drawn: Drawn = nullcontext,
+    drawn: DrawContext = nullcontext,
 ) -> Iterator[Any]:
     """Yield this rank's part of each global batch from `position` on.
 
@@ -429,8 +431,8 @@ def global_batches(
     ranks = size // (batch.micro_batch * batch.accumulation)
     # All samples count alike, so they are assigned in order.
     lengths = np.ones(size, np.int64)
-    mine = assign(lengths, ranks, batch.accumulation, batch.micro_batch)[data_rank]
-    if indexed(dataset):
+    mine = assign_samples(lengths, ranks, batch.accumulation, batch.micro_batch)[data_rank]
+    if has_index(dataset):
         if not len(dataset):
             raise DataError("the dataset has no samples", where="batches")
         order = GlobalOrder(len(dataset), seed or 0, seed is not None)
@@ -487,8 +489,12 @@ def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[Pas
         number += 1
 
 
-def held_out(
-    dataset: Any, micro_batch: int, data_rank: int, data_ranks: int, drawn: Drawn = nullcontext
+def evaluation_batches(
+    dataset: Any,
+    micro_batch: int,
+    data_rank: int,
+    data_ranks: int,
+    drawn: DrawContext = nullcontext,
 ) -> Iterator[tuple[list[Any], bool]]:
     """Yield micro-batches for an evaluation: (samples, whether they count).
 
@@ -506,7 +512,7 @@ def held_out(
     filler: list[Any] = []
     samples: Iterator[Any]
     with drawn():
-        if indexed(dataset):
+        if has_index(dataset):
             samples = (dataset[index] for index in range(len(dataset)))
         else:
             samples = iter(dataset)

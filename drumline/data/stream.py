@@ -24,7 +24,7 @@ from drumline.system.threads import on_this_gpu
 Ints = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
-# The order of a seed depends on these numbers and on `mix`: to change one would give every run that
+# The order of a seed depends on these numbers and on `hash_integers`: to change one would give every run that
 # resumes another order.
 _FEISTEL_ROUNDS = 8
 _LEAST_HALF_BITS = 4  # a Feistel network on fewer bits reaches too few of all orders
@@ -63,7 +63,7 @@ class GlobalOrder:
         if not self.shuffle:
             return places
         seeds = np.full(len(places), self.seed % 2**64, np.uint64)
-        keys = mix(mix(seeds) ^ epochs.astype(np.uint64))
+        keys = hash_integers(hash_integers(seeds) ^ epochs.astype(np.uint64))
         ids = self._permute(places.astype(np.uint64), keys)
         # Cycle walking: a value outside is permuted again until it is a sample. Since the
         # permutation is one to one, no two places end at the same sample.
@@ -80,7 +80,7 @@ class GlobalOrder:
         for _ in range(_FEISTEL_ROUNDS):
             # Another key for each round.
             keys = keys + _GOLDEN
-            scrambled = mix(right + keys) & self._mask
+            scrambled = hash_integers(right + keys) & self._mask
             left, right = right, left ^ scrambled
         return (left << self._half) | right
 
@@ -135,8 +135,8 @@ class MixedOrder:
         self.slots = np.cumsum([0, *counts])
         # A seed for each source, so that sources of one size have different orders.
         numbers = np.arange(len(sizes), dtype=np.uint64)
-        mixed_seed = mix(np.full(1, seed % 2**64, np.uint64))
-        seeds = mix(numbers ^ mixed_seed)
+        mixed_seed = hash_integers(np.full(1, seed % 2**64, np.uint64))
+        seeds = hash_integers(numbers ^ mixed_seed)
         self.orders = []
         for size, own_seed in zip(sizes, seeds, strict=True):
             # A source without samples has no places, but an order needs a sample.
@@ -240,7 +240,7 @@ def _places_to_left(places: Any, counts: Sequence[int]) -> Any:
     return (places * left + total // 2) // total
 
 
-def mix(values: UInt64s) -> UInt64s:
+def hash_integers(values: UInt64s) -> UInt64s:
     """Return uint64 hashes: every bit of a value decides on all bits of its hash.
 
     This is SplitMix64's output function (Steele, Lea & Flood 2014) with its three constants.
@@ -276,7 +276,7 @@ def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
     return found
 
 
-def assign(
+def assign_samples(
     lengths: Ints | npt.NDArray[np.int32], data_ranks: int, accumulation: int, micro_batch: int
 ) -> Ints:
     """Deal the samples of a global batch to ranks and micro-batches.
@@ -447,7 +447,7 @@ class BatchStream:
         # Fillers have no length of their own; sample 0 stands in for the look-up.
         lengths_of_cache = self.cache.lengths[np.maximum(ids, 0)]
         lengths = np.where(is_real, lengths_of_cache, 0)
-        of_ranks = assign(lengths, self.data_ranks, batch.accumulation, batch.micro_batch)
+        of_ranks = assign_samples(lengths, self.data_ranks, batch.accumulation, batch.micro_batch)
         mine = of_ranks[self.data_rank]
         micro_batches = []
         if self.previous == "none":

@@ -20,7 +20,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 # Reasoning that ends without a beginning: the generation prompt may have opened it.
-_BEGUN = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
+_UNOPENED = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 
 
 def thoughts_of(messages: list[dict[str, Any]]) -> list[str]:
@@ -54,7 +54,7 @@ def without_thoughts(text: str, what: str, origin: str) -> str:
 
     Raises DataError for reasoning that does not end.
     """
-    rest = _BEGUN.sub("", text)
+    rest = _UNOPENED.sub("", text)
     rest = _THOUGHT.sub("", rest)
     if "<think>" in rest:
         message = f"the reasoning of {what} does not end: no </think>"
@@ -134,7 +134,7 @@ def _find_spans(
     """
     matches: list[re.Match[str]] = []
     if begun:
-        matches += _BEGUN.finditer(stretch)
+        matches += _UNOPENED.finditer(stretch)
     matches += _THOUGHT.finditer(stretch)
     for thought in untagged:
         # The text may have the same words elsewhere: take as many as the row has.

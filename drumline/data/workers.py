@@ -45,7 +45,7 @@ MOST_WORKERS = 8  # processes, where data.workers is not set
 CHUNK_ROWS = 256  # rows that a process gets at once
 WAITING_CHUNKS = 4  # of each process: a fast source must not fill the memory
 # Members of a job that each process makes again for itself.
-CACHED = ("encoder", "tokenizer", "contaminated")
+_MADE_IN_EACH_PROCESS = ("encoder", "tokenizer", "contaminated")
 DIGEST_BYTES = 16  # of sha256 over a row
 # The caller handles these signals for all. A worker inherits them blocked, so that none of them
 # ends it during its imports.
@@ -119,7 +119,9 @@ class Job:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: the settings, without what is made from them."""
-        return {key: value for key, value in self.__dict__.items() if key not in CACHED}
+        return {
+            key: value for key, value in self.__dict__.items() if key not in _MADE_IN_EACH_PROCESS
+        }
 
     def encode_row(self, row: Row) -> Encoded | None:
         """Encode a row, see `RowEncoder.encode`.

@@ -426,12 +426,14 @@ def _data(config: Config, policy: Found, loaded: Loaded, notes: list[str]) -> Da
     has_tokenizer = policy.path is not None or config.model.tokenizer is not None
     if is_by_flags or not has_tokenizer:
         return None
-    from drumline.data.prepare import cached  # which imports torch
+    from drumline.data.prepare import find_prepared  # which imports torch
     from drumline.models.vision import vision_of
 
     try:
         vision = vision_of(config, policy.path, policy.hf_config)
-        return cached(config, config.model.tokenizer or policy.path or "", loaded.base_dir, vision)
+        return find_prepared(
+            config, config.model.tokenizer or policy.path or "", loaded.base_dir, vision
+        )
     except (DataError, ModelError) as error:
         notes.append(f"data: {error.what}")
         return None

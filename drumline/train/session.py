@@ -32,7 +32,7 @@ from torch.utils.data import default_collate
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.config.resume import Resume
-from drumline.data.samples import global_batches, held_out
+from drumline.data.samples import evaluation_batches, global_batches
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import Draws, derive, deterministic, seed_step
 from drumline.dist.start import Ranks, gpu, start, stop
@@ -612,7 +612,7 @@ class Session:
                 contexts.enter_context(model.engine.evaluating())
             drawn = Draws(derive(self.plan.config.run.seed, "held out")).used
             data_rank = mesh.data_rank(self.ranks.rank)
-            for samples, counts in held_out(
+            for samples, counts in evaluation_batches(
                 dataset, micro_batch, data_rank, mesh.data_ranks, drawn
             ):
                 batch = self._copy_to_device(collate(samples))

@@ -224,7 +224,7 @@ def _prepare_data(
     vision = vision_of(config, policy.path, policy.hf_config)
     tokenizer_path = config.model.tokenizer or policy.path or ""
     if dry_run:
-        data = data_prepare.cached(config, tokenizer_path, base_dir, vision)
+        data = data_prepare.find_prepared(config, tokenizer_path, base_dir, vision)
     else:
         data = data_prepare.prepare(config, tokenizer_path, base_dir, on_progress, vision)
     if data is None:

@@ -18,9 +18,15 @@ from drumline.config.config import Config
 from drumline.config.data import DataConfig, FileSource
 from drumline.config.model import ModelConfig
 from drumline.data.cache import TokenCache
-from drumline.data.files import image_path
-from drumline.data.images import VisionBatch, collate_vision, expand, place_images, rope_positions
-from drumline.data.images import cut as cut_images
+from drumline.data.image_files import image_path
+from drumline.data.images import (
+    VisionBatch,
+    collate_vision,
+    expand_placeholders,
+    place_images,
+    rope_positions,
+)
+from drumline.data.images import cut_between_images as cut_images
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
 from drumline.data.templates import Example
@@ -235,7 +241,7 @@ def test_no_image_is_cut_in_two(
 ) -> None:
     eyes = Vision("", ModelConfig(), token_id=9, merge=2)
     short = Example(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
-    full = expand(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
+    full = expand_placeholders(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
     assert full.example.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
     found = cut_images(full, size, left)
     assert found.example.tokens.tolist() == tokens and [path for path, _ in found.images] == images

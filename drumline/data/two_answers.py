@@ -1,4 +1,7 @@
-"""Two answers and a verdict, in shapes that only some datasets have."""
+"""Reads two answers and which is better, from the columns of a few public datasets.
+
+`data.formats` reads the shapes that many datasets share.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# The columns of a row that hold something.
-Values = Mapping[str, Any]
+from drumline.data.questions import Values
 
 
 class TwoAnswers(NamedTuple):
