@@ -74,7 +74,7 @@ MUTATIONS = [
         ("tests/distributed/test_resume_pairs.py::test_goes_on_under_another[ddp 2 to fsdp2 2]",),
     ),
     Mutation(
-        "every rank gets the first one's samples", "data/stream.py",
+        "every rank gets the first one's samples", "data/order.py",
         "mine = of_ranks[self.data_rank]", "mine = of_ranks[0]",
         ("tests/unit/test_data_stream.py::test_any_split_takes_the_same_samples_each_step",),
     ),

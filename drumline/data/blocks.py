@@ -37,9 +37,9 @@ from drumline.config.mixing import Mixed, StreamConfig, epoch_counts
 from drumline.data.cache import Segment, TokenCache, read_info, temporary_folder, verify
 from drumline.data.files import RawRows
 from drumline.data.make import Task, job_of, require_rows, rows_of, token_type, write_cache
+from drumline.data.order import GlobalOrder, hash_integers, interleave, places_before
 from drumline.data.sources import Row, describe
 from drumline.data.stage import TRAIN, Ints, Stage
-from drumline.data.stream import GlobalOrder, hash_integers, interleave, places_before
 from drumline.data.workers import encode_all
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
 from drumline.system import heartbeat

@@ -21,7 +21,7 @@ from drumline.data.formats import LABELS
 from drumline.data.image_files import image_path
 from drumline.data.pairs import SAME_ANSWER, SIDES, Text, pair_parts
 from drumline.data.sources import Row, holds_images
-from drumline.data.templates import Encoded, Encoder, Example, Policy, truncate
+from drumline.data.targets import Encoded, Encoder, Example, Policy, truncate
 from drumline.data.turns import as_messages
 from drumline.errors import ConfigError, DataError
 from drumline.foreign import expanded, finite_number

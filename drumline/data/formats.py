@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, TEXT_FORMS, Forms
 from drumline.data.questions import (
-    Values,
+    PresentColumns,
     build_question,
     find_column,
     join_context,
@@ -296,7 +296,7 @@ def _convert_by_exact_names(
 
 
 def _convert_by_format(
-    name: str, plain: dict[str, Any], present: Values, known: Forms, origin: str
+    name: str, plain: dict[str, Any], present: PresentColumns, known: Forms, origin: str
 ) -> tuple[str, dict[str, Any]] | None:
     """Return the format's name and the columns that it gives; None for a row of another format.
 
@@ -319,7 +319,7 @@ def _convert_by_format(
     return name, _parse_label(row_type(columns), kind)
 
 
-def _is_misled(name: str, present: Values, has_system: bool) -> bool:
+def _is_misled(name: str, present: PresentColumns, has_system: bool) -> bool:
     """Return whether a format would take a part of the row for the whole of it."""
     if name == "answer":
         # A text beside a question and an answer is the whole row. Beside an instruction it is
@@ -365,7 +365,7 @@ def _replace_talks(values: dict[str, Any], talks: dict[str, Talk], kind: str) ->
     return plain
 
 
-def _present_columns(plain: Values) -> dict[str, Any]:
+def _present_columns(plain: PresentColumns) -> dict[str, Any]:
     """Return the columns that hold something.
 
     They include the column of an empty answer if no other column answers.
@@ -380,7 +380,7 @@ def _present_columns(plain: Values) -> dict[str, Any]:
     return present
 
 
-def _find_empty_answer(plain: Values, present: Values) -> str | None:
+def _find_empty_answer(plain: PresentColumns, present: PresentColumns) -> str | None:
     """Return the column of an empty answer to a question that no other column answers; else None.
 
     What else such a row holds must not be learned in place of the answer.
@@ -397,7 +397,7 @@ def _find_empty_answer(plain: Values, present: Values) -> str | None:
     return None
 
 
-def _has_own_form(present: Values, known: Forms) -> bool:
+def _has_own_form(present: PresentColumns, known: Forms) -> bool:
     """Return whether the row has one of our forms whose names no other tool gives another meaning."""
     # `text`, `chosen` and `rejected` alone are also names of other tools, with other contents.
     distinct_names = {"prompt", "messages", "label"}
@@ -431,7 +431,7 @@ def _parse_label(values: dict[str, Any], kind: str) -> dict[str, Any]:
     return values
 
 
-def nearest_format(values: Values, known: Forms) -> str:
+def nearest_format(values: PresentColumns, known: Forms) -> str:
     """Return the end of a message about a row of no form.
 
     It says which algorithms take the row, or which form or format it is nearest to. It is empty if
@@ -456,7 +456,7 @@ def nearest_format(values: Values, known: Forms) -> str:
     return hint
 
 
-def _find_other_algorithms(values: Values, kind: str) -> str | None:
+def _find_other_algorithms(values: PresentColumns, kind: str) -> str | None:
     """Return the algorithms that take a row which the algorithm of a run does not; None if none does.
 
     `kind`: what the run's algorithm takes.
@@ -497,7 +497,9 @@ def _find_misspelling(column: str, names: list[str]) -> str | None:
     return matches[0]
 
 
-def _describe_differences(values: Values, columns: Sequence[str], names: list[str]) -> list[str]:
+def _describe_differences(
+    values: PresentColumns, columns: Sequence[str], names: list[str]
+) -> list[str]:
     """Return what keeps a row from being one with `columns`.
 
     These are misspelled names, or, if the row has all columns, values that are no texts.
@@ -539,7 +541,7 @@ def judges_answers(known: Forms) -> bool:
     return _kind_of_forms(known) == "label"
 
 
-def _find_sides(present: Values) -> tuple[str, str] | None:
+def _find_sides(present: PresentColumns) -> tuple[str, str] | None:
     """Return the columns of the better and of the worse answer; None without both."""
     for chosen, rejected in PAIRS:
         if chosen in present and rejected in present:
@@ -547,7 +549,7 @@ def _find_sides(present: Values) -> tuple[str, str] | None:
     return None
 
 
-def _is_repeated_in_sides(present: Values, question: str) -> bool:
+def _is_repeated_in_sides(present: PresentColumns, question: str) -> bool:
     """Return whether a pair has its prompt twice.
 
     That is so if the column `question` has it as a text, and both sides, which are whole
@@ -578,7 +580,7 @@ def _is_whole_talk(side: Any) -> bool:
 
 
 def _complete(
-    prompt: Any, present: Values, used: set[str], kind: str, answer: str | None
+    prompt: Any, present: PresentColumns, used: set[str], kind: str, answer: str | None
 ) -> Reading | None:
     """Return a prompt with what the algorithm takes beside it; None for a row that lacks that.
 
@@ -616,7 +618,7 @@ def _complete(
     return Reading(columns, used)
 
 
-def _read_alpaca(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_alpaca(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read Alpaca's columns: an instruction, perhaps an input and a history, and an answer.
 
     Raises DataError for an input or a history that would be left out.
@@ -666,7 +668,7 @@ def _read_history(history: Any, origin: str) -> Messages:
     return messages
 
 
-def _find_talk(present: Values) -> str | None:
+def _find_talk(present: PresentColumns) -> str | None:
     """Return the column of a conversation; None without one."""
     name = find_column(present, TALKS, list)
     if name is not None:
@@ -680,7 +682,7 @@ def _find_talk(present: Values) -> str | None:
     return None
 
 
-def _read_sharegpt(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_sharegpt(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a conversation that is one column, such as ShareGPT's `conversations`."""
     name = _find_talk(present)
     if name is None or kind == "class":
@@ -712,7 +714,7 @@ def _read_sharegpt(present: Values, kind: str, origin: str) -> Reading | None:
     return _complete(messages, present, used, kind, None)
 
 
-def _read_verdict(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_verdict(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read two answers to a prompt, and a column that says which of them is better."""
     if kind != "pair":
         return None
@@ -747,7 +749,7 @@ def _read_verdict(present: Values, kind: str, origin: str) -> Reading | None:
     return Reading(columns, used)
 
 
-def _find_verdict(present: Values) -> VerdictColumns | None:
+def _find_verdict(present: PresentColumns) -> VerdictColumns | None:
     """Return the first of `VERDICTS` whose columns all hold something; None without one."""
     for names in VERDICTS:
         if {names.first, names.second, names.verdict} <= present.keys():
@@ -779,7 +781,7 @@ def _is_first_better(verdict: Any, names: VerdictColumns, origin: str) -> bool:
     return better == names.marks[0]
 
 
-def _read_ranked(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_ranked(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a list of answers to a prompt, each with a score or a rank."""
     prompt = find_column(present, PROMPTS, str | list)
     name = find_column(present, LISTS, list)
@@ -835,7 +837,7 @@ def _read_marks(marks: list[Any], column: str, origin: str) -> list[float]:
     return values
 
 
-def _prepend_system_to_sides(present: Values, chosen: str, rejected: str) -> Reading:
+def _prepend_system_to_sides(present: PresentColumns, chosen: str, rejected: str) -> Reading:
     """Return the better and the worse answer of a row, each behind the system's message.
 
     The answers are whole conversations, and the system's message is in a column of its own. `used`
@@ -847,7 +849,7 @@ def _prepend_system_to_sides(present: Values, chosen: str, rejected: str) -> Rea
     return Reading(columns, chosen_used | rejected_used)
 
 
-def _read_pair(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_pair(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a chosen and a rejected side, with a prompt of their own or in both."""
     sides = _find_sides(present)
     if kind != "pair" or sides is None:
@@ -872,7 +874,7 @@ def _read_pair(present: Values, kind: str, origin: str) -> Reading | None:
     return Reading(columns, used | set(sides))
 
 
-def _read_pair_of_talks(present: Values, sides: tuple[str, str]) -> Reading | None:
+def _read_pair_of_talks(present: PresentColumns, sides: tuple[str, str]) -> Reading | None:
     """Return a pair whose answers are whole conversations.
 
     None if they are not, or if the row needs no change.
@@ -887,7 +889,7 @@ def _read_pair_of_talks(present: Values, sides: tuple[str, str]) -> Reading | No
     return Reading(columns, {*sides, *system_columns})
 
 
-def _read_answer(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_answer(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a prompt and its answer."""
     prompt = find_column(present, PROMPTS, str | list)
     if kind in ("pair", "class") or prompt is None:
@@ -901,7 +903,7 @@ def _read_answer(present: Values, kind: str, origin: str) -> Reading | None:
     return _complete(question, present, used, kind, answer)
 
 
-def _find_reply(present: Values) -> tuple[str | None, Any]:
+def _find_reply(present: PresentColumns) -> tuple[str | None, Any]:
     """Return the column of the answer, and the answer; (None, None) without one.
 
     An answer is a text, messages, calls of tools, or the first of several texts that are as good as
@@ -917,7 +919,7 @@ def _find_reply(present: Values) -> tuple[str | None, Any]:
     return None, None
 
 
-def _read_reply(name: str, present: Values) -> Any:
+def _read_reply(name: str, present: PresentColumns) -> Any:
     """Return the answer that a column holds which is no text; None if it holds none."""
     value = present.get(name)
     if "tools" in present:
@@ -939,7 +941,7 @@ def _read_reply(name: str, present: Values) -> Any:
     return None
 
 
-def _read_transcript(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_transcript(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a chosen and a rejected transcript, whose turns begin with the speaker."""
     if kind != "pair":
         return None
@@ -953,7 +955,7 @@ def _read_transcript(present: Values, kind: str, origin: str) -> Reading | None:
     return Reading(columns, set())
 
 
-def _read_document(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_document(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a column of plain text under another name than `text`."""
     name = find_column(present, TEXTS)
     if name is None or "text" in present:
@@ -968,7 +970,7 @@ def _read_document(present: Values, kind: str, origin: str) -> Reading | None:
 
 # Each takes (the row's columns that hold something, what the algorithm takes, origin). They are
 # tried in this order.
-FORMATS: dict[str, Callable[[Values, str, str], Reading | None]] = {
+FORMATS: dict[str, Callable[[PresentColumns, str, str], Reading | None]] = {
     "sharegpt": _read_sharegpt,
     "alpaca": _read_alpaca,
     "verdict": _read_verdict,

@@ -35,7 +35,7 @@ from drumline.data.batches import (
 from drumline.data.cache import Segment, TokenCache, cache_root
 from drumline.data.image_files import image_path
 from drumline.data.sources import Row, is_image
-from drumline.data.templates import Encoded, Encoder, Example, truncate
+from drumline.data.targets import Encoded, Encoder, Example, truncate
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 from drumline.foreign import expanded

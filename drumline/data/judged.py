@@ -111,7 +111,7 @@ def collate_mismatched(
     Args:
         cache: the token cache.
         samples: samples of the cache; -1 is a filler.
-        previous: the `stream.predecessors` of the samples, whose answers are taken; -1 for none.
+        previous: the `order.predecessors` of the samples, whose answers are taken; -1 for none.
             TRL takes the neighbour, though it may have the same prompt.
         pad_id: the padding token.
         width: tokens of each row; None: those of the longest answer.

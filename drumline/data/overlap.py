@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from drumline.data.order import hash_integers
 from drumline.data.sources import Row
 from drumline.data.stage import Ints, Stage
-from drumline.data.stream import hash_integers
 from drumline.data.thoughts import REASONING
 from drumline.foreign import content_of
 

@@ -20,9 +20,10 @@ from drumline.config.config import Config
 from drumline.data.make import Task, rows_of
 from drumline.data.sources import Row
 from drumline.data.stage import Stage
-from drumline.data.templates import Encoded, Example, special_ids
+from drumline.data.targets import Encoded, Example
 from drumline.data.workers import Job
 from drumline.errors import DataError
+from drumline.models.templates import special_ids
 from drumline.models.vision import Vision
 
 # What becomes of a token: a target, a token without loss, or one that was cut off.

@@ -24,12 +24,12 @@ from torch.utils.data import default_collate
 
 from drumline.config.data import FileSource, PythonSource, Source, SqlSource
 from drumline.config.registry import find_object, imported
+from drumline.data.order import GlobalOrder, assign_samples
 from drumline.data.places import locate
 from drumline.data.sources import describe, open_rows
-from drumline.data.stream import GlobalOrder, assign_samples
 from drumline.errors import DataError, DrumlineError
 from drumline.foreign import class_and_line, first_line, judged
-from drumline.models.containers import each_tensor
+from drumline.models.containers import map_tensors
 from drumline.plan.plan import BatchPlan, DataIdentity
 from drumline.vendor.torch import tree_leaves
 
@@ -72,7 +72,7 @@ class Samples(torch.utils.data.ConcatDataset[Any]):
 
     Attributes:
         are_rows: each sample is a dictionary of columns, of a built-in source.
-        lengths: int32[N], ones, since all samples count alike for `stream.assign_samples`.
+        lengths: int32[N], ones, since all samples count alike for `order.assign_samples`.
     """
 
     def __init__(self, parts: Sequence[Any], are_rows: bool = False) -> None:
@@ -348,7 +348,7 @@ class SampleBatch:
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SampleBatch:
         """Return the batch with every tensor of its content changed."""
-        return replace(self, content=each_tensor(change, self.content))
+        return replace(self, content=map_tensors(change, self.content))
 
     def to(self, device: str) -> SampleBatch:
         """Return the batch on a device. Does not wait for the copies."""

@@ -28,7 +28,7 @@ from drumline.data.encode import RowEncoder
 from drumline.data.overlap import PERMUTATIONS, EvaluationGrams, hash_bands, minhash, text_of
 from drumline.data.sources import Row
 from drumline.data.stage import ROW, Chunk
-from drumline.data.templates import Encoded
+from drumline.data.targets import Encoded
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import content_of, finite_number, number_errors
 from drumline.hardware.detect import usable_cores

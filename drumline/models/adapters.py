@@ -7,7 +7,7 @@ that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`:
 
 B starts at zero, so a fresh adapter changes nothing. DoRA's lengths of rows, PiSSA's factors (whose
 product is subtracted from the base layer) and rows of tokens change nothing at first either. These
-begin as functions of a whole weight (`begin`), whichever part of it a rank has.
+begin as functions of a whole weight (`derive_first_values`), whichever part of it a rank has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from drumline.config.registry import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import require_package
-from drumline.models.blocks import blocks, is_head_tied, vocabulary, whole_layer
+from drumline.models.blocks import blocks, embedding_and_head, find_base_layer, is_head_tied
 from drumline.models.classes import reads_images
 from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
@@ -202,7 +202,8 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
 
     `modules_to_save` and heads that no language model has (scores, values, classes) stay fully
     trainable. The values depend on `seed` and the weights alone, not on the number of ranks. A
-    model on the meta device gets adapters there, to be filled with `first_values` and `begin`.
+    model on the meta device gets adapters there, to be filled with `first_values` and
+    `derive_first_values`.
     """
     require_package("peft", "adapter")
     names, trained = find_targets(model, adapter)
@@ -285,9 +286,9 @@ def _fill_from_weights(model: Any) -> None:
 
     Each layer keeps its first factors, which `save_adapter` needs.
     """
-    for path, layer in starting(model):
+    for path, layer in layers_derived_from_weights(model):
         base_weight = layer.get_base_layer().weight
-        values = begin(layer, base_weight.detach().float())
+        values = derive_first_values(layer, base_weight.detach().float())
         for name, value in values.items():
             model.get_parameter(f"{path}.{name}").data.copy_(value)
         layer.first = {name: value for name, value in values.items() if "lora_" in name}
@@ -326,7 +327,7 @@ def _targets_taken_for_experts(options: Any, model: Any) -> list[str]:
     return sorted(taken)
 
 
-def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def layers_derived_from_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, layer) of each layer with values that begin as functions of a whole weight.
 
     The weight is the layer's own, or that of its base layer. It is one of PEFT's layers, or a
@@ -336,7 +337,7 @@ def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
     if not tuned:
         return
     for path, layer in model.named_modules():
-        is_packed = isinstance(whole_layer(layer), PackedLinear)
+        is_packed = isinstance(find_base_layer(layer), PackedLinear)
         if layer in tuned:
             if _begins_from_weight(layer, is_packed):
                 yield path, layer
@@ -354,7 +355,7 @@ def _begins_from_weight(layer: Any, is_packed: bool) -> bool:
     return has_token_rows or is_packed or is_pissa or is_dora
 
 
-def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+def borrowed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yield (layer, parameter) of layers that compute with a parameter of another layer.
 
     DoRA does so with weights, and rows of tokens and the factors of an embedding lie in
@@ -374,8 +375,8 @@ def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
                 yield magnitude, parameter
 
 
-def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the first values of a layer of `starting`, by their names within it.
+def derive_first_values(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the first values of a layer of `layers_derived_from_weights`, by their names within it.
 
     They are fp32; of a packed layer they are its codes. `weight`: the base layer's, whole, as its
     file has it. If it changes, the values have it too (base_layer.weight).
@@ -394,13 +395,13 @@ def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _first_factors(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `begin` of one of PEFT's layers with factors.
+    """Return `derive_first_values` of one of PEFT's layers with factors.
 
     The order matters: PiSSA takes its product out of the weight, then the rest is packed, and DoRA
     measures base and factors as they are kept.
     """
     values: dict[str, torch.Tensor] = {}
-    base = whole_layer(layer)
+    base = find_base_layer(layer)
     is_packed = isinstance(base, PackedLinear)
     # What the factors add to the base at first; a scalar 0 unless they are PiSSA's.
     product = torch.zeros((), device=weight.device)
@@ -489,7 +490,7 @@ def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def switched(model: nn.Module, on: bool) -> Iterator[None]:
+def switch_adapters(model: nn.Module, on: bool) -> Iterator[None]:
     """Within the context adapters are on; with `on` False the model is the base model.
 
     PEFT's own switch would also change which parameters are trainable, which FSDP2, DDP and
@@ -547,8 +548,8 @@ def merge(model: Any) -> None:
     del model.peft_config
 
 
-def merge_read(over: Any) -> Any:
-    """Return the plain model of a PEFT model that `read_over` has read, its adapters merged.
+def merge_loaded(over: Any) -> Any:
+    """Return the plain model of a PEFT model that `load_adapters` has loaded, its adapters merged.
 
     `merge` merges what `inject` makes. PEFT does the rest: modules that were trained whole, and
     layers of other tools.
@@ -667,7 +668,7 @@ def require_trained(model: nn.Module) -> None:
 def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
     """Write PEFT's own files (adapter_config.json, adapter_model.safetensors, fp32) to `folder`.
 
-    Further adapters are written to folders in it by their names; `read_over` reads them all.
+    Further adapters are written to folders in it by their names; `load_adapters` reads them all.
     Factors that began in the base layer are written as ones of twice the rank, over the weights
     that the base has in its files: W − sB₀A₀ + sBA. `base`: the folder or hub id of the frozen
     model, `revision` its revision on the hub.
@@ -785,7 +786,7 @@ def _factors_of(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
     return factors
 
 
-def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
+def load_adapters(base: Any, folder: Path, all_of_them: bool = True) -> Any:
     """Return PEFT's model of a base and the adapters that `save_adapter` wrote, which are on.
 
     `all_of_them` False: only the first adapter. In a folder of another tool the adapters in folders
@@ -893,7 +894,7 @@ def _require_rows(model: Any, tokens: Sequence[int]) -> None:
     """Raise ModelError for a token that the embedding has no row for."""
     if not tokens:
         return
-    embedding: Any = whole_layer(model.get_input_embeddings())
+    embedding: Any = find_base_layer(model.get_input_embeddings())
     rows = len(embedding.weight)
     if max(tokens) >= rows:
         what = f"token {max(tokens)} has no row: the embedding has {rows}"
@@ -905,7 +906,7 @@ def _ends_of_vocabulary(model: Any) -> dict[str, Any]:
     """Return name → layer, of the embedding and the head that PEFT has adapters for."""
     if reads_images(model):
         return {}
-    layers = vocabulary(model)
+    layers = embedding_and_head(model)
     found = {}
     for name, module in model.named_modules():
         if module in layers and isinstance(module, nn.Embedding | nn.Linear):
@@ -942,19 +943,19 @@ def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) 
 
 def _untie_adapted_ends(model: Any) -> None:
     """Give a head that is tied to the embedding its own weight if one of the two has an adapter."""
-    embedding, output_head = vocabulary(model)
+    embedding, output_head = embedding_and_head(model)
     if not is_head_tied(model):
         return
     if not (hasattr(embedding, "lora_A") or hasattr(output_head, "lora_A")):
         return
-    head = whole_layer(output_head)
+    head = find_base_layer(output_head)
     own_weight = head.weight.detach().clone()
     head.weight = nn.Parameter(own_weight, requires_grad=head.weight.requires_grad)
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
 
 
-def without_factors(layer: Any) -> Any:
+def copy_without_factors(layer: Any) -> Any:
     """Return a copy of one of PEFT's layers over the same base layer, with no adapter on it."""
     copied = copy.copy(layer)
     # A dictionary of its own: a shallow copy would take the factors from the layer itself.
@@ -1019,7 +1020,7 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
         if isinstance(options.targets, list):
             targets += options.targets
     names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = vocabulary(model)
+    embedding, head = embedding_and_head(model)
     layers = [layer for layer in (embedding, head) if layer is not None]
     adapted = []
     learning = []

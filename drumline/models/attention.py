@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from drumline.foreign import first_line
-from drumline.models.blocks import needs_mask
-from drumline.models.classes import of_layers
+from drumline.models.blocks import reason_for_mask
+from drumline.models.classes import values_by_layer
 from drumline.models.sequence import SequencePart
 from drumline.plan.attention import Kernel, by_documents, choose, has_padding, name_of
 from drumline.plan.plan import Layout
@@ -128,7 +128,7 @@ def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> No
     has_dropout = has_score_dropout(text_config)
     is_plain_eager = implementation == "eager" and not has_caps
     has_own_scores = has_dropout or is_plain_eager
-    kernel, _ = choose(layout, head_dim, has_caps, has_own_scores, needs_mask(model))
+    kernel, _ = choose(layout, head_dim, has_caps, has_own_scores, reason_for_mask(model))
     if kernel == "masked":
         return
     if on_host:
@@ -138,14 +138,14 @@ def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> No
     function = None
     if implementation != "eager":
         function = AttentionInterface()[implementation]
-    AttentionInterface.register(name, partial(attention, function))
-    AttentionMaskInterface.register(name, partial(mask, kernel, head_dim, implementation))
+    AttentionInterface.register(name, partial(documents_attention, function))
+    AttentionMaskInterface.register(name, partial(documents_mask, kernel, head_dim, implementation))
     model.set_attn_implementation(name)
 
 
 def _head_dim(text_config: Any) -> int:
     """Return the size of a model's largest attention heads; 0 if its config does not tell."""
-    largest: int = max(size or 0 for size in of_layers(text_config, "head_dim"))
+    largest: int = max(size or 0 for size in values_by_layer(text_config, "head_dim"))
     heads = getattr(text_config, "num_attention_heads", None)
     if largest or not heads:
         return largest
@@ -163,13 +163,13 @@ def has_score_dropout(text_config: Any) -> bool:
     return any(getattr(text_config, key, None) for key in SCORE_DROPOUTS)
 
 
-def batch_in_hand() -> bool:
+def has_batch() -> bool:
     """Return whether a model runs on a batch whose documents are known."""
     return _batch.get(None) is not None
 
 
 @contextlib.contextmanager
-def attending(
+def model_inputs(
     model: Any, batch: Any, sequence: SequencePart | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the arguments of a model for a batch; the model's forward runs in this context.
@@ -200,7 +200,7 @@ def attending(
     yield inputs
 
 
-def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
+def documents_mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
     """Replacement for a mask function of transformers: return `Documents` of the current batch.
 
     Returns None if `is_causal` tells everything. Without a batch, and for patterns that are neither
@@ -255,7 +255,7 @@ def _mask_of_other_pattern(before: str, batch: Any, options: dict[str, Any]) -> 
     from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
 
     if getattr(batch, "attention_mask_BT", None) is None:
-        # The mask of ones that `attending` gives says nothing.
+        # The mask of ones that `model_inputs` gives says nothing.
         options["attention_mask"] = None
         positions_BT = batch.position_ids_BT
         documents_BT = find_packed_sequence_indices(positions_BT)
@@ -272,7 +272,7 @@ def _autocast_type(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def attention(
+def documents_attention(
     whole: Callable[..., Any] | None,
     module: Any,
     query: Tensor,
@@ -343,14 +343,14 @@ def _attend_by_function(
     if is_additive:
         function = _eager_function(module)
     of_module = partial(function, module)
-    return one_by_one(of_module, documents, is_additive, query, key, value, **options)
+    return attend_each_document(of_module, documents, is_additive, query, key, value, **options)
 
 
 # A class's own eager function may have dropout, or weights of its own: nobody can register it.
 _out_of_graph = torch.compiler.disable(_attend_by_function)
 
 
-def one_by_one(
+def attend_each_document(
     whole: Callable[..., Any],
     documents: Pattern,
     additive: bool,
@@ -429,7 +429,7 @@ def _attend_within_document(
     if window is None or window >= keys:
         allowed = None
         if documents.causal and (additive or before):
-            allowed = band(length, keys, before, None, query, additive)
+            allowed = causal_band(length, keys, before, None, query, additive)
         # `is_causal` aligns the first query with the first key: with keys ahead only a mask tells.
         is_causal = documents.causal and not before
         out, *_ = whole(query, key, value, allowed, **options | {"is_causal": is_causal})
@@ -439,7 +439,7 @@ def _attend_within_document(
         stop = min(start + window, keys)
         # The first key that the first query of the stretch sees.
         first = max(0, start - window + 1)
-        allowed = band(stop - start, stop - first, start - first, window, query, additive)
+        allowed = causal_band(stop - start, stop - first, start - first, window, query, additive)
         queries = query[:, :, start - before : stop - before]
         seen_keys = key[:, :, first:stop]
         seen_values = value[:, :, first:stop]
@@ -448,7 +448,7 @@ def _attend_within_document(
         yield out
 
 
-def band(
+def causal_band(
     queries: int, keys: int, offset: int, window: int | None, like: Tensor, additive: bool
 ) -> Tensor:
     """Return which keys each query sees: those up to it, of these the last `window`.
@@ -507,7 +507,7 @@ def attend(
     module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
     function = partial(sdpa_attention_forward, module)
     with torch.autocast(query.device.type, enabled=False):
-        out = one_by_one(function, pattern, False, query, key, value, scaling=scale)
+        out = attend_each_document(function, pattern, False, query, key, value, scaling=scale)
     return out.contiguous()
 
 
@@ -783,7 +783,7 @@ def _trial_difference(kernel: Kernel, documents: Documents, inputs: list[Tensor]
     attend_by_kernel = KERNELS[kernel]
     scale = cap = None
     theirs = _trial_results(attend_by_kernel(*inputs, documents, scale, cap), inputs)
-    ours = _trial_results(one_by_one(_plain_attention, documents, False, *inputs), inputs)
+    ours = _trial_results(attend_each_document(_plain_attention, documents, False, *inputs), inputs)
     differences = []
     for one, other in zip(theirs, ours, strict=True):
         largest_difference = (one - other).detach().abs().max()

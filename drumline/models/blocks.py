@@ -119,7 +119,7 @@ def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
     return found[0]
 
 
-def uncut(model: Any) -> str:
+def reason_not_to_cut(model: Any) -> str:
     """Return why a model's blocks cannot be cut into pipeline stages; empty if they can.
 
     Two stages would train two copies of a weight that blocks share.
@@ -154,7 +154,7 @@ def _layer_kinds(model: Any) -> set[str]:
     return set(getattr(text_config, "layer_types", None) or ())
 
 
-def whole_sequences(model: Any) -> str:
+def reason_for_whole_sequences(model: Any) -> str:
     """Return why context parallelism cannot cut a model's sequences; empty if it can.
 
     The answer follows from the model's class and config.
@@ -169,7 +169,7 @@ def whole_sequences(model: Any) -> str:
     return ""
 
 
-def needs_mask(model: Any) -> str:
+def reason_for_mask(model: Any) -> str:
     """Return why a model's attention takes a mask; empty if it can take the lengths of documents.
 
     The answer follows from the model's class and config.
@@ -291,7 +291,7 @@ def _parameters_in_both_ends(model: Any) -> set[int]:
     """Return the ids of the parameters that embedding and head share, also beneath adapters."""
     if reads_images(model):
         return set()
-    embedding, head = vocabulary(model)
+    embedding, head = embedding_and_head(model)
     embedding_weight = _own_weight(embedding)
     if embedding_weight is None or embedding_weight is not _own_weight(head):
         return set()
@@ -310,7 +310,7 @@ def _own_weight(layer: Any) -> Any:
     """
     if layer is None:
         return None
-    return getattr(whole_layer(layer), "weight", None)
+    return getattr(find_base_layer(layer), "weight", None)
 
 
 def vision_tower(model: Any) -> Any:
@@ -387,12 +387,12 @@ def _styles_by_layer(model: Any) -> dict[int, str]:
         if name in modules:
             for layer in cut_layers(modules[name], style):
                 styles[id(layer)] = style
-    embedding, head = vocabulary(model)
+    embedding, head = embedding_and_head(model)
     if head is not None:
-        styles[id(whole_layer(head))] = "head"
+        styles[id(find_base_layer(head))] = "head"
     # After the plan's styles, which may name experts too: these win.
     styles |= experts
-    styles[id(whole_layer(embedding))] = "embedding"
+    styles[id(find_base_layer(embedding))] = "embedding"
     return styles
 
 
@@ -437,7 +437,7 @@ def _planned_styles(model: Any) -> dict[str, str | None]:
     The styles are those of the model's plan, or of ours for its type. The style is None if the plan
     does not name it.
     """
-    by_vocabulary = vocabulary(model)
+    by_vocabulary = embedding_and_head(model)
     names = [name for name, module in model.named_modules() if module not in by_vocabulary]
     names += [name for name, _ in model.named_parameters()]
     plan = getattr(model, "_tp_plan", None) or {}
@@ -478,7 +478,7 @@ WHOLE_OUTPUTS = {
 }
 
 
-def regions(model: Any) -> list[str]:
+def column_parallel_modules(model: Any) -> list[str]:
     """Return the names of modules that begin with column-parallel layers.
 
     These are attentions and feed-forward parts.
@@ -524,7 +524,7 @@ def _holds_experts(module: Any) -> bool:
     return any(parameter.ndim == 3 for parameter in own)
 
 
-def whole_stream(model: Any) -> str:
+def reason_for_whole_stream(model: Any) -> str:
     """Return why tensor-parallel ranks need all tokens between cut layers.
 
     Empty if each of them can hold a part of the tokens there (sequence parallelism, Korthikanti et
@@ -534,7 +534,7 @@ def whole_stream(model: Any) -> str:
     if block_list(model) is None or not plan:
         return "it has no single list of blocks, or no plan for them"
     modules = dict(model.named_modules())
-    region_names = regions(model)
+    region_names = column_parallel_modules(model)
     for region in region_names:
         prefix = f"{region}."
         styles = {style for layer, style in plan.items() if layer.startswith(prefix)}
@@ -575,7 +575,7 @@ def _may_mix_tokens(module: nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in _own_parameters(module))
 
 
-def vocabulary(model: Any) -> tuple[Any, Any]:
+def embedding_and_head(model: Any) -> tuple[Any, Any]:
     """Return embedding and head of a Hugging Face model.
 
     Each is None if the model lacks it, and both for any other module.
@@ -591,12 +591,12 @@ def vocabulary(model: Any) -> tuple[Any, Any]:
 
 def is_head_tied(model: Any) -> bool:
     """Return whether the head's weight is the embedding's, beneath adapters."""
-    embedding, head = vocabulary(model)
+    embedding, head = embedding_and_head(model)
     head_weight = _own_weight(head)
     return head_weight is not None and head_weight is _own_weight(embedding)
 
 
-def whole_layer(module: nn.Module) -> Any:
+def find_base_layer(module: nn.Module) -> Any:
     """Return the base layer of one of PEFT's layers; any other layer itself.
 
     Trainable rows of tokens may lie over the adapted layer.
@@ -612,7 +612,7 @@ def cut_layers(module: nn.Module, style: str) -> list[nn.Module]:
     the cut side. The other factor stays whole, and so does its gradient, since the hidden state
     between them is whole.
     """
-    layers = [whole_layer(module)]
+    layers = [find_base_layer(module)]
     cut_factor = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
     if cut_factor is not None:
         factors = getattr(module, cut_factor, None)

@@ -12,18 +12,18 @@ import torch
 from drumline.config.model import Head, ModelConfig
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
-from drumline.models.classes import LM, auto_class, with_classes
-from drumline.models.files import from_hub, hub_options, quiet
-from drumline.models.load import load_grown, on_meta
-from drumline.models.scores import extra_heads, with_head
+from drumline.models.classes import LM, auto_class, set_classes
+from drumline.models.files import call_loader, hub_options, silence_transformers
+from drumline.models.load import build_without_memory, load_grown
+from drumline.models.scores import add_head, extra_heads
 from drumline.models.shards import (
-    Drawn,
-    Loaded,
+    DrawnWeights,
     NeedsFullModel,
+    NothingToFill,
     Source,
     Values,
-    aliases,
-    from_files,
+    find_weights_in_files,
+    names_of_tensors,
     tied_weights_differ,
 )
 from drumline.models.vocabulary import Growth, grow_whole, set_rows
@@ -64,9 +64,9 @@ def lay_out(
     Raises ModelError, also if the folder lacks weights of some part of the model (transformers
     would draw them).
     """
-    quiet()
+    silence_transformers()
     config, growth = load_grown(path, model)
-    config = _request_unpacking(with_classes(config, head, labels), model)
+    config = _request_unpacking(set_classes(config, head, labels), model)
     # None: transformers' default. Names of attention of ours mean nothing to transformers.
     implementation = None
     if model.attention not in ("auto", "documents", "varlen"):
@@ -81,18 +81,18 @@ def lay_out(
     try:
         built = _build_on_meta(path, model, config, options, head)
         if _has_all(checkpoint_keys, built):
-            return built, Loaded()
+            return built, NothingToFill()
         if pretrained is None:
-            return built, Drawn(built, seed, draw_device or device)
+            return built, DrawnWeights(built, seed, draw_device or device)
         heads = extra_heads(built)
-        files = from_files(pretrained, model, built, heads, growth)
+        files = find_weights_in_files(pretrained, model, built, heads, growth)
         # Heads that the files lack, such as the score of a reward model made of a causal LM.
         lacking = heads - files.places.keys()
         if not draws:
             _require_heads(lacking, pretrained)
         if not lacking:
             return built, files
-        drawn = Drawn(built, seed, draw_device or device)
+        drawn = DrawnWeights(built, seed, draw_device or device)
         return built, replace(files, rest=drawn)
     except NeedsFullModel as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
@@ -102,14 +102,14 @@ def lay_out(
             built = _draw_whole_model(path, model, config, options, head)
         else:
             built = _read_whole_model(pretrained, model, config, options, head, draws, growth)
-    built = with_head(built, head)
+    built = add_head(built, head)
     built.config.use_cache = False
-    return built.to(device), Loaded()
+    return built.to(device), NothingToFill()
 
 
 def _has_all(checkpoint_keys: frozenset[str], built: Any) -> bool:
     """Return whether a checkpoint fills each tensor of a model, under one of its names."""
-    return all(checkpoint_keys.intersection(names) for names in aliases(built))
+    return all(checkpoint_keys.intersection(names) for names in names_of_tensors(built))
 
 
 def _draw_whole_model(
@@ -121,7 +121,7 @@ def _draw_whole_model(
         make = auto_class(config, head).from_config
         return make(config, **options, trust_remote_code=model.trust_remote_code)
 
-    return from_hub(path or "model.config", model, build)
+    return call_loader(path or "model.config", model, build)
 
 
 def build_model(
@@ -166,7 +166,7 @@ def _build_on_meta(
         raise NeedsFullModel("it brings code of its own")
     if getattr(config, "quantization_config", None) is not None:
         raise NeedsFullModel("its weights are quantised")
-    built = on_meta(config, head, path or "model.config", model, **options)
+    built = build_without_memory(config, head, path or "model.config", model, **options)
     # As from_pretrained does it: the model's own rules write what is not marked as initialised.
     stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     for tensor in stored.values():
@@ -210,7 +210,7 @@ def _read_whole_model(
     def read() -> Any:
         return cast(Any, auto_class(config, head).from_pretrained(path, **reading))
 
-    built, report = from_hub(path, model, read)
+    built, report = call_loader(path, model, read)
     if growth is not None and growth.changes_rows:
         grow_whole(built, growth)
     # Both kinds were drawn by transformers, which only warns of it.
@@ -232,7 +232,7 @@ def _read_whole_model(
                 " take it back, or set model.init: random"
             )
         raise ModelError(what, where=path, fix=fix)
-    _match_layout(built, on_meta(config, head, path, model, **options), path)
+    _match_layout(built, build_without_memory(config, head, path, model, **options), path)
     return built
 
 
@@ -249,7 +249,7 @@ def _match_layout(built: Any, laid_out: Any, where: str) -> None:
     read = dict(built.named_parameters(remove_duplicate=False))
     for name in frozen & read.keys():
         read[name].requires_grad_(False)
-    for first, *rest in aliases(laid_out):
+    for first, *rest in names_of_tensors(laid_out):
         for other in rest:
             # `read` has parameters alone, but names of tied tensors may be buffers' too.
             if first not in read or other not in read:

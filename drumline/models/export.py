@@ -28,11 +28,11 @@ from drumline.models.build import build_model
 from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
 from drumline.models.files import (
     OnProgress,
-    beside,
     find_file,
-    quiet,
+    silence_transformers,
     tokenizer_folder,
     weights_digest,
+    write_beside,
 )
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
@@ -44,7 +44,7 @@ from drumline.models.rounding import (
 )
 from drumline.models.scores import VALUE, grey_image
 from drumline.models.shards import canonical_tensors
-from drumline.models.small import probe
+from drumline.models.small import trial_tokens
 from drumline.models.templates import end_ids, special_ids
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import PROCESSOR_FILES, load_processor
@@ -115,7 +115,7 @@ def export(
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
     fix = "choose a folder on a disk with space, or one that is yours"
-    with beside(to, "cannot write", to, fix) as temporary:
+    with write_beside(to, "cannot write", to, fix) as temporary:
         _require_space(to.parent, trainable)
         # Before the weights, since it may set the padding id in the model's config.
         _save_reader(plan, source, model, temporary)
@@ -239,7 +239,7 @@ def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tupl
     return trainable, change / divisor
 
 
-def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
+def find_or_export(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
     """Return a folder that `export` has written of a run, or write one.
 
     RUN/export is taken if it has this form and the checkpoint that the run exports, else a folder
@@ -538,14 +538,14 @@ def _give_usual_modes(folder: Path) -> None:
 
 def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -> Any:
     """Return the model that transformers reads from a folder, or PEFT over `base`, in fp32."""
-    quiet()
+    silence_transformers()
     head: Head = plan.config.head
     if head in LM:
         # A folder has no value head (see `_take_value_head`).
         head = "lm"
     if base is not None:
         base_model = build_model(base, model, seed=0, head=head, labels=plan.labels)
-        return adapters.read_over(base_model, folder)
+        return adapters.load_adapters(base_model, folder)
     # The folder has a config, a tokenizer and rows of its own.
     own = model.model_copy(update={"config": {}, "tokenizer": None, "new_tokens": ()})
     config = load_config(str(folder), own)
@@ -582,7 +582,7 @@ def _trial_inputs(model: Any, plan: Plan) -> dict[str, torch.Tensor]:
     ids_T = torch.arange(min(TRIED_TOKENS, positions)) % text_config.vocab_size
     ids_BT = ids_T[None]
     if is_vision_language(model.config):
-        return probe(model, ids_BT).inputs()
+        return trial_tokens(model, ids_BT).inputs()
     return {"input_ids": ids_BT}
 
 

@@ -218,7 +218,9 @@ def _convert_package(name: str, on_progress: OnProgress, named: str = "model.id 
     model, tokenizer = _read_gguf(file)
     on_progress(phase, 1, 3)
     fix = "free space, or set XDG_CACHE_HOME to another disk"
-    with beside(target, "the converted model cannot be written", target.parent, fix) as temporary:
+    with write_beside(
+        target, "the converted model cannot be written", target.parent, fix
+    ) as temporary:
         model.save_pretrained(temporary)
         on_progress(phase, 2, 3)
         tokenizer.save_pretrained(temporary)
@@ -254,7 +256,7 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
     except ImportError:
         fix = "pip install gguf accelerate"
         raise ModelError("the package gguf is missing", where=str(source), fix=fix) from None
-    quiet()
+    silence_transformers()
     options: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     try:
         # transformers' reader draws a progress bar on stderr, which no option turns off.
@@ -310,7 +312,7 @@ def _read_once() -> Iterator[None]:
         yield
 
 
-def quiet() -> None:
+def silence_transformers() -> None:
     """Turn transformers' progress bars and warnings off."""
     from transformers.utils import logging
 
@@ -319,7 +321,7 @@ def quiet() -> None:
 
 
 @contextmanager
-def beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
+def write_beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
     """Yield a new folder beside `folder`, which is removed in the end unless it is renamed.
 
     Raises EnvironmentFault if it cannot be written: `what`, and the reason.
@@ -467,7 +469,7 @@ def find_file(path: str, name: str, model: ModelConfig, **options: Any) -> Path 
     return Path(found)
 
 
-def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
+def call_loader(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
     """Return the result of one of transformers' loaders.
 
     Each of its failures becomes a ModelError of one line. `make`: calls the loader. `files`: those

@@ -72,7 +72,7 @@ def trainable_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def keep_low(
+def cast_frozen(
     parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False, trainable: bool = False
 ) -> None:
     """Keep the frozen weights of these modules in `dtype`, the type of their products.
@@ -91,7 +91,7 @@ def keep_low(
                 parameter.data = parameter.data.to(dtype)
 
 
-def give_fp32(model: nn.Module) -> None:
+def return_fp32_embeddings(model: nn.Module) -> None:
     """Make embeddings in a lower type return fp32.
 
     Under autocast the residual stream keeps the type in which it begins. Embeddings with trainable
@@ -104,7 +104,7 @@ def give_fp32(model: nn.Module) -> None:
             module.register_forward_hook(lambda _module, _inputs, hidden: hidden.float())
 
 
-def require_none_late(model: nn.Module, learned: set[str]) -> None:
+def require_none_unfrozen(model: nn.Module, learned: set[str]) -> None:
     """Raise ModelError for weights that learn now but were frozen when the model was spread.
 
     `learned`: the weights that were trainable then. Only their gradients are averaged over ranks.

@@ -21,8 +21,8 @@ from torch.nn import functional
 from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
 from drumline.models import kernels
-from drumline.models.attention import attending
-from drumline.models.classes import bidirectional, ends_in_classes, reads_images
+from drumline.models.attention import model_inputs
+from drumline.models.classes import bidirectional_error, ends_in_classes, reads_images
 from drumline.models.losses import (
     Answers,
     VocabularyPart,
@@ -36,7 +36,7 @@ from drumline.models.losses import (
 from drumline.models.router import loads_of, router_of, trains_router
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.sequence import SequencePart
-from drumline.models.small import Tokens, close, probe, try_small
+from drumline.models.small import TrialTokens, is_close, trial_tokens, try_small
 from drumline.plan.attention import by_documents
 from drumline.plan.rules import NO_PACKS
 
@@ -214,7 +214,7 @@ class Outputs:
         return self.sequence.total(part_sum)
 
 
-def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
+def trunk_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     """Return (trunk, head) of a causal LM or a score model; None if it lacks one.
 
     The trunk of a vision-language model includes the tower. The head must be a plain linear layer:
@@ -245,14 +245,14 @@ def can_split(model: Any) -> bool:
     """
     if score_parts(model) is not None:
         return True
-    if split(model) is None:
+    if trunk_and_head(model) is None:
         return False
     return try_small(model, "cpu", _is_head_of_trunk)
 
 
 def _is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
     """Return whether the logits of a small model are its head over its trunk, bit for bit."""
-    parts = split(small)
+    parts = trunk_and_head(small)
     if parts is None:
         return False
     trunk, head = parts
@@ -270,7 +270,7 @@ def _is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
     # The logits are compared to the hidden states of the same run: two runs of a trunk may round
     # differently.
     alone = trunk(input_ids=ids_BT, use_cache=False).last_hidden_state
-    return torch.equal(logits, head(hidden)) and close(alone, hidden)
+    return torch.equal(logits, head(hidden)) and is_close(alone, hidden)
 
 
 def require_next_token(model: Any, device: str, packed: bool) -> None:
@@ -293,8 +293,8 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
             what = f"{type(model).__name__} computes no finite numbers with this configuration"
             fix = "look at rope_parameters, the eps of its norms and its other numbers"
             raise ModelError(what, where="model", fix=fix)
-        if not close(before_last, before_changed):
-            raise bidirectional(model)
+        if not is_close(before_last, before_changed):
+            raise bidirectional_error(model)
         return not packed or _keeps_documents_apart(small, ids_BT)
 
     if not try_small(model, device, trial):
@@ -307,12 +307,12 @@ def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
     `ids_BT`: one row of eight tokens, four of each document.
     """
     positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
-    pack = Tokens(ids_BT, positions, documents=((4, 4),))
-    with attending(small, pack) as inputs:
+    pack = TrialTokens(ids_BT, positions, documents=((4, 4),))
+    with model_inputs(small, pack) as inputs:
         in_pack = small(**inputs, use_cache=False).logits[:, 4:]
     second = {"input_ids": ids_BT[:, 4:], "position_ids": positions[:, 4:]}
     alone = small(**second, use_cache=False).logits
-    return close(in_pack, alone)
+    return is_close(in_pack, alone)
 
 
 def shares_prompts(model: Any, device: str) -> bool:
@@ -333,15 +333,15 @@ def _has_same_logits_behind_shared_prompt(small: Any, ids_BT: torch.Tensor) -> b
     """
     # Each completion continues the prompt: its positions begin at 4.
     positions_BT = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4]], device=ids_BT.device)
-    shared = Tokens(ids_BT, positions_BT, documents=((4, 3, 1),), branches=True)
-    with attending(small, shared) as inputs:
+    shared = TrialTokens(ids_BT, positions_BT, documents=((4, 3, 1),), branches=True)
+    with model_inputs(small, shared) as inputs:
         together = small(**inputs, use_cache=False).logits
     first = small(input_ids=ids_BT[:, :7], use_cache=False).logits
     second = small(input_ids=ids_BT[:, [0, 1, 2, 3, 7]], use_cache=False).logits
-    return close(together, torch.cat([first, second[:, 4:]], 1))
+    return is_close(together, torch.cat([first, second[:, 4:]], 1))
 
 
-def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
+def trial_batch(model: Any, device: Any, side: int | None = None) -> Any:
     """Return a batch that runs all of a model.
 
     It has eight tokens, for a vision-language model also an image, and for an image model one grey
@@ -352,10 +352,10 @@ def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
         pixels_BCHW = grey_image(model.config, device, side)
         return SimpleNamespace(inputs=lambda: {"pixel_values": pixels_BCHW})
     ids_BT = torch.zeros((1, 8), dtype=torch.int64, device=device)
-    return probe(model, ids_BT)
+    return trial_tokens(model, ids_BT)
 
 
-def outputs(
+def compute_outputs(
     model: Any,
     batch: Any,
     parts: tuple[nn.Module, nn.Linear] | None,
@@ -382,7 +382,7 @@ def outputs(
             # over its trunk.
             contexts.enter_context(_record_inputs(model.get_output_embeddings(), inputs_of_head))
         inputs: dict[str, Any]
-        inputs = contexts.enter_context(attending(model, shared or batch, sequence))
+        inputs = contexts.enter_context(model_inputs(model, shared or batch, sequence))
         if trains_router(model):
             inputs["output_router_logits"] = True
         module = model
@@ -472,7 +472,7 @@ def _known_targets(
 def gather_for_objective(head: nn.Linear) -> None:
     """Make FSDP2 gather a head for an objective that uses its weight without its forward.
 
-    FSDP2 gathers such a head by itself. This sets a method of the head, which `outputs` calls with
+    FSDP2 gathers such a head by itself. This sets a method of the head, which `compute_outputs` calls with
     the hidden states. For FSDP2 the call is the head's forward: its weight is gathered before, and
     its gradient is reduced once the gradient of the hidden states is there.
     """
@@ -507,8 +507,8 @@ class ForwardWithObjective(nn.Module):
         """
         parts = None
         if self.splits:
-            parts = split(self.model)
-        model_outputs = outputs(self.model, batch, parts, self.sequence)
+            parts = trunk_and_head(self.model)
+        model_outputs = compute_outputs(self.model, batch, parts, self.sequence)
         result = objective(model_outputs, batch)
         # The router loss is for training alone, not for `Engine.infer`; the tokens of a trial have
         # no weights.

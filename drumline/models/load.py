@@ -23,29 +23,29 @@ from drumline.models.blocks import (
     common_facts,
     count_entries,
     expert_modules,
+    find_base_layer,
     is_head_tied,
-    needs_mask,
+    reason_for_mask,
+    reason_for_whole_sequences,
+    reason_for_whole_stream,
+    reason_not_to_cut,
     tensor_plan,
     tower_flops,
-    uncut,
     vision_tower,
-    whole_layer,
-    whole_sequences,
-    whole_stream,
 )
 from drumline.models.classes import (
     LM,
     auto_class,
-    bidirectional,
+    bidirectional_error,
     is_encoder,
     is_vision_language,
-    of_layers,
+    values_by_layer,
 )
 from drumline.models.cut_trial import try_cut
-from drumline.models.files import check_counts, check_folder, from_hub, hub_options
+from drumline.models.files import call_loader, check_counts, check_folder, hub_options
 from drumline.models.freeze import freeze
 from drumline.models.router import trains_router
-from drumline.models.scores import first_position, is_bidirectional, score_head, with_head
+from drumline.models.scores import add_head, first_position, is_bidirectional, score_head
 from drumline.models.shapes import check_length, full_config
 from drumline.models.vocabulary import Growth, growth_of, set_rows
 from drumline.plan.facts import ModelFacts
@@ -116,7 +116,7 @@ def _config_of_files(path: str, model: ModelConfig) -> Any:
         check_counts(values, f"{path}: config.json")
         return AutoConfig.from_pretrained(path, **options)
 
-    return from_hub(path, model, read, "its config.json")
+    return call_loader(path, model, read, "its config.json")
 
 
 def _config_of_values(model: ModelConfig) -> Any:
@@ -192,7 +192,7 @@ def _is_head_dim_derived(config: Any) -> bool:
     heads = getattr(config, "num_attention_heads", None)
     if not width or not heads:
         return False
-    return of_layers(config, "head_dim") == [width // heads]
+    return values_by_layer(config, "head_dim") == [width // heads]
 
 
 def _require_known(config: Any, values: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def _require_known(config: Any, values: dict[str, Any]) -> None:
     """
     undeclared = UNDECLARED.get(config.model_type, ())
     for key in values:
-        if of_layers(config, key) != [None] or hasattr(config, key) or key in undeclared:
+        if values_by_layer(config, key) != [None] or hasattr(config, key) or key in undeclared:
             continue
         known = [name for name in config.to_dict() if not name.startswith("_")]
         guess = nearest(key, known)
@@ -238,7 +238,7 @@ def facts(
     Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are
     not in the model.
     """
-    model = on_meta(config, head)
+    model = build_without_memory(config, head)
     with _report_config_errors(config):
         freeze(model, frozen_names)
         if isinstance(adapter, LoRAConfig):
@@ -246,11 +246,11 @@ def facts(
         if head == "image":
             return _facts_of_images(model, length)
         if head in LM and is_encoder(model):
-            raise bidirectional(model)
+            raise bidirectional_error(model)
         return _facts_of_text(model, length, head)
 
 
-def on_meta(
+def build_without_memory(
     config: Any,
     head: Head = "lm",
     path: str = "model.config",
@@ -268,13 +268,13 @@ def on_meta(
         with torch.device("meta"):
             make = auto_class(config, head).from_config
             build = partial(make, config, trust_remote_code=is_remote, **options)
-            model: Any = from_hub(path, source or ModelConfig(), build)
+            model: Any = call_loader(path, source or ModelConfig(), build)
         for tensor in model.state_dict(keep_vars=True).values():
             # Its class makes such a tensor by a function that ignores the device, such as
             # torch.normal.
             if not tensor.is_meta:
                 _move_to_meta(tensor)
-        return with_head(model, head)
+        return add_head(model, head)
 
 
 def _move_to_meta(tensor: torch.Tensor) -> None:
@@ -313,7 +313,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     heads = int(text_config.num_attention_heads)
     # The largest, if layers differ.
     head_dim = 0
-    for size in of_layers(text_config, "head_dim"):
+    for size in values_by_layer(text_config, "head_dim"):
         head_dim = max(head_dim, int(size or hidden // heads))
     width = heads * head_dim
     positions = getattr(text_config, "max_position_embeddings", None)
@@ -332,7 +332,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         # No module holds all experts of a layer: for strategies it is no mixture.
         experts = _Experts(0, 0)
     head_parameters = _head_parameters(model)
-    embedding = whole_layer(model.get_input_embeddings()).weight
+    embedding = find_base_layer(model.get_input_embeddings()).weight
     outside_blocks = counts["parameters"] - sum(counts["block_parameters"])
     only_in_head = [parameter for parameter in head_parameters if parameter is not embedding]
     return ModelFacts(
@@ -392,7 +392,7 @@ def _product_flops(model: Any, experts: _Experts, has_tower: bool) -> float:
     if has_tower:
         not_multiplied |= {id(parameter) for parameter in vision_tower(model).parameters()}
     if not is_head_tied(model):
-        not_multiplied.add(id(whole_layer(model.get_input_embeddings()).weight))
+        not_multiplied.add(id(find_base_layer(model.get_input_embeddings()).weight))
     summands: list[float] = []
     for name, parameter in model.named_parameters():
         # This factor has a column for each token, which is looked up.
@@ -426,7 +426,9 @@ def _kv_heads(text_config: Any, heads: int) -> int:
 
     If layers differ, it is the greatest number that divides those of each.
     """
-    numbers = [int(number or heads) for number in of_layers(text_config, "num_key_value_heads")]
+    numbers = [
+        int(number or heads) for number in values_by_layer(text_config, "num_key_value_heads")
+    ]
     return math.gcd(*numbers)
 
 
@@ -436,7 +438,7 @@ def _changes_logits(model: Any, text_config: Any) -> bool:
         return True
     # Trainable rows of a tied head are computed in its own forward.
     output_head = model.get_output_embeddings()
-    return output_head is not None and whole_layer(output_head) is not output_head
+    return output_head is not None and find_base_layer(output_head) is not output_head
 
 
 def _has_windows(text_config: Any) -> bool:
@@ -461,10 +463,10 @@ def _cut_facts(model: Any) -> dict[str, Any]:
         "tp_styles": frozenset(plan.values()),
         "tp_cuts_heads": cuts_heads,
         "tp_failure": try_cut(model).failure,
-        "needs_mask": needs_mask(model),
-        "whole_stream": whole_stream(model),
-        "whole_sequences": whole_sequences(model),
-        "uncut": uncut(model),
+        "needs_mask": reason_for_mask(model),
+        "whole_stream": reason_for_whole_stream(model),
+        "whole_sequences": reason_for_whole_sequences(model),
+        "uncut": reason_not_to_cut(model),
     }
 
 

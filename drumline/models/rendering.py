@@ -374,7 +374,7 @@ def _require_affordable_product(operator: str, left: Any, right: Any) -> None:
         raise TooMuch(f"{operator} would make a value that is too large")
 
 
-def limit() -> None:
+def limit_templates() -> None:
     """Make every sandbox of this process count. May be called again."""
     replacements: dict[str, Any] = {
         "code_generator_class": _Counting,

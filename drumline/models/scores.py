@@ -20,10 +20,10 @@ from torch import nn
 from drumline.config.model import Head
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
-from drumline.models.attention import attending
+from drumline.models.attention import model_inputs
 from drumline.models.classes import reads_images
 from drumline.models.sequence import SequencePart
-from drumline.models.small import close, try_small
+from drumline.models.small import is_close, try_small
 
 VALUE = "value_head"
 # Pixels of the side of a trial's image, for models that take any size.
@@ -47,7 +47,7 @@ class ValueHead(nn.Linear):
     def _init_weights(self, _module: nn.Module) -> None:
         """Set weight and bias to zero.
 
-        It calls transformers' functions, which `shards.Drawn` patches.
+        It calls transformers' functions, which `shards.DrawnWeights` patches.
         """
         from drumline.vendor.transformers import initialization
 
@@ -76,7 +76,7 @@ def score_head(model: Any) -> nn.Linear | None:
     return score
 
 
-def with_head(model: Any, head: Head) -> Any:
+def add_head(model: Any, head: Head) -> Any:
     """Return a fresh model with the head that transformers has no class for.
 
     Raises ModelError if it cannot have `head`.
@@ -153,7 +153,7 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
     if not has_mask and not reads_images(model):
         parts = last_token_head(model)
     if parts is None:
-        with attending(model, batch, sequence) as inputs:
+        with model_inputs(model, batch, sequence) as inputs:
             logits_BC: torch.Tensor = model(**inputs).logits
         if sequence is None:
             return logits_BC
@@ -162,7 +162,7 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
         has_first_token = float(sequence.index == 0)
         return sequence.total(logits_BC * has_first_token)
     trunk, head = parts
-    with attending(model, batch, sequence) as inputs:
+    with model_inputs(model, batch, sequence) as inputs:
         hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
     if sequence is None:
         rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
@@ -233,19 +233,19 @@ def _try_classifier(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
     first_of_changed = small.base_model(input_ids=changed_BT)[0][:, 0]
     ones_BT = torch.ones_like(plain_ids_BT)
     logits = small(input_ids=plain_ids_BT, attention_mask=ones_BT).logits
-    if not close(first, first_of_changed):
+    if not is_close(first, first_of_changed):
         padding_id = small.config.get_text_config().pad_token_id or 0
         padded_BT = torch.nn.functional.pad(plain_ids_BT, (0, 3), value=padding_id)
         mask_BT = torch.nn.functional.pad(ones_BT, (0, 3))
         logits_of_padded = small(input_ids=padded_BT, attention_mask=mask_BT).logits
-        return True, close(logits_of_padded, logits)
+        return True, is_close(logits_of_padded, logits)
     parts = last_token_head(small)
     if parts is None:
         return False, False
     trunk, head = parts
     last_hidden = trunk(input_ids=plain_ids_BT).last_hidden_state[:, -1]
     logits_of_last = head(last_hidden)
-    return False, close(logits_of_last, logits)
+    return False, is_close(logits_of_last, logits)
 
 
 def _plain_ids(small: Any, ids_BT: torch.Tensor) -> torch.Tensor:
@@ -275,6 +275,6 @@ def _try_first_position(small: Any, ids_BT: torch.Tensor) -> int | None:
         with_positions = small(
             input_ids=plain_ids_BT, attention_mask=ones_BT, position_ids=positions_BT
         ).logits
-        if close(with_positions, without_positions):
+        if is_close(with_positions, without_positions):
             return first
     return None

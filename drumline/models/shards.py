@@ -30,7 +30,7 @@ from drumline.config.model import ModelConfig
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import ModelError
 from drumline.models import adapters
-from drumline.models.blocks import whole_layer
+from drumline.models.blocks import find_base_layer
 from drumline.models.files import find_file
 from drumline.models.vocabulary import GrownRows, Growth, vocabulary_parameter_ids
 from drumline.vendor.torch import compute_local_shape_and_global_offset
@@ -70,7 +70,7 @@ class Stored:
     shape: tuple[int, ...]
 
 
-class Loaded:
+class NothingToFill:
     """The source of a model that has all values already.
 
     It was built whole, or a checkpoint fills it.
@@ -166,7 +166,7 @@ class Values:
         rank has no more of them in memory.
         """
         layers = []
-        for path, layer in adapters.starting(model):
+        for path, layer in adapters.layers_derived_from_weights(model):
             if any(name.startswith(f"{path}.") for name in to_fill):
                 layers.append((path, layer))
         for _, group in groupby(layers, _block_of_path):
@@ -174,7 +174,7 @@ class Values:
             whole_weights = self._read_whole_weights(layers_of_block, model)
             for path, layer in layers_of_block:
                 whole_weight = whole_weights[path].to(self.device)
-                for name, value in adapters.begin(layer, whole_weight).items():
+                for name, value in adapters.derive_first_values(layer, whole_weight).items():
                     tensor = to_fill.pop(f"{path}.{name}", None)
                     if tensor is not None:
                         copy_part(tensor, value)
@@ -189,7 +189,7 @@ class Values:
         whole_weights = {}
         by_file_name = {}
         for path, layer in layers:
-            base = whole_layer(layer)
+            base = find_base_layer(layer)
             # A packed layer has the shape of its unpacked weight.
             shape = getattr(base, "shape", None) or base.weight.shape
             whole_weights[path] = torch.empty(shape)
@@ -236,7 +236,7 @@ class FromFiles:
     """
 
     places: dict[str, Stored] = field(repr=False)
-    rest: Source = field(default_factory=Loaded)
+    rest: Source = field(default_factory=NothingToFill)
     growth: Growth | None = None
     grown: frozenset[str] = frozenset()
 
@@ -288,7 +288,7 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
             local.copy_(source[place])
 
 
-def from_files(
+def find_weights_in_files(
     path: str,
     source: ModelConfig,
     model: Any,
@@ -310,7 +310,7 @@ def from_files(
     tensors_by_token = set[int]()
     if growth is not None and growth.changes_rows:
         tensors_by_token = vocabulary_parameter_ids(model)
-    for names in aliases(model):
+    for names in names_of_tensors(model):
         found = [stored[name] for name in names if name in stored]
         tensor = model.get_parameter_or_buffer(names[0])
         shape = tuple(tensor.shape)
@@ -342,7 +342,7 @@ def tied_weights_differ(one: str, other: str, where: str) -> ModelError:
     return ModelError(what, where=where, fix=fix)
 
 
-def aliases(model: Any) -> list[list[str]]:
+def names_of_tensors(model: Any) -> list[list[str]]:
     """Return the names of each tensor to be stored: one, or more for tied weights."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -444,7 +444,7 @@ class Entry(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor that is there now; `Drawn` exchanges it for a while."""
+        """The tensor that is there now; `DrawnWeights` exchanges it for a while."""
         tensor: torch.Tensor = self.holder[self.key]
         return tensor
 
@@ -487,7 +487,7 @@ def _join(path: str, name: str) -> str:
     return ".".join(part for part in (path, name) if part)
 
 
-class Drawn:
+class DrawnWeights:
     """Weights drawn from `seed`; a `shards.Source`.
 
     Raises NeedsFullModel for a model whose initialisation does not work piece by piece.
@@ -508,7 +508,7 @@ class Drawn:
         if torch.device(device).type == "cuda":
             self.device = device
         self.first_names: dict[str, str] = {}
-        for names in aliases(self.model):
+        for names in names_of_tensors(self.model):
             self.first_names |= dict.fromkeys(names, names[0])
         self._require_pieces()
 
@@ -652,9 +652,9 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(name)
     tied = {}
-    for first, *aliases in by_parameter.values():
-        if aliases:
-            tied[first] = aliases
+    for first, *others in by_parameter.values():
+        if others:
+            tied[first] = others
     return tied
 
 
@@ -672,7 +672,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         if has_extra_state(module):
             state = module.get_extra_state()
-            if in_json(state):
+            if survives_json(state):
                 states[path] = state
     return states
 
@@ -689,7 +689,7 @@ def has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def in_json(value: Any) -> bool:
+def survives_json(value: Any) -> bool:
     """Return whether a value comes back equal from JSON."""
     try:
         return bool(json.loads(json.dumps(value)) == value)

@@ -17,7 +17,7 @@ from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.foreign import judged
 from drumline.models.blocks import blocks
-from drumline.models.classes import is_vision_language, of_layers
+from drumline.models.classes import is_vision_language, values_by_layer
 
 T = TypeVar("T")
 # Tokens and the width of feed-forward layers of a small copy, at most.
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TrialTokens:
     """Token ids for trials, int64[B, T].
 
     `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a
@@ -67,14 +67,14 @@ class Tokens:
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT, **self.images}
 
 
-def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
+def trial_tokens(model: Any, ids_BT: torch.Tensor) -> TrialTokens:
     """Return a batch for trials that runs all of a model.
 
     For a vision-language model the second token of each row is an image of one merged patch.
     `ids_BT`: the tokens, int64[B, T].
     """
     if not is_vision_language(model.config):
-        return Tokens(ids_BT)
+        return TrialTokens(ids_BT)
     vision = model.config.vision_config
     device = ids_BT.device
     rows = len(ids_BT)
@@ -88,7 +88,7 @@ def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
     pixels = torch.linspace(-1, 1, patches * width, device=device)
     pixels_PD = pixels.view(-1, width)
     images = {"pixel_values": pixels_PD, "image_grid_thw": grid_N3}
-    return Tokens(with_image_BT, images=images)
+    return TrialTokens(with_image_BT, images=images)
 
 
 def try_small(
@@ -107,7 +107,7 @@ def try_small(
     what = f"a small copy of {type(model).__name__} does not run"
     where = getattr(model.config, "name_or_path", None) or "model.config"
     fix = "fix its config: heads, heads of keys and values, and experts have to fit each other"
-    # Rounding to TF32, which a run may have turned on, is coarser than what `close` allows.
+    # Rounding to TF32, which a run may have turned on, is coarser than what `is_close` allows.
     products = torch.backends.cuda.matmul
     convolutions = torch.backends.cudnn
     before = products.allow_tf32, convolutions.allow_tf32
@@ -120,7 +120,7 @@ def try_small(
         products.allow_tf32, convolutions.allow_tf32 = before
 
 
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two outputs of a small copy are equal up to rounding.
 
     Their difference is compared to the largest value. One logit may be near zero by cancellation,
@@ -158,7 +158,7 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
     return built.eval().to(device)
 
 
-def with_few_layers(model: Any) -> Any:
+def config_with_few_layers(model: Any) -> Any:
     """Return a copy of a model's config with so few layers that every kind of layer is there."""
     layers = _layers_of_every_kind(model, least=1)
     return _cut_config(model.config, layers, narrow=False)
@@ -215,7 +215,7 @@ def _make_narrow(text_config: Any) -> None:
     if pad_token_id >= text_config.vocab_size:
         text_config.pad_token_id = None
     for key in FEED_FORWARD_WIDTHS:
-        sizes = of_layers(text_config, key)
+        sizes = values_by_layer(text_config, key)
         if len(sizes) == 1 and isinstance(sizes[0], int):
             setattr(text_config, key, min(sizes[0], WIDTH))
 

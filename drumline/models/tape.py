@@ -20,7 +20,7 @@ from torch import nn
 
 from drumline.dist.seeds import constructing, derive, drawing
 from drumline.errors import ModelError
-from drumline.models.shards import Loaded, NeedsFullModel, Source, copy_part
+from drumline.models.shards import NeedsFullModel, NothingToFill, Source, copy_part
 from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_leaves, tree_map_only
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
     with constructing(seed):
         model = _require_module(build())
     logger.warning("the whole model is built on each rank: %s", reason)
-    return model.to(device), Loaded()
+    return model.to(device), NothingToFill()
 
 
 def _require_module(built: object) -> nn.Module:
@@ -281,7 +281,7 @@ class ReplayedValues:
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Fill tensors with the values that the constructor would have given them."""
-        # As `shards.Drawn` does: a rank that trains on a GPU draws there.
+        # As `shards.DrawnWeights` does: a rank that trains on a GPU draws there.
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         for name, tensor in tensors.items():
             with torch.no_grad():

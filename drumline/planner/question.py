@@ -316,11 +316,11 @@ def require_adapter(config: Config, policy: Found) -> None:
     if not isinstance(config.adapter, LoRAConfig):
         return
     from drumline.models.adapters import find_targets
-    from drumline.models.classes import with_classes
-    from drumline.models.load import on_meta
+    from drumline.models.classes import set_classes
+    from drumline.models.load import build_without_memory
 
-    hf_config = with_classes(deepcopy(policy.hf_config), config.head, _labels(config))
-    find_targets(on_meta(hf_config, config.head), config.adapter)
+    hf_config = set_classes(deepcopy(policy.hf_config), config.head, _labels(config))
+    find_targets(build_without_memory(hf_config, config.head), config.adapter)
 
 
 def roles_of(
@@ -370,7 +370,7 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
         except ModelError as error:
             if weights or is_local:
                 raise
-            raise shapes.unknown(name, error.what) from None
+            raise shapes.unknown_shape(name, error.what) from None
         return Found(model, path)
     cached = _cached_config(shapes.hub_id(name), model.revision)
     if cached is not None:

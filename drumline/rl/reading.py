@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from drumline.data.batches import EpisodeBatch, Episodes, TokenIds, collate_episodes
-from drumline.data.stream import assign_samples
+from drumline.data.order import assign_samples
 from drumline.dist.copies import copied_to
 from drumline.dist.reduce import add_up
 from drumline.engine.engine import Engine

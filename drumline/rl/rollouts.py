@@ -29,7 +29,7 @@ from drumline.config.algorithm import RolloutSpec
 from drumline.data.batches import Episodes
 from drumline.data.cache import TokenCache
 from drumline.data.encode import OWN_COLUMNS
-from drumline.data.stream import GlobalBatch
+from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drumline.algorithms.base import Algorithm
-from drumline.data.stream import GlobalBatch
+from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import Gather, Gathered
 from drumline.dist.seeds import seed_step
 from drumline.engine.engine import DeviceSums, Engine

@@ -43,7 +43,7 @@ from drumline.errors import DataError, EnvironmentFault, Preempted, TrainingStop
 from drumline.launch.environment import die_with_launchers
 from drumline.launch.tasks import join_tasks
 from drumline.models.blocks import Units
-from drumline.models.containers import each_tensor
+from drumline.models.containers import map_tensors
 from drumline.models.tape import Build
 from drumline.plan.explain import default_run_dir
 from drumline.plan.resolve import batch_norm_why
@@ -428,7 +428,7 @@ class Session:
 
     def _copy_to_device(self, batch: Any, non_blocking: bool = False) -> Any:
         """Return a batch of any structure with its tensors on this rank's device."""
-        return each_tensor(lambda tensor: tensor.to(self.device, non_blocking=non_blocking), batch)
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=non_blocking), batch)
 
     def _end_global_batch(self, end: int) -> None:
         """Count a global batch that the loop has gone through, and stop here if asked to.

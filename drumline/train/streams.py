@@ -21,8 +21,8 @@ from drumline.data.batches import FirstPassNumbers, pin_memory
 from drumline.data.blocks import BlockMaker, Blocks, hold, remove_older_blocks
 from drumline.data.cache import TokenCache
 from drumline.data.make import Task
+from drumline.data.order import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
 from drumline.data.samples import read_samples
-from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
 from drumline.dist.copies import copied_to
 from drumline.dist.reduce import add_up
 from drumline.dist.seeds import Draws, derive

@@ -16,7 +16,7 @@ from drumline.config.registry import make
 from drumline.data.cache import describe_left_out
 from drumline.data.fingerprint import cache_key
 from drumline.data.sources import Row
-from drumline.data.templates import Encoder
+from drumline.data.targets import Encoder
 from drumline.data.workers import Job
 from drumline.errors import ConfigError, DataError, ModelError
 from drumline.models.templates import FOLDER, end_ids, set_template

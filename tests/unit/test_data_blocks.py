@@ -22,8 +22,8 @@ from drumline.config.config import Config
 from drumline.data.batches import TokenBatch, collate
 from drumline.data.blocks import _POLL_SECONDS, BlockMaker, Blocks, hold, read_ledger
 from drumline.data.make import Task
+from drumline.data.order import BatchStream
 from drumline.data.prepare import find_prepared, prepare
-from drumline.data.stream import BatchStream
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
 from drumline.plan.plan import BatchPlan
 from drumline.system import heartbeat

@@ -17,9 +17,9 @@ from drumline.config.config import Config
 from drumline.config.mixing import Mixed, epoch_counts
 from drumline.data import places
 from drumline.data.cache import TokenCache
+from drumline.data.order import MixedOrder
 from drumline.data.overlap import grams, minhash
 from drumline.data.prepare import prepare
-from drumline.data.stream import MixedOrder
 from drumline.errors import DataError
 from drumline.plan.plan import BatchPlan, DataPlan
 from drumline.plan.resolve import total_samples

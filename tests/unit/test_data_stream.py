@@ -14,7 +14,7 @@ import torch
 
 from drumline.data.batches import TokenBatch, collate
 from drumline.data.cache import IndexWriter, TokenCache, commit, temporary_folder
-from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, assign_samples, predecessors
+from drumline.data.order import BatchStream, GlobalBatch, GlobalOrder, assign_samples, predecessors
 from drumline.plan.plan import BatchPlan
 
 Threads = Callable[[], list[threading.Thread]]

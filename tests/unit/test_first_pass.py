@@ -12,7 +12,7 @@ import torch
 
 from drumline.algorithms.base import Algorithm, LossOut
 from drumline.data.batches import FirstPassNumbers, collate
-from drumline.data.stream import GlobalBatch, assign_samples
+from drumline.data.order import GlobalBatch, assign_samples
 from drumline.plan.plan import BatchPlan
 from drumline.train import streams as rank_streams
 from drumline.train.streams import FirstPass, Streams

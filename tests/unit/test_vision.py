@@ -29,11 +29,11 @@ from drumline.data.images import (
 from drumline.data.images import cut_between_images as cut_images
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
-from drumline.data.templates import Example
+from drumline.data.targets import Example
 from drumline.errors import DataError, ModelError, PlanError, UserError
 from drumline.inference.evaluate import answers
 from drumline.models.build import build_model
-from drumline.models.head import ForwardWithObjective, can_split, split
+from drumline.models.head import ForwardWithObjective, can_split, trunk_and_head
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import Vision
@@ -137,7 +137,7 @@ def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> N
     assert ours == pytest.approx(total, rel=1e-6) and weight > 40
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
-    assert can_split(model) and split(model) == (model.model, model.lm_head)
+    assert can_split(model) and trunk_and_head(model) == (model.model, model.lm_head)
 
 
 def test_packs_are_their_rows(folder: Path, vision: Vision) -> None:

@@ -29,7 +29,6 @@ from drumline.data.tokens import Tokens
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 from drumline.foreign import judged
-from drumline.models.templates import end_ids as end_ids
 from drumline.models.templates import special_ids
 
 # How messages name a call, and what they advise for a row that does not suit the template.
