@@ -21,7 +21,7 @@ from torch import nn
 from drumline.models.adapters import copy_without_factors, is_tuned
 from drumline.models.attention import model_inputs
 from drumline.models.blocks import block_list, find_base_layer, reason_not_to_cut
-from drumline.models.head import Outputs, can_split, compute_outputs
+from drumline.models.head import Outputs, can_split, compute_outputs, trunk_and_head
 from drumline.models.scores import VALUE
 from drumline.models.small import TrialTokens, is_close, try_small
 from drumline.plan.rules import NO_STAGES
