@@ -173,7 +173,7 @@ def drop_copies(stage: Stage) -> None:
     for part in range(parts):
         numbers_of_blocks = []
         digests_of_blocks = []
-        for start, rows in stage.ranges():
+        for start, rows in stage.row_blocks():
             digests_of_block = rows["digest"]
             is_in_part = digests_of_block[:, 0] % np.uint64(parts) == part
             here = np.flatnonzero(is_in_part)

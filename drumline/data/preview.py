@@ -156,7 +156,7 @@ class Reader:
         task = Task(self.config, self.config.data.train, Path(), None)
         for index in range(len(task.sources)):
             try:
-                rows = rows_of(task, index, self.base_dir, self.outcomes, faulty=True)
+                rows = rows_of(task, index, self.base_dir, self.outcomes, with_faulty=True)
                 for row in islice(rows, limit):
                     number += 1
                     if wanted is None or number == wanted:

@@ -105,7 +105,7 @@ def read_rows(
     ties: Counter[str] | None = None,
     number: int = 0,
     keep: RawFilter | None = None,
-    faulty: bool = False,
+    with_faulty: bool = False,
 ) -> Iterator[Row]:
     """Yield the rows of a source in its own order, at most `source.limit`.
 
@@ -118,8 +118,8 @@ def read_rows(
         forms: the forms of rows that the algorithm takes.
         ties: counts the rows that were left out, under the name of the source.
         number: the number of the source in its list.
-        keep: given the raw rows, returns those to take, perhaps none.
-        faulty: also yield rows that cannot be used, with their error.
+        keep: gets the raw rows, and yields those to take, perhaps none.
+        with_faulty: also yield rows that cannot be used, with their error.
 
     Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped
     column.
@@ -139,7 +139,7 @@ def read_rows(
             tie_count += 1
             continue
         except DataError as error:
-            if not faulty:
+            if not with_faulty:
                 raise
             rows = [Row(origin, values, values, error=error)]
         for row in rows:
@@ -156,7 +156,7 @@ def read_rows(
 
 
 def _choose_domain(row: Row, names: set[str]) -> str:
-    """Return the domain of a row: the only one of `names`, which its source has, or its task."""
+    """Return the domain of a row: the only name of its source, or the row's own task."""
     if len(names) == 1:
         (domain,) = names
         return domain
@@ -221,7 +221,7 @@ def _split_raw_row(
     converted = values
     if not is_mapped:
         format_name, converted = convert_row(values, known, source.format, origin)
-    row = _normalise(origin, converted, source.columns, number, known)
+    row = _read_in_form(origin, converted, source.columns, number, known)
     row = replace(row, format=format_name)
     if not is_split:
         return [row]
@@ -377,10 +377,10 @@ def _open_dataset(source: Source, base_dir: Path) -> Any:
     return source.rows(base_dir)
 
 
-def _normalise(
+def _read_in_form(
     origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms
 ) -> Row:
-    """Return the row in its form, with its columns renamed and their types checked.
+    """Return the row in the form that fits it, its columns renamed and their types checked.
 
     Args:
         origin: the row's name in an error.
@@ -418,7 +418,7 @@ def _normalise(
         value = _get_optional(values, names[part])
         if value is not None:
             result[part] = value
-    # Without tools: `extra` has their column too, for reward functions.
+    # Before the tools are read: their column also stays in `extra`, for reward functions.
     used = {names[part] for part in result}
     tools = None
     if TALKS & result.keys():
@@ -503,9 +503,9 @@ def _get_optional(values: dict[str, Any], name: str) -> Any:
 
 
 def _rank_of_lack(values: dict[str, Any], name: str) -> int:
-    """Return how much a row lacks of a column.
+    """Return a rank by which forms are compared: the lowest is the best.
 
-    It is 2 if the row has no such column, 1 if the column holds nothing, and 0 otherwise.
+    It is 0 if the row's column holds something, 1 if it holds nothing, and 2 without the column.
     """
     if name not in values:
         return 2

@@ -331,7 +331,7 @@ class Rollouts:
                     tokens,
                     checkpointable=is_last_step,
                     state=state,
-                    of_all=(weight, global_tokens),
+                    totals=(weight, global_tokens),
                 )
 
     def _state(self, ahead: Drawn | None) -> dict[str, Any]:

@@ -331,7 +331,7 @@ class Loop:
         step = self.state.step
 
         # The loss is a sum over all samples of all ranks, divided once by their weight.
-        weight, tokens = batch.of_all or self._sum_weight_and_tokens(batch)
+        weight, tokens = batch.totals or self._sum_weight_and_tokens(batch)
         denominator = weight or 1.0
         # A step draws the same numbers whether the run was resumed before it or not.
         stream_of_rank = self.plan.mesh.stream(self.gather.rank)
