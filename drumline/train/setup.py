@@ -356,7 +356,7 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
 def _build_on_meta(plan: Plan, path: str | None, config: ModelConfig, head: Head) -> Any:
     """Return a model without memory for its weights."""
     hf_config = set_classes(models.load_config(path, config), head, plan.labels)
-    return models.on_meta(hf_config, head)
+    return models.build_without_memory(hf_config, head)
 
 
 def _require_measured(config: Config, labels: tuple[str, ...]) -> None:
