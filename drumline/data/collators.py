@@ -1,4 +1,4 @@
-"""Collators of the samples of a token cache, for each form of sample.
+"""The collators of the algorithms: from ids of samples to a micro-batch.
 
 `width` is the number of tokens of every row; with None it is that of the longest row.
 """
@@ -17,8 +17,8 @@ from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
 from drumline.plan.plan import Plan
 
-# A collator gets a token cache, and returns the function from ids of samples (-1 is a filler) to a
-# micro-batch.
+# It gets a token cache, and returns the function that makes a micro-batch of ids of samples; -1 is a
+# filler.
 Collator = Callable[[TokenCache], Callable[[list[int]], Any]]
 
 
@@ -82,7 +82,7 @@ def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> 
         return lambda cache: lambda ids: collate_texts(plan, cache, ids, pad, width)
     hf_config = load_config(plan.model_path, plan.config.model)
     processor = load_processor(plan.model_path, plan.config.model, hf_config, image_size)
-    # Images in colour, unless the model says otherwise.
+    # Most configs do not set it, since their models take images in colour.
     channels = int(getattr(hf_config, "num_channels", 3))
     side = side_of(processor, channels)
     return lambda cache: (

@@ -34,7 +34,10 @@ RawRows = Iterator[tuple[Path, Raw]]
 
 
 class TableRow(dict[str, Any]):
-    """A row of a typed table, which pads nested values with null keys that only other rows have."""
+    """A row of a typed table.
+
+    Such tables give all nested values the same keys: those that only other rows have are null.
+    """
 
 
 def read_file(file: DataFile, source: FileSource) -> Iterator[Raw]:
@@ -88,7 +91,7 @@ def _require_object(value: Any, where: str) -> Raw:
     return where, value
 
 
-def _read_jsonl(file: DataFile, source: FileSource) -> Iterator[Raw]:
+def _read_json_lines(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """Yield the objects of a file with one object a line."""
     fix = "each line must be one JSON object"
     for number, line in _read_lines(file):
@@ -99,9 +102,9 @@ def _read_jsonl(file: DataFile, source: FileSource) -> Iterator[Raw]:
 
 
 def _read_json(file: DataFile, source: FileSource) -> Iterator[Raw]:
-    """Yield the objects of an array; or those line by line, as many `.json` files have them."""
+    """Yield the objects of an array. Many `.json` files have one object a line instead."""
     if not _is_array(file):
-        yield from _read_jsonl(file, source)
+        yield from _read_json_lines(file, source)
         return
     lines = []
     size = 0
@@ -304,7 +307,7 @@ def _read_text(file: DataFile, source: FileSource) -> Iterator[Raw]:
 
 
 _READERS: dict[str, Callable[[DataFile, FileSource], Iterator[Raw]]] = {
-    ".jsonl": _read_jsonl,
+    ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
     ".tsv": _read_tsv,

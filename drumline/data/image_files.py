@@ -26,10 +26,9 @@ BRIGHTEST = 16  # of scikit-learn's grey values
 
 
 def image_path(image: Any, origin: str, root: Path) -> str:
-    """Return the path of an image.
+    """Return the path of an image, which is written to a file first if the row holds its bytes.
 
-    It is the path that a row names, or that of a file in `root`/images with the bytes that the row
-    holds.
+    Such a file is in `root`/images. A path that the row names is returned as it is.
 
     Args:
         image: a path, a table's `{bytes, path}`, a data URL, or a picture that Pillow has read.

@@ -1,8 +1,8 @@
-"""Finds and opens the files of a source.
+"""Finds the files of a source, opens them and hashes them.
 
-A source is a path, a glob or a folder of this machine, or a URL that fsspec reads. Its files may be
-compressed. Nothing is copied to this disk but what must be read in any order (a compressed Parquet
-file).
+A source names a path, a glob or a folder of this machine, or a URL that fsspec reads. Its files may be
+compressed. A file is only copied to a temporary one if it must be read in any order and cannot be
+(a compressed Parquet file).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from drumline.hardware.detect import cache_dir
 from drumline.system.files import load_or_compute
 from drumline.system.redact import redact
 
-# Bytes of a file. All are hashed before the first row is read (minutes), and holes of sparse files are
-# hashed too.
+# The most bytes of a file. Before the first row is read all of them are hashed, also the holes of sparse
+# files, which takes minutes.
 MOST_FILE = 2**38
 LARGE = 64 * MIB  # bytes of a file whose hash is kept
-# Times of files have ticks: a second change within one tick would go unseen, so that a hash is kept only
-# when the last change is so long ago.
+# Times of files have a coarse unit, within which a second change would go unseen. So a hash is only kept
+# if the last change was at least this long ago.
 SETTLED_SECONDS = 2.0
 MOST_TEMPORARY = 2**36  # bytes of a compressed file that is unpacked into a temporary one
 NAME_DIGITS = 32  # hex digits of a sha256 that name a kept hash
-# What S3, GCS, the hub, web servers and local disks tell of a remote file. If one of these values
-# changes, the file has changed.
+# Keys of fsspec's info under which S3, GCS, the hub, web servers and local disks describe a file. If
+# one of these values changes, the file has changed.
 _STATE = (
     "size",
     "ETag",
@@ -59,6 +59,7 @@ _STATE = (
 _SPLIT = re.compile(
     r"(?:^|[/._-])(train|test|valid|val|dev|eval)(?:ing|ation|uation)?(?=[/._-]|\d|$)"
 )
+# Names of a split → its usual name.
 _SPLIT_NAMES = {
     "valid": "validation",
     "val": "validation",
@@ -92,8 +93,8 @@ class DataFile:
 
     Attributes:
         name: what messages call it.
-        place: its path, or its path in `fs`.
-        folder: paths in its rows are relative to it.
+        place: its path, in `fs` if there is one.
+        folder: the folder that paths in its rows are relative to.
         fs: a file system of fsspec; None: this machine's.
     """
 
@@ -108,9 +109,10 @@ class DataFile:
         return kind_of_file(self.place)
 
     def open(self, random_access: bool = False) -> IO[bytes]:
-        """Return the file's bytes, unpacked, open for reading.
+        """Open the file for reading, decompressed.
 
-        With `random_access` they can be read in any order. Raises DataError, also while it is read.
+        With `random_access` its bytes can be read in any order. Raises DataError, also while it is
+        read.
         """
         ending = Path(self.place).suffix.lower()
         is_packed = ending in COMPRESSED
@@ -175,11 +177,11 @@ class DataFile:
 
 
 class _Stream(io.RawIOBase):
-    """A file whose reading raises DataError, whatever its library raises.
+    """A file that raises DataError for whatever the library that reads it raises.
 
     Args:
         file: the file.
-        below: further files that are closed with it.
+        below: the files that it reads from, which are closed with it.
         name: what messages call it.
     """
 
@@ -216,7 +218,7 @@ class _Stream(io.RawIOBase):
 
 
 def _can_seek(file: IO[bytes]) -> bool:
-    """Return whether a file can be read in any order. A web server may only send it from its start."""
+    """Return whether a file can be read in any order. Some web servers only send whole files."""
     try:
         file.seek(0, 2)
         file.seek(0)
@@ -356,7 +358,7 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def _display_name(path: Path, base_dir: Path) -> str:
-    """Return a path for messages, relative to the folder of the YAML if it lies there."""
+    """Return a path as messages show it: relative to the folder of the YAML if it lies there."""
     if path.is_relative_to(base_dir):
         return str(path.relative_to(base_dir))
     return str(path)
@@ -387,13 +389,13 @@ def _locate_remote(source: FileSource, base_dir: Path) -> list[DataFile]:
 
 
 def _select_files(names: list[str], source: FileSource) -> list[str]:
-    """Return the files of a folder that have rows, of the wanted split. Raises DataError."""
+    """Return those files of a folder that have rows of the split `source.split`. Raises DataError."""
     rows = _names_with_rows(names, source)
     splits: dict[str, list[str]] = {}
     for name in rows:
         splits.setdefault(_split_of(name), []).append(name)
     wanted = _SPLIT_NAMES.get(source.split, source.split)
-    # Of a folder without other splits all files are for training, whether their names say so or not.
+    # If the names tell no split but train, all files are for training.
     if set(splits) <= {"", "train"} and wanted == "train":
         return rows
     if wanted not in splits:
@@ -433,9 +435,9 @@ def _names_with_rows(names: list[str], source: FileSource) -> list[str]:
 
 
 def _split_of(name: str) -> str:
-    """Return the split that a file's path tells; empty if it tells none.
+    """Return the split that a file's path names; empty if it names none.
 
-    The last part that names one counts: a folder `train` may have a file `test.jsonl`.
+    If several parts name one the last counts: a folder `train` may have a file `test.jsonl`.
     """
     splits = _SPLIT.findall(name.lower())
     if not splits:
@@ -467,7 +469,7 @@ def hash_file(path: Path) -> str:
         def parse(text: str) -> str:
             entry = json.loads(text)
             is_entry = isinstance(entry, list) and len(entry) == 2
-            # `load_or_compute` computes the hash again then.
+            # At this error `load_or_compute` computes the hash again.
             if not is_entry or entry[0] != stamp:
                 raise ValueError("the file has changed")
             return str(entry[1])

@@ -26,7 +26,7 @@ class TaskSet(NamedTuple):
 
 
 def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
-    """Yield `source.size` rows of the tasks in turn.
+    """Yield `source.size` rows, one of each task in turn.
 
     A row has the question as `prompt` and the task's name as `task`. Besides these it has the answer
     as `completion`; for pairs the answer as `chosen` and a wrong one as `rejected`; for prompts what
@@ -50,7 +50,7 @@ def _open_tasks(source: TasksSource, forms: Forms) -> list[TaskSet]:
         reasoning_gym = import_quietly("reasoning_gym")
     except ImportError as error:
         raise no_reasoning_gym() from error
-    # The first `more` tasks have a row more than the others.
+    # The first `more` tasks have `least` + 1 rows, the others `least`.
     least, more = divmod(source.size, len(source.tasks))
     sets = []
     for index, (name, options) in enumerate(source.tasks.items()):
@@ -159,7 +159,7 @@ def wrong_answer(dataset: Any, number: int, rows: int, seed: str, where: str) ->
 def _candidates(
     dataset: Any, number: int, rows: int, own: str, draw: random.Random
 ) -> Iterator[str]:
-    """Yield answers of other rows, then `own` with a change of one character."""
+    """Yield answers of other rows, then variants of `own` with one character changed."""
     for other in draw.sample(range(rows), min(rows, _ROWS_TRIED)):
         answer = dataset[other]["answer"]
         if other != number and isinstance(answer, str):
