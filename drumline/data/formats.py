@@ -1,4 +1,4 @@
-"""Conversion of rows that other tools wrote to the forms of `data.sources`.
+"""Converts rows as other tools write them to the forms of rows in `data.sources`.
 
 `source.format` names the format of all rows of a source. Without it, the columns of each row decide:
 
@@ -18,7 +18,8 @@
 A null or empty column counts as absent, but an empty answer stays an answer if no other column
 holds one. Columns that a format does not use stay with the row, for reward functions.
 
-Each reader (`_read_…`) gets the columns that hold something, what the algorithm takes (see
+To add a format, write a reader, and add it to `FORMATS`, `SHAPES` and the names of config.data. A reader
+(`_read_…`) gets the columns that hold something, the kind of rows that the algorithm takes (see
 `_kind_of_forms`), and the row's name for errors. It returns None for a row that is not of its format.
 """
 
@@ -55,7 +56,7 @@ from drumline.errors import DataError
 
 
 class Reading(NamedTuple):
-    """What a format makes of a row.
+    """The columns that a format has read from a row.
 
     Attributes:
         columns: the row's columns under our names.
@@ -92,7 +93,7 @@ PROMPTS = (
     "article",
     "dialogue",
 )
-# Solutions come before answers: where a row has both, the answer is the result alone.
+# Solutions come before answers: if a row has both, its answer is only the final result.
 REPLIES = (
     "completion",
     "output",
@@ -105,13 +106,13 @@ REPLIES = (
     "target",
     "message_2",
 )
-# The last names also stand beside answers, and are answers only if no other column is.
+# The last names are also used beside answers. They are answers only if no other column is one.
 ANSWERS = (*REPLIES, "summary", "highlights", "code")
 TEXTS = ("content", "document", "article", "passage", "sentence", "review", "code")
 TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog", "trajectory", "chat")
 SIDES = ("prompt", "completion", "chosen", "rejected", "chosen_messages", "rejected_messages")
 LISTS = ("completions", "responses", "answers", "candidates", "outputs")
-# Marks of answers: of scores the highest is the best, of ranks the lowest.
+# Names of the marks of several answers: the best has the highest score, or the lowest rank.
 SCORES = ("scores", "score", "ratings", "rating", "rewards", "overall_score", "pm_score")
 RANKS = ("ranks", "rank", "ranking")
 MARKS = (*SCORES, *RANKS)
@@ -129,7 +130,7 @@ PAIRS = (
     ("better", "worse"),
     ("chosen_messages", "rejected_messages"),
 )
-# A verdict that is a number names an answer by its sign.
+# The marks of a verdict that is a number: its sign names the better answer.
 SIGN = ("below 0", "above 0")
 VERDICTS = (
     VerdictColumns("response_0", "response_1", "better_response_id", ("0", "1")),
@@ -155,9 +156,9 @@ LABELS = {
     "no": False,
     "bad": False,
 }
-# A verdict that begins with one of these names no better answer.
+# A verdict is a tie if it begins with one of these.
 TIES = ("tie", "both", "neither", "equal", "same")
-# For each result of `_kind_of_forms`: the formats that give it, each with its usual columns.
+# Kind of rows (see `_kind_of_forms`) → formats that can be read as such rows, with their usual columns.
 SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "text": {
         "alpaca": ("instruction", "output"),
@@ -177,13 +178,13 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "prompt": {"alpaca": ("instruction",), "sharegpt": ("conversations",), "answer": ("question",)},
     "class": {"document": ("content", "label")},
 }
-# Algorithms that a message names for rows of other forms than the run's algorithm takes.
+# Forms → the algorithms that take them, which an error recommends for rows of other forms.
 ALGORITHMS_OF_FORMS = (
     (JUDGED_FORMS, "kto"),
     (TEXT_FORMS, "sft"),
     (PAIR_FORMS, "dpo, orpo, simpo or reward"),
 )
-# A name counts as a misspelling of another from this ratio of `difflib` on.
+# A name counts as a misspelling of another if their ratio by `difflib` is at least this.
 LEAST_SIMILARITY = 0.75
 # How much a misspelled column counts beside one with its right name.
 MISSPELLED_WEIGHT = 0.8
@@ -196,9 +197,9 @@ class Tie(Exception):
 def convert_row(
     values: dict[str, Any], known: Forms, wanted: str, origin: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return the format of a row and its columns under our names.
+    """Return the format of a row, and its columns under our names.
 
-    If no column fits, the names are compared in small letters: `Question` is as good as `question`.
+    If the row fits no format, its names are compared in small letters: `Question` as `question`.
 
     Args:
         values: the row's columns.
@@ -277,8 +278,8 @@ def _convert_by_exact_names(
     _, system_columns = prepend_system(present.get("prompt"), present)
     has_system = bool(system_columns)
     talk_format = _format_of_talks(talks, known)
-    # A row of our own form needs a format only to put a system's message of another column before
-    # its prompt. A row of a class has no prompt.
+    # A row of our own form is only converted to put a system's message, which has its own column,
+    # before the prompt. Rows with a class have no prompt.
     needs_no_format = not has_system or kind == "class"
     if _has_own_form(present, known) and needs_no_format:
         return talk_format, _parse_label(plain, kind)
@@ -288,7 +289,8 @@ def _convert_by_exact_names(
         found = _convert_by_format(name, plain, present, known, origin)
         if found is not None:
             return found
-    # No format fits: a row whose columns have our names is read as it is, even if they hold nothing.
+    # No format fits. A row with the columns of one of our forms is taken as it is, even if they are
+    # empty.
     for form in known:
         if set(form) <= plain.keys():
             return talk_format, plain
@@ -320,10 +322,10 @@ def _convert_by_format(
 
 
 def _is_misled(name: str, present: PresentColumns, has_system: bool) -> bool:
-    """Return whether a format would take a part of the row for the whole of it."""
+    """Return whether a format would read only a part of what the row says."""
     if name == "answer":
-        # A text beside a question and an answer is the whole row. Beside an instruction it is
-        # Alpaca's, written out for a model.
+        # Beside a question and an answer the column `text` has the whole row. (Beside an instruction it
+        # is Alpaca's rendering of the row, which the format alpaca has read before.)
         return "text" in present and not has_system
     if name == "document":
         # A passage beside a question is not the whole row.
@@ -381,11 +383,11 @@ def _present_columns(plain: PresentColumns) -> dict[str, Any]:
 
 
 def _find_empty_answer(plain: PresentColumns, present: PresentColumns) -> str | None:
-    """Return the column of an empty answer to a question that no other column answers; else None.
+    """Return the column of an empty answer, if the row has a question and no other answer; else None.
 
-    What else such a row holds must not be learned in place of the answer.
+    Without it another column of the row would be learned in place of the answer.
     """
-    # `present` lacks what is empty, so these look for answers that say something.
+    # `present` has no empty columns, so these find only answers that say something.
     has_answer = bool(present.keys() & {*REPLIES, *LISTS})
     has_talk = find_column(present, TALKS, list) is not None
     has_prompt = find_column(present, PROMPTS, str | list) is not None
@@ -398,7 +400,7 @@ def _find_empty_answer(plain: PresentColumns, present: PresentColumns) -> str | 
 
 
 def _has_own_form(present: PresentColumns, known: Forms) -> bool:
-    """Return whether the row has one of our forms whose names no other tool gives another meaning."""
+    """Return whether the row has one of our forms under names that mean the same in all tools."""
     # `text`, `chosen` and `rejected` alone are also names of other tools, with other contents.
     distinct_names = {"prompt", "messages", "label"}
     for form in known:
@@ -415,7 +417,7 @@ def _format_of_talks(talks: dict[str, Talk], known: Forms) -> str:
     """
     parts = set[str]().union(*known)
     formats = [talk.format for name, talk in talks.items() if name in parts]
-    # Any name is greater than the empty one.
+    # The empty name, which stands for our own format, is the smallest.
     return max(formats, default="")
 
 
@@ -432,10 +434,10 @@ def _parse_label(values: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def nearest_format(values: PresentColumns, known: Forms) -> str:
-    """Return the end of a message about a row of no form.
+    """Return the last part of the error for a row of no form.
 
-    It says which algorithms take the row, or which form or format it is nearest to. It is empty if
-    none is near.
+    It says which algorithms take the row, or which form or format is nearest. It is empty if none is
+    near.
     """
     kind = _kind_of_forms(known)
     algorithms = _find_other_algorithms(values, kind)
@@ -582,7 +584,7 @@ def _is_whole_talk(side: Any) -> bool:
 def _complete(
     prompt: Any, present: PresentColumns, used: set[str], kind: str, answer: str | None
 ) -> Reading | None:
-    """Return a prompt with what the algorithm takes beside it; None for a row that lacks that.
+    """Return the reading of a prompt and the answers that the algorithm needs; None without these.
 
     Args:
         prompt: a text or messages.
@@ -687,7 +689,7 @@ def _read_sharegpt(present: PresentColumns, kind: str, origin: str) -> Reading |
     name = _find_talk(present)
     if name is None or kind == "class":
         return None
-    # A conversation beside a prompt, or beside whole conversations, is there for another algorithm.
+    # A pair may have such a column too, for other algorithms: its own sides are read instead.
     has_own_sides = "prompt" in present or _is_whole_talk(present.get("chosen"))
     if kind == "pair" and has_own_sides:
         return None
@@ -744,7 +746,7 @@ def _read_verdict(present: PresentColumns, kind: str, origin: str) -> Reading | 
         columns["prompt"], question_columns = build_question(present, prompt or "", origin)
         used |= question_columns
     if two_answers is not None:
-        # The row's own columns, in place of those that `read_two_answers` has made of them.
+        # The names of the row's own columns, not of those that `read_two_answers` has made.
         used = two_answers.used
     return Reading(columns, used)
 
@@ -951,7 +953,7 @@ def _read_transcript(present: PresentColumns, kind: str, origin: str) -> Reading
         if not isinstance(text, str) or not TURN.match(text):
             return None
         columns[name] = split_transcript(text)
-    # The columns keep their names, so none is left behind beside the new ones.
+    # The new columns replace the old ones under the same names, so none has to be removed.
     return Reading(columns, set())
 
 

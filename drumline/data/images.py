@@ -1,4 +1,4 @@
-"""Rows with images, their batches with the images' patches, and batches of an image classifier.
+"""Encodes and collates rows with images: of vision-language models, and of image classifiers.
 
 A row names its images by path, relative to the folder of its data file, or holds their bytes
 (`image_files.image_path`). An image is in the content of a message (`{"type": "image", "image": PATH}`)
@@ -41,16 +41,17 @@ from drumline.errors import DataError
 from drumline.foreign import expanded
 from drumline.models.vision import Grid, Vision, pixels, read_image
 
-# In a text: an image stands here.
+# The mark in a text at which an image stands.
 IMAGE_MARK = "<image>"
-# Columns that other libraries read beside a conversation, and that no model sees here.
+# Columns that other libraries read beside a conversation. No model gets them here, so rows with them
+# are refused.
 UNREAD = (
     "video",
     "videos",
     "audio",
     "audios",
 )
-# Columns that may hold a conversation, and whose words a plain text there is.
+# Column that may hold a conversation → the role of a plain text in it.
 _ROLES = {"messages": "user", "prompt": "user", "completion": "assistant"}
 # Keys of a part of a content that may name its image, in the order in which they count.
 _IMAGE_KEYS = ("image", "path", "url", "image_url")
@@ -71,9 +72,9 @@ class Expanded:
     spans: list[tuple[int, int]]
 
     def encoded(self, truncated: bool) -> Encoded:
-        """Return the row as the encoders return it. `truncated`: something was cut off."""
+        """Return the row as `Encoded`. `truncated`: whether something was cut off."""
         meta = None
-        # A sample with a meta is kept even if it teaches nothing, so one that does not has none.
+        # A sample with a meta is kept even without a target. Without a meta such a sample is left out.
         if self.images and self.example.learned:
             meta = {
                 "images": [path for path, _ in self.images],
@@ -101,7 +102,7 @@ class ImageRows:
         placed, paths = place_images(row, self.root)
         if paths:
             self.encoder.require_template("images need a chat template", row)
-        # With one placeholder token for each image.
+        # Here each image is one placeholder token.
         short = self.encoder.encode(placed)
         images = [(path, self.vision.grid(path, row.origin)) for path in paths]
         is_placeholder = short.tokens == self.vision.token_id
@@ -121,15 +122,15 @@ class ImageRows:
         lost_its_answers = full.example.learned and not kept.learned
         if lost_its_answers:
             return None
-        # Unlike `kept`, without the rest of an image that the limit divides.
+        # `kept` may have a part of an image at its end; this has none.
         shortened = cut_between_images(full, size, self.data.truncation == "left")
         return shortened.encoded(truncated=True)
 
 
 def _require_no_unread(row: Row) -> None:
-    """Raises DataError for a row with videos, sounds, or images beside a document.
+    """Raise DataError for a row with videos, sounds, or images beside a document.
 
-    The model would not see them.
+    The model would not get them.
     """
     if "text" in row.values:
         images = {"image": row.extra.get("image"), "images": row.values.get("images")}
@@ -139,7 +140,7 @@ def _require_no_unread(row: Row) -> None:
 
 
 def _require_empty(columns: dict[str, Any], row: Row, fix: str) -> None:
-    """Raises DataError for the first of some columns of a row that holds anything."""
+    """Raise DataError for the first of some columns of a row that holds anything."""
     for name, value in columns.items():
         if value:
             what = f"what column {name!r} holds would be left out"
@@ -163,7 +164,7 @@ def expand_placeholders(
     repeats = np.ones(len(short.tokens), np.int64)
     repeats[places] = [vision.tokens(grid) for _, grid in images]
 
-    # Where the tokens that each token becomes begin and stop.
+    # The range of tokens that each token of `short` becomes.
     stops = np.cumsum(repeats)
     starts = stops - repeats
     spans = zip(starts[places].tolist(), stops[places].tolist(), strict=True)
@@ -177,7 +178,7 @@ def expand_placeholders(
 def cut_between_images(full: Expanded, size: int, left: bool) -> Expanded:
     """Return the first `size` tokens of a row, or the last ones (`left`).
 
-    If the cut goes through an image, what would remain of the image is left out too.
+    An image that the cut would divide is left out whole.
     """
     total = len(full.example.tokens)
     start = 0
@@ -185,7 +186,7 @@ def cut_between_images(full: Expanded, size: int, left: bool) -> Expanded:
     if left:
         start = total - size
         stop = total
-    # The vision tower gives an image's tokens all together, so a part of them cannot be filled.
+    # The vision tower returns all tokens of an image, so a part of them cannot be used.
     for first, last in full.spans:
         if first < start < last:
             start = last
@@ -237,7 +238,7 @@ class _Placer:
     Attributes:
         row: the row of the conversation.
         root: see `place_images`.
-        waiting: the images of the column `images` that no place has yet; None if the row has no
+        waiting: the images of the column `images` that have no place yet; None if the row has no
             such column.
         paths: absolute paths of the images that have a place, in order.
     """
@@ -284,8 +285,8 @@ class _Placer:
     def _place(self, part: dict[str, Any]) -> dict[str, Any]:
         """Note the path of an image, and return the part that stands for it.
 
-        The image is that which its part names, else the next that waits. Raises DataError if there
-        is none.
+        The part may name its image. If it does not, the next image of the column `images` is taken.
+        Raises DataError if there is none.
         """
         image = _named_image(part)
         if image is None:
@@ -393,9 +394,9 @@ def folders_of(metas: Iterable[bytes]) -> set[Path]:
 
 
 def lacks_images(cache: TokenCache) -> bool:
-    """Return whether images are gone that were written for the samples of a cache.
+    """Return whether images that were written with a cache are gone.
 
-    Images of the user's own are not looked for: only those that preparing the cache wrote.
+    The user's own images are not checked.
     """
     folders = cache.info.get("image_folders")
     if not folders:
@@ -482,8 +483,8 @@ def collate_vision(
         cache: the token cache.
         ids: samples of the cache; -1 is a filler.
         pad_id: the padding token.
-        width: as in `collate`, of the samples alone. A batch without images has one more token, and
-            with a fixed width all batches have.
+        width: tokens of each row, see `collate`. Rows get one token more for the image of zeros:
+            always with a fixed width, and without one if the batch has no images.
         vision: the model's images.
 
     Raises DataError for an image that cannot be read any more.
@@ -637,7 +638,7 @@ def collate_images(
 
 
 def placeholder_images(rows: int, side: int, channels: int) -> ImageBatch:
-    """Return square images of `side` pixels, all zeros and of the first class."""
+    """Return a placeholder batch of black images, `side` pixels square, all of the first class."""
     pixels_BCHW = torch.zeros(rows, channels, side, side)
     labels_B = torch.zeros(rows, dtype=torch.int64)
     return ImageBatch(pixels_BCHW, labels_B, rows)

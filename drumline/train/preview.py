@@ -185,7 +185,7 @@ def _preview_rows(loaded: Loaded, view: View, options: Options) -> UserError | N
         reader = Reader(config, tokenizer_path, loaded.base_dir, vision, most_tokens)
         rows = []
         for number, row in reader.rows(options.row, options.first):
-            seen = reader.seen(number, row)
+            seen = reader.encode(number, row)
             if error is None:
                 error = seen.error
             rows.append(seen)
@@ -429,7 +429,7 @@ class View:
         self._name_rows(f"left out, longer than {limit:,} tokens", too_long)
         self._name_rows("left out, nothing to learn", origins_by_fate.get("unlearned", []))
         self._name_rows("repeated", _repeated_rows(reader, usable))
-        empty = [seen.row.origin for seen in usable if reader.empty(seen)]
+        empty = [seen.row.origin for seen in usable if reader.has_empty_answer(seen)]
         self._name_rows("with an empty answer", empty)
         self._name_rows("that cannot be used", origins_by_fate.get("refused", []))
         for reason, count in count_reasons(rows).items():
