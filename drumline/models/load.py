@@ -1,4 +1,7 @@
-"""Configs and sizes of models, by Hugging Face's classes; any failure becomes one line."""
+"""Reads the configs of models, and derives their sizes (`facts`), by Hugging Face's classes.
+
+No weights are read: `models.build` builds models, and `models.shards` fills them.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +79,10 @@ FROZEN_FLOPS = 4
 
 
 def load_config(path: str | None, model: ModelConfig) -> Any:
-    """Return the Hugging Face config with the values of `model.config`, and rows for all tokens.
+    """Return the Hugging Face config of a model, with the values of `model.config`.
 
-    `path` None: of these values alone (requires model_type). The vocabulary is large enough for
-    `model.new_tokens` and `model.tokenizer`.
+    Its vocabulary is large enough for `model.new_tokens` and `model.tokenizer`. `path`: the folder or
+    hub id; None: the config has only the values of `model.config`, among them model_type.
     Raises ModelError for a model_type, key or value that transformers does not take.
     """
     return load_grown(path, model)[0]
@@ -98,7 +101,7 @@ def load_grown(path: str | None, model: ModelConfig) -> tuple[Any, Growth | None
 
 
 def stored_config(path: str | None, model: ModelConfig) -> Any:
-    """Return the Hugging Face config of the model's files, with the values of `model.config`."""
+    """Return the config of `load_config` with the size of the vocabulary that the files have."""
     check_counts(model.config, "model.config")
     if path is None:
         return _config_of_values(model)
@@ -149,16 +152,16 @@ def _config_of_values(model: ModelConfig) -> Any:
 
 
 def _report_value_errors() -> AbstractContextManager[None]:
-    """Within the context an error is one of the values under `model.config`."""
+    """Turn errors within the context into a ModelError about the values of `model.config`."""
     what = "transformers does not take this"
     return judged(what, "model.config", ModelError, "fix the values under model.config")
 
 
 def _set_values(config: Any, values: dict[str, Any]) -> Any:
-    """Set values in a config of files, and return it.
+    """Set values in a config that was read from files, and return it.
 
-    Keys that follow from the values are updated unless they are set too: a head size from width and
-    heads, and the kinds of layers from their number (the pattern is cut, or repeated).
+    Keys that depend on these values are updated too, unless they are among them: the size of heads
+    (width / heads), and the list of layer kinds (cut, or repeated, to the number of layers).
     """
     if not values:
         return config
@@ -168,7 +171,7 @@ def _set_values(config: Any, values: dict[str, Any]) -> Any:
         fix = "leave it out, or set model.id: null for a new model of model.config alone"
         raise ModelError(what, where="model.config.model_type", fix=fix)
     _require_known(config, values)
-    # Before the values are set: afterwards the old head size fits no more.
+    # Before the values are set, which makes the old head size look like one of its own.
     head_dim_follows = _is_head_dim_derived(config)
     with _report_value_errors():
         for key, value in values.items():
@@ -180,7 +183,7 @@ def _set_values(config: Any, values: dict[str, Any]) -> Any:
         if layer_types and layers and "layer_types" not in values:
             period = len(layer_types)
             config.layer_types = [layer_types[number % period] for number in range(layers)]
-        # Setting one value at a time has skipped transformers' checks of how they fit each other.
+        # transformers checks how the values fit each other only if it is asked to.
         if hasattr(config, "validate"):
             config.validate()
     return config
@@ -222,18 +225,20 @@ def facts(
 ) -> ModelFacts:
     """Return the sizes of the model that a config describes.
 
-    The model is built on the meta device, without weights. `length`: tokens of a training row.
-    `adapter`: injected first. `head` image: `length` is the side of a square image, and a training
-    row counts as one token. `frozen_names`: see `models.freeze`; parameters without requires_grad
-    are frozen.
+    The model is built on the meta device, without weights. `length`: tokens of a training row; for
+    the head `image` the side of a square image in pixels, where a training row counts as one token.
+    `adapter`: injected before the count. `frozen_names`: parameters to freeze, see `models.freeze`.
 
-    FLOPs of a token, forward and backward, are 6 for each parameter in a matrix product (Kaplan et
-    al. 2020; the embedding is a look-up, a tied one counts once as the head), and
-    12·layers·width·length of attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads ×
-    head size). PaLM counts all pairs of positions of a row, causal or not, one document or several.
-    A frozen parameter has no gradient, so it counts 4. A token uses only the experts that its
-    router chooses. A vision tower works for image tokens alone: its products are counted
-    separately, without its attention, which depends on the sizes of images.
+    FLOPs of a token, forward and backward:
+
+    - 6 for each parameter in a matrix product (Kaplan et al. 2020), 4 if it is frozen and needs no
+      gradient. An embedding is a look-up and has none; a tied one counts once, as the head. Of a
+      mixture only the experts that the router chooses count.
+    - 12·layers·width·length for attention (PaLM, Chowdhery et al. 2022, appendix B), with width =
+      heads × head size. This counts all pairs of positions of a row, as if it were one document and
+      not causal.
+    - A vision tower is counted separately, since only image tokens use it, and without its attention,
+      which depends on the sizes of images.
 
     Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are
     not in the model.
@@ -257,12 +262,13 @@ def build_without_memory(
     source: ModelConfig | None = None,
     **options: Any,
 ) -> Any:
-    """Return the model of a config, without memory.
+    """Return the model of a config on the meta device.
 
-    `path`, `source`: its origin, for errors. `options`: of `from_config`.
+    `path`, `source`: the model's folder and options, for errors. `options`: of `from_config`.
     Raises ModelError for a config that describes no model.
     """
-    # A class of the model's own code: loading this config required the agreement to run that.
+    # The class is in the model's own code. The user has agreed to run it: without that the config could
+    # not have been loaded.
     is_remote = type(config).__module__.startswith("transformers_modules")
     with _report_config_errors(config):
         with torch.device("meta"):
@@ -270,15 +276,14 @@ def build_without_memory(
             build = partial(make, config, trust_remote_code=is_remote, **options)
             model: Any = call_loader(path, source or ModelConfig(), build)
         for tensor in model.state_dict(keep_vars=True).values():
-            # Its class makes such a tensor by a function that ignores the device, such as
-            # torch.normal.
+            # Some functions of torch, such as torch.normal, ignore the device of the context.
             if not tensor.is_meta:
                 _move_to_meta(tensor)
         return add_head(model, head)
 
 
 def _move_to_meta(tensor: torch.Tensor) -> None:
-    """Take away a tensor's memory; the object stays."""
+    """Move a tensor to the meta device in place: the object stays the same."""
     on_meta_device = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, torch.nn.Parameter):
         on_meta_device = torch.nn.Parameter(on_meta_device, tensor.requires_grad)
@@ -286,14 +291,14 @@ def _move_to_meta(tensor: torch.Tensor) -> None:
 
 
 def _report_config_errors(config: Any) -> AbstractContextManager[None]:
-    """Within the context an error is one of the config."""
+    """Turn errors within the context into a ModelError about the config."""
     what = "its config describes no model that can be built"
     where = getattr(config, "name_or_path", None) or "model.config"
     return judged(what, f"{where}", ModelError, "fix its config.json")
 
 
 class _Experts(NamedTuple):
-    """The experts of each mixture in a model; 1 and 1 for a model without."""
+    """How many experts each mixture has, and how many take a token; 1 and 1 without mixtures."""
 
     number: int
     per_token: int
@@ -329,7 +334,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     products = _product_flops(model, experts, has_tower)
     attention_flops = 12 * width * length
     if not expert_modules(model):
-        # No module holds all experts of a layer: for strategies it is no mixture.
+        # Without a module that holds all experts of a layer, strategies cannot treat it as a mixture.
         experts = _Experts(0, 0)
     head_parameters = _head_parameters(model)
     embedding = find_base_layer(model.get_input_embeddings()).weight

@@ -1,8 +1,8 @@
-"""Weights for models without memory, part by part: a rank reads from the files only its own part.
+"""Fills a sharded model with its weights: each rank reads or draws only its own part.
 
 A model is built on the meta device, the transforms shard it, and then `Values.fill` gives each
-parameter memory and values. So a rank never has more in memory than its own part, and one slice of
-one tensor while it reads.
+parameter memory and values from a `Source`. So a rank has no more in memory than its own part, and one
+slice of one tensor while it reads.
 
 Random weights are drawn piece by piece by the model's own initialisation, so they are the same
 however the model is sharded. A piece is a block (a member of a list of modules), or a module
@@ -36,9 +36,9 @@ from drumline.models.vocabulary import GrownRows, Growth, vocabulary_parameter_i
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 Init = Callable[[nn.Module], None]
-# The part of a module's path up to the number of its block.
+# The beginning of a module's path, up to the number of its block.
 NUMBERED = re.compile(r".*?\.\d+\.")
-# Files of a model in several safetensors files, and in one.
+# The index of a model in several safetensors files, and the file of a model in one.
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -71,10 +71,7 @@ class Stored:
 
 
 class NothingToFill:
-    """The source of a model that has all values already.
-
-    It was built whole, or a checkpoint fills it.
-    """
+    """The source of a model that needs no values: it was built whole, or a checkpoint fills it."""
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Do nothing: there is nothing left to fill."""
@@ -83,10 +80,10 @@ class NothingToFill:
 
 @dataclass(frozen=True)
 class Values:
-    """The values for a model on the meta device, after the transforms have sharded it.
+    """Gives a sharded model on the meta device memory and values.
 
-    `device`: cpu or cuda:N. `seed`: of fresh adapters. `checkpoint_keys`: names to leave empty,
-    since a checkpoint fills them.
+    `source`: where the values come from. `device`: cpu or cuda:N. `seed`: of fresh adapters.
+    `checkpoint_keys`: names of tensors that get memory but no values, since a checkpoint fills them.
     """
 
     source: Source
@@ -97,12 +94,12 @@ class Values:
     def fill(
         self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None
     ) -> None:
-        """Give all tensors of `model` on the meta device memory and values.
+        """Give all tensors of `model` that are on the meta device memory and values.
 
-        It may be a part of the model (a stage of a pipeline), under the same names. `offloaded`:
-        parameters are in host memory, buffers on the device. `owners`: fill only the tensors of
-        these modules, without their children's. Each tensor object stays and only its content is
-        swapped: tied weights stay tied, and FSDP2 keeps its references.
+        `model`: the whole model, or a stage of a pipeline with the same names. `offloaded`: parameters
+        get host memory, buffers memory of the device. `owners`: only the tensors of these modules are
+        filled, without their children's. Tensor objects stay the same and only their content is
+        swapped, so tied weights stay tied, and references of FSDP2 stay valid.
         """
         if owners is None:
             owner_list = list(model.modules())
@@ -160,10 +157,10 @@ class Values:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     def _fill_derived(self, model: nn.Module, to_fill: dict[str, torch.Tensor]) -> None:
-        """Fill the tensors that begin as a function of a whole weight.
+        """Fill the tensors whose values are computed from a whole weight.
 
-        They are removed from `to_fill`. The whole weights are read a block at a time, so that a
-        rank has no more of them in memory.
+        They are removed from `to_fill`. Whole weights are read for one block of the model at a time,
+        to limit memory.
         """
         layers = []
         for path, layer in adapters.layers_derived_from_weights(model):
@@ -211,7 +208,7 @@ def _block_of_path(named_layer: tuple[str, Any]) -> str:
 
 
 def _empty_names(model: nn.Module, owners: list[nn.Module]) -> list[str]:
-    """Return the names of the tensors on the meta device that these modules own; tied ones once."""
+    """Return the names of the tensors on the meta device that some modules own; tied ones once."""
     owned = set()
     for owner in owners:
         for tensor in _own_tensors(owner):
@@ -231,8 +228,9 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
 class FromFiles:
     """The source of weights in safetensors files.
 
-    `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of
-    all others. `grown`: names of tensors with a row for each token, which get the rows of `growth`.
+    `places`: name of a tensor → its place in a file; tied weights are there under all names. `rest`:
+    the source of tensors that are in no file. `grown`: names of the tensors that get the rows of
+    `growth`, which have a row for each token.
     """
 
     places: dict[str, Stored] = field(repr=False)
@@ -263,7 +261,7 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
     """Fill a tensor from an unsharded one; a DTensor takes its local part.
 
     `source`: a tensor, a slice object of safetensors, or `GrownRows`. Under FSDP2 × TP a part is
-    contiguous too: the rows of one tensor-parallel rank, cut again.
+    contiguous too, since FSDP2 cuts the rows of one tensor-parallel rank.
     """
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(
@@ -297,9 +295,9 @@ def find_weights_in_files(
 ) -> FromFiles:
     """Return the source of a model's weights in the safetensors files of a folder or hub id.
 
-    `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of
-    tensors that are left out if they are missing or have another shape. With `growth` embedding and
-    head of the model have its rows, and those of the files fewer.
+    `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of tensors
+    that may be missing or have another shape in the files; then they are left out. `growth`: how the
+    rows of the model's embedding and head differ from those in the files.
 
     Raises NeedsFullModel if the files' names and shapes do not match those of the model one to one.
     Raises ModelError if the files have different values for weights that the config ties.
@@ -333,9 +331,9 @@ def find_weights_in_files(
 
 
 def tied_weights_differ(one: str, other: str, where: str) -> ModelError:
-    """Return the error for weights that a config ties and that differ in the files.
+    """Return the error for weights that the config ties but that differ in the files.
 
-    Only the user knows which of the two models is meant.
+    Only the user knows whether the config or the files are meant.
     """
     what = f"its config makes {one} and {other} one weight, and its files hold two that differ"
     fix = "set model.config.tie_word_embeddings: false to train both, or fix the files"
@@ -343,7 +341,7 @@ def tied_weights_differ(one: str, other: str, where: str) -> ModelError:
 
 
 def names_of_tensors(model: Any) -> list[list[str]]:
-    """Return the names of each tensor to be stored: one, or more for tied weights."""
+    """Return the list of names of each tensor in the state dictionary; tied ones have several."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_tensor.setdefault(id(tensor), []).append(name)
@@ -351,10 +349,10 @@ def names_of_tensors(model: Any) -> list[list[str]]:
 
 
 def _rename_tensors(model: Any, stored: list[Stored]) -> dict[str, Stored]:
-    """Return the model's name of each stored tensor → the tensor.
+    """Return name of a tensor in the model → the stored tensor.
 
-    transformers has tables of old names, which files may still have. Raises NeedsFullModel if
-    transformers would join, cut or transpose stored tensors.
+    Files may have old names, which tables of transformers rename. Raises NeedsFullModel if
+    transformers would also join, cut or transpose stored tensors.
     """
     from drumline.vendor.transformers import WeightRenaming, get_model_conversion_mapping
 
@@ -368,7 +366,7 @@ def _rename_tensors(model: Any, stored: list[Stored]) -> dict[str, Stored]:
     by_name = {}
     for tensor in stored:
         name = tensor.key
-        # Each renaming gets the name that the one before has made, as in transformers.
+        # As in transformers, each renaming is applied to the result of the one before.
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
         for conversion in conversions:
@@ -451,10 +449,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A module that is drawn at once.
+    """A module whose random weights are drawn together.
 
-    `block`: it is a block, and is drawn with all its children. `init`: the initialisation of the
-    model that the module belongs to.
+    `block`: whether it is a block of the model, and is drawn with all its children. `init`: the
+    initialisation of the model that the module belongs to.
     """
 
     name: str
@@ -488,7 +486,7 @@ def _join(path: str, name: str) -> str:
 
 
 class DrawnWeights:
-    """Weights drawn from `seed`; a `shards.Source`.
+    """The source of random weights, drawn from `seed`.
 
     Raises NeedsFullModel for a model whose initialisation does not work piece by piece.
     """
@@ -496,10 +494,9 @@ class DrawnWeights:
     def __init__(self, model: Any, seed: int, device: str = "cpu") -> None:
         """Copy the model, and make sure that it can be drawn piece by piece.
 
-        `model`: laid out on the meta device, before any transform. `device`: whose generator draws.
-        The numbers of a GPU's generator are not those of a CPU's, so all strategies of a run draw
-        on a GPU that it trains on, even weights that are then kept on the host. Everything else
-        draws on the CPU.
+        `model`: laid out on the meta device, before any transform. `device`: the device whose generator
+        draws. A GPU's generator gives other numbers than a CPU's. So a run on GPUs draws on a GPU
+        under every strategy, even weights that are kept on the host; any other run draws on the CPU.
         """
         # A copy: transforms put other modules into the model, and stages of a pipeline lose some.
         self.model = copy.deepcopy(model)
@@ -529,8 +526,8 @@ class DrawnWeights:
             without_memory = [entry.tensor for entry in entries]
             for entry in entries:
                 self._allocate(entry)
-            # All of a piece is drawn, also what is not needed: its random numbers come in one
-            # order.
+            # The whole piece is drawn, also what this rank does not need: its weights take random
+            # numbers one after another.
             with torch.no_grad(), drawing(derive(self.seed, piece.name), self.device):
                 piece.draw()
             for entry in entries:
@@ -576,12 +573,12 @@ class DrawnWeights:
                 drawn.clear()
                 piece.draw()
                 own = {id(entry.tensor) for entry in piece.entries()}
-                # Its random numbers would depend on which pieces a rank draws.
+                # The values would depend on which pieces a rank draws.
                 foreign = (drawn & weights.keys()) - own
                 if foreign:
                     owner = type(piece.module).__name__
                     raise NeedsFullModel(f"{owner} initialises weights of other modules")
-                # Its values were lost with the memory of the constructor.
+                # The constructor's values were lost, since it ran on the meta device.
                 missed = (weights.keys() & own) - drawn
                 if missed:
                     raise NeedsFullModel(
@@ -620,10 +617,10 @@ def _depth_first(module: nn.Module, init: Init) -> None:
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return `model.<name>` → tensor, for each trainable parameter and persistent buffer.
+    """Return `model.<name>` → tensor for what a checkpoint has of a model.
 
-    Tied parameters are there once, under the first name. Frozen parameters are left out: building
-    the model again gives them.
+    These are trainable parameters and persistent buffers. Tied parameters are there once, under the
+    first name. Frozen parameters are not: building the model again restores them.
     """
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -698,5 +695,5 @@ def survives_json(value: Any) -> bool:
 
 
 def file_name(name: str) -> str:
-    """Return a tensor's name in the model's files, which has no part for PEFT's layers."""
+    """Return a tensor's name in the model's files: without the parts that PEFT's layers add."""
     return name.replace(".token_adapter.", ".").replace(".base_layer.", ".")
