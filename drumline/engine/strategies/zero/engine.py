@@ -594,7 +594,7 @@ class DeepSpeedEngine(ForwardEngine):
                 batch = trial_batch(self.model, self.engine.device, self.image_side)
 
                 def zero_of_output(out: Any, _batch: Any) -> SimpleNamespace:
-                    return SimpleNamespace(loss_sum=out.touched() * 0, sums={})
+                    return SimpleNamespace(loss_sum=out.sum_of_all() * 0, sums={})
 
                 self.forward_backward([batch], zero_of_output, 1.0)
         self.grad_norm()
