@@ -391,7 +391,7 @@ def derive_first_values(layer: Any, weight: torch.Tensor) -> dict[str, torch.Ten
             values[f"trainable_tokens_delta.{name}"] = weight[rows]
         return values
     if isinstance(layer, PackedLinear):
-        return {"packed": layer.take(weight)}
+        return {"packed": layer.pack_weight(weight)}
     return _first_factors(layer, weight)
 
 
@@ -427,7 +427,7 @@ def _first_factors(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         if not is_packed:
             values["base_layer.weight"] = weight
     if is_packed:
-        values["base_layer.packed"] = base.take(weight)
+        values["base_layer.packed"] = base.pack_weight(weight)
     if layer.lora_magnitude_vector:
         # The base as it is stored, which rounds it.
         if is_packed:

@@ -1,4 +1,4 @@
-"""The model, by Hugging Face's classes: laid out without weights, or if need be built whole."""
+"""Builds a model by Hugging Face's classes: without weights if possible, otherwise whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from drumline.models.vocabulary import Growth, grow_whole, set_rows
 
 logger = logging.getLogger(__name__)
 
-# Methods of packing that transformers undoes as it reads weights.
+# Formats of packed weights that transformers can unpack as it reads them.
 UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
 
 
@@ -49,9 +49,9 @@ def lay_out(
     """Return a model without weights, in fp32 or `dtype`, and the source of its weights.
 
     The weights are those of `path`, or drawn from `seed` if `init` is random. The model ends in
-    `head`; a head of classes has as many logits as there are `labels`. If the files have no head of
-    classes, scores or values, or one of another shape, it is drawn. With `draws` False that is an
-    error, since a frozen model needs a trained head.
+    `head`; a head of classes has as many logits as there are `labels`. A head of classes, scores or
+    values that the files lack, or have in another shape, is drawn. With `draws` False it is an error
+    instead: a frozen model needs a trained head.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose
     weights cannot be read in parts is built whole on `device`; the reason is logged. Attention is
@@ -67,7 +67,7 @@ def lay_out(
     silence_transformers()
     config, growth = load_grown(path, model)
     config = _request_unpacking(set_classes(config, head, labels), model)
-    # None: transformers' default. Names of attention of ours mean nothing to transformers.
+    # None: transformers' default. transformers does not know our own names of attention.
     implementation = None
     if model.attention not in ("auto", "documents", "varlen"):
         implementation = model.attention
@@ -96,7 +96,7 @@ def lay_out(
         return built, replace(files, rest=drawn)
     except NeedsFullModel as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
-    # A head that the files lack is drawn too, the same on each rank.
+    # Also if the weights are read: a head that the files lack is drawn, the same on each rank.
     with drawing(seed):
         if pretrained is None:
             built = _draw_whole_model(path, model, config, options, head)
@@ -142,10 +142,10 @@ def build_model(
 
 
 def _request_unpacking(config: Any, model: ModelConfig) -> Any:
-    """Return a config with which transformers unpacks weights of fp8 or mxfp4 as it reads them.
+    """Return a config with which transformers unpacks packed weights as it reads them.
 
-    It does so on a GPU too, since they are trained in another type. If none are read, the config
-    has nothing about packed weights.
+    It would not on a GPU, but the weights are trained in another type. If no weights are read the
+    config gets no entry about packed ones.
     """
     packed = getattr(config, "quantization_config", None)
     if packed is not None and model.init == "random":
@@ -158,16 +158,16 @@ def _request_unpacking(config: Any, model: ModelConfig) -> Any:
 def _build_on_meta(
     path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head
 ) -> Any:
-    """Return the model on the meta device, apart from the buffers that no file holds.
+    """Return the model on the meta device; buffers that are in no file have values.
 
-    Raises NeedsFullModel if that is not reliable.
+    Raises NeedsFullModel for a model of which this may not be right.
     """
     if type(config).__module__.startswith("transformers_modules"):
         raise NeedsFullModel("it brings code of its own")
     if getattr(config, "quantization_config", None) is not None:
         raise NeedsFullModel("its weights are quantised")
     built = build_without_memory(config, head, path or "model.config", model, **options)
-    # As from_pretrained does it: the model's own rules write what is not marked as initialised.
+    # As in from_pretrained, the model initialises only tensors without this mark.
     stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     for tensor in stored.values():
         tensor._is_hf_initialized = True
@@ -213,7 +213,7 @@ def _read_whole_model(
     built, report = call_loader(path, model, read)
     if growth is not None and growth.changes_rows:
         grow_whole(built, growth)
-    # Both kinds were drawn by transformers, which only warns of it.
+    # transformers has drawn the missing and the mismatched weights, and only warns of it.
     lacking = set(report["missing_keys"])
     for name, *_ in report["mismatched_keys"]:
         lacking.add(name)
@@ -237,10 +237,10 @@ def _read_whole_model(
 
 
 def _match_layout(built: Any, laid_out: Any, where: str) -> None:
-    """Freeze what the model's own class freezes, such as the bias of a router.
+    """Freeze the weights that the model's own class freezes, such as the bias of a router.
 
-    Once transformers has read weights, all of them are trainable. `laid_out`: the same model on the
-    meta device. Raises ModelError if transformers did not tie what the config ties.
+    transformers makes all weights trainable when it reads them. `laid_out`: the same model on the meta
+    device. Raises ModelError if transformers did not tie weights that the config ties.
     """
     frozen = set()
     for name, parameter in laid_out.named_parameters():

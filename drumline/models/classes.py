@@ -1,4 +1,4 @@
-"""Which of transformers' Auto classes builds the model of a config."""
+"""What a config says of its model: the Auto class of transformers, its head, and what it reads."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def is_vision_language(config: Any) -> bool:
 
 
 def values_by_layer(config: Any, key: str) -> list[Any]:
-    """Return a config's value of a key in a list; if its layers differ in it, each layer's value.
+    """Return the value of a config's key for each layer; a single value if all layers have the same.
 
-    transformers refuses to read such a key from the whole config.
+    transformers refuses to read a key from the whole config if layers differ in it.
     """
     by_layer = getattr(config, "per_layer_attributes", None) or ()
     if key in by_layer:

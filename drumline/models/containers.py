@@ -1,7 +1,4 @@
-"""Tensors inside batches and the return values of models, whatever holds them.
-
-Also the types of low precision.
-"""
+"""Changes every tensor inside nested values, such as batches and the return values of models."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import torch
 
 from drumline.vendor.torch import tree_map
 
+# Precision of a config → the type of weights that are kept in it.
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,7 +33,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> 
 def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return a copy of a container that torch does not know, with its tensors changed.
 
-    If none changes, the container itself is returned. `change`: as in `map_tensors`.
+    A container without a tensor is returned itself. `change`: as in `map_tensors`.
     """
     is_mapping = isinstance(value, MutableMapping)
     items: dict[Any, Any] = {}

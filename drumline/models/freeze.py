@@ -1,6 +1,6 @@
-"""Frozen parts of a model, and their dtype.
+"""Freezes parts of a model, and casts frozen weights.
 
-These are the parts that `model.freeze` names, the base of an adapter, and auxiliary models.
+Frozen parts are those that `model.freeze` names, the base of an adapter, and auxiliary models.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def trainable_names(model: nn.Module) -> list[str]:
 def cast_frozen(
     parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False, trainable: bool = False
 ) -> None:
-    """Keep the frozen weights of these modules in `dtype`, the type of their products.
+    """Cast the frozen weights of some modules to `dtype`, the type of their products.
 
-    A type of 16 bits takes half the memory of fp32. `trainable`: also the weights that are not
-    frozen. `vectors`: also norms and biases, one entry in thousands. Otherwise these stay fp32,
-    since a CPU's kernels of norms require fp32 weights for fp32 inputs. Packed weights stay packed.
+    16 bits take half the memory of fp32. `trainable`: whether weights that are not frozen are cast too.
+    `vectors`: whether norms and biases are cast too. They are one entry in thousands, and a CPU's
+    kernels of norms require fp32 weights for fp32 inputs. Packed weights stay packed.
     The parameters may be on the meta device, and each stays the same object, so ties hold.
     """
     for part in parts:
@@ -92,10 +92,10 @@ def cast_frozen(
 
 
 def return_fp32_embeddings(model: nn.Module) -> None:
-    """Make embeddings in a lower type return fp32.
+    """Make embeddings whose weight is in a lower type return fp32.
 
-    Under autocast the residual stream keeps the type in which it begins. Embeddings with trainable
-    rows of tokens compute by themselves, and return fp32 too.
+    Under autocast the residual stream keeps the type in which it begins. An embedding with trainable
+    rows of tokens, which computes in a forward of its own, returns fp32 too.
     """
     # By a hook, so that the weight itself stays low.
     for module in model.modules():

@@ -1,6 +1,6 @@
-"""A small model of the same architecture, for trials of its properties.
+"""Small copies of a model, on which trials find out what its code does.
 
-They run before the model itself has any weights.
+The trials run before the model itself has any weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from drumline.models.blocks import blocks
 from drumline.models.classes import is_vision_language, values_by_layer
 
 T = TypeVar("T")
-# Tokens and the width of feed-forward layers of a small copy, at most.
+# The most tokens of a small copy's vocabulary, and the most width of its feed-forward layers.
 VOCABULARY = 128
 WIDTH = 64
 # Config keys for that width; some configs have a list of it, by layer.
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 class TrialTokens:
     """Token ids for trials, int64[B, T].
 
-    `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a
-    vision-language model. `documents`: lengths of the documents in each row, which fill it. With
-    `branches` each document continues the first of its row.
+    `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a vision-language
+    model. `documents`: lengths of the documents in each row; there is no padding. `branches`: whether
+    each document continues the first of its row.
     """
 
     input_ids_BT: torch.Tensor
@@ -123,11 +123,11 @@ def try_small(
 def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two outputs of a small copy are equal up to rounding.
 
-    Their difference is compared to the largest value. One logit may be near zero by cancellation,
-    so an entry is not compared to its own size. The copy has a few layers and always the same
-    random weights, so the answer is a property of its class and device, not of a run's weights. A
-    sum of n products is off by about √n units of roundoff (`rounding.product_bits`). 100 eps are
-    200 units, enough for sums of 40,000 products in any order.
+    Their difference is compared with the largest value of all, since one logit may be near zero by
+    cancellation. The copy always has the same random weights, so the answer depends on its class and
+    device, not on a run's weights. A sum of n products is off by about √n units of roundoff
+    (`rounding.product_bits`). The limit of 100 eps is 200 units, enough for sums of 40,000 products in
+    any order.
     """
     if a.shape != b.shape:
         return False
@@ -159,7 +159,7 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
 
 
 def config_with_few_layers(model: Any) -> Any:
-    """Return a copy of a model's config with so few layers that every kind of layer is there."""
+    """Return a copy of a model's config with just enough layers to have every kind of layer."""
     layers = _layers_of_every_kind(model, least=1)
     return _cut_config(model.config, layers, narrow=False)
 
@@ -222,6 +222,6 @@ def _make_narrow(text_config: Any) -> None:
 
 def _first_of_each(kinds: Any) -> int:
     """Return how many of the first entries have one of each kind; 1 for none."""
-    # The place at which the last new kind is seen for the first time.
+    # The place of the entry that is the first of its kind and comes last.
     last_first = max((kinds.index(kind) for kind in set(kinds)), default=0)
     return last_first + 1
