@@ -1,6 +1,7 @@
-"""Writes images that rows bring along to files: their bytes, and the digits of scikit-learn.
+"""The image files of samples: writes images that are no files yet, and lists a sample's paths.
 
-The token cache keeps only paths of images, so an image that is no file yet gets one.
+The token cache keeps only paths of images. Rows may hold the bytes of an image instead, and
+scikit-learn's digits come as arrays.
 """
 
 from __future__ import annotations
@@ -87,6 +88,16 @@ def _store_image(data: bytes, root: Path) -> str:
             with whole_file(path, shared=True) as file:
                 file.write(data)
     return str(path)
+
+
+def image_paths(meta: dict[str, Any]) -> list[str]:
+    """Return the paths of a sample's images by its meta."""
+    # Of a conversation.
+    paths = list(meta.get("images", ()))
+    # Of an image classifier.
+    if "path" in meta:
+        paths.append(meta["path"])
+    return paths
 
 
 def read_digits(source: DigitsSource) -> Iterator[Raw]:

@@ -33,7 +33,7 @@ from drumline.data.batches import (
     row_width,
 )
 from drumline.data.cache import Segment, TokenCache, cache_root
-from drumline.data.image_files import image_path
+from drumline.data.image_files import image_path, image_paths
 from drumline.data.sources import Row, is_image
 from drumline.data.targets import Encoded, Encoder, Example, truncate
 from drumline.data.turns import Messages, as_messages
@@ -388,7 +388,7 @@ def folders_of(metas: Iterable[bytes]) -> set[Path]:
     for text in metas:
         if not text:
             continue
-        for path in _paths(json.loads(text)):
+        for path in image_paths(json.loads(text)):
             folders.add(Path(path).parent)
     return folders
 
@@ -407,21 +407,11 @@ def lacks_images(cache: TokenCache) -> bool:
         if folder.is_dir():
             present.update(str(path) for path in folder.iterdir())
     for sample in range(len(cache)):
-        for path in _paths(cache.meta(sample)):
+        for path in image_paths(cache.meta(sample)):
             is_ours = str(Path(path).parent) in folders
             if is_ours and path not in present:
                 return True
     return False
-
-
-def _paths(meta: dict[str, Any]) -> list[str]:
-    """Return the paths of the images of a sample by its meta."""
-    # Of a conversation.
-    paths = list(meta.get("images", ()))
-    # Of a classifier.
-    if "path" in meta:
-        paths.append(meta["path"])
-    return paths
 
 
 def count_images(metas: Sequence[bytes]) -> dict[str, int]:

@@ -25,6 +25,7 @@ from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.data import DataConfig
 from drumline.config.model import ModelConfig
 from drumline.data.encode import RowEncoder
+from drumline.data.image_files import image_paths
 from drumline.data.overlap import PERMUTATIONS, EvaluationGrams, hash_bands, minhash, text_of
 from drumline.data.sources import Row
 from drumline.data.stage import ROW, Chunk
@@ -218,7 +219,7 @@ class Job:
         """Return `digest` of those parts of a row that must be equal for two rows to be copies."""
         images: list[str] = []
         if self.digests_images:
-            images = _images(encoded)
+            images = image_paths(encoded.meta or {})
         return digest(row, self.digests_all_columns, images)
 
     def _prints(self, rows: list[Row]) -> dict[str, npt.NDArray[Any]]:
@@ -281,15 +282,6 @@ def digest(row: Row, whole: bool = False, images: Sequence[str] = ()) -> bytes:
     if images:
         content = [content, *images]
     return _hash(content)
-
-
-def _images(encoded: Encoded) -> list[str]:
-    """Return the paths of a sample's images."""
-    meta = encoded.meta or {}
-    paths = list(meta.get("images", ()))
-    if "path" in meta:
-        paths.append(meta["path"])
-    return paths
 
 
 def _hash(value: Any) -> bytes:
