@@ -72,8 +72,8 @@ class Batch:
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
         """Return the weight that a batch of these samples of a cache would have.
 
-        Nothing is collated, so each rank computes the denominator of a step's loss by itself, without
-        a collective.
+        Nothing is collated, so each rank computes the denominator of a step's loss by itself,
+        without a collective.
         """
         return float(len(samples))
 
@@ -223,15 +223,16 @@ class TokenBatch(Batch):
     """One micro-batch of text. All tensors are int64 [B, T] unless stated.
 
     There is no attention mask: padding is on the right, where causal attention hides it from real
-    tokens. Positions of padding continue those of the last segment, so the positions of a row that is
-    not packed are 0, 1, 2, …
+    tokens. Positions of padding continue those of the last segment, so the positions of a row that
+    is not packed are 0, 1, 2, …
 
     `documents`, `bounds_N` and the places of targets are counted on the host, since the host would
     have to wait for a count on a device. They are None if nobody has counted them.
 
     Attributes:
         input_ids_BT: the tokens, padding included.
-        targets_BT: the next token; IGNORE if it is no target, at the end of a segment and in padding.
+        targets_BT: the next token; IGNORE if it is no target, at the end of a segment and in
+            padding.
         position_ids_BT: restarts at 0 in each segment, and attention must not cross a restart.
         weight: the number of targets.
         lengths_B: int64, tokens of each row without padding.
@@ -502,8 +503,8 @@ class LabelledBatch(TokenBatch):
 
     Attributes:
         labels_B: int64, IGNORE for a filler, which counts as one token.
-        attention_mask_BT: int64, for bidirectional models; None for others, which get positions. The
-            first token of a filler is in the mask, since attention to no token is NaN.
+        attention_mask_BT: int64, for bidirectional models; None for others, which get positions.
+            The first token of a filler is in the mask, since attention to no token is NaN.
         position_ids_BT: they count from the model's first position on, in padding too.
         weight: rows with a class.
     """
@@ -574,8 +575,8 @@ class Episodes:
         prompts: the tokens of each prompt.
         completions: the tokens of each completion.
         mask_NM: bool, true for the tokens of the completions.
-        log_probs_NM: log-probabilities of the tokens under the policy that sampled them, computed by
-            the engine.
+        log_probs_NM: log-probabilities of the tokens under the policy that sampled them, computed
+            by the engine.
         sampler_log_probs_NM: the same log-probabilities, computed by the generator.
         reference_log_probs_NM: log-probabilities under the reference model.
         values_NM: predictions of the value model.
@@ -651,8 +652,8 @@ class Episodes:
     ) -> Episodes:
         """Return the episodes with the weights of one way to normalise the loss.
 
-        The loss is Σ weight · token loss / Σ weight_N, however a batch is cut into micro-batches. An
-        episode without tokens counts as an episode of loss 0.
+        The loss is Σ weight · token loss / Σ weight_N, however a batch is cut into micro-batches.
+        An episode without tokens counts as an episode of loss 0.
 
         Args:
             normalize: sequence: the mean over episodes of the mean over their tokens (GRPO, Shao et
@@ -677,9 +678,9 @@ class Episodes:
 class EpisodeBatch(TokenBatch):
     """A TokenBatch whose rows are a prompt and its completion, padded on the right.
 
-    The further fields are fp32[B, T], the numbers of `Episodes`. As in `targets_BT`, the number of a
-    token stands one column to the left, where the token is predicted. Outside of completions targets
-    are IGNORE and numbers are 0.
+    The further fields are fp32[B, T], the numbers of `Episodes`. As in `targets_BT`, the number of
+    a token stands one column to the left, where the token is predicted. Outside of completions
+    targets are IGNORE and numbers are 0.
     """
 
     old_log_probs_BT: torch.Tensor

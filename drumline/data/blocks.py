@@ -1,6 +1,6 @@
-"""Streams (`data.stream`): rows are tokenised while training reads them, for data larger than the disk.
+"""Streams (`data.stream`): rows that are tokenised while training reads them.
 
-Block k is rows [k·R, (k+1)·R) of the sources, as a token cache of its own, `0000000k`. The sources
+So the data may be larger than the disk. Block k is rows [k·R, (k+1)·R) of the sources, as a token cache of its own, `0000000k`. The sources
 come one after another, or interleaved by their weights, and each begins again when it ends.
 
 R is `data.stream.rows`. It is smaller if all sources together have fewer rows: then a block ends
@@ -8,9 +8,10 @@ before a row comes again. Without weights such a block has all rows, so block 0 
 block, shuffled in another order each time.
 
 Samples are numbered through the blocks, and shuffled inside each block. So the sample at a position
-follows from the rows alone, on any number of ranks. `stream.json` has R, and the number of samples of
-each block that was ever made, from which the block of a position is found. A checkpoint has the block
-of its own position (`Blocks.state`), so a run that resumes need not count all blocks from the first.
+follows from the rows alone, on any number of ranks. `stream.json` has R, and the number of samples
+of each block that was ever made, from which the block of a position is found. A checkpoint has the
+block of its own position (`Blocks.state`), so a run that resumes need not count all blocks from the
+first.
 
 The first rank of a host makes the blocks in a thread (tokenising in processes of its own), a few
 ahead, and removes the blocks that were read. The other ranks wait for them.
@@ -133,7 +134,8 @@ class BlockMaker:
         self.stopped = False
         self._notes = Stage(self.root, np.dtype(np.uint16))
         self._rows: Iterator[Row] = iter([])
-        # The block whose first row comes next in `_rows`; None: they are not at a block's beginning.
+        # The block whose first row comes next in `_rows`; None: they are not at a block's
+        # beginning.
         self._next_block: int | None = None
         self._rows_so_far = 0
         # Whether it waits for the next row of a source that has given some.
@@ -179,7 +181,8 @@ class BlockMaker:
     def _first_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Yield the rows of block 0.
 
-        They end before the first row that would come again, and `block_rows` is set to their number.
+        They end before the first row that would come again, and `block_rows` is set to their
+        number.
         """
         self._ended.clear()
         # A source of weight 0 gives no rows, and does not end.
@@ -558,7 +561,7 @@ class Blocks:
         self._pulse = pulse
 
     def _remove(self, first: int, number: int) -> None:
-        """Remove the blocks before `first`, and those further ahead of `number` than are prepared."""
+        """Remove the blocks before `first`, and those too far ahead of `number` to be read soon."""
         if self.is_one_block:
             return
         keep = range(first, number + self.stream.blocks - 1)

@@ -330,7 +330,7 @@ def bounds(sizes: Any) -> npt.NDArray[np.int64]:
 
 
 def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
-    """Write info.json, and rename the folder `temporary` to `folder` once all bytes are on the disk.
+    """Write info.json, and rename `temporary` to `folder` once all bytes are on the disk.
 
     If another process was faster its cache stays, since both were made from the same input. A
     damaged cache is replaced.

@@ -17,8 +17,8 @@ from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
 from drumline.plan.plan import Plan
 
-# It gets a token cache, and returns the function that makes a micro-batch of ids of samples; -1 is a
-# filler.
+# It gets a token cache, and returns the function that makes a micro-batch of ids of samples; -1 is
+# a filler.
 Collator = Callable[[TokenCache], Callable[[list[int]], Any]]
 
 

@@ -3,8 +3,8 @@
 There is one for texts, prompts of rollouts, preference pairs, judged answers, and texts and images
 with a class. `data.targets` tokenises what they put together.
 
-The label of a class is its name, or its index in `algorithm.labels`. A sample keeps the name, because
-the order of the classes is only known once all rows are read.
+The label of a class is its name, or its index in `algorithm.labels`. A sample keeps the name,
+because the order of the classes is only known once all rows are read.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class PromptRows:
             return None
         if is_too_long and self.policy != "left":
             raise DataError(
-                f"the prompt has {size} tokens, and data.max_length less max_new_tokens {self.new_tokens} "
-                f"leaves {self.room}",
+                f"the prompt has {size} tokens, and data.max_length less max_new_tokens "
+                f"{self.new_tokens} leaves {self.room}",
                 where=row.origin,
                 fix="raise data.max_length, or set data.truncation to drop or left",
             )
@@ -296,8 +296,8 @@ def cut_pair(
     excess = len(longest.tokens) - max_length
     if excess <= 0:
         return chosen, rejected
-    # Only for `error` and `drop`. Its result is not used: cut by themselves, the two sides would have
-    # different prompts.
+    # Only for `error` and `drop`. Its result is not used: cut by themselves, the two sides would
+    # have different prompts.
     if truncate(longest, max_length, policy, origin, "tokens on a side") is None:
         return None
     # The first target is the first token of the answer.
@@ -424,8 +424,8 @@ class LabelledTexts:
             raise DataError("the text is empty", where=row.origin, fix="take the row out")
         limit = self.data.max_length
         policy = self.data.truncation
-        # Only for `error` and `drop`. The text is cut by the tokenizer below, which keeps the special
-        # tokens of both ends.
+        # Only for `error` and `drop`. The text is cut by the tokenizer below, which keeps the
+        # special tokens of both ends.
         if truncate(_unlearned(tokens), limit, policy, row.origin) is None:
             return None
         is_cut = len(tokens) > limit

@@ -190,8 +190,8 @@ def _identify_source(source: Source, base_dir: Path, is_stream: bool = False) ->
 def _identify_content(source: Source, base_dir: Path, is_stream: bool) -> Any:
     """Return what identifies the rows of a source.
 
-    If the content is on this machine it is a hash of all of it, otherwise what the remote store says
-    of its version.
+    If the content is on this machine it is a hash of all of it, otherwise what the remote store
+    says of its version.
 
     Args:
         source: the source.
@@ -290,7 +290,7 @@ def _find_tokenizer_files(config: Config, path: str) -> Path:
 
 
 def identify(cache: TokenCache) -> DataIdentity:
-    """Return the identity of a token cache. A run keeps it, to see later whether its data changed."""
+    """Return the identity of a token cache, by which a resumed run sees whether its data changed."""
     # Without the hashes of rows: if rows differ and their tokens do not, the training is the same.
     files = dict(cache.info["sha256"])
     files.pop("rows.npy", None)

@@ -18,9 +18,10 @@
 A null or empty column counts as absent, but an empty answer stays an answer if no other column
 holds one. Columns that a format does not use stay with the row, for reward functions.
 
-To add a format, write a reader, and add it to `FORMATS`, `SHAPES` and the names of config.data. A reader
-(`_read_…`) gets the columns that hold something, the kind of rows that the algorithm takes (see
-`_kind_of_forms`), and the row's name for errors. It returns None for a row that is not of its format.
+To add a format, write a reader, and add it to `FORMATS`, `SHAPES` and the names of config.data. A
+reader (`_read_…`) gets the columns that hold something, the kind of rows that the algorithm takes
+(see `_kind_of_forms`), and the row's name for errors. It returns None for a row that is not of its
+format.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ LABELS = {
 }
 # A verdict is a tie if it begins with one of these.
 TIES = ("tie", "both", "neither", "equal", "same")
-# Kind of rows (see `_kind_of_forms`) → formats that can be read as such rows, with their usual columns.
+# Kind of rows (see `_kind_of_forms`) → formats that can be read as such rows, with their usual
+# columns.
 SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "text": {
         "alpaca": ("instruction", "output"),
@@ -324,8 +326,8 @@ def _convert_by_format(
 def _is_misled(name: str, present: PresentColumns, has_system: bool) -> bool:
     """Return whether a format would read only a part of what the row says."""
     if name == "answer":
-        # Beside a question and an answer the column `text` has the whole row. (Beside an instruction it
-        # is Alpaca's rendering of the row, which the format alpaca has read before.)
+        # Beside a question and an answer the column `text` has the whole row. (Beside an
+        # instruction it is Alpaca's rendering of the row, which the format alpaca has read before.)
         return "text" in present and not has_system
     if name == "document":
         # A passage beside a question is not the whole row.
@@ -383,7 +385,7 @@ def _present_columns(plain: PresentColumns) -> dict[str, Any]:
 
 
 def _find_empty_answer(plain: PresentColumns, present: PresentColumns) -> str | None:
-    """Return the column of an empty answer, if the row has a question and no other answer; else None.
+    """Return the column of an empty answer to a question that has no other answer; else None.
 
     Without it another column of the row would be learned in place of the answer.
     """
@@ -436,8 +438,8 @@ def _parse_label(values: dict[str, Any], kind: str) -> dict[str, Any]:
 def nearest_format(values: PresentColumns, known: Forms) -> str:
     """Return the last part of the error for a row of no form.
 
-    It says which algorithms take the row, or which form or format is nearest. It is empty if none is
-    near.
+    It says which algorithms take the row, or which form or format is nearest. It is empty if none
+    is near.
     """
     kind = _kind_of_forms(known)
     algorithms = _find_other_algorithms(values, kind)

@@ -36,7 +36,8 @@ def image_path(image: Any, origin: str, root: Path) -> str:
         origin: the row's name in an error.
         root: the folder of the token caches.
 
-    Raises DataError for a value that is no image, and EnvironmentFault if the file cannot be written.
+    Raises DataError for a value that is no image, and EnvironmentFault if the file cannot be
+    written.
     """
     image = _path_or_bytes(image, origin)
     if isinstance(image, bytes):
@@ -103,8 +104,8 @@ def image_paths(meta: dict[str, Any]) -> list[str]:
 def read_digits(source: DigitsSource) -> Iterator[Raw]:
     """Yield the rows of a split: real images of 8 × 8 pixels that come with a package.
 
-    They are written once to the cache folder as PNG files. Raises EnvironmentFault if scikit-learn or
-    Pillow is missing, or if the folder cannot be written.
+    They are written once to the cache folder as PNG files. Raises EnvironmentFault if scikit-learn
+    or Pillow is missing, or if the folder cannot be written.
     """
     try:
         from PIL import Image

@@ -1,8 +1,8 @@
 """Encodes and collates rows with images: of vision-language models, and of image classifiers.
 
 A row names its images by path, relative to the folder of its data file, or holds their bytes
-(`image_files.image_path`). An image is in the content of a message (`{"type": "image", "image": PATH}`)
-or in the column `images`. The images of that column belong to the places that are marked by
+(`image_files.image_path`). An image is in the content of a message (`{"type": "image", "image":
+PATH}`) or in the column `images`. The images of that column belong to the places that are marked by
 `{"type": "image"}` alone, or by `<image>` in a text. Without any such place they stand before the
 first question. A sample's meta is `{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order.
 Pixels are read for each batch.
@@ -43,8 +43,8 @@ from drumline.models.vision import Grid, Vision, pixels, read_image
 
 # The mark in a text at which an image stands.
 IMAGE_MARK = "<image>"
-# Columns that other libraries read beside a conversation. No model gets them here, so rows with them
-# are refused.
+# Columns that other libraries read beside a conversation. No model gets them here, so rows with
+# them are refused.
 UNREAD = (
     "video",
     "videos",
@@ -74,7 +74,8 @@ class Expanded:
     def encoded(self, truncated: bool) -> Encoded:
         """Return the row as `Encoded`. `truncated`: whether something was cut off."""
         meta = None
-        # A sample with a meta is kept even without a target. Without a meta such a sample is left out.
+        # A sample with a meta is kept even without a target. Without a meta such a sample is left
+        # out.
         if self.images and self.example.learned:
             meta = {
                 "images": [path for path, _ in self.images],
@@ -209,7 +210,8 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
 
     Args:
         row: the row.
-        root: the folder below which `image_files.image_path` writes images that the row holds as bytes.
+        root: the folder below which `image_files.image_path` writes images that the row holds as
+            bytes.
 
     Raises DataError for a URL, and if the numbers of places and images differ.
     """

@@ -393,7 +393,8 @@ def write_cache(task: Task, stage: Stage, temporary: Path, folder: Path, role: i
     is_training = task.role == "train"
     grouped = config.data.mixed and is_training
     ordered = config.data.curriculum is not None and is_training and role == TRAIN
-    # Rows of several sources that are not grouped may share a pack, which then belongs to no source.
+    # Rows of several sources that are not grouped may share a pack, which then belongs to no
+    # source.
     has_own_samples = grouped or len(task.sources) == 1
     summary = _Summary(task, stage)
     index = IndexWriter(temporary)

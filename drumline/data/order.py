@@ -1,9 +1,9 @@
 """The order of the samples, their assignment to ranks, and the thread that collates them.
 
-A position in the data is one integer: the number of samples taken so far, over all epochs and ranks.
-The sample at a position is the same on any number of processes, so a run that resumes on another
-world size repeats and skips none. (`data.stream` of the config, which makes caches during the run, is
-in data.blocks.)
+A position in the data is one integer: the number of samples taken so far, over all epochs and
+ranks. The sample at a position is the same on any number of processes, so a run that resumes on
+another world size repeats and skips none. (`data.stream` of the config, which makes caches during
+the run, is in data.blocks.)
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from drumline.system.threads import on_this_gpu
 Ints = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
-# The order of a seed depends on these numbers and on `hash_integers`. If one changed, every run that
-# resumes would continue in another order.
+# The order of a seed depends on these numbers and on `hash_integers`. If one changed, every run
+# that resumes would continue in another order.
 _FEISTEL_ROUNDS = 8
 _LEAST_HALF_BITS = 4  # a Feistel network on fewer bits reaches too few of all orders
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the step of SplitMix64
@@ -66,8 +66,8 @@ class GlobalOrder:
         seeds = np.full(len(places), self.seed % 2**64, np.uint64)
         keys = hash_integers(hash_integers(seeds) ^ epochs.astype(np.uint64))
         ids = self._permute(places.astype(np.uint64), keys)
-        # Cycle walking: a value that is no sample is permuted again. Since the permutation is one to
-        # one, no two places end at the same sample.
+        # Cycle walking: a value that is no sample is permuted again. Since the permutation is one
+        # to one, no two places end at the same sample.
         outside = np.flatnonzero(ids >= self.size)
         while outside.size:
             ids[outside] = self._permute(ids[outside], keys[outside])
@@ -97,10 +97,10 @@ class Order(Protocol):
 class MixedOrder:
     """The endless sequence of sample ids of several sources, with fixed shares in each epoch.
 
-    An epoch has counts[i] places for source i, which may be fewer or more than the source's samples.
-    In a shuffled epoch a permutation mixes the places of all sources. The samples of a source follow
-    a `GlobalOrder` of its own over all epochs, so each comes once before any comes again: place j of
-    source i in epoch e takes number e × counts[i] + j of that order.
+    An epoch has counts[i] places for source i, which may be fewer or more than the source's
+    samples. In a shuffled epoch a permutation mixes the places of all sources. The samples of a
+    source follow a `GlobalOrder` of its own over all epochs, so each comes once before any comes
+    again: place j of source i in epoch e takes number e × counts[i] + j of that order.
 
     The first `curriculum_epochs` are not shuffled. Their sources are evenly interleaved, and the
     samples of each source come in the order that they have in the cache.
@@ -171,8 +171,8 @@ class MixedOrder:
             draws = epochs[is_drawn] * count + places[is_drawn]
             found[is_drawn] = self.orders[source].ids_at(draws)
             is_in_order = is_source & is_curriculum
-            # Even steps through the source. If an epoch has fewer places than the source has samples,
-            # the offset lets the next epoch take other samples.
+            # Even steps through the source. If an epoch has fewer places than the source has
+            # samples, the offset lets the next epoch take other samples.
             offsets = epochs[is_in_order] * count % max(size, 1)
             steps = (places[is_in_order] * size + offsets) // max(count, 1)
             if self.falling:
@@ -269,7 +269,8 @@ def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
     changes = [place for place, prompt in enumerate(prompts) if prompts[place - 1] != prompt]
     if not changes:
         return found
-    # Begin at a change of prompt. A sample with the prompt of the one before shares its predecessor.
+    # Begin at a change of prompt. A sample with the prompt of the one before shares its
+    # predecessor.
     for offset in range(len(ids)):
         place = (changes[0] + offset) % len(ids)
         if prompts[place - 1] == prompts[place]:
@@ -284,11 +285,11 @@ def assign_samples(
 ) -> Ints:
     """Assign the samples of a global batch to ranks and micro-batches.
 
-    Beginning with the longest, each sample goes to the rank with the fewest tokens so far that has a
-    place left. So ranks wait little for each other. The micro-batches of a rank take its samples in
-    that order: neighbours have similar lengths, so there is little padding, and the largest
-    micro-batch comes first, so a step that does not fit in memory fails at once. Every rank computes
-    the same table.
+    Beginning with the longest, each sample goes to the rank with the fewest tokens so far that has
+    a place left. So ranks wait little for each other. The micro-batches of a rank take its samples
+    in that order: neighbours have similar lengths, so there is little padding, and the largest
+    micro-batch comes first, so a step that does not fit in memory fails at once. Every rank
+    computes the same table.
 
     Args:
         lengths: tokens of each sample.

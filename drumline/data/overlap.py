@@ -1,12 +1,12 @@
 """Finds rows that are alike: copies, near copies, and training rows that hold an evaluation row.
 
-Texts are compared by their words, without case and punctuation; each CJK character is a word. A gram
-is the hash of n consecutive words; a text of fewer words is one gram.
+Texts are compared by their words, without case and punctuation; each CJK character is a word. A
+gram is the hash of n consecutive words; a text of fewer words is one gram.
 
 Near copies are found by MinHash (Broder 1997) with 128 permutations. Rows that agree in one of 32
-bands of 4 are compared by the share of the permutations in which they agree. This share estimates the
-Jaccard index of their grams (standard deviation at most 0.044). At an index of 0.7 a pair meets in a
-band with probability 1 − (1 − 0.7^4)^32 > 0.999, at 0.5 with 0.87.
+bands of 4 are compared by the share of the permutations in which they agree. This share estimates
+the Jaccard index of their grams (standard deviation at most 0.044). At an index of 0.7 a pair meets
+in a band with probability 1 − (1 − 0.7^4)^32 > 0.999, at 0.5 with 0.87.
 
 Every pass over the rows is divided into parts of a bounded size, so memory does not grow with the
 number of rows.
@@ -165,8 +165,8 @@ def hash_bands(prints: npt.NDArray[np.uint32]) -> UInt64s:
 
 def drop_copies(stage: Stage) -> None:
     """Drop the rows that are copies of an earlier row: those with the same digest."""
-    # Each pass takes the digests with one remainder, so that about `_MOST_SORTED` rows are in memory.
-    # Copies have the same digest, so they are in the same pass.
+    # Each pass takes the digests with one remainder, so that about `_MOST_SORTED` rows are in
+    # memory. Copies have the same digest, so they are in the same pass.
     parts = 1 + stage.rows // _MOST_SORTED
     for part in range(parts):
         numbers_of_blocks = []
@@ -242,8 +242,8 @@ def _pairs_of_band(stage: Stage, band: int) -> Iterator[_Pairs]:
         numbers = numbers[order]
         keys = keys[order]
 
-        # Equal keys stand together now. For each row: the place of the first row with the same key. All
-        # rows but that first one are later rows.
+        # Equal keys stand together now. For each row: the place of the first row with the same key.
+        # All rows but that first one are later rows.
         first_of_run = np.searchsorted(keys, keys)
         later = np.flatnonzero(first_of_run < np.arange(len(keys)))
         first = first_of_run[later]
@@ -328,6 +328,7 @@ class EvaluationGrams:
             owners_of_shared.append(self.owners[starts[index] : stops[index]])
         owners = np.concatenate(owners_of_shared)
         counts = np.bincount(owners, minlength=len(self.sizes))
-        # At least one gram. Otherwise every row would hold every evaluation row at an `overlap` of 0.
+        # At least one gram. Otherwise every row would hold every evaluation row at an `overlap` of
+        # 0.
         needed = np.maximum(1, np.ceil(self.overlap * self.sizes))
         return bool((counts >= needed).any())

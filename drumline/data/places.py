@@ -1,8 +1,8 @@
 """Finds the files of a source, opens them and hashes them.
 
-A source names a path, a glob or a folder of this machine, or a URL that fsspec reads. Its files may be
-compressed. A file is only copied to a temporary one if it must be read in any order and cannot be
-(a compressed Parquet file).
+A source names a path, a glob or a folder of this machine, or a URL that fsspec reads. Its files may
+be compressed. A file is only copied to a temporary one if it must be read in any order and cannot
+be (a compressed Parquet file).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from drumline.hardware.detect import cache_dir
 from drumline.system.files import load_or_compute
 from drumline.system.redact import redact
 
-# The most bytes of a file. Before the first row is read all of them are hashed, also the holes of sparse
-# files, which takes minutes.
+# The most bytes of a file. Before the first row is read all of them are hashed, also the holes of
+# sparse files, which takes minutes.
 MOST_FILE = 2**38
 LARGE = 64 * MIB  # bytes of a file whose hash is kept
-# Times of files have a coarse unit, within which a second change would go unseen. So a hash is only kept
-# if the last change was at least this long ago.
+# Times of files have a coarse unit, within which a second change would go unseen. So a hash is only
+# kept if the last change was at least this long ago.
 SETTLED_SECONDS = 2.0
 MOST_TEMPORARY = 2**36  # bytes of a compressed file that is unpacked into a temporary one
 NAME_DIGITS = 32  # hex digits of a sha256 that name a kept hash
-# Keys of fsspec's info under which S3, GCS, the hub, web servers and local disks describe a file. If
-# one of these values changes, the file has changed.
+# Keys of fsspec's info under which S3, GCS, the hub, web servers and local disks describe a file.
+# If one of these values changes, the file has changed.
 _STATE = (
     "size",
     "ETag",
@@ -389,7 +389,7 @@ def _locate_remote(source: FileSource, base_dir: Path) -> list[DataFile]:
 
 
 def _select_files(names: list[str], source: FileSource) -> list[str]:
-    """Return those files of a folder that have rows of the split `source.split`. Raises DataError."""
+    """Return the files of a folder with rows of the split `source.split`. Raises DataError."""
     rows = _names_with_rows(names, source)
     splits: dict[str, list[str]] = {}
     for name in rows:

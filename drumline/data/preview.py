@@ -1,7 +1,7 @@
 """Collects what `drumline preview` shows: what becomes of each row, and its tokens as text.
 
-A row is encoded twice: as `prepare` encodes it, and without a limit of its length. The difference is
-what was cut off. The tokens of both are then decoded to pieces of text.
+A row is encoded twice: as `prepare` encodes it, and without a limit of its length. The difference
+is what was cut off. The tokens of both are then decoded to pieces of text.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Reader:
         return PreviewedRow(number, row, kept, full)
 
     def has_empty_answer(self, seen: PreviewedRow) -> bool:
-        """Return whether all targets of a row are special tokens, because its answer has no text."""
+        """Return whether all targets of a row are special tokens: its answer has no text."""
         if seen.kept is None:
             return False
         has_learned = False
@@ -204,7 +204,7 @@ class Reader:
         return has_learned
 
     def segments(self, seen: PreviewedRow) -> list[list[Piece]]:
-        """Return the pieces of each segment of a row, with the tokens that are cut off or dropped."""
+        """Return the pieces of each segment of a row, also of tokens that are cut off or dropped."""
         if seen.full is None:
             return []
         # All segments take their images from this one iterator.
@@ -219,7 +219,7 @@ class Reader:
         return segments
 
     def _states_of_full(self, full: Example, short: Example | None) -> list[State]:
-        """Return the state of each token of a segment. `short`: what was kept of it, if anything."""
+        """Return the state of each token of a segment. `short`: what was kept of it; None: nothing."""
         states: list[State] = ["cut"] * len(full.tokens)
         if short is None:
             return states

@@ -1,7 +1,7 @@
 """Samples that are not tokenised: the user's own datasets, and rows as they are written.
 
-A module of the user's own takes them as they are, so there is no token cache. This module reads them,
-identifies them for a resume, collates them, and assigns them to ranks.
+A module of the user's own takes them as they are, so there is no token cache. This module reads
+them, identifies them for a resume, collates them, and assigns them to ranks.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def _open(source: Source, base_dir: Path) -> Any:
 def identify_samples(sources: Sequence[Source], base_dir: Path, samples: Samples) -> DataIdentity:
     """Return the identity of samples, by which a run that resumes sees whether its data changed.
 
-    It covers the number of samples, hashes of some of them, the text of functions, and the content of
-    files. Raises DataError for a row that cannot be read.
+    It covers the number of samples, hashes of some of them, the text of functions, and the content
+    of files. Raises DataError for a row that cannot be read.
     """
     evenly_spaced = np.linspace(0, len(samples) - 1, COMPARED)
     # A dataset with fewer samples than `COMPARED` has the same places several times.
@@ -189,8 +189,8 @@ def _json_hash(value: Any) -> str:
 def _read_row(samples: Samples, index: int) -> Any:
     """Return a sample.
 
-    If the user's own code raises an OSError this raises DrumlineError, since a restart may help; for
-    any other error it raises DataError.
+    If the user's own code raises an OSError this raises DrumlineError, since a restart may help;
+    for any other error it raises DataError.
     """
     try:
         return samples[index]
@@ -337,8 +337,8 @@ def collate_samples(samples: list[Any]) -> Any:
 class SampleBatch:
     """A micro-batch of samples.
 
-    A rank for which no samples are left computes one sample with weight 0, while other ranks compute
-    theirs.
+    A rank for which no samples are left computes one sample with weight 0, while other ranks
+    compute theirs.
 
     Attributes:
         content: the result of `collate`.
@@ -423,8 +423,8 @@ def global_batches(
         stop: the number of passes over the dataset; None: without end. The last global batch is
             completed from the pass that would follow.
         seed: the seed of the shuffled order; None: not shuffled. Iterables are never shuffled.
-        draw_context: makes the context in which an iterable is read, so that it gives the same on all ranks and
-            after a resume.
+        draw_context: makes the context in which an iterable is read, so that it gives the same on
+            all ranks and after a resume.
 
     Raises DataError for a dataset without samples.
     """

@@ -1,13 +1,14 @@
 """From a row to tokens, and which of them are targets.
 
 Conversations are rendered by the model's chat template. The targets of an assistant turn are its
-content and its end-of-turn token; its header and all other turns are context. A template tells which
-tokens these are only if it marks them with `{% generation %}`.
+content and its end-of-turn token; its header and all other turns are context. A template tells
+which tokens these are only if it marks them with `{% generation %}`.
 
 Otherwise the turn is found in the rendered text. It starts at the end of the head (the turns before
-it, rendered with the generation prompt), and stops at the end of `through` (all turns up to this one,
-rendered alone). Both must be prefixes of the whole text. A template may render a turn differently once
-others follow, such as without its reasoning: then the turn's content is searched behind the head.
+it, rendered with the generation prompt), and stops at the end of `through` (all turns up to this
+one, rendered alone). Both must be prefixes of the whole text. A template may render a turn
+differently once others follow, such as without its reasoning: then the turn's content is searched
+behind the head.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from drumline.data.tokens import Tokens
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 from drumline.foreign import judged
+from drumline.models.templates import end_ids as end_ids  # for rl, which knows no models
 from drumline.models.templates import special_ids
 
 # How errors name a call, and what they advise for a row that the template cannot render.
 CALL = "a call of "
 FITTING = "take such rows out, or set another model.chat_template"
-# Options of `apply_chat_template` by which it returns tokens and the template's own mask of targets.
+# Options of `apply_chat_template` by which it returns tokens and the template's own mask of
+# targets.
 _MARKED = {
     "tokenize": True,
     "return_dict": True,
@@ -357,7 +360,7 @@ class Encoder:
         return any(thought not in text for thought in thoughts_of(messages))
 
     def _thoughts_by_key(self, messages: Messages) -> list[str]:
-        """Return the reasoning under keys that the template reads; it may write them without tags."""
+        """Return the reasoning under keys that the template reads and may write without tags."""
         thoughts = []
         for message in messages:
             for key in self.reasoning_keys:
@@ -523,12 +526,13 @@ class Encoder:
         turn_text = through[len(head) :]
         if wordings and not any(wording in turn_text for wording in wordings):
             return False
-        # The usual header decides without another rendering, which would take a seventh of all time.
+        # The usual header decides without another rendering, which would take a seventh of all
+        # time.
         header = self._usual_header.strip()
         if header and head.rstrip().endswith(header):
             return True
-        # If the head is no more than the turns before, the template has written no header into it, and
-        # the turn's header would count as its content.
+        # If the head is no more than the turns before, the template has written no header into it,
+        # and the turn's header would count as its content.
         return head != self._before(messages, index, row)
 
     def _before(self, messages: Messages, index: int, row: Row) -> str:
@@ -597,10 +601,10 @@ class Encoder:
         return None
 
     def _usual_start(self, message: dict[str, Any], text: str) -> int | None:
-        """Return where the last answer starts in `text`, if the text ends in header, answer and tail.
+        """Return where the last answer starts, if `text` ends in header, answer and tail.
 
-        None otherwise. Most texts do, and need no rendering of the turns before it, which would take
-        a third of all time.
+        None otherwise. Most texts do, and need no rendering of the turns before it, which would
+        take a third of all time.
         """
         content = message.get("content")
         header = self._usual_header

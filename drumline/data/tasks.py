@@ -28,9 +28,9 @@ class TaskSet(NamedTuple):
 def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
     """Yield `source.size` rows, one of each task in turn.
 
-    A row has the question as `prompt` and the task's name as `task`. Besides these it has the answer
-    as `completion`; for pairs the answer as `chosen` and a wrong one as `rejected`; for prompts what
-    the verifier needs: `answer`, `options` and `entry`.
+    A row has the question as `prompt` and the task's name as `task`. Besides these it has the
+    answer as `completion`; for pairs the answer as `chosen` and a wrong one as `rejected`; for
+    prompts what the verifier needs: `answer`, `options` and `entry`.
 
     Raises DataError for a task that cannot be used, and EnvironmentFault without reasoning-gym.
     """

@@ -29,8 +29,8 @@ class Talk(NamedTuple):
     value: Any
 
 
-# Other tools' name of a speaker, in small letters → the role that chat templates know. An error lists
-# the names in this order.
+# Other tools' name of a speaker, in small letters → the role that chat templates know. An error
+# lists the names in this order.
 ROLES = {
     "human": "user",
     "user": "user",
@@ -59,8 +59,8 @@ ANSWERS = ("prompt", "completion", "chosen", "rejected")
 CONTENT_KEYS = {"content", "value", "text", "tool_calls", "function_call"}
 # Speakers, and kinds of parts, whose text is the JSON of a call.
 CALLS = ("function_call", "tool_call")
-# Keys of LLaMA-Factory, Axolotl and other tools for whether a message is learned. `WEIGHT` may have any
-# number as its value, the others are true or false. The first key that a message has counts.
+# Keys of LLaMA-Factory, Axolotl and other tools for whether a message is learned. `WEIGHT` may have
+# any number as its value, the others are true or false. The first key that a message has counts.
 WEIGHT = "loss_weight"
 MARKS = (WEIGHT, "train", "training", "loss")
 # A turn of Anthropic's hh-rlhf, and of datasets that are written as it is.

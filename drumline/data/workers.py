@@ -105,8 +105,8 @@ class Job:
     def digests_all_columns(self) -> bool:
         """Whether a row's digest also covers the columns that are not tokenised.
 
-        It does if copies of prompts are dropped, since rewards read the other columns. If copies stay
-        the digest only decides which rows are held out, and the prompt alone decides on that.
+        It does if copies of prompts are dropped, since rewards read the other columns. If copies
+        stay the digest only decides which rows are held out, and the prompt alone decides on that.
         """
         return self.algorithm.rollout is not None and self.data.duplicates is not None
 
@@ -114,8 +114,8 @@ class Job:
     def digests_images(self) -> bool:
         """Whether a row's digest also covers the paths of its images.
 
-        It does if copies are dropped. If copies stay it does not, so that the same rows are held out on
-        another machine, where images have other paths.
+        It does if copies are dropped. If copies stay it does not, so that the same rows are held
+        out on another machine, where images have other paths.
         """
         has_images = self.vision is not None or self.algorithm.head == "image"
         return has_images and self.data.duplicates is not None

@@ -5,10 +5,10 @@ that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`:
 
     y = base(x) + alpha / r · B(A(dropout(x)))
 
-B starts at zero, so a fresh adapter does not change what the model computes. The same holds for DoRA's
-lengths of rows, PiSSA's factors (whose product is subtracted from the base layer) and trained rows of
-tokens. The first values of these three are computed from a whole weight (`derive_first_values`), also
-if a rank has only a part of it.
+B starts at zero, so a fresh adapter does not change what the model computes. The same holds for
+DoRA's lengths of rows, PiSSA's factors (whose product is subtracted from the base layer) and
+trained rows of tokens. The first values of these three are computed from a whole weight
+(`derive_first_values`), also if a rank has only a part of it.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _drop_trained_layers(
 def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
     """Return name → linear layer (also GPT-2's Conv1D) of the blocks.
 
-    If a model declares no blocks these are all linear layers but its head. `with_tower`: whether the
-    layers of a vision tower are included. They only get adapters if a user names layers.
+    If a model declares no blocks these are all linear layers but its head. `with_tower`: whether
+    the layers of a vision tower are included. They only get adapters if a user names layers.
     """
     from drumline.vendor.transformers import Conv1D
 
@@ -331,8 +331,8 @@ def _targets_taken_for_experts(options: Any, model: Any) -> list[str]:
 def layers_derived_from_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, layer) of each layer whose first values are computed from a whole weight.
 
-    The layer is one of PEFT's, whose base layer has the weight, or a packed layer without an adapter.
-    Of two layers that share a weight only one is yielded.
+    The layer is one of PEFT's, whose base layer has the weight, or a packed layer without an
+    adapter. Of two layers that share a weight only one is yielded.
     """
     tuned = {layer for _, layer in _peft_layers(model)}
     if not tuned:
@@ -357,10 +357,10 @@ def _begins_from_weight(layer: Any, is_packed: bool) -> bool:
 
 
 def borrowed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield (layer, parameter) for each parameter that another module uses than the one that owns it.
+    """Yield (layer, parameter) for each parameter that is used by a module that does not own it.
 
-    DoRA's magnitudes use the weights of the base layer and of A. Rows of tokens and the factors of an
-    embedding are owned by dictionaries of parameters.
+    DoRA's magnitudes use the weights of the base layer and of A. Rows of tokens and the factors of
+    an embedding are owned by dictionaries of parameters.
     """
     for _, layer in _peft_layers(model):
         if hasattr(layer, "token_indices"):
@@ -377,13 +377,13 @@ def borrowed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parame
 
 
 def derive_first_values(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the first values of a layer of `layers_derived_from_weights`, by their names within it.
+    """Return name within a layer → first value, for a layer of `layers_derived_from_weights`.
 
     They are fp32, or for a packed layer its codes. `weight`: the whole weight of the base layer, as
-    its file has it. If PiSSA changes it, the changed weight is among the values (base_layer.weight).
-    PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r largest singular values S; s is the
-    scale. DoRA (Liu et al. 2024): the length of each row of base and factors together, as the base
-    is kept.
+    its file has it. If PiSSA changes it, the changed weight is among the values
+    (base_layer.weight). PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r largest singular
+    values S; s is the scale. DoRA (Liu et al. 2024): the length of each row of base and factors
+    together, as the base is kept.
     """
     if hasattr(layer, "token_indices"):
         values = {}
@@ -398,8 +398,8 @@ def derive_first_values(layer: Any, weight: torch.Tensor) -> dict[str, torch.Ten
 def _first_factors(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return `derive_first_values` for one of PEFT's layers that has factors.
 
-    The order matters: first PiSSA subtracts its product from the weight, then the rest is packed, and
-    last DoRA measures base and factors as they will be stored.
+    The order matters: first PiSSA subtracts its product from the weight, then the rest is packed,
+    and last DoRA measures base and factors as they will be stored.
     """
     values: dict[str, torch.Tensor] = {}
     base = find_base_layer(layer)
@@ -585,10 +585,10 @@ def _signs(width: int) -> torch.Tensor:
 
 
 def _products(layer: Any, base: Any) -> torch.Tensor:
-    """Return the products of `_signs` and a layer's weight in fp64, computed by the layer's forward.
+    """Return the products of `_signs` and a layer's weight in fp64, by the layer's own forward.
 
-    `layer`: `base` with its adapter, or `base` itself. The result is [PROBES, out] for a linear layer.
-    For an embedding it is [PROBES, width], the sums of its rows with these signs.
+    `layer`: `base` with its adapter, or `base` itself. The result is [PROBES, out] for a linear
+    layer. For an embedding it is [PROBES, width], the sums of its rows with these signs.
     """
     if isinstance(base, nn.Linear):
         return layer(_signs(base.in_features))
@@ -609,11 +609,12 @@ def _products(layer: Any, base: Any) -> torch.Tensor:
 def _require_same_products(name: str, base: Any, products: torch.Tensor) -> None:
     """Raise DrumlineError unless a merged layer gives the products of the adapted layer.
 
-    `products`: `_products` of the adapted layer. They may differ by the rounding of the merged weight.
-    A row of random signs fails to show a wrong weight with a probability of at most a half (Freivalds,
-    1977). If u is the unit of roundoff of the weight's type, an entry w of the merged weight is off by
-    at most u|w|. So a product with ±1 is off by at most the sum of u|w| over its inputs. Half as much
-    is added for the arithmetic in fp64, and the smallest normal number for entries below that number.
+    `products`: `_products` of the adapted layer. They may differ by the rounding of the merged
+    weight. A row of random signs fails to show a wrong weight with a probability of at most a half
+    (Freivalds, 1977). If u is the unit of roundoff of the weight's type, an entry w of the merged
+    weight is off by at most u|w|. So a product with ±1 is off by at most the sum of u|w| over its
+    inputs. Half as much is added for the arithmetic in fp64, and the smallest normal number for
+    entries below that number.
     """
     dtype = base.weight.dtype
     limits = torch.finfo(dtype)
@@ -667,10 +668,10 @@ def require_trained(model: nn.Module) -> None:
 def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
     """Write PEFT's own files (adapter_config.json, adapter_model.safetensors, fp32) to `folder`.
 
-    Further adapters are written to subfolders with their names; `load_adapters` reads them all. PiSSA
-    has subtracted its first factors from the base layer. They are written as part of factors of twice
-    the rank, so that the adapter fits the base's own files: W − sB₀A₀ + sBA. `base`: the folder or hub id of the frozen
-    model, `revision` its revision on the hub.
+    Further adapters are written to subfolders with their names; `load_adapters` reads them all.
+    PiSSA has subtracted its first factors from the base layer. They are written as part of factors
+    of twice the rank, so that the adapter fits the base's own files: W − sB₀A₀ + sBA. `base`: the
+    folder or hub id of the frozen model, `revision` its revision on the hub.
     """
     from peft import get_peft_model_state_dict
 
@@ -788,8 +789,8 @@ def _factors_of(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
 def load_adapters(base: Any, folder: Path, all_of_them: bool = True) -> Any:
     """Return PEFT's model of a base and the adapters in a folder, all of them on.
 
-    `all_of_them` False: only the adapter in the folder itself. In a folder of another tool subfolders
-    may have older states of the same adapter.
+    `all_of_them` False: only the adapter in the folder itself. In a folder of another tool
+    subfolders may have older states of the same adapter.
     """
     from peft import PeftModel
 

@@ -47,10 +47,10 @@ _batch: ContextVar[Any] = ContextVar("batch")
 class Pattern:
     """Which tokens of a batch attend to each other, as numbers in host memory.
 
-    `lengths`: the lengths of each row's documents, without padding. `width`: tokens of a row. A token
-    attends to its own document: with `causal` up to itself, with `window` only to that many of the
-    nearest tokens. With `branches` each document continues the first of its row, and attends to it
-    too.
+    `lengths`: the lengths of each row's documents, without padding. `width`: tokens of a row. A
+    token attends to its own document: with `causal` up to itself, with `window` only to that many
+    of the nearest tokens. With `branches` each document continues the first of its row, and attends
+    to it too.
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -204,8 +204,8 @@ def model_inputs(
 def documents_mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
     """Return `Documents` of the current batch: replaces a mask function of transformers.
 
-    Returns None if attention only has to be causal. Without a batch, or for a pattern other than all
-    tokens, causal or a causal window, returns the mask of the replaced implementation `before`.
+    Returns None if attention only has to be causal. Without a batch, or for a pattern other than
+    all tokens, causal or a causal window, returns the mask of the replaced implementation `before`.
     `head_dim`: size of a head. `options`: the arguments of a mask function of transformers.
     """
     batch = _batch.get(None)
@@ -283,9 +283,9 @@ def documents_attention(
 ) -> tuple[Tensor, Any]:
     """Compute attention by documents: replaces an attention function of transformers.
 
-    It can be traced as a part of one graph. `whole`: the replaced function; None: the eager one of the
-    module's own class. `query`, `key` and `value` are [B, H, T, D], the result is [B, T,
-    H, D] and None for the scores. Tokens of padding get zeros, or numbers that mean nothing.
+    It can be traced as a part of one graph. `whole`: the replaced function; None: the eager one of
+    the module's own class. `query`, `key` and `value` are [B, H, T, D], the result is [B, T, H, D]
+    and None for the scores. Tokens of padding get zeros, or numbers that mean nothing.
     """
     if not isinstance(attention_mask, Documents):
         function: Any = whole
@@ -303,8 +303,8 @@ def documents_attention(
         query = query.to(low)
         key = key.to(low)
         value = value.to(low)
-    # A class with only an eager function, and without soft caps, has something else of its own, such
-    # as sinks, which no kernel computes.
+    # A class with only an eager function, and without soft caps, has something else of its own,
+    # such as sinks, which no kernel computes.
     has_own = bool(options.get("dropout")) or (whole is None and cap is None)
     is_of_one_size = query.shape[-1] == value.shape[-1]
     if documents.kernel is not None and not has_own and is_of_one_size:
@@ -365,8 +365,8 @@ def attend_each_document(
     `additive`: `whole` takes a mask of numbers and nothing else. Rows and documents are split and
     joined again: the gradient of a slice would be as large as the tensor that it is cut from.
 
-    A row of only padding, which completes the last batch, counts as a document. So each parameter has a
-    gradient in each micro-batch; otherwise DDP would not reduce it.
+    A row of only padding, which completes the last batch, counts as a document. So each parameter
+    has a gradient in each micro-batch; otherwise DDP would not reduce it.
     """
     rows = []
     by_row = zip(documents.lengths, query.split(1), key.split(1), value.split(1), strict=True)
@@ -419,8 +419,8 @@ def _attend_within_document(
 ) -> Iterator[Tensor]:
     """Yield a document's attention, [1, n, H, D] in one or more parts.
 
-    With a window the queries are cut into stretches as long as the window, each with the keys that it
-    sees. If the document continues another one, the keys of that one come first.
+    With a window the queries are cut into stretches as long as the window, each with the keys that
+    it sees. If the document continues another one, the keys of that one come first.
     """
     length = query.shape[2]
     keys = key.shape[2]
@@ -452,10 +452,10 @@ def _attend_within_document(
 def causal_band(
     queries: int, keys: int, offset: int, window: int | None, like: Tensor, additive: bool
 ) -> Tensor:
-    """Return which keys each query sees, [1, 1, queries, keys]: those up to it, or the last `window`.
+    """Return which keys each query sees, [1, 1, queries, keys]: those up to it, at most `window`.
 
-    Query i stands at key i + `offset`. The result is bool. With `additive` it has numbers of the type
-    of `like`: 0 for a key that is seen, and the least number of the type for any other.
+    Query i stands at key i + `offset`. The result is bool. With `additive` it has numbers of the
+    type of `like`: 0 for a key that is seen, and the least number of the type for any other.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(offset)
     if window is not None:
@@ -594,7 +594,8 @@ def varlen(
 ) -> Tensor:
     """Compute attention by torch's own kernel for documents of different lengths.
 
-    `scale`: of the scores; None: the kernel's default. `cap`: the soft cap of the scores; None: none.
+    `scale`: of the scores; None: the kernel's default. `cap`: the soft cap of the scores; None:
+    none.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -735,8 +736,9 @@ def _works(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
 
     It is tried on 48 tokens. If it does not work, a warning is logged.
 
-    The trial has a thread of its own, since a model's forward may be running in this one. Its autocast
-    would change the trial, and the hooks of a recomputation would take the trial for a part of it.
+    The trial has a thread of its own, since a model's forward may be running in this one. Its
+    autocast would change the trial, and the hooks of a recomputation would take the trial for a
+    part of it.
     """
     with ThreadPoolExecutor(1, "drumline-trial") as thread:
         trial = thread.submit(on_this_gpu(_agrees), kernel, device, dtype, head_dim)

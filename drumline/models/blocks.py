@@ -1,8 +1,8 @@
 """Finds the repeated blocks of a model, and how its weights and sequences can be cut over ranks.
 
-Blocks are the units of checkpointing, compilation, sharding and adapters. A Hugging Face model's class
-and config name its blocks and the styles by which tensor parallelism cuts its layers. `common_facts`
-counts the weights for the planner.
+Blocks are the units of checkpointing, compilation, sharding and adapters. A Hugging Face model's
+class and config name its blocks and the styles by which tensor parallelism cuts its layers.
+`common_facts` counts the weights for the planner.
 
 Functions called `reason_…` return why something does not work for a model; empty if it works.
 """
@@ -106,7 +106,7 @@ def _block_classes(model: nn.Module) -> set[str]:
 
 
 def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
-    """Return name and nn.ModuleList of a model's blocks; None unless there is exactly one such list.
+    """Return name and nn.ModuleList of a model's blocks; None unless there is exactly one list.
 
     It is the list that has only blocks as members.
     """
@@ -291,7 +291,7 @@ def _share_equal_blocks(in_blocks: list[list[Weight]]) -> tuple[tuple[Weight, ..
 
 
 def _parameters_in_both_ends(model: Any) -> set[int]:
-    """Return Python's ids of the parameters that embedding and head share, also beneath adapters."""
+    """Return Python's ids of the parameters that embedding and head share, beneath adapters too."""
     if reads_images(model):
         return set()
     embedding, head = embedding_and_head(model)
@@ -332,10 +332,10 @@ def vision_tower(model: Any) -> Any:
 def tower_flops(model: Any) -> float:
     """Return the FLOPs of the vision tower for one image token, forward and backward.
 
-    Those of attention are left out. A trainable parameter costs 6 FLOPs for each patch: 2 in forward,
-    and 2 each for the gradients of inputs and weights. A frozen parameter costs 4. In a frozen tower,
-    which has no backward, it costs 2. The merger joins the patches of a token, so its parameters count
-    once a token.
+    Those of attention are left out. A trainable parameter costs 6 FLOPs for each patch: 2 in
+    forward, and 2 each for the gradients of inputs and weights. A frozen parameter costs 4. In a
+    frozen tower, which has no backward, it costs 2. The merger joins the patches of a token, so its
+    parameters count once a token.
     """
     tower = vision_tower(model)
     patches = _patches_per_token(model.config)
@@ -375,8 +375,8 @@ def _patches_per_token(config: Any) -> int:
 def _styles_by_layer(model: Any) -> dict[int, str]:
     """Return Python's id of each layer that tensor parallelism cuts → its style.
 
-    The styles are those of engine.tensor_parallel. Embedding and head are always cut by the vocabulary,
-    and experts by their number, whether a plan names them or not.
+    The styles are those of engine.tensor_parallel. Embedding and head are always cut by the
+    vocabulary, and experts by their number, whether a plan names them or not.
     """
     experts = {id(model.get_submodule(name)): "experts" for name in expert_modules(model)}
     if reads_images(model):
@@ -399,8 +399,8 @@ def _styles_by_layer(model: Any) -> dict[int, str]:
     return styles
 
 
-# Type of model → our plan, for classes of transformers without one. GPT-2's queries, keys and values
-# are one layer, whose output is gathered: each rank computes all heads.
+# Type of model → our plan, for classes of transformers without one. GPT-2's queries, keys and
+# values are one layer, whose output is gathered: each rank computes all heads.
 _BERT = {"*.attention.self.query": "colwise", "*.attention.self.key": "colwise", "*.attention.self.value": "colwise",
          "*.intermediate.dense": "colwise", "*.output.dense": "rowwise"}  # fmt: skip
 OWN_PLANS: dict[str, dict[str, str]] = {
@@ -573,8 +573,8 @@ def _ids_inside(modules: dict[str, nn.Module], names: Iterable[str]) -> set[int]
 def _may_mix_tokens(module: nn.Module) -> bool:
     """Return whether a module may compute a token's result from other tokens.
 
-    It may if it has a matrix of its own and is no router. Routers and norms, whose weights are vectors,
-    compute each token by itself.
+    It may if it has a matrix of its own and is no router. Routers and norms, whose weights are
+    vectors, compute each token by itself.
     """
     if "Router" in type(module).__name__:
         return False

@@ -50,8 +50,8 @@ def lay_out(
 
     The weights are those of `path`, or drawn from `seed` if `init` is random. The model ends in
     `head`; a head of classes has as many logits as there are `labels`. A head of classes, scores or
-    values that the files lack, or have in another shape, is drawn. With `draws` False it is an error
-    instead: a frozen model needs a trained head.
+    values that the files lack, or have in another shape, is drawn. With `draws` False it is an
+    error instead: a frozen model needs a trained head.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose
     weights cannot be read in parts is built whole on `device`; the reason is logged. Attention is
@@ -239,8 +239,8 @@ def _read_whole_model(
 def _match_layout(built: Any, laid_out: Any, where: str) -> None:
     """Freeze the weights that the model's own class freezes, such as the bias of a router.
 
-    transformers makes all weights trainable when it reads them. `laid_out`: the same model on the meta
-    device. Raises ModelError if transformers did not tie weights that the config ties.
+    transformers makes all weights trainable when it reads them. `laid_out`: the same model on the
+    meta device. Raises ModelError if transformers did not tie weights that the config ties.
     """
     frozen = set()
     for name, parameter in laid_out.named_parameters():

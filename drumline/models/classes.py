@@ -43,7 +43,7 @@ def is_vision_language(config: Any) -> bool:
 
 
 def values_by_layer(config: Any, key: str) -> list[Any]:
-    """Return the value of a config's key for each layer; a single value if all layers have the same.
+    """Return the values of a config's key by layer; only one value if all layers have the same.
 
     transformers refuses to read a key from the whole config if layers differ in it.
     """

@@ -1,8 +1,8 @@
 """Tries one tensor-parallel rank's part of a model, without memory and without other ranks.
 
 The layers that a plan cuts get the sizes that one rank has. The trial shows whether the model's own
-code runs with these, and which weights that are not cut it applies to tensors that are. The gradient of
-such a weight has to be summed over the ranks.
+code runs with these, and which weights that are not cut it applies to tensors that are. The
+gradient of such a weight has to be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def try_cut(model: Any) -> CutTrial:
     # First the model as it is: if it does not run on the meta device, the trial tells nothing.
     try:
         trial = _copy_on_meta(model)
-        # Products of experts need values, which the meta device lacks. Each rank computes whole experts.
+        # Products of experts need values, which the meta device lacks. Each rank computes whole
+        # experts.
         for name in expert_modules(trial):
             trial.get_submodule(name).forward = _pass_tokens_on
         _run(trial)

@@ -202,10 +202,10 @@ def _choose_dtype(wanted: str, plan: Plan, adapter: bool) -> str:
 def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
     """Round the trainable parameters to `dtype`, and return them with what that changed.
 
-    The change is `ExportResult.rounding`, and may have any size that rounding explains. Weights beyond
-    the range of the type become infinite or zero, which rounding does not explain. So the limit is how
-    far the same logits move if each weight is moved within the bits that the type lacks. Raises
-    DrumlineError beyond it.
+    The change is `ExportResult.rounding`, and may have any size that rounding explains. Weights
+    beyond the range of the type become infinite or zero, which rounding does not explain. So the
+    limit is how far the same logits move if each weight is moved within the bits that the type
+    lacks. Raises DrumlineError beyond it.
     """
     # Only parameters. Rotary frequencies are buffers and in no file, so they must not be rounded.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -219,8 +219,8 @@ def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tupl
     limit = rounding_limit(lambda: _logits(model, plan), exact, trainable, lambda _: bits)
     for parameter in trainable:
         parameter.data = parameter.data.to(narrow)
-    # The logits of the rounded weights are computed in fp32. `float` replaces the rounded weights by
-    # fp32 copies, so they are put back afterwards.
+    # The logits of the rounded weights are computed in fp32. `float` replaces the rounded weights
+    # by fp32 copies, so they are put back afterwards.
     kept = [parameter.data for parameter in trainable]
     rounded = _logits(model.float(), plan)
     for parameter, data in zip(trainable, kept, strict=True):
@@ -241,8 +241,8 @@ def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tupl
 def find_or_export(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
     """Return a folder that `export` has written of a run, or write one.
 
-    RUN/export is returned if it has this form (merged, or an adapter) and is of the checkpoint that the
-    run exports. If not, a folder beside it is returned. Raises what `export` raises.
+    RUN/export is returned if it has this form (merged, or an adapter) and is of the checkpoint that
+    the run exports. If not, a folder beside it is returned. Raises what `export` raises.
     """
     plan = plan_of(run_dir, trust)
     root = run_dir / "checkpoints"
@@ -355,11 +355,11 @@ def _model_tensors(checkpoint: Path) -> frozenset[str]:
 def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
     """Merge the adapters of a model in eval mode, fp32.
 
-    Raises DrumlineError if the merged model computes something else. `adapters.merge` has checked each
-    layer by itself, in fp64. The logits of the whole model show other mistakes, such as a weight that
-    two layers share. They may differ by rounding: the sum of two products is rounded differently than
-    the product of a sum. The limit for that is measured in fp32, since an fp64 copy of an 8B model
-    would take 64 GB.
+    Raises DrumlineError if the merged model computes something else. `adapters.merge` has checked
+    each layer by itself, in fp64. The logits of the whole model show other mistakes, such as a
+    weight that two layers share. They may differ by rounding: the sum of two products is rounded
+    differently than the product of a sum. The limit for that is measured in fp32, since an fp64
+    copy of an 8B model would take 64 GB.
     """
     trained = _logits(model, plan)
     bits = product_bits_of(model)
@@ -375,7 +375,8 @@ def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
 def _save_tokenizer_or_processor(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> None:
     """Save the tokenizer or the image processor to `folder`.
 
-    If the run set a chat template, the generation config also ends texts as that template ends answers.
+    If the run set a chat template, the generation config also ends texts as that template ends
+    answers.
     """
     config = module.config
     path = plan.model_path
@@ -385,8 +386,8 @@ def _save_tokenizer_or_processor(plan: Plan, model: ModelConfig, module: Any, fo
         return
     tokenizer = load_tokenizer(path, model)
     if plan.config.head not in LM:
-        # transformers' own classifiers take the token before the first padding id for the last one of
-        # a row. So the padding id must not end texts.
+        # transformers' own classifiers take the token before the first padding id for the last one
+        # of a row. So the padding id must not end texts.
         padding_id = tokenizer.pad_token_id
         if padding_id is None or padding_id in end_ids(tokenizer):
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding(tokenizer))

@@ -46,14 +46,15 @@ CHECKED_FILES = (
 PART_COUNT_KEYS = re.compile(
     r"(?!.*(vocab|theta|piece|bpe))(.*_)?(layers?|depths?|blocks?|stages?|experts?|labels|codebooks|towers?|groups)(_.*)?"
 )
-# More than any model has: Doge of transformers has 16,384 experts, and ImageNet-21k has 21,843 labels.
+# More than any model has: Doge of transformers has 16,384 experts, and ImageNet-21k has 21,843
+# labels.
 MOST_PARTS = 2**15
 # Keys of dropout probabilities.
 DROPOUT_KEYS = re.compile(
     r"(.*_)?dropout(_prob|_rate)?|(attn|embd|resid|summary_first)_(pdrop|dropout)"
 )
-# Keys of sizes, at any depth of a config: a whole number from 1 on, or null. A list has one for each
-# layer.
+# Keys of sizes, at any depth of a config: a whole number from 1 on, or null. A list has one for
+# each layer.
 SIZE_KEYS = re.compile(
     r"vocab_size|hidden_size|intermediate_size|head_dim|max_position_embeddings|n_(embd|head|layer|positions|ctx)"
     r"|num_(labels|hidden_layers|attention_heads|key_value_heads)"
@@ -63,11 +64,10 @@ SIZE_KEYS = re.compile(
 def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id ") -> str | None:
     """Return the local folder or hub id to load a model from; None if it has no files.
 
-    A hub id stays an id if the hub answers. If not, it becomes the folder of its cached snapshot, so
-    that nothing calls the hub again.
-    `named`: what errors write before the id.
-    Raises ModelError for a folder without a model, a package that is not installed, an id that the
-    hub does not know, and one that is not cached while offline; within about 5 seconds.
+    A hub id stays an id if the hub answers. If not, it becomes the folder of its cached snapshot,
+    so that nothing calls the hub again. `named`: what errors write before the id. Raises ModelError
+    for a folder without a model, a package that is not installed, an id that the hub does not know,
+    and one that is not cached while offline; within about 5 seconds.
     """
     if model.id is None:
         return None
@@ -133,7 +133,8 @@ def tokenizer_folder(name: str) -> str:
 def _resolve_hub_id(name: str, revision: str | None, where: str) -> str:
     """Return a hub id, or its cached folder if the hub does not answer.
 
-    One request without retries finds that out: for the header of config.json, which every model has.
+    One request without retries finds that out: for the header of config.json, which every model
+    has.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
@@ -270,14 +271,14 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
     except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
         what = f"transformers cannot read this GGUF file: {error}"
         raise ModelError(what, where=str(source), fix="name a model that it can read") from error
-    # transformers 5.17 mistakes the token that begins a turn for the end of text. The model's config
-    # has the right tokens.
+    # transformers 5.17 mistakes the token that begins a turn for the end of text. The model's
+    # config has the right tokens.
     for token in ("bos", "eos", "pad"):
         token_id = getattr(loaded.config, f"{token}_token_id")
         if token_id is not None:
             setattr(tokenizer, f"{token}_token", tokenizer.convert_ids_to_tokens(token_id))
-    # transformers regards a model from GGUF as quantised, and refuses to save it. So its weights are
-    # put into a plain model, without a copy.
+    # transformers regards a model from GGUF as quantised, and refuses to save it. So its weights
+    # are put into a plain model, without a copy.
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
     with torch.device("meta"):
@@ -292,10 +293,10 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
 def _read_once() -> Iterator[None]:
     """Make transformers read a GGUF file faster within the context.
 
-    gguf then parses a file once (transformers does it three times), and names an architecture's tensors
-    once (transformers does it for each module). It also reads strings through plain views, since most
-    of its time went into memmaps of single strings. SmolLM2-135M (Q4_1) took 4.9 s instead of 22.9 s on
-    2 cores, with the same result.
+    gguf then parses a file once (transformers does it three times), and names an architecture's
+    tensors once (transformers does it for each module). It also reads strings through plain views,
+    since most of its time went into memmaps of single strings. SmolLM2-135M (Q4_1) took 4.9 s
+    instead of 22.9 s on 2 cores, with the same result.
     """
     from unittest import mock
 
@@ -325,9 +326,10 @@ def silence_transformers() -> None:
 
 @contextmanager
 def write_beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
-    """Yield a temporary folder beside `folder` to write to. It is removed at the end unless renamed.
+    """Yield a temporary folder beside `folder`, which is removed at the end unless it is renamed.
 
-    Raises EnvironmentFault if it cannot be written. `what`, `where`, `fix`: the parts of that error.
+    Raises EnvironmentFault if it cannot be written. `what`, `where`, `fix`: the parts of that
+    error.
     """
     try:
         with temporary_folder(folder.parent) as temporary:
@@ -475,8 +477,8 @@ def find_file(path: str, name: str, model: ModelConfig, **options: Any) -> Path 
 def call_loader(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
     """Return `make()`, a call of one of transformers' loaders, with errors that users understand.
 
-    Any failure of the loader becomes a ModelError of one line. `files`: the names of the files that it
-    reads, for the error.
+    Any failure of the loader becomes a ModelError of one line. `files`: the names of the files that
+    it reads, for the error.
     """
     try:
         return make()

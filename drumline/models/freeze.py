@@ -77,10 +77,10 @@ def cast_frozen(
 ) -> None:
     """Cast the frozen weights of some modules to `dtype`, the type of their products.
 
-    16 bits take half the memory of fp32. `trainable`: whether weights that are not frozen are cast too.
-    `vectors`: whether norms and biases are cast too. They are one entry in thousands, and a CPU's
-    kernels of norms require fp32 weights for fp32 inputs. Packed weights stay packed.
-    The parameters may be on the meta device, and each stays the same object, so ties hold.
+    16 bits take half the memory of fp32. `trainable`: whether weights that are not frozen are cast
+    too. `vectors`: whether norms and biases are cast too. They are one entry in thousands, and a
+    CPU's kernels of norms require fp32 weights for fp32 inputs. Packed weights stay packed. The
+    parameters may be on the meta device, and each stays the same object, so ties hold.
     """
     for part in parts:
         for parameter in part.parameters():
@@ -94,8 +94,8 @@ def cast_frozen(
 def return_fp32_embeddings(model: nn.Module) -> None:
     """Make embeddings whose weight is in a lower type return fp32.
 
-    Under autocast the residual stream keeps the type in which it begins. An embedding with trainable
-    rows of tokens, which computes in a forward of its own, returns fp32 too.
+    Under autocast the residual stream keeps the type in which it begins. An embedding with
+    trainable rows of tokens, which computes in a forward of its own, returns fp32 too.
     """
     # By a hook, so that the weight itself stays low.
     for module in model.modules():

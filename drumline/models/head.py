@@ -1,7 +1,7 @@
 """Runs a model on a batch, and gives its outputs to an objective.
 
-If a model's logits are its head over its hidden states and nothing else, the outputs are these two, and
-a loss computes the logits of few tokens at a time. Otherwise the outputs are all logits.
+If a model's logits are its head over its hidden states and nothing else, the outputs are these two,
+and a loss computes the logits of few tokens at a time. Otherwise the outputs are all logits.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class Outputs:
     def _has_fused_head(self, chunk: int) -> bool:
         """Return whether Liger's kernel computes the loss of hidden states.
 
-        It needs the whole head, and does not compute all logits at once, which a `chunk` of 0 means.
+        It needs the whole head, and does not compute all logits at once, which a `chunk` of 0
+        means.
         """
         return self.fused and self.part is None and chunk > 0
 
@@ -232,8 +233,8 @@ def trunk_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 def can_split(model: Any) -> bool:
     """Return whether a model's logits are its head over its trunk and nothing else.
 
-    Soft-capping or scaling the logits would be something else. Score models need no trial. Any other
-    model is tried: a small copy must give equal logits for eight tokens, to the last bit.
+    Soft-capping or scaling the logits would be something else. Score models need no trial. Any
+    other model is tried: a small copy must give equal logits for eight tokens, to the last bit.
     """
     if score_parts(model) is not None:
         return True
@@ -269,9 +270,9 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
     """Raise an error for a model that cannot be trained to predict the next token.
 
     Two trials with eight tokens on `device` find that out. Another last token must not change the
-    logits before it: raises ModelError for a bidirectional model, whose tokens would attend to their
-    targets. With `packed`, the second of two packed documents must have the same logits as alone:
-    raises PlanError for a model whose documents attend to the one before.
+    logits before it: raises ModelError for a bidirectional model, whose tokens would attend to
+    their targets. With `packed`, the second of two packed documents must have the same logits as
+    alone: raises PlanError for a model whose documents attend to the one before.
     """
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
@@ -307,7 +308,7 @@ def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
 
 
 def shares_prompts(model: Any, device: str) -> bool:
-    """Return whether completions have the same numbers behind one shared prompt as behind their own.
+    """Return whether completions have the same numbers behind a shared prompt as behind their own.
 
     Tried with eight tokens: a prompt of four, and two completions. False for a mixture that trains
     its router, whose loss counts the tokens of rows.
@@ -335,9 +336,8 @@ def _has_same_logits_behind_shared_prompt(small: Any, ids_BT: torch.Tensor) -> b
 def trial_batch(model: Any, device: Any, side: int | None = None) -> Any:
     """Return a small batch that uses every part of a model.
 
-    It has eight tokens, for a vision-language model also an image; for an image model it is one grey
-    image.
-    `side`: pixels of the grey image's side; None: the model's.
+    It has eight tokens, for a vision-language model also an image; for an image model it is one
+    grey image. `side`: pixels of the grey image's side; None: the model's.
     """
     if reads_images(model):
         pixels_BCHW = grey_image(model.config, device, side)
@@ -355,9 +355,9 @@ def compute_outputs(
     """Run a model on a batch, or on this rank's part of it, and return its outputs.
 
     `parts`: trunk and head, if the loss takes hidden states. Documents are kept apart by their
-    lengths (`models.attention`), or by the block-diagonal mask that transformers makes from positions,
-    which restart at each document. Prompts that rows share run once if a trial has shown that this
-    gives the same numbers (`shares_prompts`).
+    lengths (`models.attention`), or by the block-diagonal mask that transformers makes from
+    positions, which restart at each document. Prompts that rows share run once if a trial has shown
+    that this gives the same numbers (`shares_prompts`).
     """
     if ends_in_classes(model):
         return Outputs(logits_BC=class_logits(model, batch, sequence))
@@ -462,9 +462,9 @@ def _known_targets(
 def gather_for_objective(head: nn.Linear) -> None:
     """Make FSDP2 gather a head for an objective that uses its weight without its forward.
 
-    FSDP2 gathers such a head by itself. This sets a method of the head, which `compute_outputs` calls with
-    the hidden states. For FSDP2 the call is the head's forward: its weight is gathered before, and
-    its gradient is reduced once the gradient of the hidden states is there.
+    FSDP2 gathers such a head by itself. This sets a method of the head, which `compute_outputs`
+    calls with the hidden states. For FSDP2 the call is the head's forward: its weight is gathered
+    before, and its gradient is reduced once the gradient of the hidden states is there.
     """
     head._drumline_gather = MethodType(_return_hidden, head)  # type: ignore[assignment]
     register_fsdp_forward_method(head, "_drumline_gather")

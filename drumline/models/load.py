@@ -81,9 +81,9 @@ FROZEN_FLOPS = 4
 def load_config(path: str | None, model: ModelConfig) -> Any:
     """Return the Hugging Face config of a model, with the values of `model.config`.
 
-    Its vocabulary is large enough for `model.new_tokens` and `model.tokenizer`. `path`: the folder or
-    hub id; None: the config has only the values of `model.config`, among them model_type.
-    Raises ModelError for a model_type, key or value that transformers does not take.
+    Its vocabulary is large enough for `model.new_tokens` and `model.tokenizer`. `path`: the folder
+    or hub id; None: the config has only the values of `model.config`, among them model_type. Raises
+    ModelError for a model_type, key or value that transformers does not take.
     """
     return load_grown(path, model)[0]
 
@@ -237,7 +237,8 @@ def facts(
     - 12·layers·width·length for attention (PaLM, Chowdhery et al. 2022, appendix B), with width =
       heads × head size. This counts all pairs of positions of a row, as if it were one document and
       not causal.
-    - A vision tower is counted separately, since only image tokens use it, and without its attention,
+    - A vision tower is counted separately, since only image tokens use it, and without its
+    attention,
       which depends on the sizes of images.
 
     Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are
@@ -267,8 +268,8 @@ def build_without_memory(
     `path`, `source`: the model's folder and options, for errors. `options`: of `from_config`.
     Raises ModelError for a config that describes no model.
     """
-    # The class is in the model's own code. The user has agreed to run it: without that the config could
-    # not have been loaded.
+    # The class is in the model's own code. The user has agreed to run it: without that the config
+    # could not have been loaded.
     is_remote = type(config).__module__.startswith("transformers_modules")
     with _report_config_errors(config):
         with torch.device("meta"):
@@ -334,7 +335,8 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     products = _product_flops(model, experts, has_tower)
     attention_flops = 12 * width * length
     if not expert_modules(model):
-        # Without a module that holds all experts of a layer, strategies cannot treat it as a mixture.
+        # Without a module that holds all experts of a layer, strategies cannot treat it as a
+        # mixture.
         experts = _Experts(0, 0)
     head_parameters = _head_parameters(model)
     embedding = find_base_layer(model.get_input_embeddings()).weight

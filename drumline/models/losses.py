@@ -1,8 +1,8 @@
-"""Summed cross-entropy and log-probabilities of tokens, from logits or from hidden states and a head.
+"""Summed cross-entropy and log-probabilities of tokens, from logits or from a head's input.
 
-With hidden states and a head only the logits of some tokens are in memory at once. The functions know
-no model and no batch. N tokens, M of them with a target, V entries of the vocabulary, D width; n tokens
-of one chunk.
+With hidden states and a head only the logits of some tokens are in memory at once. The functions
+know no model and no batch. N tokens, M of them with a target, V entries of the vocabulary, D width;
+n tokens of one chunk.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn import functional
 # Log-probabilities and entropies of tokens.
 Answers = tuple[Tensor, Tensor | None]
 IGNORE = -100
-# Gradients of logits, softmax − one-hot, lie in [−1, 1]. Times this power of two they come near fp16's
-# largest value (65504), and small ones are not rounded to 0.
+# Gradients of logits, softmax − one-hot, lie in [−1, 1]. Times this power of two they come near
+# fp16's largest value (65504), and small ones are not rounded to 0.
 FP16_SCALE = 2.0**15
 
 
@@ -61,11 +61,11 @@ def linear_cross_entropy(
 
     The forward also computes the gradients of hidden, weight and bias, chunk by chunk, while it has
     the logits. Backward only multiplies them by the gradient of the sum, so no logits are computed
-    twice. The idea is that of Cut Cross-Entropy (Wijmans et al. 2025) and of Liger's fused head (Hsu
-    et al. 2024), here in plain PyTorch. Rows without a target are left out before the product. Under
-    autocast the product has its type, as a linear layer would; softmax, sums and gradients are fp32.
-    With fp16 these gradients have a scale of their own, since the forward does not know the loss
-    scale. Allows one backward, and no second derivatives.
+    twice. The idea is that of Cut Cross-Entropy (Wijmans et al. 2025) and of Liger's fused head
+    (Hsu et al. 2024), here in plain PyTorch. Rows without a target are left out before the product.
+    Under autocast the product has its type, as a linear layer would; softmax, sums and gradients
+    are fp32. With fp16 these gradients have a scale of their own, since the forward does not know
+    the loss scale. Allows one backward, and no second derivatives.
 
     `chunk`: tokens whose logits are in memory at once, at most; 0 for all.
     `part`: weight and bias are this rank's rows. Softmax is over the rows of all ranks
@@ -156,11 +156,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, precise)
         chosen_parts: list[Tensor] = []
         total_parts: list[Tensor] = []
-        # The −1 of −one-hot for each row of a chunk whose targets are all in this part. It is made once
-        # for all chunks; the last one may be shorter.
+        # The −1 of −one-hot for each row of a chunk whose targets are all in this part. It is made
+        # once for all chunks; the last one may be shorter.
         largest_chunk = min(chunk, len(learned_M))
         minus_one_N1 = torch.full((largest_chunk, 1), -1.0, dtype=precise, device=device)
-        # Types are set explicitly below: autocast would also lower those of the gradients' products.
+        # Types are set explicitly below: autocast would also lower those of the gradients'
+        # products.
         with torch.autocast(device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
@@ -171,8 +172,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     top, first = _first_choice(logits, part)
                     correct_N[piece.rows] = first == piece.targets
-                # These overwrite the logits one after another, to save memory: logits − largest, its
-                # exp, softmax, and softmax − one-hot, which is d loss / d logits.
+                # These overwrite the logits one after another, to save memory: logits − largest,
+                # its exp, softmax, and softmax − one-hot, which is d loss / d logits.
                 chosen, total = _sums(logits, top, piece.column, piece.is_mine, part)
                 chosen_parts.append(chosen)
                 total_parts.append(total)
@@ -333,7 +334,7 @@ def _sums(
 
 
 class _Gradients:
-    """Sums the gradients of hidden states, weight and bias of a head over chunks, in type `precise`.
+    """Sums the gradients of hidden states, weight and bias of a head over chunks, in `precise`.
 
     `wants`: which of the three are needed; the others are None.
     """
@@ -390,7 +391,8 @@ class _Gradients:
         if hidden.dtype == self.precise:
             weight_VD.addmm_(low.T, hidden)
         elif isinstance(scale, Tensor):
-            # `addmm` takes its factor as a number of the host, which would have to wait for this tensor.
+            # `addmm` takes its factor as a number of the host, which would have to wait for this
+            # tensor.
             weight_VD += self._product(low.T, hidden, scale)
         else:
             factor = 1.0
@@ -401,8 +403,8 @@ class _Gradients:
     def _product(self, a: Tensor, b: Tensor, scale: Any) -> Tensor:
         """Return a @ b / scale in `precise`, also if a and b have 16 bits.
 
-        A result of 16 bits would be less exact, and in fp16 might overflow. A GPU's matrix units add in
-        fp32 in any case. On a CPU fp16 is multiplied in fp32, and bf16 is rounded once.
+        A result of 16 bits would be less exact, and in fp16 might overflow. A GPU's matrix units
+        add in fp32 in any case. On a CPU fp16 is multiplied in fp32, and bf16 is rounded once.
         """
         if a.is_cuda and a.dtype != self.precise:
             product = torch.mm(a, b, out_dtype=self.precise)
@@ -468,13 +470,13 @@ def linear_log_probs(
 ) -> Answers:
     """Return `log_probs(hidden @ weightᵀ + bias, …)` from the logits of few tokens at a time.
 
-    The forward cannot compute gradients as that of `linear_cross_entropy` does, since it does not know
-    the gradient of each token's answer. It keeps the hidden states and each token's log-sum-exp, and
-    backward computes the logits again, chunk by chunk (recomputation, Chen et al. 2016; of softmax
-    from its log-sum-exp, Cut Cross-Entropy, Wijmans et al. 2025). With p = softmax and H its entropy:
-    d log p_target / d logit = onehot − p, dH / d logit = −p (log p + H). Types are as in
-    `linear_cross_entropy`. In fp16 each chunk's gradient has a scale of its own. Allows any number of
-    backwards, and no second derivatives.
+    The forward cannot compute gradients as that of `linear_cross_entropy` does, since it does not
+    know the gradient of each token's answer. It keeps the hidden states and each token's
+    log-sum-exp, and backward computes the logits again, chunk by chunk (recomputation, Chen et al.
+    2016; of softmax from its log-sum-exp, Cut Cross-Entropy, Wijmans et al. 2025). With p = softmax
+    and H its entropy: d log p_target / d logit = onehot − p, dH / d logit = −p (log p + H). Types
+    are as in `linear_cross_entropy`. In fp16 each chunk's gradient has a scale of its own. Allows
+    any number of backwards, and no second derivatives.
 
     `chunk`: tokens whose logits are in memory at once, at most, in forward and in backward; 0 for
     all, by autograd.

@@ -1,8 +1,9 @@
 """Frozen linear layers whose weights are packed in 4 or 8 bits (QLoRA, Dettmers et al. 2023).
 
-They work under every strategy. The codes of a weight are the bits of a parameter whose type is the one
-in which weights are gathered, as in FSDP-QLoRA. So sharding and gathering move these bits and cast
-nothing. The scales are whole on each rank; they take an eighth of a bit for each entry of the weight.
+They work under every strategy. The codes of a weight are the bits of a parameter whose type is the
+one in which weights are gathered, as in FSDP-QLoRA. So sharding and gathering move these bits and
+cast nothing. The scales are whole on each rank; they take an eighth of a bit for each entry of the
+weight.
 
 - 4bit is the format of bitsandbytes: NormalFloat in blocks of 64 entries along the rows, two codes
   a byte. The mean of the blocks' scales is subtracted from them. The rest is stored in bytes of

@@ -1,10 +1,11 @@
 """Limits of time and memory for chat templates, which are programs of strangers.
 
-Jinja's sandbox prevents other harm. A rendering may take `MOST_STEPS` steps (blocks, calls, filters)
-and `MOST_SECONDS` of its thread's time. Its output and each value may have the size `MOST_SIZE`. Steps
-are counted, since a thread cannot be stopped by an alarm. Single operations that take too long by
-themselves (9**9**9, `center(10**9)`) are refused before they run. `limit_templates` changes Jinja's
-sandbox class, and so every sandbox of the process. It uses only public parts of Jinja.
+Jinja's sandbox prevents other harm. A rendering may take `MOST_STEPS` steps (blocks, calls,
+filters) and `MOST_SECONDS` of its thread's time. Its output and each value may have the size
+`MOST_SIZE`. Steps are counted, since a thread cannot be stopped by an alarm. Single operations that
+take too long by themselves (9**9**9, `center(10**9)`) are refused before they run.
+`limit_templates` changes Jinja's sandbox class, and so every sandbox of the process. It uses only
+public parts of Jinja.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ MOST_MADE = 2**30
 MOST_SOURCE = 2**20
 # Characters of padding and indents; repetitions; bits of whole numbers.
 MOST_WIDTH = 10**5
-# Filters and methods of texts whose result may be much larger than the text: by a number, a format, or
-# by joining.
+# Filters and methods of texts whose result may be much larger than the text: by a number, a format,
+# or by joining.
 _GROWING = {
     "batch",
     "center",
@@ -175,7 +176,7 @@ def _has_wide_argument(name: str, value: Any, arguments: list[Any]) -> bool:
 
 
 def _result_size(name: str, value: Any, arguments: list[Any]) -> int:
-    """Return an upper bound of the size of a call's result. Arguments that are numbers are ignored."""
+    """Return an upper bound of the size of a call's result, ignoring arguments that are numbers."""
     size = _size(value)
     if name == "join" and arguments and not isinstance(value, str):
         separator = arguments[0]

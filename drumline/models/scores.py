@@ -1,8 +1,9 @@
 """Heads that no language model has: scores and values of tokens, and classes.
 
 A reward or value model has a score for each token, and a policy may have a value head beside its
-logits. A score model is transformers' sequence classifier with one label: a trunk and the linear layer
-`score`. Files of a causal LM lack the weight of `score`, and the model's initialisation draws it.
+logits. A score model is transformers' sequence classifier with one label: a trunk and the linear
+layer `score`. Files of a causal LM lack the weight of `score`, and the model's initialisation draws
+it.
 
 B samples, C classes, T tokens, D the width of the trunk.
 """
@@ -144,8 +145,8 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
     """Return the logits of a batch of texts or images, float[B, C].
 
     `sequence`: this rank's part, if sequences are cut over ranks; all of these ranks get the same
-    logits. A batch without attention mask is for a decoder, whose head reads the last token. `last_B`
-    has the place of that token, so a text may end in the padding id.
+    logits. A batch without attention mask is for a decoder, whose head reads the last token.
+    `last_B` has the place of that token, so a text may end in the padding id.
     """
     parts = None
     has_mask = getattr(batch, "attention_mask_BT", None) is not None
@@ -156,8 +157,8 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
             logits_BC: torch.Tensor = model(**inputs).logits
         if sequence is None:
             return logits_BC
-        # The head reads the first token, which is in the first part. The logits of other ranks are of
-        # other tokens, and are multiplied by 0 in the sum.
+        # The head reads the first token, which is in the first part. The logits of other ranks are
+        # of other tokens, and are multiplied by 0 in the sum.
         has_first_token = float(sequence.index == 0)
         return sequence.total(logits_BC * has_first_token)
     trunk, head = parts
@@ -204,9 +205,9 @@ def grey_image(config: Any, device: Any, side: int | None = None) -> torch.Tenso
 def is_bidirectional(model: Any) -> bool:
     """Return whether a text classifier attends to later tokens.
 
-    Then its batches need an attention mask. `model` may be on the meta device: a small copy is tried.
-    Raises ModelError for a bidirectional model that ignores the mask, and for any other model whose
-    head does not read the last token.
+    Then its batches need an attention mask. `model` may be on the meta device: a small copy is
+    tried. Raises ModelError for a bidirectional model that ignores the mask, and for any other
+    model whose head does not read the last token.
     """
     sees_later_tokens, works = try_small(model, "cpu", _try_classifier)
     if works:

@@ -21,11 +21,11 @@ class SequencePart:
     """This rank's part of every sequence: part `index` of `parts`.
 
     A part is one contiguous stretch. With `folded` it is two stretches, one from each end: of four
-    stretches 0 and 3, or 1 and 2. Then causal attention is the same work for all ranks if each keeps
-    its queries. Forward and backward must run within the context `around`. `positions_BT`: the position
-    ids of the whole sequences that were cut last, on which attention masks depend; None before the
-    first cut. `active`: whether sequences are cut. It is False before the first cut, as in the trials
-    at build time.
+    stretches 0 and 3, or 1 and 2. Then causal attention is the same work for all ranks if each
+    keeps its queries. Forward and backward must run within the context `around`. `positions_BT`:
+    the position ids of the whole sequences that were cut last, on which attention masks depend;
+    None before the first cut. `active`: whether sequences are cut. It is False before the first
+    cut, as in the trials at build time.
     """
 
     def __init__(

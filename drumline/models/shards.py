@@ -1,8 +1,8 @@
 """Fills a sharded model with its weights: each rank reads or draws only its own part.
 
 A model is built on the meta device, the transforms shard it, and then `Values.fill` gives each
-parameter memory and values from a `Source`. So a rank has no more in memory than its own part, and one
-slice of one tensor while it reads.
+parameter memory and values from a `Source`. So a rank has no more in memory than its own part, and
+one slice of one tensor while it reads.
 
 Random weights are drawn piece by piece by the model's own initialisation, so they are the same
 however the model is sharded. A piece is a block (a member of a list of modules), or a module
@@ -83,7 +83,8 @@ class Values:
     """Gives a sharded model on the meta device memory and values.
 
     `source`: where the values come from. `device`: cpu or cuda:N. `seed`: of fresh adapters.
-    `checkpoint_keys`: names of tensors that get memory but no values, since a checkpoint fills them.
+    `checkpoint_keys`: names of tensors that get memory but no values, since a checkpoint fills
+    them.
     """
 
     source: Source
@@ -96,10 +97,10 @@ class Values:
     ) -> None:
         """Give all tensors of `model` that are on the meta device memory and values.
 
-        `model`: the whole model, or a stage of a pipeline with the same names. `offloaded`: parameters
-        get host memory, buffers memory of the device. `owners`: only the tensors of these modules are
-        filled, without their children's. Tensor objects stay the same and only their content is
-        swapped, so tied weights stay tied, and references of FSDP2 stay valid.
+        `model`: the whole model, or a stage of a pipeline with the same names. `offloaded`:
+        parameters get host memory, buffers memory of the device. `owners`: only the tensors of
+        these modules are filled, without their children's. Tensor objects stay the same and only
+        their content is swapped, so tied weights stay tied, and references of FSDP2 stay valid.
         """
         if owners is None:
             owner_list = list(model.modules())
@@ -159,8 +160,8 @@ class Values:
     def _fill_derived(self, model: nn.Module, to_fill: dict[str, torch.Tensor]) -> None:
         """Fill the tensors whose values are computed from a whole weight.
 
-        They are removed from `to_fill`. Whole weights are read for one block of the model at a time,
-        to limit memory.
+        They are removed from `to_fill`. Whole weights are read for one block of the model at a
+        time, to limit memory.
         """
         layers = []
         for path, layer in adapters.layers_derived_from_weights(model):
@@ -228,9 +229,9 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
 class FromFiles:
     """The source of weights in safetensors files.
 
-    `places`: name of a tensor → its place in a file; tied weights are there under all names. `rest`:
-    the source of tensors that are in no file. `grown`: names of the tensors that get the rows of
-    `growth`, which have a row for each token.
+    `places`: name of a tensor → its place in a file; tied weights are there under all names.
+    `rest`: the source of tensors that are in no file. `grown`: names of the tensors that get the
+    rows of `growth`, which have a row for each token.
     """
 
     places: dict[str, Stored] = field(repr=False)
@@ -295,9 +296,9 @@ def find_weights_in_files(
 ) -> FromFiles:
     """Return the source of a model's weights in the safetensors files of a folder or hub id.
 
-    `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of tensors
-    that may be missing or have another shape in the files; then they are left out. `growth`: how the
-    rows of the model's embedding and head differ from those in the files.
+    `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of
+    tensors that may be missing or have another shape in the files; then they are left out.
+    `growth`: how the rows of the model's embedding and head differ from those in the files.
 
     Raises NeedsFullModel if the files' names and shapes do not match those of the model one to one.
     Raises ModelError if the files have different values for weights that the config ties.
@@ -494,9 +495,10 @@ class DrawnWeights:
     def __init__(self, model: Any, seed: int, device: str = "cpu") -> None:
         """Copy the model, and make sure that it can be drawn piece by piece.
 
-        `model`: laid out on the meta device, before any transform. `device`: the device whose generator
-        draws. A GPU's generator gives other numbers than a CPU's. So a run on GPUs draws on a GPU
-        under every strategy, even weights that are kept on the host; any other run draws on the CPU.
+        `model`: laid out on the meta device, before any transform. `device`: the device whose
+        generator draws. A GPU's generator gives other numbers than a CPU's. So a run on GPUs draws
+        on a GPU under every strategy, even weights that are kept on the host; any other run draws
+        on the CPU.
         """
         # A copy: transforms put other modules into the model, and stages of a pipeline lose some.
         self.model = copy.deepcopy(model)

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 class TrialTokens:
     """Token ids for trials, int64[B, T].
 
-    `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a vision-language
-    model. `documents`: lengths of the documents in each row; there is no padding. `branches`: whether
-    each document continues the first of its row.
+    `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a
+    vision-language model. `documents`: lengths of the documents in each row; there is no padding.
+    `branches`: whether each document continues the first of its row.
     """
 
     input_ids_BT: torch.Tensor
@@ -124,10 +124,10 @@ def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two outputs of a small copy are equal up to rounding.
 
     Their difference is compared with the largest value of all, since one logit may be near zero by
-    cancellation. The copy always has the same random weights, so the answer depends on its class and
-    device, not on a run's weights. A sum of n products is off by about √n units of roundoff
-    (`rounding.product_bits`). The limit of 100 eps is 200 units, enough for sums of 40,000 products in
-    any order.
+    cancellation. The copy always has the same random weights, so the answer depends on its class
+    and device, not on a run's weights. A sum of n products is off by about √n units of roundoff
+    (`rounding.product_bits`). The limit of 100 eps is 200 units, enough for sums of 40,000 products
+    in any order.
     """
     if a.shape != b.shape:
         return False

@@ -1,9 +1,9 @@
 """Lays out any nn.Module without memory, by a recording of its constructor.
 
-The tape records what the constructor does to each tensor. Later each rank replays it for the tensors
-that it holds. So a rank makes only its own part of the weights, whatever initialises them
-(`reset_parameters`, `nn.init`, `apply`, copies of other weights). Every world size and strategy starts
-from the same weights, since the i-th random call draws from a seed of its own.
+The tape records what the constructor does to each tensor. Later each rank replays it for the
+tensors that it holds. So a rank makes only its own part of the weights, whatever initialises them
+(`reset_parameters`, `nn.init`, `apply`, copies of other weights). Every world size and strategy
+starts from the same weights, since the i-th random call draws from a seed of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_l
 
 logger = logging.getLogger(__name__)
 Build = Callable[[], nn.Module]
-# Code object → function, for functions that do nothing on the meta device. A call of one is recorded as
-# a whole, not by its operators.
+# Code object → function, for functions that do nothing on the meta device. A call of one is
+# recorded as a whole, not by its operators.
 RECORDED_WHOLE = {
     function.__code__: function
     for function in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.dirac_, nn.init.sparse_)
@@ -49,8 +49,8 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
     moved to `device`; the reason is logged.
     """
     tape = _Tape()
-    # torch caches this list. If that was done while transformers had replaced torch.linspace, the list
-    # lacks this function from then on.
+    # torch caches this list. If that was done while transformers had replaced torch.linspace, the
+    # list lacks this function from then on.
     device_constructors.cache_clear()
     try:
         with constructing(seed), torch.device("meta"), tape:
@@ -180,7 +180,8 @@ class _Tape(TorchDispatchMode):
             is_whole_storage = overwritten.nbytes == storage.nbytes()
             if is_whole_storage:
                 self.known.add(_storage_key(overwritten))
-        # Values of a storage that is used before a recorded call has written to it are not recorded.
+        # Values of a storage that is used before a recorded call has written to it are not
+        # recorded.
         unknown = _keys((args, kwargs)) - self.known
         self.lost |= unknown
         self.known |= new
@@ -246,8 +247,8 @@ class ReplayedValues:
     have all values.
     """
 
-    # `put` gets all tensors by the module's own names. A name like that of an adapter has no special
-    # meaning here.
+    # `put` gets all tensors by the module's own names. A name like that of an adapter has no
+    # special meaning here.
     by_name = True
 
     def __init__(self, tape: _Tape, model: nn.Module, seed: int) -> None:
@@ -273,7 +274,8 @@ class ReplayedValues:
                 raise NeedsFullModel(
                     "it writes to a large tensor of the host that it has copied from"
                 )
-        # Find missing values now. When a rank fills its part it is too late to build the whole model.
+        # Find missing values now. When a rank fills its part it is too late to build the whole
+        # model.
         for view in self.laid_out.values():
             self._calls_for(view)
         _require_registered(model)

@@ -1,8 +1,8 @@
 """Adds rows to embedding and head for new tokens, and gives these rows their first values.
 
 Rows of tokens that the model's files know are not changed. A row that is added begins as a mean of
-rows in the files, and so does a row of the files that no token has used before. Each rank computes the
-mean from the files, so every rank and strategy has the same values.
+rows in the files, and so does a row of the files that no token has used before. Each rank computes
+the mean from the files, so every rank and strategy has the same values.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ WHERE = "model.new_tokens"
 class Growth:
     """The rows of a model's embedding and head beside those of its files.
 
-    `stored`: rows in the files.
-    `rows`: rows of the model, `stored` or more.
-    `trained_rows`: the first rows in the files, those of tokens; rows behind them are padding.
-    `initial_tokens`: id of a new token → ids of the tokens of its text. Its row begins as the mean of
-    their rows, or without ids as the mean of all trained rows.
-    `already_known`: those of `model.new_tokens` that have a row in the files.
+    `stored`: rows in the files. `rows`: rows of the model, `stored` or more. `trained_rows`: the
+    first rows in the files, those of tokens; rows behind them are padding. `initial_tokens`: id of
+    a new token → ids of the tokens of its text. Its row begins as the mean of their rows, or
+    without ids as the mean of all trained rows. `already_known`: those of `model.new_tokens` that
+    have a row in the files.
     """
 
     stored: int

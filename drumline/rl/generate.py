@@ -39,11 +39,11 @@ from transformers import (
 )
 
 from drumline.config import rollouts as configs
+from drumline.data.targets import end_ids
 from drumline.dist.copies import LateCopy, copied_to
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, PlanError
-from drumline.models.templates import end_ids
 from drumline.plan.attention import known_padding
 from drumline.system.heartbeat import alive
 from drumline.system.threads import on_this_gpu

@@ -35,10 +35,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from drumline.config.rollouts import VLLMGenerator as Config
+from drumline.data.targets import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.foreign import require_package
-from drumline.models.templates import end_ids
 from drumline.rl.generate import (
     WHERE,
     Completion,
