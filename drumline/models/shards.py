@@ -497,8 +497,8 @@ class DrawnWeights:
 
         `model`: laid out on the meta device, before any transform. `device`: the device whose
         generator draws. A GPU's generator gives other numbers than a CPU's. So a run on GPUs draws
-        on a GPU under every strategy, even weights that are kept on the host; any other run draws
-        on the CPU.
+        on a GPU under every strategy, even weights that are kept on the host; all else draws on
+        the CPU.
         """
         # A copy: transforms put other modules into the model, and stages of a pipeline lose some.
         self.model = copy.deepcopy(model)
