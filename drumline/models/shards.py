@@ -651,9 +651,9 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(name)
     tied = {}
-    for first, *others in by_parameter.values():
-        if others:
-            tied[first] = others
+    for first, *later_names in by_parameter.values():
+        if later_names:
+            tied[first] = later_names
     return tied
 
 
