@@ -86,7 +86,7 @@ class Peak:
 def tool(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any]) -> dict[str, Any]:
     """One tool in this process: seconds and memory, without its imports."""
     from drumline.config.config import Config
-    from drumline.data.prepare import cached, prepare
+    from drumline.data.prepare import find_prepared, prepare
     from drumline.models.tokenizer import load_tokenizer
 
     data = {
@@ -99,7 +99,7 @@ def tool(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any])
     tokenizer = load_tokenizer(str(base / "tokenizer"), config.model)
     if name == "warm":
         start = time.perf_counter()
-        plan = cached(config, str(base / "tokenizer"), base)
+        plan = find_prepared(config, str(base / "tokenizer"), base)
         assert plan is not None, "the cache is there"
         return {"seconds": time.perf_counter() - start, "samples": plan.train_samples}
     peak, start = Peak(), time.perf_counter()

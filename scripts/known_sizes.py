@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from drumline.config.model import ModelConfig
-from drumline.models.classes import with_classes
+from drumline.models.classes import set_classes
 from drumline.models.load import facts, load_config
 from drumline.models.shapes import KNOWN, OF_IMAGES, with_config
 from drumline.planner.sizes import SHIPPED, dump
@@ -18,7 +18,7 @@ LENGTH = 1024  # tokens: a power of two, by which sizes at other lengths follow 
 
 def counted(name: str, length: int = LENGTH) -> str:
     config = load_config(None, with_config(KNOWN[name], ModelConfig()))
-    return dump(length, facts(with_classes(config, "lm", ()), length))
+    return dump(length, facts(set_classes(config, "lm", ()), length))
 
 
 if __name__ == "__main__":

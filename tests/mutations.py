@@ -43,7 +43,7 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "a rank divides by its own tokens", "train/loop.py",
-        "weight, tokens = batch.of_all or self._sum_weight_and_tokens(batch)",
+        "weight, tokens = batch.totals or self._sum_weight_and_tokens(batch)",
         "weight, tokens = sum(float(b.weight) for b in batch.micro_batches), 1.0",
         (f"{PARITY}[ddp 2, accumulation 4-clipped hard]",),
     ),
@@ -74,8 +74,8 @@ MUTATIONS = [
         ("tests/distributed/test_resume_pairs.py::test_goes_on_under_another[ddp 2 to fsdp2 2]",),
     ),
     Mutation(
-        "every rank gets the first one's samples", "data/stream.py",
-        "mine = of_ranks[self.data_rank]", "mine = of_ranks[0]",
+        "every rank gets the first one's samples", "data/order.py",
+        "mine = assigned[self.data_rank]", "mine = assigned[0]",
         ("tests/unit/test_data_stream.py::test_any_split_takes_the_same_samples_each_step",),
     ),
     Mutation(

@@ -81,9 +81,9 @@ class PairSpec(AlgorithmSpec):
         return random_pair(random_text, length)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
-        from drumline.data.batches import learned_pairs
+        from drumline.data.batches import placeholder_pairs
 
-        return learned_pairs(rows, length)
+        return placeholder_pairs(rows, length)
 
 
 class AnswerPairSpec(PairSpec, ChunkedSpec):
@@ -138,9 +138,9 @@ class JudgedSpec(ChunkedSpec):
         return random_pair(random_text, length)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
-        from drumline.data.judged import learned_judged
+        from drumline.data.judged import placeholder_judged
 
-        return learned_judged(rows, length)
+        return placeholder_judged(rows, length)
 
 
 class PromptSpec(RolloutSpec):
@@ -152,6 +152,6 @@ class PromptSpec(RolloutSpec):
         return PromptRows(tokenizer, self.new_tokens, data)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
-        from drumline.data.batches import learned_episodes
+        from drumline.data.batches import placeholder_episodes
 
-        return learned_episodes(rows, length)
+        return placeholder_episodes(rows, length)

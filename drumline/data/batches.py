@@ -19,12 +19,12 @@ import torch
 from drumline.data.cache import Segment, TokenCache
 from drumline.plan.plan import Plan
 
-Tokens = npt.NDArray[np.int64]
-IGNORE = -100  # a target that carries no loss, as torch's cross_entropy has it
-# Tokens of a row without a sample.
+TokenIds = npt.NDArray[np.int64]
+IGNORE = -100  # a target without a loss; torch's cross_entropy ignores the same number
+# The width of a filler, a row without a sample.
 FILLER_WIDTH = 2
-# Each field of an `EpisodeBatch` that has a number for each token, and the field of `Episodes`
-# that it is taken from.
+# Field of an `EpisodeBatch` → the field of `Episodes` that its numbers are taken from. They have a
+# number for each token.
 _EPISODE_FIELDS = {
     "old_log_probs_BT": "log_probs_NM",
     "sampler_log_probs_BT": "sampler_log_probs_NM",
@@ -44,12 +44,12 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class First:
+class FirstPassNumbers:
     """The numbers that `Algorithm.first_pass` computes for the samples of a global batch.
 
     Attributes:
-        numbers_NK: fp64, K numbers for each of all N samples, in the order of the batch. For
-            held-out data they are those of the whole set.
+        numbers_NK: fp64, K numbers for each of the N samples of the global batch, in its order. In
+            an evaluation N is all samples of the set.
     """
 
     numbers_NK: torch.Tensor
@@ -61,17 +61,19 @@ class Batch:
 
     Attributes:
         first: the numbers of a first pass, for an objective that has one.
-        places_P: int64, the rows of this batch's samples in `first`, -1 for fillers.
+        places_P: int64, the row of each of this batch's samples in `first.numbers_NK`, -1 for a
+            filler.
     """
 
-    first: First | None = field(default=None, kw_only=True)
+    first: FirstPassNumbers | None = field(default=None, kw_only=True)
     places_P: torch.Tensor | None = field(default=None, kw_only=True)
 
     @staticmethod
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
-        """Return the weight of a batch of these samples of a cache, without collating it.
+        """Return the weight that a batch of these samples of a cache would have.
 
-        So each rank knows the denominator of a step's loss without a collective.
+        Nothing is collated, so each rank computes the denominator of a step's loss by itself,
+        without a collective.
         """
         return float(len(samples))
 
@@ -92,13 +94,13 @@ class Batch:
         def copy_to_device(tensor: torch.Tensor) -> torch.Tensor:
             if on_gpu:
                 # From pageable memory the copy would wait, whatever `non_blocking` says.
-                tensor = pinned(tensor)
+                tensor = pin_memory(tensor)
             return tensor.to(device, non_blocking=on_gpu)
 
         return self.each(copy_to_device)
 
 
-def pinned(tensor: torch.Tensor) -> torch.Tensor:
+def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a host tensor in page-locked memory, from which copies to a GPU do not block the host."""
     if tensor.is_cuda:
         return tensor
@@ -107,18 +109,18 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SharedPrompts(Batch):
-    """The tokens of a batch whose rows have prompts in common, with each prompt once.
+    """The tokens of a batch with each prompt once, for rows that have prompts in common.
 
-    A row is a prompt and behind it its completions, each of which sees itself and the prompt. So
-    fewer tokens give the same numbers.
+    A shared row is a prompt and all its completions, one behind the other. Each completion attends
+    to the prompt and to itself. So the model computes the same numbers from fewer tokens.
 
     Attributes:
-        input_ids_BT: int64, tokens of these rows, which are fewer than those of the batch.
+        input_ids_BT: int64, the tokens of the shared rows.
         position_ids_BT: int64, positions. Each completion goes on from the prompt's last one.
         documents: the lengths of each row's prompt and completions.
         bounds_N: int32, see `TokenBatch`.
-        places_BT: int64, with B and T of the batch: the index of each token of the batch in all
-            tokens of these rows end to end; any index for padding.
+        places_BT: int64, with B and T of the batch: the index of each of its tokens in the shared
+            rows end to end; for padding any index.
         branches: tells a model's attention that the segments of a row share their first one.
     """
 
@@ -153,7 +155,7 @@ class _PromptGroup(NamedTuple):
 
 
 def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> SharedPrompts | None:
-    """Return the batch with each prompt once; None if no two rows have the same prompt.
+    """Return a batch's rows with each prompt once; None if no two rows have the same prompt.
 
     Args:
         rows: prompt and completion of each row; None for a filler.
@@ -175,13 +177,13 @@ def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> Sha
         prompt_size = len(group.prompt)
         prompt_columns = np.arange(prompt_size)
         positions[index, :prompt_size] = prompt_columns
-        # Of the shared row's first token, in all rows end to end.
+        # The index of this shared row's first token in all shared rows end to end.
         first_place = index * shared_width
         start = prompt_size
         for row, completion in zip(group.rows, group.completions, strict=True):
             stop = start + len(completion)
             row_size = prompt_size + len(completion)
-            # Each completion counts as if it stood right behind the prompt.
+            # Positions of each completion continue the prompt's.
             positions[index, start:stop] = np.arange(prompt_size, row_size)
             columns = np.concatenate((prompt_columns, np.arange(start, stop)))
             places[row, :row_size] = first_place + columns
@@ -191,13 +193,13 @@ def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> Sha
         torch.from_numpy(ids),
         torch.from_numpy(positions),
         documents,
-        bounds(documents, shared_width),
+        segment_bounds(documents, shared_width),
         torch.from_numpy(places),
     )
 
 
 def _group_by_prompt(rows: Sequence[Parts | None]) -> list[_PromptGroup]:
-    """Return a group for each distinct prompt, in the order in which the prompts first come."""
+    """Return a group for each distinct prompt, in the order of the prompts' first rows."""
     groups: dict[bytes, _PromptGroup] = {}
     for row, parts in enumerate(rows):
         if parts is None:
@@ -221,25 +223,25 @@ class TokenBatch(Batch):
     """One micro-batch of text. All tensors are int64 [B, T] unless stated.
 
     There is no attention mask: padding is on the right, where causal attention hides it from real
-    tokens. Its positions continue those of the last segment, so that rows of a batch without packing
-    are 0, 1, 2, …
+    tokens. Positions of padding continue those of the last segment, so the positions of a row that
+    is not packed are 0, 1, 2, …
 
-    Counting `documents`, `bounds_N` and the learned places on a device would make the host wait, so
-    they are counted on the host. None means that they are not known.
+    `documents`, `bounds_N` and the places of targets are counted on the host, since the host would
+    have to wait for a count on a device. They are None if nobody has counted them.
 
     Attributes:
         input_ids_BT: the tokens, padding included.
-        targets_BT: shifted: the token that follows, or IGNORE for a token without loss, at the end
-            of a segment and in padding.
+        targets_BT: the next token; IGNORE if it is no target, at the end of a segment and in
+            padding.
         position_ids_BT: restarts at 0 in each segment, and attention must not cross a restart.
         weight: the number of targets.
         lengths_B: int64, tokens of each row without padding.
         documents: the lengths of each row's segments.
-        bounds_N: int32, where the segments begin in all rows end to end, with padding as a segment
-            of its own and B × T last.
+        bounds_N: int32, where each segment begins in all rows end to end, and B × T at the end. The
+            padding of a row is a segment.
         learned_M: int64, the places of targets in all rows end to end.
-        learned_on_host_M: the same numbers, on the host wherever the batch is, for code that cuts
-            the batch.
+        learned_on_host_M: `learned_M` in host memory, also if the batch is on a device. Code that
+            cuts the batch reads it.
         shared: the same tokens with each prompt once, if rows have prompts in common.
     """
 
@@ -251,7 +253,7 @@ class TokenBatch(Batch):
     documents: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
     bounds_N: torch.Tensor | None = field(default=None, kw_only=True)
     learned_M: torch.Tensor | None = field(default=None, kw_only=True)
-    learned_on_host_M: Tokens | None = field(default=None, kw_only=True)
+    learned_on_host_M: TokenIds | None = field(default=None, kw_only=True)
     shared: SharedPrompts | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -292,7 +294,7 @@ def read_segments(cache: TokenCache, samples: Sequence[int]) -> list[Sequence[Se
 
 
 def read_metas(cache: TokenCache, samples: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the further values of samples of a cache; none for a filler (-1)."""
+    """Return the meta of samples of a cache, see `TokenCache.meta`; {} for a filler (-1)."""
     metas: list[dict[str, Any]] = []
     for sample in samples:
         if sample >= 0:
@@ -324,8 +326,8 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
     """Return a batch of rows of segments, padded to one width.
 
     Args:
-        rows: the segments of each row. None is a filler, all padding without a target: it takes a
-            place of the last batch that no sample is left for.
+        rows: the segments of each row. None is a filler: a row of padding without a target, which
+            completes the last batch if too few samples are left.
         pad_id: the padding token.
         width: tokens of each row of the batch; None: those of the longest row.
     """
@@ -349,7 +351,7 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
             # The last token of a segment has no target: what follows is another document.
             next_tokens = tokens[1:].astype(np.int64)
             targets[index, start : stop - 1] = np.where(learn[1:] != 0, next_tokens, IGNORE)
-            # To the end of the row, since padding continues the positions of the last segment.
+            # Up to the end of the row: padding continues the positions of the last segment.
             positions[index, start:] = np.arange(width - start)
             start = stop
         lengths[index] = start
@@ -362,13 +364,13 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
         len(learned),
         lengths_B=torch.from_numpy(lengths),
         documents=tuple(documents),
-        bounds_N=bounds(documents, width),
+        bounds_N=segment_bounds(documents, width),
         learned_M=torch.from_numpy(learned),
         learned_on_host_M=learned,
     )
 
 
-def bounds(documents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+def segment_bounds(documents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
     """Return `TokenBatch.bounds_N` of rows of `width` tokens. `documents`: see `TokenBatch`."""
     sizes = [0]
     for row in documents:
@@ -379,7 +381,7 @@ def bounds(documents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
 
 
 def learned_segment(tokens: int) -> Segment:
-    """Return a document of so many tokens, all of them targets."""
+    """Return a segment of placeholder tokens, all of them targets."""
     return np.ones(tokens, np.uint32), np.ones(tokens, np.uint8)
 
 
@@ -406,9 +408,9 @@ class PairBatch(TokenBatch):
     weigh = staticmethod(Batch.weigh)
 
     def token_weights(self) -> torch.Tensor:
-        """Return [B, T]: weights that add up to a half for each answer, and to 1 for a pair.
+        """Return [B, T]: a half at the last token of each answer, and 0 elsewhere.
 
-        An answer's weight stands at its last token.
+        So the weights of a pair add up to 1, and those of a filler to 0.
         """
         last_BT = self.position_ids_BT == self.last_B[:, None]
         real_B1 = self.real_P.repeat(2)[:, None]
@@ -454,7 +456,7 @@ def pair_batch(
             rejected.append(pair[1:2])
     rows = chosen + rejected
     fields: dict[str, Any] = vars(collate(rows, pad_id, width))
-    # A fixed width is for compiled blocks and the stages of a pipeline, which need one shape.
+    # With a fixed width prompts are not shared: compiled blocks and pipeline stages need one shape.
     if width is None:
         parts: list[Parts | None] = []
         for row in rows:
@@ -481,10 +483,11 @@ def _split_at_answer(segment: Segment) -> Parts:
     return Parts(tokens[:first_target], tokens[first_target:])
 
 
-def learned_pairs(rows: int, length: int) -> PairBatch:
-    """Return pairs of rows with `length` tokens, all of them targets.
+def placeholder_pairs(rows: int, length: int) -> PairBatch:
+    """Return a placeholder batch of pairs, which measurements of memory and speed run on.
 
-    The log-probabilities of the reference are 0. Such batches stand for real ones in measurements.
+    Each of the `rows` sides has `length` tokens, all of them targets. The log-probabilities of the
+    reference are 0.
     """
     segment = learned_segment(length)
     count = rows // 2
@@ -500,9 +503,9 @@ class LabelledBatch(TokenBatch):
 
     Attributes:
         labels_B: int64, IGNORE for a filler, which counts as one token.
-        attention_mask_BT: int64, for bidirectional models. It has a filler's first token, since
-            attention to no token is NaN. Other models get positions instead; None for them.
-        position_ids_BT: these count from the model's first position on, padding included.
+        attention_mask_BT: int64, for bidirectional models; None for others, which get positions.
+            The first token of a filler is in the mask, since attention to no token is NaN.
+        position_ids_BT: they count from the model's first position on, in padding too.
         weight: rows with a class.
     """
 
@@ -555,8 +558,8 @@ def _labelled_batch(
     return LabelledBatch(**fields, labels_B=torch.tensor(labels), attention_mask_BT=mask_BT)
 
 
-def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
-    """Return texts of `length` tokens, all of the first class."""
+def placeholder_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
+    """Return a placeholder batch of `rows` texts with `length` tokens, all of the first class."""
     texts = [[learned_segment(length)]] * rows
     return _labelled_batch(plan, texts, [0] * rows, 0, length)
 
@@ -565,25 +568,27 @@ def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
 class Episodes:
     """All episodes of a rollout, the same on every rank.
 
-    The tensors are on the host. Those of tokens are fp32 and 0 outside of the mask.
+    The tensors are on the host. Those with a number for each token of a completion are fp32, and 0
+    outside of the mask.
 
     Attributes:
         prompts: the tokens of each prompt.
         completions: the tokens of each completion.
-        mask_NM: bool, the tokens of the completions.
-        log_probs_NM: of each token under the policy that sampled it, as the engine computes them.
-        sampler_log_probs_NM: the same as the generator computes them.
-        reference_log_probs_NM: of each token under the reference model.
-        values_NM: what the value model predicts at each token.
-        advantages_NM: of each token.
-        returns_NM: of each token, what a value model learns to predict.
-        weights_NM: of a token in the loss.
-        weight_N: of an episode in the denominator of the loss.
-        ended_N: bool, the completion was not cut before its end.
+        mask_NM: bool, true for the tokens of the completions.
+        log_probs_NM: log-probabilities of the tokens under the policy that sampled them, computed
+            by the engine.
+        sampler_log_probs_NM: the same log-probabilities, computed by the generator.
+        reference_log_probs_NM: log-probabilities under the reference model.
+        values_NM: predictions of the value model.
+        advantages_NM: advantages.
+        returns_NM: returns, which a value model learns to predict.
+        weights_NM: weights of the tokens in the loss.
+        weight_N: weights of the episodes in the denominator of the loss.
+        ended_N: bool, true if the completion was not cut before its end.
     """
 
-    prompts: list[Tokens]
-    completions: list[Tokens]
+    prompts: list[TokenIds]
+    completions: list[TokenIds]
     mask_NM: torch.Tensor
     log_probs_NM: torch.Tensor
     sampler_log_probs_NM: torch.Tensor
@@ -598,11 +603,11 @@ class Episodes:
     @classmethod
     def start(
         cls,
-        prompts: Sequence[Tokens],
-        completions: Sequence[Tokens],
+        prompts: Sequence[TokenIds],
+        completions: Sequence[TokenIds],
         ended: Sequence[bool] | None = None,
     ) -> Episodes:
-        """Return episodes with tokens alone; their numbers are 0.
+        """Return episodes of which only the tokens are known; their numbers are 0.
 
         Args:
             prompts: tokens, at least one of each prompt.
@@ -614,7 +619,7 @@ class Episodes:
         if ended is None:
             ended = [True] * count
         lengths_N = torch.tensor([len(tokens) for tokens in completions])
-        # One column at least, if all completions are empty.
+        # At least one column, also if all completions are empty.
         longest = max(1, int(lengths_N.max()))
         columns_M = torch.arange(longest)
         mask_NM = columns_M < lengths_N[:, None]
@@ -645,22 +650,24 @@ class Episodes:
         constant: int,
         counts_N: torch.Tensor,
     ) -> Episodes:
-        """Return the episodes with weights such that Σ weight · loss / Σ weight_N, for any micro-batches, is
+        """Return the episodes with the weights of one way to normalise the loss.
 
-        sequence: the mean over episodes of the mean over their tokens (GRPO, Shao et al. 2024);
-        token: the mean over all tokens (DAPO, Yu et al. 2025);
-        constant: Σ over tokens / (episodes × `constant`) (Dr. GRPO, Liu et al. 2025, where it is
-        the maximum length of a completion).
+        The loss is Σ weight · token loss / Σ weight_N, however a batch is cut into micro-batches.
+        An episode without tokens counts as an episode of loss 0.
 
-        `counts_N` bool: the episodes that are trained on; the others weigh nothing. An episode
-        without tokens counts as an episode of loss 0.
+        Args:
+            normalize: sequence: the mean over episodes of the mean over their tokens (GRPO, Shao et
+                al. 2024). token: the mean over all tokens (DAPO, Yu et al. 2025). constant: the sum
+                over tokens / (episodes × `constant`) (Dr. GRPO, Liu et al. 2025).
+            constant: for the last of these, such as the maximum length of a completion.
+            counts_N: bool, true for the episodes that are trained on; the others weigh nothing.
         """
         mask_NM = (self.mask_NM & counts_N[:, None]).float()
         lengths_N = mask_NM.sum(1)
         if normalize == "token":
             return replace(self, weights_NM=mask_NM, weight_N=lengths_N)
         if normalize == "sequence":
-            # An episode without tokens has no weights, whatever they are divided by.
+            # At least 1: an episode without tokens has only weights of 0, which stay 0.
             divisor_N1 = lengths_N.clamp(min=1)[:, None]
         else:
             divisor_N1 = torch.tensor(float(constant))
@@ -671,9 +678,9 @@ class Episodes:
 class EpisodeBatch(TokenBatch):
     """A TokenBatch whose rows are a prompt and its completion, padded on the right.
 
-    The numbers are fp32[B, T], those of `Episodes`. A number of a token has the place where the
-    token is predicted, that of the token before it, as in `targets_BT`. For tokens outside of
-    completions the target is IGNORE and the numbers are 0.
+    The further fields are fp32[B, T], the numbers of `Episodes`. As in `targets_BT`, the number of
+    a token stands one column to the left, where the token is predicted. Outside of completions
+    targets are IGNORE and numbers are 0.
     """
 
     old_log_probs_BT: torch.Tensor
@@ -745,8 +752,8 @@ def _learned_completion(parts: Parts) -> Segment:
     return tokens, learn.astype(np.uint8)
 
 
-def learned_episodes(rows: int, length: int) -> EpisodeBatch:
-    """Return a batch of completions of length - 1 tokens, each behind a prompt of one."""
+def placeholder_episodes(rows: int, length: int) -> EpisodeBatch:
+    """Return a placeholder batch of episodes: prompts of one token, completions of `length` - 1."""
     prompts = [np.ones(1, np.int64)] * rows
     completions = [np.ones(length - 1, np.int64)] * rows
     episodes = Episodes.start(prompts, completions)

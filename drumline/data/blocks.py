@@ -1,15 +1,17 @@
-"""A stream: rows that are tokenised while training reads them, for data larger than the disk.
+"""Streams (`data.stream`): rows that are tokenised while training reads them.
 
-Block k is rows [k·R, (k+1)·R) of the sources, as a token cache of its own, `0000000k`. The sources
-come one after another, or interleaved by their weights, and each begins again when it ends. R is
-`data.stream.rows`, or fewer: if the sources have fewer rows together, a block ends there, and rows
-come again in the next block. If the sources come one after another, such a block has all rows, and
-block 0 stands for every block, in another order each time.
+So the data may be larger than the disk. Block k is rows [k·R, (k+1)·R) of the sources, as a token cache of its own, `0000000k`. The sources
+come one after another, or interleaved by their weights, and each begins again when it ends.
+
+R is `data.stream.rows`. It is smaller if all sources together have fewer rows: then a block ends
+before a row comes again. Without weights such a block has all rows, so block 0 is used as every
+block, shuffled in another order each time.
 
 Samples are numbered through the blocks, and shuffled inside each block. So the sample at a position
-follows from the rows alone, on any number of ranks. `stream.json` has R, and the number of samples of
-each block that was ever made, from which the block of a position is found. A checkpoint has the block
-of its own position (`Blocks.state`). Without either, blocks are counted from the first one on.
+follows from the rows alone, on any number of ranks. `stream.json` has R, and the number of samples
+of each block that was ever made, from which the block of a position is found. A checkpoint has the
+block of its own position (`Blocks.state`), so a run that resumes need not count all blocks from the
+first.
 
 The first rank of a host makes the blocks in a thread (tokenising in processes of its own), a few
 ahead, and removes the blocks that were read. The other ranks wait for them.
@@ -35,11 +37,11 @@ import numpy as np
 
 from drumline.config.mixing import Mixed, StreamConfig, epoch_counts
 from drumline.data.cache import Segment, TokenCache, read_info, temporary_folder, verify
-from drumline.data.filters import RawRows
-from drumline.data.make import Task, finish, job_of, require_rows, rows_of, token_type
+from drumline.data.files import RawRows
+from drumline.data.make import Task, job_of, require_rows, rows_of, token_type, write_cache
+from drumline.data.order import GlobalOrder, hash_integers, interleave, places_before
 from drumline.data.sources import Row, describe
 from drumline.data.stage import TRAIN, Ints, Stage
-from drumline.data.stream import GlobalOrder, interleave, mix, places_before
 from drumline.data.workers import encode_all
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
 from drumline.system import heartbeat
@@ -47,15 +49,16 @@ from drumline.system.files import write_whole
 
 LEDGER = "stream.json"
 PULSE = "pulse"
-_READS = "reads"  # at the end of PULSE: the maker waits for a source that has given rows
-_CYCLE = 10**6  # places that weights are rounded to; every order of a stream depends on it
+# The end of PULSE while the maker waits for the next row of a source that has given some.
+_IS_READING = "reads"
+_CYCLE = 10**6  # weights are rounded to a millionth; another number would reorder every stream
 _ROWS = 4096  # places that are assigned to sources at once
 _POLL_SECONDS = 0.05
-# A source that has begun may take this long for a row, whatever ranks wait for.
+# How long a source that has given rows may take for the next one, before ranks count as stuck.
 _ROW_SECONDS = 60.0
 
 
-def is_begun(root: Path) -> bool:
+def has_first_block(root: Path) -> bool:
     """Return whether block 0 was made.
 
     Ledgers without `rows` are of older versions, whose blocks may hold a row several times.
@@ -64,20 +67,20 @@ def is_begun(root: Path) -> bool:
     return isinstance(ledger.get("first"), dict) and "rows" in ledger
 
 
-def begin(task: Task, tokenizer_path: str, base_dir: Path) -> None:
-    """Make block 0 of a stream, unless another process does or did.
+def make_first_block(task: Task, tokenizer_path: str, base_dir: Path) -> None:
+    """Make block 0 of a stream, or wait until another process has made it.
 
     Raises DataError for rows that cannot be used, EnvironmentFault if a run streams through the
     folder, or the disk cannot be written.
     """
-    while not is_begun(task.folder):
-        with preparing(task.folder) as is_mine:
+    while not has_first_block(task.folder):
+        with hold_while_preparing(task.folder) as is_mine:
             if not is_mine:
                 time.sleep(_POLL_SECONDS)
-            # Another process may have made it before this one held the folder.
-            elif not is_begun(task.folder):
+            # Another process may have made it between the check above and the lock.
+            elif not has_first_block(task.folder):
                 remove_older_blocks(task.folder)
-                Maker(task, tokenizer_path, base_dir).make(0)
+                BlockMaker(task, tokenizer_path, base_dir).make(0)
                 return
 
 
@@ -108,11 +111,11 @@ def read_ledger(root: Path) -> dict[str, Any]:
     return ledger
 
 
-class Maker:
-    """Makes blocks. Consecutive blocks go on with one pass over the rows.
+class BlockMaker:
+    """Makes the blocks of a stream. A block goes on with the pass over the rows of the one before.
 
     Attributes:
-        task: what the blocks are of.
+        task: the task of the stream.
         tokenizer_path: the folder of the tokenizer.
         base_dir: the folder that paths of the config are relative to.
         stream: the settings of the stream.
@@ -131,21 +134,22 @@ class Maker:
         self.stopped = False
         self._notes = Stage(self.root, np.dtype(np.uint16))
         self._rows: Iterator[Row] = iter([])
-        # The block that `_rows` goes on with; None if they are at no block's beginning.
+        # The block whose first row comes next in `_rows`; None: they are not at a block's
+        # beginning.
         self._next_block: int | None = None
         self._rows_so_far = 0
-        # Whether it waits for a row of a source that has given some.
+        # Whether it waits for the next row of a source that has given some.
         self._is_reading = False
         # Numbers of the sources that have ended since block 0 was begun.
         self._ended: set[int] = set()
         self.block_rows: int | None = read_ledger(self.root).get("rows")
 
     def make(self, number: int) -> None:
-        """Make a block that is not there. Raises DataError and EnvironmentFault."""
+        """Make a block that is not on the disk. Raises DataError and EnvironmentFault."""
         most = self.block_rows or self.stream.rows
         if number != self._next_block:
             self._rows = self._rows_from(number * most)
-        # Not known while the block is made: an error may leave `_rows` anywhere.
+        # None until the block is made: an error may leave `_rows` at any row.
         self._next_block = None
         self._notes.counts.clear()
         rows: Iterator[Row] = islice(self._rows, most)
@@ -160,24 +164,25 @@ class Maker:
                     if self.stopped:
                         return
                     stage.write(chunk)
-            # Later blocks may have no usable row: the stream goes on behind them.
+            # Only block 0 needs usable rows. A later block may be empty, and the stream goes on.
             if number == 0:
                 sources = ", ".join(describe(source) for source in self.task.sources)
                 require_rows(stage, sources, self.task.config)
             if stage.rows:
                 for name in ("tokens.bin", "learn.bin"):
                     (staging / name).rename(folder / name)
-                finish(self.task, stage, folder, block_of(self.root, number), TRAIN)
-        # Last: a rank that finds a block in the ledger may read it.
+                write_cache(self.task, stage, folder, block_folder(self.root, number), TRAIN)
+        # Last: ranks read a block once it is in the ledger.
         self._write_ledger(number)
-        # A shorter block has taken a row of the next one.
+        # To see that block 0 ends early, `_first_rows` has taken the next row: `_rows` lacks it.
         if self.block_rows == most:
             self._next_block = number + 1
 
     def _first_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Yield the rows of block 0.
 
-        It ends when every source has ended once and the next row would come again.
+        They end before the first row that would come again, and `block_rows` is set to their
+        number.
         """
         self._ended.clear()
         # A source of weight 0 gives no rows, and does not end.
@@ -191,9 +196,9 @@ class Maker:
         self.block_rows = row_count
 
     def _write_ledger(self, number: int) -> None:
-        """Add a block that was made to the ledger. A block without a folder has 0 samples."""
+        """Write a finished block into the ledger. A block without usable rows has 0 samples."""
         ledger = dict(read_ledger(self.root))
-        info = read_info(block_of(self.root, number))
+        info = read_info(block_folder(self.root, number))
         sample_count = 0
         if info is not None:
             sample_count = info["samples"]
@@ -208,15 +213,15 @@ class Maker:
         """Yield all rows from row `start` on, without end."""
         sources = self.task.sources
         if all(source.weight is None for source in sources):
-            # Without end, so nothing below is reached.
+            # This never ends, so the code below is not reached.
             yield from self._repeat(range(len(sources)), start)
-        # Interleaved as in the curriculum of a mix, in cycles that have places of each source by its
-        # weight.
+        # Sources are interleaved as in the curriculum of a mix. A cycle has a number of places for
+        # each source, in proportion to its weight.
         weights = [Mixed(weight=source.weight) for source in sources]
         counts = epoch_counts(weights, [_CYCLE] * len(sources), None)
         cycle_size = sum(counts)
 
-        # The rows of each source before row `start` are left out.
+        # Each source skips its rows before row `start` of the stream.
         cycles, place = divmod(start, cycle_size)
         rows_of_sources = []
         for number, before in enumerate(places_before(place, counts)):
@@ -236,13 +241,13 @@ class Maker:
         for number in cycle(numbers):
             # `rows_of` returns how many rows the source has, those that were left out included.
             passed = yield from rows_of(
-                self.task, number, self.base_dir, self._notes, skip, seen=self._watch
+                self.task, number, self.base_dir, self._notes, skip, watch=self._watch
             )
             self._ended.add(number)
             skip = max(0, skip - passed)
 
     def _watch(self, raw: RawRows) -> RawRows:
-        """Yield raw rows, and note that they come and that more are waited for."""
+        """Yield raw rows, count them, and note whether the maker waits for another one."""
         for row in raw:
             self._rows_so_far += 1
             self._is_reading = False
@@ -250,17 +255,17 @@ class Maker:
             self._is_reading = True
         self._is_reading = False
 
-    def tell(self) -> None:
-        """Write how far the maker is, for all ranks that wait."""
+    def write_pulse(self) -> None:
+        """Write how far the maker is to PULSE, which the waiting ranks read."""
         activity = ""
         if self._is_reading:
-            activity = _READS
-        # Without room for this the maker reports that there is none for its blocks.
+            activity = _IS_READING
+        # A full disk is reported by the writing of a block, not here.
         with suppress(OSError):
             (self.root / PULSE).write_text(f"{self._rows_so_far} {activity}")
 
 
-def block_of(root: Path, number: int) -> Path:
+def block_folder(root: Path, number: int) -> Path:
     """Return the folder of a block."""
     return root / f"{number:08}"
 
@@ -272,10 +277,10 @@ def block_folders(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if re.fullmatch(r"\d{8,}", path.name)]
 
 
-class _Numbers:
-    """An array of the token caches of all blocks, indexed by the numbers of samples.
+class _SampleNumbers:
+    """One array of all blocks' token caches, such as the lengths, indexed by sample id.
 
-    `name` is that of the array in a `TokenCache`: lengths or learned.
+    `name`: the attribute of `TokenCache`, lengths or learned.
     """
 
     def __init__(self, blocks: Blocks, name: str) -> None:
@@ -296,7 +301,7 @@ class _Numbers:
 
 
 class Blocks:
-    """A stream as a token cache and as its order.
+    """The blocks of a stream behind the interfaces of a `TokenCache` and of an `Order`.
 
     Args:
         root: the folder of the blocks.
@@ -304,9 +309,10 @@ class Blocks:
         maker: makes the blocks; None on a rank for which another rank of its host makes them.
         seed: of the shuffled order of a block's samples; None: they are not shuffled.
         falling: the samples of a block come in the reverse order.
-        known: the state that a checkpoint has, see `state`; empty for a new run.
-        margin: how many samples before a position ranks may still read.
-        weighted: sources are interleaved by weights.
+        known: the `state` in the checkpoint that the run resumes from; empty for a new run.
+        margin: ranks may still read this many samples before the position of a checkpoint. Their
+            blocks are not removed.
+        weighted: the sources are interleaved by weights.
 
     Raises CheckpointError for a position that was counted with blocks of another size.
     """
@@ -315,7 +321,7 @@ class Blocks:
         self,
         root: Path,
         stream: StreamConfig,
-        maker: Maker | None,
+        maker: BlockMaker | None,
         seed: int | None,
         *,
         falling: bool = False,
@@ -330,20 +336,20 @@ class Blocks:
         self.falling = falling
         self.margin = margin
         self.weighted = weighted
-        # The positions that the blocks from `first` on begin at, as far as they are known.
+        # The positions at which blocks begin, from block `first` on, as far as they are known.
         self.first = 0
         self.begins = [0]
         if known:
             self.first = known["block"]
             self.begins = [known["start"]]
-        self.lengths = _Numbers(self, "lengths")
-        self.learned = _Numbers(self, "learned")
+        self.lengths = _SampleNumbers(self, "lengths")
+        self.learned = _SampleNumbers(self, "learned")
         self.size = 0  # there are no epochs
         self.closed = False
-        # By the number of a block: its cache while it is read, the making of it, and its samples.
-        self._caches: dict[int, TokenCache] = {}
-        self._made: dict[int, Future[None]] = {}
-        self._samples: dict[int, int] = {}
+        # Each of these is by the number of a block.
+        self._caches: dict[int, TokenCache] = {}  # open while they are read
+        self._making: dict[int, Future[None]] = {}  # requested from the maker's thread
+        self._samples: dict[int, int] = {}  # numbers of samples
         # One thread: a maker makes one block at a time.
         self._threads: ThreadPoolExecutor | None = None
         if maker is not None:
@@ -381,7 +387,7 @@ class Blocks:
         """Whether block 0 has all rows of the sources and stands for every block."""
         return not self.weighted and self.block_rows < self.stream.rows
 
-    def _stored(self, number: int) -> int:
+    def _number_on_disk(self, number: int) -> int:
         """Return the number of the block on the disk that has the samples of block `number`."""
         if self.is_one_block:
             return 0
@@ -400,9 +406,9 @@ class Blocks:
         position = start
         while position < stop:
             number = self.number_of(position)
-            begin = self._begin(number)
+            begin = self._start_of(number)
             size = self._size(number)
-            # The last block that is known ends here, or is empty.
+            # The last known block ends at this position, or is empty: the next one begins here.
             if position == begin + size:
                 self.begins.append(position)
                 continue
@@ -423,45 +429,43 @@ class Blocks:
             return places
         # A seed of its own for each block, by the seed of the run.
         unmixed = np.asarray([self.seed % 2**64 ^ number], np.uint64)
-        block_seed = int(mix(unmixed)[0])
+        block_seed = int(hash_integers(unmixed)[0])
         order = GlobalOrder(size, block_seed, shuffle=True)
         return order.ids_at(places)
 
-    def _begin(self, number: int) -> int:
-        """Return the position at which a block begins that `number_of` has found."""
+    def _start_of(self, number: int) -> int:
+        """Return the position at which a block begins. `number_of` must have found the block."""
         return self.begins[number - self.first]
 
     def segments(self, sample: int) -> list[Segment]:
         """Return the segments of a sample, see `TokenCache.segments`."""
         number = self.number_of(sample)
-        return self.cache(number).segments(sample - self._begin(number))
+        return self.cache(number).segments(sample - self._start_of(number))
 
     def meta(self, sample: int) -> dict[str, Any]:
         """Return the meta of a sample, see `TokenCache.meta`."""
         number = self.number_of(sample)
-        return self.cache(number).meta(sample - self._begin(number))
+        return self.cache(number).meta(sample - self._start_of(number))
 
     def state(self, position: int) -> dict[str, int]:
-        """Return the block of a position, for a checkpoint.
-
-        Also removes blocks that no rank reads any more.
+        """Return the block of a position for a checkpoint, and remove blocks that are not needed.
 
         Returns:
-            `block` is the number of the block, `start` the position that it begins at, and `rows`
-            the rows of a block if these are fewer than the config has.
+            `block`: the number of the block; `start`: the position at which it begins; `rows`: the
+            rows of a block, only if they are fewer than `data.stream.rows`.
         """
         number = self.number_of(position)
         if self.maker is not None:
             first_read = max(position - self.margin, self.begins[0])
             self._remove(self.number_of(first_read), number)
-        state = {"block": number, "start": self._begin(number)}
+        state = {"block": number, "start": self._start_of(number)}
         if self.block_rows != self.stream.rows:
             state["rows"] = self.block_rows
         return state
 
     def number_of(self, position: int) -> int:
-        """Return the block of a position, or of the sample with the same number."""
-        # Before the block of the checkpoint: count all blocks, from the first one on.
+        """Return the number of the block of a position, or of the sample with that id."""
+        # The position is before the checkpoint's block: count the blocks from the first one on.
         if position < self.begins[0]:
             self.first = 0
             self.begins = [0]
@@ -474,13 +478,13 @@ class Blocks:
         return self.first + bisect_right(self.begins, position) - 1
 
     def cache(self, number: int) -> TokenCache:
-        """Return a block's token cache, once it is made; also have the blocks behind it made."""
-        number = self._stored(number)
+        """Wait for a block, return its token cache, and request the blocks behind it."""
+        number = self._number_on_disk(number)
         if number not in self._caches:
             self._request(number)
-            folder = block_of(self.root, number)
+            folder = block_folder(self.root, number)
             self._wait(number, lambda: read_info(folder) is not None)
-            # Let go of the blocks before the previous one: their files may be removed.
+            # Close the blocks before the previous one: their files may be removed.
             self._caches = {old: cache for old, cache in self._caches.items() if old > number - 2}
             self._caches[number] = TokenCache.open(folder)
             if not self.is_one_block:
@@ -489,8 +493,8 @@ class Blocks:
         return self._caches[number]
 
     def _size(self, number: int) -> int:
-        """Return the samples of a block, once it is made."""
-        number = self._stored(number)
+        """Wait for a block, and return its number of samples."""
+        number = self._number_on_disk(number)
         if number not in self._samples:
             self._wait(number, lambda: self._recorded_size(number) is not None)
             size = self._recorded_size(number)
@@ -499,15 +503,15 @@ class Blocks:
         return self._samples[number]
 
     def _recorded_size(self, number: int) -> int | None:
-        """Return the samples of a block by the ledger; None if it was never made."""
+        """Return a block's number of samples by the ledger; None if it was never made."""
         size: int | None = read_ledger(self.root).get("samples", {}).get(str(number))
         return size
 
     def _request(self, number: int) -> None:
-        """Have a block made, unless it is there and whole, or has no samples."""
-        if self.maker is None or self._threads is None or number in self._made:
+        """Let the thread make a block, unless it is on the disk undamaged or has no samples."""
+        if self.maker is None or self._threads is None or number in self._making:
             return
-        folder = block_of(self.root, number)
+        folder = block_folder(self.root, number)
         info = read_info(folder)
         if info is not None and self.maker.task.config.data.verify:
             try:
@@ -518,39 +522,40 @@ class Blocks:
                 info = None
         is_empty = self._recorded_size(number) == 0
         if info is None and not is_empty:
-            self._made[number] = self._threads.submit(self.maker.make, number)
+            self._making[number] = self._threads.submit(self.maker.make, number)
 
     def _wait(self, number: int, is_ready: Callable[[], bool]) -> None:
-        """Wait until something of a block is there.
+        """Wait until `is_ready` returns true; it looks for something of block `number`.
 
-        Raises what its making raised, and CancelledError once the stream is closed.
+        Raises what the making of the block raises, and CancelledError once the stream is closed.
         """
         while not is_ready():
             if self.closed:
                 raise CancelledError
             self._request(number)
-            made = self._made.get(number)
-            if made is not None and made.done():
-                made.result()
-                # Made, and perhaps removed since: the next turn asks for it again.
-                del self._made[number]
+            making = self._making.get(number)
+            if making is not None and making.done():
+                # Raises what the making has raised.
+                making.result()
+                # The block may have been removed since: the next turn requests it again.
+                del self._making[number]
             self._beat()
             time.sleep(_POLL_SECONDS)
 
     def _beat(self) -> None:
-        """Tell the watcher that this rank is alive, as long as rows come.
+        """Tell the watcher that this rank waits and is not stuck, as long as rows come.
 
-        What is opened, tokenised or packed may take as long as a start.
+        Only reading has a limit of time. Opening a source, tokenising and packing have none.
         """
         if self.maker is not None:
-            self.maker.tell()
+            self.maker.write_pulse()
         pulse = ""
         with suppress(OSError):
             pulse = (self.root / PULSE).read_text()
         patience = math.inf
-        if pulse.endswith(_READS):
+        if pulse.endswith(_IS_READING):
             patience = _ROW_SECONDS
-        # A pulse that changes says that rows have come since the last look.
+        # A changed pulse means that rows have come since the last look.
         has_new_rows = pulse != self._pulse
         heartbeat.waits(has_new_rows, patience)
         self._pulse = pulse
@@ -564,18 +569,22 @@ class Blocks:
             block = int(path.name)
             if block not in keep:
                 shutil.rmtree(path, ignore_errors=True)
-                self._made.pop(block, None)
+                self._making.pop(block, None)
 
 
-_held: dict[Path, Any] = {}  # open lock files of this process
-# The holder of a folder while a process makes only block 0 there.
+# By the folder of a stream: the lock file that this process holds open.
+_held: dict[Path, Any] = {}
+# The name of the holder while a process makes only block 0.
 _PREPARES = "drumline prepare"
 
 
 @contextmanager
-def preparing(root: Path) -> Iterator[bool]:
-    """Hold a folder for a while. Gives whether this process may make block 0, see `hold`."""
-    # A run of this process that holds the folder keeps it.
+def hold_while_preparing(root: Path) -> Iterator[bool]:
+    """Hold a stream's folder within the context; yield whether this process may make block 0.
+
+    See `hold`.
+    """
+    # If a run of this process holds the folder already, it keeps it.
     if root in _held:
         yield True
         return

@@ -1,4 +1,4 @@
-"""Prepared tokens on disk, read through memory maps.
+"""The token cache: prepared samples on disk, read through memory maps.
 
 A cache is a folder that appears whole, under the hash of everything that it was made from:
 
@@ -31,14 +31,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drumline.config.data import DataConfig
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import disk_errors
+from drumline.foreign import disk_errors, expanded
+from drumline.hardware.detect import cache_dir
 from drumline.system import files
 
 VERSION = 6  # raise it when the same input gives other files
-BLOCK = 1 << 26  # bytes that a checksum covers, so that ranks can divide one large file
-PIECE = 1 << 20  # bytes read at once
-HEADER_TRIES = 10  # at a header that another thread disturbs
+CHECKSUM_BYTES = 1 << 26  # bytes that one checksum covers, so that ranks can divide a large file
+READ_BYTES = 1 << 20  # bytes read at once
+HEADER_TRIES = 10  # how often a header is read that another thread may disturb
 # The tokens of a document, and for each whether it is a target.
 Segment = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]]
 
@@ -101,7 +103,7 @@ class TokenCache:
         return segments
 
     def meta(self, sample: int) -> dict[str, Any]:
-        """Return the further values that the encoder gave a sample; empty without any."""
+        """Return what the encoder stored with a sample besides its tokens; empty without any."""
         if self._meta is None:
             return {}
         start, stop = self._meta_bounds[sample : sample + 2].tolist()
@@ -109,6 +111,13 @@ class TokenCache:
             return {}
         text = bytes(self._meta[start:stop])
         return json.loads(text)
+
+
+def cache_root(data: DataConfig) -> Path:
+    """Return the folder of the token caches."""
+    if data.cache_dir is None:
+        return cache_dir() / "data"
+    return expanded(data.cache_dir).absolute()
 
 
 def _map_array(folder: Path, name: str) -> Any:
@@ -151,11 +160,11 @@ def _sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for name in names}
 
 
-def left_out(name: str, info: dict[str, Any]) -> list[str]:
-    """Return a line with how many rows were cut or left out, or no line.
+def describe_left_out(name: str, info: dict[str, Any]) -> list[str]:
+    """Return a line that says how many rows were cut or left out, and why; [] if none were.
 
     Args:
-        name: the rows' key below `data`, for the line.
+        name: the rows' key below `data`, such as train, with which the line begins.
         info: the info of a cache of these rows.
     """
     reasons = {
@@ -187,7 +196,7 @@ class Column:
     Args:
         path: the file.
         dtype: the type of its numbers.
-        width: the sizes of a row; none for a column of numbers.
+        width: the shape of one row; nothing if a row is one number.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], *width: int) -> None:
@@ -219,8 +228,8 @@ class Column:
         self.file.close()
 
 
-class Layout:
-    """Writes the index files of a cache, some samples at a time."""
+class IndexWriter:
+    """Writes the index files of a cache (all but tokens.bin, learn.bin and rows.npy)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -233,7 +242,7 @@ class Layout:
         self.tokens = 0
         self.learned = 0
         self.longest = 0
-        # Bounds begin with 0, and each sample adds the one behind it.
+        # The bounds of ranges begin with 0. Each sample adds the end of its range.
         for name in ("samples", "meta"):
             self.columns[name].add(np.zeros(1, np.int64))
 
@@ -245,22 +254,22 @@ class Layout:
     def add(
         self,
         segments: npt.NDArray[np.int64],
-        samples: npt.NDArray[np.int64],
+        offsets: npt.NDArray[np.int64],
         learned_of_segment: npt.NDArray[np.int64],
         metas: Sequence[bytes] = (),
     ) -> Sequence[bytes]:
-        """Add samples and return the metas of those that were added.
+        """Add samples, and return the metas of those that were added.
 
-        Samples with neither a target nor a meta are left out.
+        A sample with neither a target nor a meta is left out.
 
         Args:
             segments: int64[S, 2], token ranges [start, stop).
-            samples: int64[N + 1], sample i is segments samples[i]..samples[i + 1], at least one.
+            offsets: int64[N + 1], sample i is segments offsets[i]..offsets[i + 1], at least one.
             learned_of_segment: int64[S], targets of each segment.
             metas: the JSON of each sample, or none.
         """
         sizes = segments[:, 1] - segments[:, 0]
-        first_segments = samples[:-1]
+        first_segments = offsets[:-1]
         lengths = np.add.reduceat(sizes, first_segments)
         learned = np.add.reduceat(learned_of_segment, first_segments)
         keep = learned > 0
@@ -268,14 +277,14 @@ class Layout:
             keep |= np.asarray([bool(meta) for meta in metas])
             metas = list(compress(metas, keep))
         if not keep.all():
-            segment_counts = np.diff(samples)
+            segment_counts = np.diff(offsets)
             is_kept_segment = np.repeat(keep, segment_counts)
             segments = segments[is_kept_segment]
-            samples = bounds(segment_counts[keep])
+            offsets = bounds(segment_counts[keep])
             lengths = lengths[keep]
             learned = learned[keep]
         # Before the segments are added: their number so far is where these begin.
-        self.columns["samples"].add(samples[1:] + self.columns["segments"].count)
+        self.columns["samples"].add(offsets[1:] + self.columns["segments"].count)
         self._add_metas(metas, len(lengths))
         self.columns["segments"].add(segments)
         self.columns["lengths"].add(lengths)
@@ -315,34 +324,33 @@ class Layout:
 
 
 def bounds(sizes: Any) -> npt.NDArray[np.int64]:
-    """Return int64[N + 1]: the starts of N ranges of these sizes, end to end, and the last stop."""
+    """Return int64[N + 1]: where N ranges of these sizes, end to end, begin, and the end of all."""
     stops = np.cumsum(sizes)
     return np.concatenate(([0], stops)).astype(np.int64)
 
 
 def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
-    """Give the cache in `temporary` its name, once info.json and the files are on disk.
+    """Write info.json, and rename `temporary` to `folder` once all bytes are on the disk.
 
-    If another process was faster, its cache stays: both were made from the same input. A damaged
-    one is replaced.
+    If another process was faster its cache stays, since both were made from the same input. A
+    damaged cache is replaced.
 
     Args:
         temporary: the folder with the files of the cache.
-        folder: its name.
-        info: what info.json tells besides the sizes and checksums of the files.
+        folder: the folder that it becomes.
+        info: what info.json has besides the sizes and checksums of the files.
     """
     names = sorted(path.name for path in temporary.iterdir())
     sizes = _sizes_of(temporary, names)
     checksums = {}
     for name, size in sizes.items():
-        blocks = math.ceil(size / BLOCK)
+        blocks = math.ceil(size / CHECKSUM_BYTES)
         checksums[name] = [_digest(temporary / name, block) for block in range(blocks)]
     info = {**info, "files": sizes, "sha256": checksums}
     with_checksum = {**info, "checksum": files.json_digest(info)}
     text = json.dumps(with_checksum, indent=2)
     (temporary / "info.json").write_text(text + "\n")
-    # All bytes are on the disk before the folder has its name, so a power cut leaves no cache that
-    # looks finished and is not.
+    # The bytes first, then the name: a power cut leaves no cache that looks finished and is not.
     for name in (*names, "info.json"):
         files.sync(temporary / name)
     files.sync(temporary)
@@ -352,7 +360,7 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
 
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
-    """Give a folder under `root` that is removed at the end, see `system.files.temporary_folder`.
+    """Yield a folder under `root` that is removed at the end, see `system.files.temporary_folder`.
 
     Raises EnvironmentFault if `root` cannot be written or the disk is full.
     """
@@ -377,7 +385,7 @@ def temporary_folder(root: Path) -> Iterator[Path]:
 
 
 def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int = 1) -> None:
-    """Verify this rank's share of the blocks of a cache.
+    """Compare this rank's share of a cache's files with their checksums.
 
     Args:
         folder: the cache.
@@ -387,7 +395,7 @@ def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int
 
     Raises DataError that names a damaged file.
     """
-    # In one order on every rank, so that each block is one rank's.
+    # Sorted, so that all ranks divide the same list, and each block is verified by one rank.
     blocks = []
     for name, digests in sorted(sha256.items()):
         for block in range(len(digests)):
@@ -397,7 +405,7 @@ def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int
         with disk_errors("cannot be read", str(path), DataError):
             digest = _digest(path, block)
         if digest != sha256[name][block]:
-            first_byte = block * BLOCK
+            first_byte = block * CHECKSUM_BYTES
             raise DataError(
                 f"damaged: bytes from {first_byte:,} on are not what was written (sha256 differs)",
                 where=str(path),
@@ -429,12 +437,12 @@ def verify_in_background(
 def _digest(path: Path, block: int) -> str:
     """Return the sha256, in hex, of a block of a file. Raises OSError."""
     digest = hashlib.sha256()
-    left = BLOCK
+    left = CHECKSUM_BYTES
     # Pieces are large already: a buffer would only copy them.
     with path.open("rb", buffering=0) as file:
-        file.seek(block * BLOCK)
+        file.seek(block * CHECKSUM_BYTES)
         while left > 0:
-            piece = file.read(min(PIECE, left))
+            piece = file.read(min(READ_BYTES, left))
             if not piece:
                 break
             digest.update(piece)

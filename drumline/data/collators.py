@@ -1,4 +1,4 @@
-"""Collators of the samples of a token cache, for each form of sample.
+"""The collators of the algorithms: from ids of samples to a micro-batch.
 
 `width` is the number of tokens of every row; with None it is that of the longest row.
 """
@@ -17,12 +17,12 @@ from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
 from drumline.plan.plan import Plan
 
-# A collator gets a token cache, and returns the function from ids of samples (-1 is a filler) to a
-# micro-batch.
+# It gets a token cache, and returns the function that makes a micro-batch of ids of samples; -1 is
+# a filler.
 Collator = Callable[[TokenCache], Callable[[list[int]], Any]]
 
 
-def padding(plan: Plan) -> int:
+def padding_id(plan: Plan) -> int:
     """Return the id of the padding token."""
     tokenizer = load_tokenizer(plan.model_path, plan.config.model)
     return pad_token_id(tokenizer)
@@ -35,7 +35,7 @@ def text_collator(plan: Plan, width: int | None) -> Collator:
         plan: the plan of the run.
         width: tokens of every row; None: those of the longest row.
     """
-    pad = padding(plan)
+    pad = padding_id(plan)
     hf_config = load_config(plan.model_path, plan.config.model)
     vision = vision_of(plan.config, plan.model_path, hf_config)
     if vision is not None:
@@ -49,7 +49,7 @@ def pair_collator(plan: Plan, width: int | None) -> Collator:
 
     `width`: tokens of every row; None: those of the longest row.
     """
-    pad = padding(plan)
+    pad = padding_id(plan)
     return lambda cache: lambda ids: collate_pairs(cache, ids, pad, width)
 
 
@@ -60,7 +60,7 @@ def judged_collator(
 
     With `has_mismatched` its batches also have mismatched answers, see `data.judged`.
     """
-    pad = padding(plan)
+    pad = padding_id(plan)
     if not has_mismatched:
         return lambda cache: lambda ids: collate_judged(cache, ids, pad, width)
     max_length = plan.config.data.max_length
@@ -78,11 +78,11 @@ def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> 
         image_size: see `ClassifyConfig`.
     """
     if not plan.config.images_alone:
-        pad = padding(plan)
+        pad = padding_id(plan)
         return lambda cache: lambda ids: collate_texts(plan, cache, ids, pad, width)
     hf_config = load_config(plan.model_path, plan.config.model)
     processor = load_processor(plan.model_path, plan.config.model, hf_config, image_size)
-    # Images in colour, unless the model says otherwise.
+    # Most configs do not set it, since their models take images in colour.
     channels = int(getattr(hf_config, "num_channels", 3))
     side = side_of(processor, channels)
     return lambda cache: (

@@ -1,8 +1,10 @@
-"""Encoders from rows to samples: of texts, prompts, preference pairs, and texts and images with a class.
+"""The encoders of the algorithms: from a row to the segments and the meta of a sample.
 
-A label is the name of a class, or a number: the name of a class, else an index of
-`algorithm.labels`. A sample of the token cache keeps the name, because the order of the classes
-follows from all rows.
+There is one for texts, prompts of rollouts, preference pairs, judged answers, and texts and images
+with a class. `data.targets` tokenises what they put together.
+
+The label of a class is its name, or its index in `algorithm.labels`. A sample keeps the name,
+because the order of the classes is only known once all rows are read.
 """
 
 from __future__ import annotations
@@ -15,21 +17,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from drumline.config.data import DataConfig
-from drumline.data.cache import TokenCache
-from drumline.data.files import as_json, image_path, root_of
+from drumline.data.cache import TokenCache, cache_root
+from drumline.data.files import as_json
 from drumline.data.formats import LABELS
+from drumline.data.image_files import image_path
 from drumline.data.pairs import SAME_ANSWER, SIDES, Text, pair_parts
 from drumline.data.sources import Row, holds_images
-from drumline.data.templates import Encoded, Encoder, Example, Policy, truncate
+from drumline.data.targets import Encoded, Encoder, Example, Policy, truncate
 from drumline.data.turns import as_messages
 from drumline.errors import ConfigError, DataError
 from drumline.foreign import expanded, finite_number
 
-DIGEST_DIGITS = 16  # of sha256 over a prompt
-MOST_DIGITS = 600  # of a number; Python reads 640 at least
+DIGEST_DIGITS = 16  # hex digits of sha256 over a prompt
+MOST_DIGITS = 600  # digits of a class that is a number; Python parses at least 640
 MOST_NAMES = 10  # classes that a message lists
-# Under this key the meta of a prompt has the row's columns whose names it needs for something else.
-OWN = "own columns"
+# The meta of a prompt uses the keys `prompt` and `domain` itself. If the row has columns with these
+# names, the meta has them under this key.
+OWN_COLUMNS = "own columns"
 
 
 class RowEncoder(Protocol):
@@ -73,7 +77,7 @@ class TextRows:
             example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
         if example is None:
             return None
-        # Too long rather than unlearned: a greater data.max_length would keep it.
+        # None, so that the row counts as too long: a greater data.max_length would keep it.
         has_lost_answer = full.learned and not example.learned
         if has_lost_answer:
             return None
@@ -86,19 +90,19 @@ class PromptRows:
 
     A sample is one segment, the tokens before the completion. Its meta is what rewards read:
     `prompt` (the text), `domain` (of the source), and the row's other columns under their names;
-    columns of these two names are under OWN.
+    columns of these two names are under `OWN_COLUMNS`.
 
     A prompt leaves room for max_new_tokens within data.max_length. data.truncation decides whether a
     longer one is dropped or cut at its start. It is never cut at its end, which has the question and
     the header of the answer.
     """
 
-    def __init__(self, tokenizer: Any, new: int, data: DataConfig) -> None:
-        """Store the settings. `new`: max_new_tokens."""
+    def __init__(self, tokenizer: Any, new_tokens: int, data: DataConfig) -> None:
+        """Store the settings. `new_tokens`: max_new_tokens."""
         self.encoder = Encoder(tokenizer, everything=False, data=data)
         self.policy = data.truncation
-        self.new = new
-        self.room = data.max_length - new
+        self.new_tokens = new_tokens
+        self.room = data.max_length - new_tokens
 
     def encode(self, row: Row) -> Encoded | None:
         """Return a prompt, see `RowEncoder.encode`."""
@@ -115,8 +119,8 @@ class PromptRows:
             return None
         if is_too_long and self.policy != "left":
             raise DataError(
-                f"the prompt has {size} tokens, and data.max_length less max_new_tokens {self.new} "
-                f"leaves {self.room}",
+                f"the prompt has {size} tokens, and data.max_length less max_new_tokens "
+                f"{self.new_tokens} leaves {self.room}",
                 where=row.origin,
                 fix="raise data.max_length, or set data.truncation to drop or left",
             )
@@ -126,7 +130,7 @@ class PromptRows:
 
 def _prompt_meta(row: Row, text: str) -> dict[str, Any]:
     """Return what rewards read of a prompt, see `PromptRows`."""
-    # As they come back from the cache, which keeps them as JSON.
+    # Now as they will come back from the cache, which stores JSON.
     columns = as_json(row.extra)
     meta = {**columns, "prompt": text, "domain": row.domain}
     own = {}
@@ -134,7 +138,7 @@ def _prompt_meta(row: Row, text: str) -> dict[str, Any]:
         if columns.get(name) is not None:
             own[name] = columns[name]
     if own:
-        meta[OWN] = own
+        meta[OWN_COLUMNS] = own
     return meta
 
 
@@ -159,7 +163,7 @@ class AnswerRows:
             answer: a text or messages.
             name: the answer's column, for messages.
             row: the row of both, for the tools and the name.
-            is_plain: two texts are taken as they are, without a chat template.
+            is_plain: if prompt and answer are texts, no chat template is applied.
 
         Raises DataError for an answer without a token.
         """
@@ -210,7 +214,9 @@ class PairRows(AnswerRows):
             if len(short.tokens) < len(long.tokens):
                 is_cut = True
         hides_reasoning = any(example.hides_reasoning for example in full)
-        return Encoded(list(pair), _meta(row), truncated=is_cut, hides_reasoning=hides_reasoning)
+        return Encoded(
+            list(pair), _pair_meta(row), truncated=is_cut, hides_reasoning=hides_reasoning
+        )
 
 
 class JudgedRows(AnswerRows):
@@ -253,7 +259,7 @@ def judgement(label: Any, origin: str) -> bool:
     return is_good
 
 
-def _meta(row: Row) -> dict[str, Any] | None:
+def _pair_meta(row: Row) -> dict[str, Any] | None:
     """Return the meta of a pair: its margin, if the row has one. Raises DataError."""
     margin = row.values.get("margin")
     if margin is None:
@@ -290,7 +296,8 @@ def cut_pair(
     excess = len(longest.tokens) - max_length
     if excess <= 0:
         return chosen, rejected
-    # For its error, and for `drop`: its result would leave the sides with different prompts.
+    # Only for `error` and `drop`. Its result is not used: cut by themselves, the two sides would
+    # have different prompts.
     if truncate(longest, max_length, policy, origin, "tokens on a side") is None:
         return None
     # The first target is the first token of the answer.
@@ -417,7 +424,8 @@ class LabelledTexts:
             raise DataError("the text is empty", where=row.origin, fix="take the row out")
         limit = self.data.max_length
         policy = self.data.truncation
-        # For its error, and for `drop`: the tokenizer itself keeps the special tokens of both ends.
+        # Only for `error` and `drop`. The text is cut by the tokenizer below, which keeps the
+        # special tokens of both ends.
         if truncate(_unlearned(tokens), limit, policy, row.origin) is None:
             return None
         is_cut = len(tokens) > limit
@@ -429,14 +437,14 @@ class LabelledTexts:
 
 
 class LabelledImages:
-    """Encodes images with a class, by their paths, as one token each.
+    """Encodes images with a class. A sample is one placeholder token, and the path in its meta.
 
-    Reads each image once, to find damaged ones. Its pixels are read again for a batch.
+    Each image is read once to find damaged ones. Its pixels are read again for each batch.
     """
 
     def __init__(self, labels: list[str] | None, data: DataConfig) -> None:
         self.labels = labels
-        self.root = root_of(data)
+        self.root = cache_root(data)
 
     def encode(self, row: Row) -> Encoded | None:
         """Return an image with its class, see `RowEncoder.encode`."""

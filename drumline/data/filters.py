@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from drumline.data.files import Raw, TableRow
+from drumline.data.files import RawRows, TableRow
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import MIB
 
-# Raw rows, each with the folder that its paths are relative to.
-RawRows = Iterator[tuple[Path, Raw]]
 _ROWS = 1024  # of a table
 _NUMBER = "drumline row"  # a column that no condition names by chance
 _COLUMNS_SHOWN = 12  # in a message

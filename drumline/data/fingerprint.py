@@ -31,11 +31,11 @@ from drumline.config.data import (
 from drumline.config.model import TEMPLATES
 from drumline.config.registry import imported
 from drumline.data.cache import VERSION, TokenCache, read_info
-from drumline.data.files import no_reasoning_gym
 from drumline.data.formats import judges_answers
 from drumline.data.places import hash_file, locate
 from drumline.data.sources import call_hub, domains
 from drumline.data.sql import hash_rows
+from drumline.data.tasks import no_reasoning_gym
 from drumline.errors import DataError, ModelError
 from drumline.foreign import expanded, first_line
 from drumline.hardware.detect import cache_dir
@@ -45,12 +45,12 @@ from drumline.models.vision import Vision
 from drumline.plan.plan import DataIdentity
 from drumline.system.files import json_digest
 
-# Settings of a source that change none of its tokens.
-_APART = {"set", "weight", "repeats", "cap"}
+# Settings of a source that are not hashed, because they change none of its tokens.
+_NOT_HASHED = {"set", "weight", "repeats", "cap"}
 # Settings of `data` that change the tokens of a row.
-_SETTINGS = ("max_length", "truncation", "packing", "learn_on", "reasoning")
+_TOKEN_SETTINGS = ("max_length", "truncation", "packing", "learn_on", "reasoning")
 # Settings of `data` that decide which rows become samples.
-_CHOICES = ("where", "mixed", "duplicates", "decontaminate")
+_ROW_SETTINGS = ("where", "mixed", "duplicates", "decontaminate")
 _BUILT_IN = (FileSource, HubSource, TasksSource, SqlSource, DigitsSource, SavedSource)
 KEY_DIGITS = 32  # hex digits of a sha256 that name a cache
 # Files of a tokenizer, in any of the formats that transformers loads.
@@ -85,14 +85,14 @@ def cache_key(
     """
     data = config.data
     is_for_training = role != "eval"
-    # An item that is added here gives every cache another name, and all are made again. So an item of
-    # a new setting is only there with that setting.
+    # A new item here would rename every cache, and all would be made again. So the item of a new
+    # setting must be left out while the setting is not used.
     parts: dict[str, Any] = {
         "version": VERSION,
         "sources": _identify_sources(config, sources, base_dir, is_for_training),
         "tokenizer": None,
         "algorithm": _identify_algorithm(config),
-        "settings": {name: getattr(data, name) for name in _SETTINGS},
+        "settings": {name: getattr(data, name) for name in _TOKEN_SETTINGS},
         "kept_free": config.algorithm.new_tokens,
         "role": role,
         "holdout": 0,
@@ -120,15 +120,18 @@ def cache_key(
 def _identify_sources(
     config: Config, sources: list[Source], base_dir: Path, is_for_training: bool
 ) -> list[dict[str, Any]]:
-    """Return the settings and the content of each source, with data.where if it holds for them."""
-    streams = is_for_training and config.data.stream is not None
+    """Return the settings and the content of each source.
+
+    For training rows these include data.where, unless a source has a condition of its own.
+    """
+    is_stream = is_for_training and config.data.stream is not None
     where = None
     if is_for_training:
         where = config.data.where
     parts = []
     for source in sources:
         conditioned = source.model_copy(update={"where": source.where or where})
-        parts.append(_identify_source(conditioned, base_dir, streams))
+        parts.append(_identify_source(conditioned, base_dir, is_stream))
     return parts
 
 
@@ -145,7 +148,7 @@ def _identify_algorithm(config: Config) -> str:
 def _identify_choices(config: Config, sources: list[Source], base_dir: Path) -> dict[str, Any]:
     """Return what decides which rows of the training data become samples."""
     data = config.data
-    parts = {name: getattr(data, name) for name in _CHOICES}
+    parts = {name: getattr(data, name) for name in _ROW_SETTINGS}
     # Evaluation rows decide which training rows are left out.
     parts["eval"] = []
     if data.decontaminate:
@@ -169,30 +172,31 @@ def _image_folders(sources: list[Source], base_dir: Path) -> list[str]:
     return folders
 
 
-def _identify_source(source: Source, base_dir: Path, streams: bool = False) -> dict[str, Any]:
+def _identify_source(source: Source, base_dir: Path, is_stream: bool = False) -> dict[str, Any]:
     """Return the settings of a source and its content, without the paths of its files.
 
-    With `streams` the user's own rows may be without end, and only their code counts.
+    With `is_stream` the user's own rows may be without end, and only their code counts.
     """
     # A plugin's source is identified by all its settings, a built-in one without its path.
     is_own = not isinstance(source, _BUILT_IN)
     if is_own:
-        settings = source.model_dump(exclude=_APART)
+        settings = source.model_dump(exclude=_NOT_HASHED)
     else:
-        settings = source.model_dump(exclude={"path", *_APART})
-    settings["content"] = _identify_content(source, base_dir, streams)
+        settings = source.model_dump(exclude={"path", *_NOT_HASHED})
+    settings["content"] = _identify_content(source, base_dir, is_stream)
     return settings
 
 
-def _identify_content(source: Source, base_dir: Path, streams: bool) -> Any:
+def _identify_content(source: Source, base_dir: Path, is_stream: bool) -> Any:
     """Return what identifies the rows of a source.
 
-    It is a hash of all content if that is here to read, and otherwise what its place tells of it.
+    If the content is on this machine it is a hash of all of it, otherwise what the remote store
+    says of its version.
 
     Args:
         source: the source.
         base_dir: the folder that paths of the config are relative to.
-        streams: see `_identify_source`.
+        is_stream: see `_identify_source`.
 
     Raises DataError and EnvironmentFault.
     """
@@ -217,7 +221,7 @@ def _identify_content(source: Source, base_dir: Path, streams: bool) -> Any:
     if isinstance(source, SavedSource):
         return _hash_saved_dataset(base_dir / expanded(source.path))
     read = source.content
-    if streams and source.limit is None:
+    if is_stream and source.limit is None:
         read = source.code
     return imported(partial(read, base_dir), source.label, "data source", doing="reading")
 
@@ -227,7 +231,7 @@ def hash_files(sources: list[Source], base_dir: Path) -> list[Any]:
     contents = []
     for source in sources:
         if isinstance(source, FileSource | SavedSource):
-            contents.append(_identify_content(source, base_dir, streams=False))
+            contents.append(_identify_content(source, base_dir, is_stream=False))
     return contents
 
 
@@ -286,8 +290,8 @@ def _find_tokenizer_files(config: Config, path: str) -> Path:
 
 
 def identify(cache: TokenCache) -> DataIdentity:
-    """Return the identity of a token cache, which a run keeps to tell whether its data changed."""
-    # Rows that differ with equal tokens change nothing that is trained on.
+    """Return the identity of a token cache, by which a resumed run sees whether its data changed."""
+    # Without the hashes of rows: if rows differ and their tokens do not, the training is the same.
     files = dict(cache.info["sha256"])
     files.pop("rows.npy", None)
     return DataIdentity(
@@ -339,7 +343,7 @@ def _row_changes(before: npt.NDArray[np.uint64], after: npt.NDArray[np.uint64]) 
         changes.append(f"{added:,} rows added")
     if removed:
         changes.append(f"{removed:,} rows removed")
-    # The rows of which both have as many copies. If their order is the same, nothing was moved.
+    # Rows with the same number of copies in both lists. If their order is the same, none was moved.
     old_rest = old_numbers[change[old_numbers] == 0]
     new_rest = new_numbers[change[new_numbers] == 0]
     if not np.array_equal(old_rest, new_rest):
@@ -359,7 +363,7 @@ def _read_row_hashes(identity: DataIdentity) -> npt.NDArray[np.uint64] | None:
     """Return the hashes of the rows, in order; None if that cache is gone."""
     folder = Path(identity.cache)
     info = read_info(folder)
-    # The folder may have got another cache since.
+    # Another cache may be in this folder by now.
     if info is None or info["row_set"] != identity.row_set:
         return None
     try:

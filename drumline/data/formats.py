@@ -1,4 +1,4 @@
-"""Conversion of rows that other tools wrote to the forms of `data.sources`.
+"""Converts rows as other tools write them to the forms of rows in `data.sources`.
 
 `source.format` names the format of all rows of a source. Without it, the columns of each row decide:
 
@@ -18,8 +18,10 @@
 A null or empty column counts as absent, but an empty answer stays an answer if no other column
 holds one. Columns that a format does not use stay with the row, for reward functions.
 
-Each reader (`_read_…`) gets the columns that hold something, what the algorithm takes (see
-`_wanted_kind`), and the row's name for errors. It returns None for a row that is not of its format.
+To add a format, write a reader, and add it to `FORMATS`, `SHAPES` and the names of config.data. A
+reader (`_read_…`) gets the columns that hold something, the kind of rows that the algorithm takes
+(see `_kind_of_forms`), and the row's name for errors. It returns None for a row that is not of its
+format.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from typing import Any, NamedTuple
 
 from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, TEXT_FORMS, Forms
 from drumline.data.questions import (
+    PresentColumns,
     build_question,
     find_column,
     join_context,
     prepend_system,
     read_system,
 )
-from drumline.data.rivals import Values, read_two_answers
 from drumline.data.turns import (
     TURN,
     Messages,
@@ -50,11 +52,12 @@ from drumline.data.turns import (
     read_talks,
     split_transcript,
 )
+from drumline.data.two_answers import read_two_answers
 from drumline.errors import DataError
 
 
 class Reading(NamedTuple):
-    """What a format makes of a row.
+    """The columns that a format has read from a row.
 
     Attributes:
         columns: the row's columns under our names.
@@ -91,7 +94,7 @@ PROMPTS = (
     "article",
     "dialogue",
 )
-# Solutions come before answers: where a row has both, the answer is the result alone.
+# Solutions come before answers: if a row has both, its answer is only the final result.
 REPLIES = (
     "completion",
     "output",
@@ -104,13 +107,13 @@ REPLIES = (
     "target",
     "message_2",
 )
-# The last names also stand beside answers, and are answers only if no other column is.
+# The last names are also used beside answers. They are answers only if no other column is one.
 ANSWERS = (*REPLIES, "summary", "highlights", "code")
 TEXTS = ("content", "document", "article", "passage", "sentence", "review", "code")
 TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog", "trajectory", "chat")
 SIDES = ("prompt", "completion", "chosen", "rejected", "chosen_messages", "rejected_messages")
 LISTS = ("completions", "responses", "answers", "candidates", "outputs")
-# Marks of answers: of scores the highest is the best, of ranks the lowest.
+# Names of the marks of several answers: the best has the highest score, or the lowest rank.
 SCORES = ("scores", "score", "ratings", "rating", "rewards", "overall_score", "pm_score")
 RANKS = ("ranks", "rank", "ranking")
 MARKS = (*SCORES, *RANKS)
@@ -128,7 +131,7 @@ PAIRS = (
     ("better", "worse"),
     ("chosen_messages", "rejected_messages"),
 )
-# A verdict that is a number names an answer by its sign.
+# The marks of a verdict that is a number: its sign names the better answer.
 SIGN = ("below 0", "above 0")
 VERDICTS = (
     VerdictColumns("response_0", "response_1", "better_response_id", ("0", "1")),
@@ -154,9 +157,10 @@ LABELS = {
     "no": False,
     "bad": False,
 }
-# A verdict that begins with one of these names no better answer.
+# A verdict is a tie if it begins with one of these.
 TIES = ("tie", "both", "neither", "equal", "same")
-# For each result of `_wanted_kind`: the formats that give it, each with its usual columns.
+# Kind of rows (see `_kind_of_forms`) → formats that can be read as such rows, with their usual
+# columns.
 SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "text": {
         "alpaca": ("instruction", "output"),
@@ -176,13 +180,13 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "prompt": {"alpaca": ("instruction",), "sharegpt": ("conversations",), "answer": ("question",)},
     "class": {"document": ("content", "label")},
 }
-# Algorithms that a message names for rows of other forms than the run's algorithm takes.
+# Forms → the algorithms that take them, which an error recommends for rows of other forms.
 ALGORITHMS_OF_FORMS = (
     (JUDGED_FORMS, "kto"),
     (TEXT_FORMS, "sft"),
     (PAIR_FORMS, "dpo, orpo, simpo or reward"),
 )
-# A name counts as a misspelling of another from this ratio of `difflib` on.
+# A name counts as a misspelling of another if their ratio by `difflib` is at least this.
 LEAST_SIMILARITY = 0.75
 # How much a misspelled column counts beside one with its right name.
 MISSPELLED_WEIGHT = 0.8
@@ -195,9 +199,9 @@ class Tie(Exception):
 def convert_row(
     values: dict[str, Any], known: Forms, wanted: str, origin: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return the format of a row and its columns under our names.
+    """Return the format of a row, and its columns under our names.
 
-    If no column fits, the names are compared in small letters: `Question` is as good as `question`.
+    If the row fits no format, its names are compared in small letters: `Question` as `question`.
 
     Args:
         values: the row's columns.
@@ -221,7 +225,7 @@ def convert_row(
         return found
     if wanted == "auto":
         return "", values
-    usual_columns = SHAPES[_wanted_kind(known)].get(wanted, ())
+    usual_columns = SHAPES[_kind_of_forms(known)].get(wanted, ())
     which = ""
     if usual_columns:
         which = f", which has {' and '.join(usual_columns)}"
@@ -266,7 +270,7 @@ def _convert_by_exact_names(
     values: dict[str, Any], known: Forms, wanted: str, origin: str
 ) -> tuple[str, dict[str, Any]] | None:
     """Return (format, columns under our names), or None if no format fits the row."""
-    kind = _wanted_kind(known)
+    kind = _kind_of_forms(known)
     talks = _read_talk_columns(values, origin)
     plain = _replace_talks(values, talks, kind)
     present = _present_columns(plain)
@@ -276,8 +280,8 @@ def _convert_by_exact_names(
     _, system_columns = prepend_system(present.get("prompt"), present)
     has_system = bool(system_columns)
     talk_format = _format_of_talks(talks, known)
-    # A row of our own form needs a format only to put a system's message of another column before
-    # its prompt. A row of a class has no prompt.
+    # A row of our own form is only converted to put a system's message, which has its own column,
+    # before the prompt. Rows with a class have no prompt.
     needs_no_format = not has_system or kind == "class"
     if _has_own_form(present, known) and needs_no_format:
         return talk_format, _parse_label(plain, kind)
@@ -287,7 +291,8 @@ def _convert_by_exact_names(
         found = _convert_by_format(name, plain, present, known, origin)
         if found is not None:
             return found
-    # No format fits: a row whose columns have our names is read as it is, even if they hold nothing.
+    # No format fits. A row with the columns of one of our forms is taken as it is, even if they are
+    # empty.
     for form in known:
         if set(form) <= plain.keys():
             return talk_format, plain
@@ -295,7 +300,7 @@ def _convert_by_exact_names(
 
 
 def _convert_by_format(
-    name: str, plain: dict[str, Any], present: Values, known: Forms, origin: str
+    name: str, plain: dict[str, Any], present: PresentColumns, known: Forms, origin: str
 ) -> tuple[str, dict[str, Any]] | None:
     """Return the format's name and the columns that it gives; None for a row of another format.
 
@@ -306,7 +311,7 @@ def _convert_by_format(
         known: the forms of rows that the algorithm takes.
         origin: the row's name in an error.
     """
-    kind = _wanted_kind(known)
+    kind = _kind_of_forms(known)
     read = FORMATS[name]
     reading = read(present, kind, origin)
     if reading is None:
@@ -318,11 +323,11 @@ def _convert_by_format(
     return name, _parse_label(row_type(columns), kind)
 
 
-def _is_misled(name: str, present: Values, has_system: bool) -> bool:
-    """Return whether a format would take a part of the row for the whole of it."""
+def _is_misled(name: str, present: PresentColumns, has_system: bool) -> bool:
+    """Return whether a format would read only a part of what the row says."""
     if name == "answer":
-        # A text beside a question and an answer is the whole row. Beside an instruction it is
-        # Alpaca's, written out for a model.
+        # Beside a question and an answer the column `text` has the whole row. (Beside an
+        # instruction it is Alpaca's rendering of the row, which the format alpaca has read before.)
         return "text" in present and not has_system
     if name == "document":
         # A passage beside a question is not the whole row.
@@ -364,7 +369,7 @@ def _replace_talks(values: dict[str, Any], talks: dict[str, Talk], kind: str) ->
     return plain
 
 
-def _present_columns(plain: Values) -> dict[str, Any]:
+def _present_columns(plain: PresentColumns) -> dict[str, Any]:
     """Return the columns that hold something.
 
     They include the column of an empty answer if no other column answers.
@@ -379,12 +384,12 @@ def _present_columns(plain: Values) -> dict[str, Any]:
     return present
 
 
-def _find_empty_answer(plain: Values, present: Values) -> str | None:
-    """Return the column of an empty answer to a question that no other column answers; else None.
+def _find_empty_answer(plain: PresentColumns, present: PresentColumns) -> str | None:
+    """Return the column of an empty answer to a question that has no other answer; else None.
 
-    What else such a row holds must not be learned in place of the answer.
+    Without it another column of the row would be learned in place of the answer.
     """
-    # `present` lacks what is empty, so these look for answers that say something.
+    # `present` has no empty columns, so these find only answers that say something.
     has_answer = bool(present.keys() & {*REPLIES, *LISTS})
     has_talk = find_column(present, TALKS, list) is not None
     has_prompt = find_column(present, PROMPTS, str | list) is not None
@@ -396,8 +401,8 @@ def _find_empty_answer(plain: Values, present: Values) -> str | None:
     return None
 
 
-def _has_own_form(present: Values, known: Forms) -> bool:
-    """Return whether the row has one of our forms whose names no other tool gives another meaning."""
+def _has_own_form(present: PresentColumns, known: Forms) -> bool:
+    """Return whether the row has one of our forms under names that mean the same in all tools."""
     # `text`, `chosen` and `rejected` alone are also names of other tools, with other contents.
     distinct_names = {"prompt", "messages", "label"}
     for form in known:
@@ -414,7 +419,7 @@ def _format_of_talks(talks: dict[str, Talk], known: Forms) -> str:
     """
     parts = set[str]().union(*known)
     formats = [talk.format for name, talk in talks.items() if name in parts]
-    # Any name is greater than the empty one.
+    # The empty name, which stands for our own format, is the smallest.
     return max(formats, default="")
 
 
@@ -430,13 +435,13 @@ def _parse_label(values: dict[str, Any], kind: str) -> dict[str, Any]:
     return values
 
 
-def nearest_format(values: Values, known: Forms) -> str:
-    """Return the end of a message about a row of no form.
+def nearest_format(values: PresentColumns, known: Forms) -> str:
+    """Return the last part of the error for a row of no form.
 
-    It says which algorithms take the row, or which form or format it is nearest to. It is empty if
-    none is near.
+    It says which algorithms take the row, or which form or format is nearest. It is empty if none
+    is near.
     """
-    kind = _wanted_kind(known)
+    kind = _kind_of_forms(known)
     algorithms = _find_other_algorithms(values, kind)
     if algorithms is not None:
         return f"; such rows are for algorithm {algorithms}"
@@ -455,13 +460,13 @@ def nearest_format(values: Values, known: Forms) -> str:
     return hint
 
 
-def _find_other_algorithms(values: Values, kind: str) -> str | None:
+def _find_other_algorithms(values: PresentColumns, kind: str) -> str | None:
     """Return the algorithms that take a row which the algorithm of a run does not; None if none does.
 
     `kind`: what the run's algorithm takes.
     """
     for forms, algorithms in ALGORITHMS_OF_FORMS:
-        if kind == _wanted_kind(forms):
+        if kind == _kind_of_forms(forms):
             continue
         try:
             name, columns = convert_row(dict(values), forms, "auto", "")
@@ -496,7 +501,9 @@ def _find_misspelling(column: str, names: list[str]) -> str | None:
     return matches[0]
 
 
-def _describe_differences(values: Values, columns: Sequence[str], names: list[str]) -> list[str]:
+def _describe_differences(
+    values: PresentColumns, columns: Sequence[str], names: list[str]
+) -> list[str]:
     """Return what keeps a row from being one with `columns`.
 
     These are misspelled names, or, if the row has all columns, values that are no texts.
@@ -515,7 +522,7 @@ def _describe_differences(values: Values, columns: Sequence[str], names: list[st
     return differences
 
 
-def _wanted_kind(known: Forms) -> str:
+def _kind_of_forms(known: Forms) -> str:
     """Return what an algorithm with these forms takes.
 
     It is pair, label (judged answers), class, text (conversations, completions and documents) or
@@ -535,10 +542,10 @@ def _wanted_kind(known: Forms) -> str:
 
 def judges_answers(known: Forms) -> bool:
     """Return whether an algorithm with these forms learns from answers that are labelled good or bad."""
-    return _wanted_kind(known) == "label"
+    return _kind_of_forms(known) == "label"
 
 
-def _find_sides(present: Values) -> tuple[str, str] | None:
+def _find_sides(present: PresentColumns) -> tuple[str, str] | None:
     """Return the columns of the better and of the worse answer; None without both."""
     for chosen, rejected in PAIRS:
         if chosen in present and rejected in present:
@@ -546,7 +553,7 @@ def _find_sides(present: Values) -> tuple[str, str] | None:
     return None
 
 
-def _is_repeated_in_sides(present: Values, question: str) -> bool:
+def _is_repeated_in_sides(present: PresentColumns, question: str) -> bool:
     """Return whether a pair has its prompt twice.
 
     That is so if the column `question` has it as a text, and both sides, which are whole
@@ -577,15 +584,15 @@ def _is_whole_talk(side: Any) -> bool:
 
 
 def _complete(
-    prompt: Any, present: Values, used: set[str], kind: str, answer: str | None
+    prompt: Any, present: PresentColumns, used: set[str], kind: str, answer: str | None
 ) -> Reading | None:
-    """Return a prompt with what the algorithm takes beside it; None for a row that lacks that.
+    """Return the reading of a prompt and the answers that the algorithm needs; None without these.
 
     Args:
         prompt: a text or messages.
         present: the columns of the row that hold something.
         used: the columns that the prompt was made of.
-        kind: what the algorithm takes, see `_wanted_kind`.
+        kind: what the algorithm takes, see `_kind_of_forms`.
         answer: the column of the answer, if there is one.
     """
     columns = {"prompt": prompt}
@@ -615,7 +622,7 @@ def _complete(
     return Reading(columns, used)
 
 
-def _read_alpaca(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_alpaca(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read Alpaca's columns: an instruction, perhaps an input and a history, and an answer.
 
     Raises DataError for an input or a history that would be left out.
@@ -665,7 +672,7 @@ def _read_history(history: Any, origin: str) -> Messages:
     return messages
 
 
-def _find_talk(present: Values) -> str | None:
+def _find_talk(present: PresentColumns) -> str | None:
     """Return the column of a conversation; None without one."""
     name = find_column(present, TALKS, list)
     if name is not None:
@@ -679,12 +686,12 @@ def _find_talk(present: Values) -> str | None:
     return None
 
 
-def _read_sharegpt(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_sharegpt(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a conversation that is one column, such as ShareGPT's `conversations`."""
     name = _find_talk(present)
     if name is None or kind == "class":
         return None
-    # A conversation beside a prompt, or beside whole conversations, is there for another algorithm.
+    # A pair may have such a column too, for other algorithms: its own sides are read instead.
     has_own_sides = "prompt" in present or _is_whole_talk(present.get("chosen"))
     if kind == "pair" and has_own_sides:
         return None
@@ -711,7 +718,7 @@ def _read_sharegpt(present: Values, kind: str, origin: str) -> Reading | None:
     return _complete(messages, present, used, kind, None)
 
 
-def _read_verdict(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_verdict(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read two answers to a prompt, and a column that says which of them is better."""
     if kind != "pair":
         return None
@@ -741,12 +748,12 @@ def _read_verdict(present: Values, kind: str, origin: str) -> Reading | None:
         columns["prompt"], question_columns = build_question(present, prompt or "", origin)
         used |= question_columns
     if two_answers is not None:
-        # The row's own columns, in place of those that `read_two_answers` has made of them.
+        # The names of the row's own columns, not of those that `read_two_answers` has made.
         used = two_answers.used
     return Reading(columns, used)
 
 
-def _find_verdict(present: Values) -> VerdictColumns | None:
+def _find_verdict(present: PresentColumns) -> VerdictColumns | None:
     """Return the first of `VERDICTS` whose columns all hold something; None without one."""
     for names in VERDICTS:
         if {names.first, names.second, names.verdict} <= present.keys():
@@ -778,7 +785,7 @@ def _is_first_better(verdict: Any, names: VerdictColumns, origin: str) -> bool:
     return better == names.marks[0]
 
 
-def _read_ranked(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_ranked(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a list of answers to a prompt, each with a score or a rank."""
     prompt = find_column(present, PROMPTS, str | list)
     name = find_column(present, LISTS, list)
@@ -834,7 +841,7 @@ def _read_marks(marks: list[Any], column: str, origin: str) -> list[float]:
     return values
 
 
-def _prepend_system_to_sides(present: Values, chosen: str, rejected: str) -> Reading:
+def _prepend_system_to_sides(present: PresentColumns, chosen: str, rejected: str) -> Reading:
     """Return the better and the worse answer of a row, each behind the system's message.
 
     The answers are whole conversations, and the system's message is in a column of its own. `used`
@@ -846,7 +853,7 @@ def _prepend_system_to_sides(present: Values, chosen: str, rejected: str) -> Rea
     return Reading(columns, chosen_used | rejected_used)
 
 
-def _read_pair(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_pair(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a chosen and a rejected side, with a prompt of their own or in both."""
     sides = _find_sides(present)
     if kind != "pair" or sides is None:
@@ -871,7 +878,7 @@ def _read_pair(present: Values, kind: str, origin: str) -> Reading | None:
     return Reading(columns, used | set(sides))
 
 
-def _read_pair_of_talks(present: Values, sides: tuple[str, str]) -> Reading | None:
+def _read_pair_of_talks(present: PresentColumns, sides: tuple[str, str]) -> Reading | None:
     """Return a pair whose answers are whole conversations.
 
     None if they are not, or if the row needs no change.
@@ -886,7 +893,7 @@ def _read_pair_of_talks(present: Values, sides: tuple[str, str]) -> Reading | No
     return Reading(columns, {*sides, *system_columns})
 
 
-def _read_answer(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_answer(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a prompt and its answer."""
     prompt = find_column(present, PROMPTS, str | list)
     if kind in ("pair", "class") or prompt is None:
@@ -900,7 +907,7 @@ def _read_answer(present: Values, kind: str, origin: str) -> Reading | None:
     return _complete(question, present, used, kind, answer)
 
 
-def _find_reply(present: Values) -> tuple[str | None, Any]:
+def _find_reply(present: PresentColumns) -> tuple[str | None, Any]:
     """Return the column of the answer, and the answer; (None, None) without one.
 
     An answer is a text, messages, calls of tools, or the first of several texts that are as good as
@@ -916,7 +923,7 @@ def _find_reply(present: Values) -> tuple[str | None, Any]:
     return None, None
 
 
-def _read_reply(name: str, present: Values) -> Any:
+def _read_reply(name: str, present: PresentColumns) -> Any:
     """Return the answer that a column holds which is no text; None if it holds none."""
     value = present.get(name)
     if "tools" in present:
@@ -938,7 +945,7 @@ def _read_reply(name: str, present: Values) -> Any:
     return None
 
 
-def _read_transcript(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_transcript(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a chosen and a rejected transcript, whose turns begin with the speaker."""
     if kind != "pair":
         return None
@@ -948,11 +955,11 @@ def _read_transcript(present: Values, kind: str, origin: str) -> Reading | None:
         if not isinstance(text, str) or not TURN.match(text):
             return None
         columns[name] = split_transcript(text)
-    # The columns keep their names, so none is left behind beside the new ones.
+    # The new columns replace the old ones under the same names, so none has to be removed.
     return Reading(columns, set())
 
 
-def _read_document(present: Values, kind: str, origin: str) -> Reading | None:
+def _read_document(present: PresentColumns, kind: str, origin: str) -> Reading | None:
     """Read a column of plain text under another name than `text`."""
     name = find_column(present, TEXTS)
     if name is None or "text" in present:
@@ -967,7 +974,7 @@ def _read_document(present: Values, kind: str, origin: str) -> Reading | None:
 
 # Each takes (the row's columns that hold something, what the algorithm takes, origin). They are
 # tried in this order.
-FORMATS: dict[str, Callable[[Values, str, str], Reading | None]] = {
+FORMATS: dict[str, Callable[[PresentColumns, str, str], Reading | None]] = {
     "sharegpt": _read_sharegpt,
     "alpaca": _read_alpaca,
     "verdict": _read_verdict,

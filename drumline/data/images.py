@@ -1,8 +1,8 @@
-"""Rows with images, their batches with the images' patches, and batches of an image classifier.
+"""Encodes and collates rows with images: of vision-language models, and of image classifiers.
 
 A row names its images by path, relative to the folder of its data file, or holds their bytes
-(`files.image_path`). An image is in the content of a message (`{"type": "image", "image": PATH}`)
-or in the column `images`. The images of that column belong to the places that are marked by
+(`image_files.image_path`). An image is in the content of a message (`{"type": "image", "image":
+PATH}`) or in the column `images`. The images of that column belong to the places that are marked by
 `{"type": "image"}` alone, or by `<image>` in a text. Without any such place they stand before the
 first question. A sample's meta is `{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order.
 Pixels are read for each batch.
@@ -32,25 +32,26 @@ from drumline.data.batches import (
     read_segments,
     row_width,
 )
-from drumline.data.cache import Segment, TokenCache
-from drumline.data.files import image_path, root_of
+from drumline.data.cache import Segment, TokenCache, cache_root
+from drumline.data.image_files import image_path, image_paths
 from drumline.data.sources import Row, is_image
-from drumline.data.templates import Encoded, Encoder, Example, truncate
+from drumline.data.targets import Encoded, Encoder, Example, truncate
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 from drumline.foreign import expanded
 from drumline.models.vision import Grid, Vision, pixels, read_image
 
-# In a text: an image stands here.
-PLACE = "<image>"
-# Columns that other libraries read beside a conversation, and that no model sees here.
+# The mark in a text at which an image stands.
+IMAGE_MARK = "<image>"
+# Columns that other libraries read beside a conversation. No model gets them here, so rows with
+# them are refused.
 UNREAD = (
     "video",
     "videos",
     "audio",
     "audios",
 )
-# Columns that may hold a conversation, and whose words a plain text there is.
+# Column that may hold a conversation → the role of a plain text in it.
 _ROLES = {"messages": "user", "prompt": "user", "completion": "assistant"}
 # Keys of a part of a content that may name its image, in the order in which they count.
 _IMAGE_KEYS = ("image", "path", "url", "image_url")
@@ -71,9 +72,10 @@ class Expanded:
     spans: list[tuple[int, int]]
 
     def encoded(self, truncated: bool) -> Encoded:
-        """Return the row as the encoders return it. `truncated`: something was cut off."""
+        """Return the row as `Encoded`. `truncated`: whether something was cut off."""
         meta = None
-        # A sample with a meta is kept even if it teaches nothing, so one that does not has none.
+        # A sample with a meta is kept even without a target. Without a meta such a sample is left
+        # out.
         if self.images and self.example.learned:
             meta = {
                 "images": [path for path, _ in self.images],
@@ -89,7 +91,7 @@ class ImageRows:
         self.encoder = Encoder(tokenizer, False, data)
         self.data = data
         self.vision = vision
-        self.root = root_of(data)
+        self.root = cache_root(data)
 
     def encode(self, row: Row) -> Encoded | None:
         """Return the row cut to data.max_length, without any image that does not fit whole.
@@ -97,11 +99,11 @@ class ImageRows:
         None if the row is dropped, or if the cut takes all of its targets. Raises DataError that
         names the row.
         """
-        _require_read(row)
+        _require_no_unread(row)
         placed, paths = place_images(row, self.root)
         if paths:
             self.encoder.require_template("images need a chat template", row)
-        # With one placeholder token for each image.
+        # Here each image is one placeholder token.
         short = self.encoder.encode(placed)
         images = [(path, self.vision.grid(path, row.origin)) for path in paths]
         is_placeholder = short.tokens == self.vision.token_id
@@ -111,7 +113,7 @@ class ImageRows:
                 f"{len(images)} images, but the chat template writes {found} places for them",
                 where=row.origin,
             )
-        full = expand(short, images, self.vision)
+        full = expand_placeholders(short, images, self.vision)
         kept = truncate(full.example, self.data.max_length, self.data.truncation, row.origin)
         if kept is None:
             return None
@@ -121,15 +123,15 @@ class ImageRows:
         lost_its_answers = full.example.learned and not kept.learned
         if lost_its_answers:
             return None
-        # Unlike `kept`, without the rest of an image that the limit divides.
-        shortened = cut(full, size, self.data.truncation == "left")
+        # `kept` may have a part of an image at its end; this has none.
+        shortened = cut_between_images(full, size, self.data.truncation == "left")
         return shortened.encoded(truncated=True)
 
 
-def _require_read(row: Row) -> None:
-    """Raises DataError for a row with videos, sounds, or images beside a document.
+def _require_no_unread(row: Row) -> None:
+    """Raise DataError for a row with videos, sounds, or images beside a document.
 
-    The model would not see them.
+    The model would not get them.
     """
     if "text" in row.values:
         images = {"image": row.extra.get("image"), "images": row.values.get("images")}
@@ -139,14 +141,16 @@ def _require_read(row: Row) -> None:
 
 
 def _require_empty(columns: dict[str, Any], row: Row, fix: str) -> None:
-    """Raises DataError for the first of some columns of a row that holds anything."""
+    """Raise DataError for the first of some columns of a row that holds anything."""
     for name, value in columns.items():
         if value:
             what = f"what column {name!r} holds would be left out"
             raise DataError(what, where=row.origin, fix=fix)
 
 
-def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -> Expanded:
+def expand_placeholders(
+    short: Example, images: Sequence[tuple[str, Grid]], vision: Vision
+) -> Expanded:
     """Return the example with each image's placeholder repeated for all of the image's tokens.
 
     None of these tokens is a target.
@@ -161,7 +165,7 @@ def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -
     repeats = np.ones(len(short.tokens), np.int64)
     repeats[places] = [vision.tokens(grid) for _, grid in images]
 
-    # Where the tokens that each token becomes begin and stop.
+    # The range of tokens that each token of `short` becomes.
     stops = np.cumsum(repeats)
     starts = stops - repeats
     spans = zip(starts[places].tolist(), stops[places].tolist(), strict=True)
@@ -172,10 +176,10 @@ def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -
     return Expanded(example, list(images), list(spans))
 
 
-def cut(full: Expanded, size: int, left: bool) -> Expanded:
+def cut_between_images(full: Expanded, size: int, left: bool) -> Expanded:
     """Return the first `size` tokens of a row, or the last ones (`left`).
 
-    If the cut goes through an image, what would remain of the image is left out too.
+    An image that the cut would divide is left out whole.
     """
     total = len(full.example.tokens)
     start = 0
@@ -183,7 +187,7 @@ def cut(full: Expanded, size: int, left: bool) -> Expanded:
     if left:
         start = total - size
         stop = total
-    # The vision tower gives an image's tokens all together, so a part of them cannot be filled.
+    # The vision tower returns all tokens of an image, so a part of them cannot be used.
     for first, last in full.spans:
         if first < start < last:
             start = last
@@ -206,7 +210,8 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
 
     Args:
         row: the row.
-        root: the folder below which `files.image_path` writes images that the row holds as bytes.
+        root: the folder below which `image_files.image_path` writes images that the row holds as
+            bytes.
 
     Raises DataError for a URL, and if the numbers of places and images differ.
     """
@@ -222,7 +227,7 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
         values[key] = [placer.place_in_turn(turn) for turn in talk]
     if placer.waiting:
         what = f"{len(placer.waiting)} more images than places for them"
-        fix = f'say where: {{"type": "image"}} in a content, or {PLACE} in a text'
+        fix = f'say where: {{"type": "image"}} in a content, or {IMAGE_MARK} in a text'
         raise DataError(what, where=row.origin, fix=fix)
     if placer.paths:
         row = replace(row, values=values)
@@ -235,7 +240,7 @@ class _Placer:
     Attributes:
         row: the row of the conversation.
         root: see `place_images`.
-        waiting: the images of the column `images` that no place has yet; None if the row has no
+        waiting: the images of the column `images` that have no place yet; None if the row has no
             such column.
         paths: absolute paths of the images that have a place, in order.
     """
@@ -259,10 +264,10 @@ class _Placer:
 
     def _place_in_text(self, text: str) -> str | list[dict[str, Any]]:
         """Return a text as parts, split at `<image>`; as it is if the row lists no images."""
-        if self.waiting is None or PLACE not in text:
+        if self.waiting is None or IMAGE_MARK not in text:
             return text
         parts: list[dict[str, Any]] = []
-        for number, piece in enumerate(text.split(PLACE)):
+        for number, piece in enumerate(text.split(IMAGE_MARK)):
             # A mark stands between two pieces.
             if number:
                 parts.append(self._place({}))
@@ -282,8 +287,8 @@ class _Placer:
     def _place(self, part: dict[str, Any]) -> dict[str, Any]:
         """Note the path of an image, and return the part that stands for it.
 
-        The image is that which its part names, else the next that waits. Raises DataError if there
-        is none.
+        The part may name its image. If it does not, the next image of the column `images` is taken.
+        Raises DataError if there is none.
         """
         image = _named_image(part)
         if image is None:
@@ -333,7 +338,7 @@ def _have_places(talks: dict[str, Messages]) -> bool:
 def _has_place(content: Any) -> bool:
     """Return whether a content, a text or parts, has a place for an image."""
     if isinstance(content, str):
-        return PLACE in content
+        return IMAGE_MARK in content
     return any(map(is_image, content or []))
 
 
@@ -343,7 +348,7 @@ def _mark_first_question(talks: dict[str, Messages], count: int) -> None:
         for number, turn in enumerate(talk):
             content = turn.get("content")
             if turn["role"] == "user" and isinstance(content, str):
-                marked = {**turn, "content": PLACE * count + content}
+                marked = {**turn, "content": IMAGE_MARK * count + content}
                 # A new list: the row's own messages stay as they are.
                 talks[key] = [*talk[:number], marked, *talk[number + 1 :]]
                 return
@@ -385,15 +390,15 @@ def folders_of(metas: Iterable[bytes]) -> set[Path]:
     for text in metas:
         if not text:
             continue
-        for path in _paths(json.loads(text)):
+        for path in image_paths(json.loads(text)):
             folders.add(Path(path).parent)
     return folders
 
 
 def lacks_images(cache: TokenCache) -> bool:
-    """Return whether images are gone that were written for the samples of a cache.
+    """Return whether images that were written with a cache are gone.
 
-    Images of the user's own are not looked for: only those that preparing the cache wrote.
+    The user's own images are not checked.
     """
     folders = cache.info.get("image_folders")
     if not folders:
@@ -404,21 +409,11 @@ def lacks_images(cache: TokenCache) -> bool:
         if folder.is_dir():
             present.update(str(path) for path in folder.iterdir())
     for sample in range(len(cache)):
-        for path in _paths(cache.meta(sample)):
+        for path in image_paths(cache.meta(sample)):
             is_ours = str(Path(path).parent) in folders
             if is_ours and path not in present:
                 return True
     return False
-
-
-def _paths(meta: dict[str, Any]) -> list[str]:
-    """Return the paths of the images of a sample by its meta."""
-    # Of a conversation.
-    paths = list(meta.get("images", ()))
-    # Of a classifier.
-    if "path" in meta:
-        paths.append(meta["path"])
-    return paths
 
 
 def count_images(metas: Sequence[bytes]) -> dict[str, int]:
@@ -480,8 +475,8 @@ def collate_vision(
         cache: the token cache.
         ids: samples of the cache; -1 is a filler.
         pad_id: the padding token.
-        width: as in `collate`, of the samples alone. A batch without images has one more token, and
-            with a fixed width all batches have.
+        width: tokens of each row, see `collate`. Rows get one token more for the image of zeros:
+            always with a fixed width, and without one if the batch has no images.
         vision: the model's images.
 
     Raises DataError for an image that cannot be read any more.
@@ -634,8 +629,8 @@ def collate_images(
     return ImageBatch(pixels_BCHW, labels_B, len(images))
 
 
-def labelled_images(rows: int, side: int, channels: int) -> ImageBatch:
-    """Return square images of `side` pixels, all zeros and of the first class."""
+def placeholder_images(rows: int, side: int, channels: int) -> ImageBatch:
+    """Return a placeholder batch of black images, `side` pixels square, all of the first class."""
     pixels_BCHW = torch.zeros(rows, channels, side, side)
     labels_B = torch.zeros(rows, dtype=torch.int64)
     return ImageBatch(pixels_BCHW, labels_B, rows)

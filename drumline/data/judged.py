@@ -1,7 +1,7 @@
 """Batches of answers that are labelled good or bad, for KTO (Ethayarajh et al. 2024).
 
-Mismatched answers, which are those to other prompts, are what KTO estimates its KL from. B rows, T
-tokens, P samples; a row for each sample.
+KTO estimates its KL from mismatched rows: a prompt with the answer to another prompt. B rows, T
+tokens, P samples; each sample is one row, so B = P.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from drumline.data.batches import Batch, First, TokenBatch, collate, learned_segment
+from drumline.data.batches import Batch, FirstPassNumbers, TokenBatch, collate, learned_segment
 from drumline.data.cache import Segment, TokenCache
 from drumline.errors import DataError
 
@@ -27,9 +27,9 @@ class JudgedBatch(TokenBatch):
         samples_P: int64, numbers of the samples in their cache, -1 for fillers.
         reference_B: fp64, log-probability of each answer under the reference; None until it is
             known.
-        mismatched: the same prompts with answers to other prompts; None if the algorithm needs
-            none. A prompt is a filler there if the global batch has no other prompt.
-        first_reference_B: the `reference_B` of `mismatched`.
+        mismatched: the same prompts with answers to other prompts, for the first pass; None if the
+            algorithm needs none. If all samples have one prompt, these rows are fillers.
+        first_reference_B: the `reference_B` of the rows of the first pass, which are `mismatched`.
         weight: the number of real rows.
     """
 
@@ -48,7 +48,7 @@ class JudgedBatch(TokenBatch):
         return self.good_B + self.bad_B
 
     def token_weights(self) -> torch.Tensor:
-        """Return [B, T]: weights that add up to 1 for each answer, at its last token."""
+        """Return [B, T]: 1 at the last token of each answer, and 0 elsewhere and for fillers."""
         last_BT = self.position_ids_BT == self.last_B[:, None]
         return last_BT * self.real_P[:, None]
 
@@ -90,9 +90,9 @@ def judged_batch(
 def collate_judged(
     cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None
 ) -> JudgedBatch:
-    """Return the answers of `samples` in a cache (-1: a filler), padded to `width` tokens.
+    """Return the batch of `samples` of a cache (-1: a filler), padded to `width` tokens.
 
-    Without a `width` they are padded to the longest answer.
+    Without a `width` the rows are padded to the longest one.
     """
     rows = _segments(cache, samples)
     return judged_batch(rows, _labels(cache, samples), samples, pad_id, width)
@@ -106,12 +106,12 @@ def collate_mismatched(
     width: int | None,
     max_length: int,
 ) -> JudgedBatch:
-    """Return `collate_judged`, and in `mismatched` each prompt with the answer of another.
+    """Return the batch of `collate_judged` with its `mismatched` rows.
 
     Args:
         cache: the token cache.
         samples: samples of the cache; -1 is a filler.
-        previous: the `stream.predecessors` of the samples, whose answers are taken; -1 for none.
+        previous: the `order.predecessors` of the samples, whose answers are taken; -1 for none.
             TRL takes the neighbour, though it may have the same prompt.
         pad_id: the padding token.
         width: tokens of each row; None: those of the longest answer.
@@ -146,16 +146,16 @@ def mismatch(row: Segment, other: Segment, max_length: int) -> Segment:
     return joined_tokens[:max_length], joined_learn[:max_length]
 
 
-def learned_judged(rows: int, length: int) -> JudgedBatch:
-    """Return good answers of `length` tokens, all targets.
+def placeholder_judged(rows: int, length: int) -> JudgedBatch:
+    """Return a placeholder batch of good answers of `length` tokens, all of them targets.
 
-    All numbers of the reference and of a first pass are 0.
+    The numbers of the reference and of the first pass are 0.
     """
     segments = [learned_segment(length)] * rows
     batch = judged_batch(segments, [True] * rows, range(rows), 0, length)
     zeros_B = torch.zeros(rows, dtype=torch.float64)
     numbers_NK = torch.zeros(rows, 2, dtype=torch.float64)
-    return replace(batch, reference_B=zeros_B, first=First(numbers_NK))
+    return replace(batch, reference_B=zeros_B, first=FirstPassNumbers(numbers_NK))
 
 
 def require_both_labels(train: TokenCache) -> None:
@@ -163,7 +163,7 @@ def require_both_labels(train: TokenCache) -> None:
     seen = set()
     for sample in range(len(train)):
         seen.add(train.meta(sample)["good"])
-        # Usually after a few rows.
+        # Usually after a few rows: do not read all.
         if len(seen) == 2:
             return
     label = "false"

@@ -1,9 +1,9 @@
-"""From rows to a token cache: read, tokenise on several processes, leave out, hold out, pack, write.
+"""Makes a token cache of rows: read, tokenise, drop copies, hold out, pack, write.
 
-Rows are tokenised once, in order, into flat files (`data.stage`). The rest only moves ranges of
-them, a block of rows at a time. Chunks of a large input go to new processes ("spawn": the caller may
-have threads of torch and tokenizers, which do not survive a fork), so a script that calls `prepare`
-needs `if __name__ == "__main__"`.
+Rows are tokenised once, in order, into flat files (`data.stage`). The later steps only move ranges
+of these files, a block of rows at a time. Chunks of a large input are tokenised in new processes.
+They are spawned, since a fork would not keep the caller's threads of torch and tokenizers. So a
+script that calls `prepare` needs `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,23 @@ import numpy as np
 
 from drumline.config.config import Config
 from drumline.config.data import Source, TasksSource
-from drumline.data.cache import Column, Layout, bounds, commit, read_info, temporary_folder
-from drumline.data.files import DIGITS, IMAGES, root_of
-from drumline.data.filters import RawRows, filter_rows
+from drumline.data.cache import (
+    Column,
+    IndexWriter,
+    bounds,
+    cache_root,
+    commit,
+    read_info,
+    temporary_folder,
+)
+from drumline.data.files import RawRows
+from drumline.data.filters import filter_rows
 from drumline.data.formats import judges_answers
+from drumline.data.image_files import DIGITS, IMAGES
 from drumline.data.images import count_images, folders_of, join_metas
 from drumline.data.overlap import EvaluationGrams, drop_copies, drop_near_copies
 from drumline.data.packing import cut, pack
-from drumline.data.sources import OPTIONAL, Keep, Row, describe, read_rows
+from drumline.data.sources import OPTIONAL, RawFilter, Row, describe, read_rows
 from drumline.data.stage import HELD_OUT, TRAIN, Ints, Rows, Segments, Stage
 from drumline.data.workers import Job, encode_all
 from drumline.errors import DataError
@@ -48,7 +57,7 @@ class Task:
         folder: the cache of the rows, or the folder of a stream's blocks.
         holdout_folder: the cache of the rows that are held out; None if none are.
         vision: the images of a vision-language model.
-        eval_set: the name of the evaluation set; None: rows to train on.
+        eval_set: the name of the evaluation set, empty for the only one; None: training rows.
     """
 
     config: Config
@@ -66,14 +75,14 @@ class Task:
         return "eval"
 
     @property
-    def streams(self) -> bool:
-        """Whether `folder` is one of `data.blocks`."""
+    def is_stream(self) -> bool:
+        """Whether the rows are a stream. Then `folder` holds its blocks, see `data.blocks`."""
         return self.role == "train" and self.config.data.stream is not None
 
     @property
     def folders(self) -> list[Path]:
         """The folders of the caches; none for a stream."""
-        if self.streams:
+        if self.is_stream:
             return []
         if self.holdout_folder is None:
             return [self.folder]
@@ -82,7 +91,7 @@ class Task:
     @property
     def image_folders(self) -> set[Path]:
         """The folders of images that reading the rows writes."""
-        return {root_of(self.config.data) / IMAGES, cache_dir() / DIGITS}
+        return {cache_root(self.config.data) / IMAGES, cache_dir() / DIGITS}
 
     @property
     def is_done(self) -> bool:
@@ -97,7 +106,7 @@ def make(
     progress: Progress,
     require_unchanged: Callable[[], None],
 ) -> None:
-    """Make the caches of a task.
+    """Read the rows of a task once, and make its caches of them.
 
     Args:
         task: what to make.
@@ -129,17 +138,20 @@ def make(
         # token files themselves.
         if task.holdout_folder is not None:
             _hold_out(task.config, stage, rows)
-            finish(task, stage, held_out, task.holdout_folder, HELD_OUT)
+            write_cache(task, stage, held_out, task.holdout_folder, HELD_OUT)
         for name in ("tokens.bin", "learn.bin"):
             (staging / name).rename(training / name)
-        finish(task, stage, training, task.folder, TRAIN)
+        write_cache(task, stage, training, task.folder, TRAIN)
         progress("pack", rows, rows)
 
 
 def _hold_out(config: Config, stage: Stage, rows: int) -> None:
-    """Hold out `data.holdout` of the `rows` rows of a stage. Raises DataError if none is left."""
+    """Mark some rows of a stage as held out, as many as `data.holdout` sets.
+
+    `rows`: the number of rows that are not dropped. Raises DataError if none is left to train on.
+    """
     wanted = config.data.holdout
-    # A number of rows, or a part of them, of which at least one row is held out.
+    # A number of rows, or a share of them. Of a share at least one row is held out.
     if not isinstance(wanted, int):
         wanted = max(1, round(wanted * rows))
     if wanted >= rows:
@@ -147,7 +159,7 @@ def _hold_out(config: Config, stage: Stage, rows: int) -> None:
         fix = "hold out fewer, or give data.eval"
         raise DataError(what, where="data.holdout", fix=fix)
     if judges_answers(config.algorithm.forms):
-        # Several answers to a prompt are rows of their own.
+        # Here a row is one of several answers to a prompt: answers to one prompt stay together.
         stage.hold_out_prompts(wanted)
     else:
         stage.hold_out(wanted)
@@ -163,34 +175,35 @@ def rows_of(
     base_dir: Path,
     stage: Stage,
     skip: int = 0,
-    faulty: bool = False,
-    seen: Keep = iter,
+    with_faulty: bool = False,
+    watch: RawFilter = iter,
 ) -> Generator[Row, None, int]:
-    """Yield the rows of a source that fulfil its conditions, and return how many there are.
+    """Yield the rows of a source that fulfil its conditions, and return their number at the end.
 
-    Raises DataError if there is none, and if no row has a mapped column.
+    The number includes the rows that `skip` leaves out. Raises DataError if the source has no such
+    row, or if no row has a mapped column.
 
     Args:
         task: what reads the rows.
         number: the source's place in `task.sources`.
         base_dir: the folder that paths of the config are relative to.
-        stage: counts the rows that are left out, and notes the formats that were found.
-        skip: so many rows are not yielded.
-        faulty: see `read_rows`.
-        seen: all raw rows of the source go through it.
+        stage: its counts and its formats are updated.
+        skip: how many of the first rows are not yielded.
+        with_faulty: see `read_rows`.
+        watch: gets all raw rows of the source, and must yield them again.
     """
     source = task.sources[number]
-    raw_filter = _RawFilter(task, number, stage, seen)
+    raw_filter = _ConditionFilter(task, number, stage, watch)
     forms = task.config.algorithm.forms
     ties = Counter[str]()
     found = 0
-    for row in read_rows(source, base_dir, forms, ties, number, raw_filter.apply, faulty):
+    for row in read_rows(source, base_dir, forms, ties, number, raw_filter.apply, with_faulty):
         found += 1
         if row.format:
             stage.formats.setdefault(describe(source), set()).add(row.format)
         if found > skip:
             yield row
-    # Ties are no rows, so whoever encodes rows does not count them.
+    # A tie gives no row, so the encoder of rows cannot count it. It is counted here.
     stage.counts[number, "read"] += ties.total()
     stage.counts[number, "ties"] += ties.total()
     if not found:
@@ -203,27 +216,27 @@ def rows_of(
     # and its first pass may end after days.
     rows_of_limit = found + ties.total()
     is_read_whole = source.limit is None or rows_of_limit < source.limit
-    if raw_filter.absent and is_read_whole and not task.streams:
+    if raw_filter.absent and is_read_whole and not task.is_stream:
         what = f"no row has the column {min(raw_filter.absent)!r}, which `columns` maps"
         raise DataError(what, where=describe(source), fix="name one that is there, or leave it out")
     return found
 
 
-class _RawFilter:
+class _ConditionFilter:
     """Leaves out the raw rows of a source that do not fulfil its conditions, and counts them.
 
     Attributes:
         number: the source's place in the sources of its task.
         stage: counts the rows that are left out.
-        seen: all raw rows go through it before the conditions are evaluated.
+        watch: all raw rows go through it before the conditions are evaluated.
         conditions: (key of the config, SQL) of each condition.
         absent: the mapped columns that no raw row has had so far.
     """
 
-    def __init__(self, task: Task, number: int, stage: Stage, seen: Keep) -> None:
+    def __init__(self, task: Task, number: int, stage: Stage, watch: RawFilter) -> None:
         self.number = number
         self.stage = stage
-        self.seen = seen
+        self.watch = watch
         self.conditions = _conditions(task, number)
         self.absent: set[str] = set()
         for part in OPTIONAL:
@@ -235,16 +248,19 @@ class _RawFilter:
         """Return the rows that fulfil the conditions."""
         if self.absent:
             raw = self._note_columns(raw)
-        return filter_rows(self.seen(raw), self.conditions, self._count_dropped)
+        return filter_rows(self.watch(raw), self.conditions, self._count_dropped)
 
     def _note_columns(self, raw: RawRows) -> RawRows:
-        """Yield raw rows, and strike the columns that they have from `absent`."""
+        """Yield raw rows, and remove the columns that they have from `absent`."""
         for place, (origin, values) in raw:
             self.absent.difference_update(values)
             yield place, (origin, values)
 
     def _count_dropped(self, rows: int) -> None:
-        """Count raw rows that are left out. Nobody else reads them, so they count as read too."""
+        """Count raw rows that are left out.
+
+        The encoder counts the others as read. It never gets these, so they are counted here.
+        """
         self.stage.counts[self.number, "read"] += rows
         self.stage.counts[self.number, "filtered"] += rows
 
@@ -269,11 +285,12 @@ def _rows_of_all(task: Task, base_dir: Path, stage: Stage) -> Iterator[Row]:
 
 
 def job_of(task: Task, folder: Path, tokenizer_path: str, base_dir: Path) -> Job:
-    """Return the settings that tokenise the rows of a task.
+    """Return the settings by which workers tokenise the rows of a task.
 
     Args:
-        task: what the rows are of.
-        folder: the evaluation rows that training rows are compared with are read into it.
+        task: the task.
+        folder: a temporary folder. With `data.decontaminate` the grams of the evaluation rows are
+            written to it.
         tokenizer_path: the folder of the tokenizer.
         base_dir: the folder that paths of the config are relative to.
     """
@@ -283,19 +300,19 @@ def job_of(task: Task, folder: Path, tokenizer_path: str, base_dir: Path) -> Job
     if task.role == "train":
         if data.decontaminate is not None:
             held_out = Task(config, data.eval, task.folder, None, task.vision, "")
-            # It only counts: nobody reads what was left out of these rows.
+            # Reading rows needs a stage for its counts. Nobody reads those of these rows.
             counts = Stage(folder, np.dtype(np.uint16))
             rows = _rows_of_all(held_out, base_dir, counts)
             wanted = data.decontaminate
             evaluation = EvaluationGrams.write(rows, wanted.ngram, wanted.overlap, folder)
     else:
-        # Held-out rows are in no order of a curriculum, so they need no column for it.
+        # A curriculum orders training rows only: evaluation rows need no column for it.
         data = data.model_copy(update={"curriculum": None})
     return Job(tokenizer_path, config.model, config.algorithm, data, task.vision, evaluation)
 
 
 def token_type(job: Job) -> np.dtype[Any]:
-    """Return the type of the token files, the smaller of two that holds all tokens."""
+    """Return the type of the token files: uint16 if it can hold all token ids, else uint32."""
     if job.tokenizer is not None and len(job.tokenizer) > 2**16:
         return np.dtype(np.uint32)
     return np.dtype(np.uint16)
@@ -319,7 +336,7 @@ def _tokenise(
 
 
 def _known_size(sources: list[Source]) -> int | None:
-    """Return the rows of some sources; None unless all of them tell before they are read."""
+    """Return the number of rows of some sources; None if it is not known before they are read."""
     total = 0
     for source in sources:
         if not isinstance(source, TasksSource):
@@ -350,7 +367,7 @@ def require_rows(stage: Stage, place: str, config: Config) -> None:
         what = "all rows hold rows of data.eval (data.decontaminate)"
         fix = "evaluate on rows that are not trained on"
     elif stage.total("too_long") == rows:
-        # Under the policy that is set a long row is dropped: with `right`, if its answer is lost.
+        # The policy that is set has dropped all rows. `right` does so if it would cut all targets.
         alternatives = [policy for policy in ("right", "left") if policy != config.data.truncation]
         what = f"all {rows} rows are longer than data.max_length {max_length}"
         fix = f"raise it, or set data.truncation to {' or '.join(alternatives)}"
@@ -362,26 +379,28 @@ def require_rows(stage: Stage, place: str, config: Config) -> None:
     raise DataError(what, where=place, fix=fix)
 
 
-def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -> None:
-    """Make samples of the rows of a role, and give the cache its name.
+def write_cache(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -> None:
+    """Pack the training or the held-out rows to samples, and write them as a token cache.
 
     Args:
-        task: what the rows are of.
+        task: the task of the rows.
         stage: the tokenised rows.
-        temporary: the folder to write to, which has the token files of training rows.
-        folder: the cache's name.
+        temporary: the folder to write to. For training rows it has the stage's token files already.
+        folder: the folder that the finished cache becomes.
         role: TRAIN or HELD_OUT.
     """
     config = task.config
     is_training = task.role == "train"
     grouped = config.data.mixed and is_training
     ordered = config.data.curriculum is not None and is_training and role == TRAIN
-    # Without that a pack may hold rows of several sources, and belongs to none.
+    # Rows of several sources that are not grouped may share a pack, which then belongs to no
+    # source.
     has_own_samples = grouped or len(task.sources) == 1
     summary = _Summary(task, stage)
-    layout = Layout(temporary)
+    index = IndexWriter(temporary)
     rows = Column(temporary / "rows.npy", np.dtype(np.uint64))
-    # Training rows keep the token files of the stage, and dropped rows in them; others are copied.
+    # Training rows keep the token files of the stage, in which dropped rows stay unused. The tokens
+    # of held-out rows are copied.
     copies = None
     if role != TRAIN:
         copies = _TokenCopies(stage, temporary)
@@ -392,15 +411,15 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
         if copies is not None:
             segments = segments._replace(ranges=copies.copy(segments.ranges))
         samples = _samples_of(config, segments, stage.metas_of(records))
-        samples_before = layout.samples
-        metas = layout.add(*samples)
+        samples_before = index.samples
+        metas = index.add(*samples)
         summary.add_images(metas)
         if has_own_samples:
-            summary.add_samples(source, layout.samples - samples_before)
+            summary.add_samples(source, index.samples - samples_before)
         rows.add(np.ascontiguousarray(records["digest"][:, 0]))
     if copies is not None:
         copies.close()
-    counts = layout.close()
+    counts = index.close()
     rows.close()
     if not counts["samples"]:
         raise DataError(
@@ -416,10 +435,10 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
 
 
 class _Summary:
-    """What info.json tells of the rows and samples of a cache, counted a block of rows at a time.
+    """Counts what info.json says of the rows and samples of a cache, a block of rows at a time.
 
     Attributes:
-        task: what the rows are of.
+        task: the task of the rows.
         stage: the tokenised rows, with the counts of those that were left out.
         images: how many images, patches and samples with images there are.
         image_folders: the folders of images that preparing the rows has written.
@@ -478,7 +497,7 @@ class _Summary:
             name: the cache's name.
             rows: how many rows it has.
             held_out: how many rows of the same sources are held out.
-            counts: those that `Layout.close` has returned.
+            counts: those that `IndexWriter.close` has returned.
         """
         config = self.task.config
         stage = self.stage
@@ -487,7 +506,7 @@ class _Summary:
         for source, names in stage.formats.items():
             formats.append(f"{source}: read as {' and '.join(sorted(names))}")
         row_set = self.row_set
-        # JSON files of ours hold no more than a signed number of 64 bits.
+        # Our JSON files only have whole numbers that fit into 64 bits with a sign.
         if row_set >= 2**63:
             row_set -= 2**64
         efficiency = None
@@ -523,7 +542,7 @@ class _Summary:
 
 
 class _Samples(NamedTuple):
-    """Samples in the form of `Layout.add`.
+    """Samples in the form of `IndexWriter.add`.
 
     Attributes:
         segments: int64[S, 2], ranges of tokens.
@@ -568,8 +587,8 @@ def _samples_of(config: Config, segments: Segments, metas: list[bytes]) -> _Samp
     return _Samples(ranges[order], offsets, segments.learned[order], joined)
 
 
-class _Copied(NamedTuple):
-    """A token file, its copy, and the bytes of an item."""
+class _FileCopy(NamedTuple):
+    """A token file of a stage, the file that it is copied to, and the bytes of one item."""
 
     source: BinaryIO
     target: BinaryIO
@@ -577,16 +596,15 @@ class _Copied(NamedTuple):
 
 
 class _TokenCopies:
-    """The token files of a folder, to which segments are copied from those of a stage."""
+    """Copies segments from the token files of a stage to new token files in a folder."""
 
     def __init__(self, stage: Stage, folder: Path) -> None:
-        self.files: list[_Copied] = []
+        self.files: list[_FileCopy] = []
         for name, item_size in (("tokens.bin", stage.dtype.itemsize), ("learn.bin", 1)):
             source = (stage.folder / name).open("rb")
             target = (folder / name).open("wb")
-            self.files.append(_Copied(source, target, item_size))
-        # Tokens that are copied.
-        self.end = 0
+            self.files.append(_FileCopy(source, target, item_size))
+        self.tokens_copied = 0
 
     def copy(self, segments: Ints) -> Ints:
         """Copy segments, which are ranges int64[S, 2] of tokens. Return the ranges of the copies."""
@@ -598,9 +616,9 @@ class _TokenCopies:
                 data = file.source.read(byte_count)
                 file.target.write(data)
         sizes = segments[:, 1] - segments[:, 0]
-        ends = self.end + np.cumsum(sizes)
-        starts = np.concatenate(([self.end], ends[:-1])).astype(np.int64)
-        self.end = int(ends[-1])
+        ends = self.tokens_copied + np.cumsum(sizes)
+        starts = np.concatenate(([self.tokens_copied], ends[:-1])).astype(np.int64)
+        self.tokens_copied = int(ends[-1])
         return np.stack((starts, ends), axis=1)
 
     def close(self) -> None:

@@ -1,14 +1,15 @@
-"""Rows that are alike: copies, near copies, and training rows that hold an evaluation row.
+"""Finds rows that are alike: copies, near copies, and training rows that hold an evaluation row.
 
-A text is its words, each CJK character one, without case and punctuation. A gram is the hash of n
-words in a row; a text of fewer words is one gram.
+Texts are compared by their words, without case and punctuation; each CJK character is a word. A
+gram is the hash of n consecutive words; a text of fewer words is one gram.
 
 Near copies are found by MinHash (Broder 1997) with 128 permutations. Rows that agree in one of 32
-bands of 4 are compared by the part of the permutations in which they agree. That part estimates the
-Jaccard index of their grams (standard deviation at most 0.044). At an index of 0.7 a pair meets in a
-band with probability 1 − (1 − 0.7^4)^32 > 0.999, at 0.5 with 0.87.
+bands of 4 are compared by the share of the permutations in which they agree. This share estimates
+the Jaccard index of their grams (standard deviation at most 0.044). At an index of 0.7 a pair meets
+in a band with probability 1 − (1 − 0.7^4)^32 > 0.999, at 0.5 with 0.87.
 
-All passes over rows are in parts of a bounded size, so memory does not grow with their number.
+Every pass over the rows is divided into parts of a bounded size, so memory does not grow with the
+number of rows.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from drumline.data.order import hash_integers
 from drumline.data.sources import Row
 from drumline.data.stage import Ints, Stage
-from drumline.data.stream import mix
 from drumline.data.thoughts import REASONING
 from drumline.foreign import content_of
 
 UInt64s = npt.NDArray[np.uint64]
-SHINGLE = 5  # words of a gram of near copies
+NEAR_COPY_WORDS = 5  # words of a gram in the search for near copies
 _BANDS = 32
 _IN_BAND = 4  # permutations of a band
 PERMUTATIONS = _BANDS * _IN_BAND
 _BAND_ROW_BYTES = _BANDS * np.dtype(np.uint64).itemsize  # of a row in bands.bin
-_PIECE = 2048  # grams that are permuted at once, and pairs of rows that are compared at once
-_MOST_SORTED = 1 << 20  # keys in memory
+_AT_ONCE = 2048  # grams that are permuted at once, and pairs of rows that are compared at once
+_MOST_SORTED = 1 << 20  # digests or bands that are in memory and sorted at once
 # Kana, two blocks of CJK ideographs, compatibility ideographs and Hangul syllables. Each of their
 # characters counts as a word.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7af"
@@ -48,8 +49,8 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 # fixed numbers, so that every process has the same permutations.
 _SEEDS = np.arange(1, PERMUTATIONS + 1, dtype=np.uint64)
 # Odd: an even factor would not be invertible modulo 2^64.
-_FACTORS = mix(_SEEDS) | np.uint64(1)
-_SHIFTS = mix(_SEEDS + np.uint64(1 << 32))
+_FACTORS = hash_integers(_SEEDS) | np.uint64(1)
+_SHIFTS = hash_integers(_SEEDS + np.uint64(1 << 32))
 
 
 def text_of(row: Row) -> str:
@@ -117,35 +118,35 @@ def grams(text: str, size: int) -> UInt64s:
     word_list = _WORD.findall(text.casefold()) or [text]
     length = len(word_list)
     checksums = (zlib.crc32(word.encode(errors="surrogatepass")) for word in word_list)
-    hashes = mix(np.fromiter(checksums, np.uint64, length))
+    hashes = hash_integers(np.fromiter(checksums, np.uint64, length))
 
     # All grams at once, by Horner's rule: Σ hash[word] · base^(place from the right), modulo 2^64.
     count = max(1, length - size + 1)
     polynomials = np.zeros(count, np.uint64)
     for offset in range(min(size, length)):
         polynomials = polynomials * _BASE + hashes[offset : offset + count]
-    return np.unique(mix(polynomials))
+    return np.unique(hash_integers(polynomials))
 
 
-def minhash(text: str, apart: bytes = b"") -> npt.NDArray[np.uint32]:
+def minhash(text: str, salt: bytes = b"") -> npt.NDArray[np.uint32]:
     """Return the MinHash print of a text.
 
     The permutations are multiply-shift (Dietzfelbinger et al. 1997).
 
     Args:
         text: the text of a row.
-        apart: 8 bytes, or none. Texts with unlike bytes have no gram in common.
+        salt: 8 bytes, or none. Texts with different salts have no gram in common.
 
     Returns:
         uint32[128]: the smallest of the text's grams under each permutation.
     """
     smallest = np.full(PERMUTATIONS, 2**32 - 1, np.uint32)
-    values = grams(text, SHINGLE)
-    if apart:
-        salt = np.frombuffer(apart, "<u8")[0]
-        values = mix(values ^ salt)
-    for start in range(0, len(values), _PIECE):
-        piece = values[start : start + _PIECE, None]
+    values = grams(text, NEAR_COPY_WORDS)
+    if salt:
+        salt_word = np.frombuffer(salt, "<u8")[0]
+        values = hash_integers(values ^ salt_word)
+    for start in range(0, len(values), _AT_ONCE):
+        piece = values[start : start + _AT_ONCE, None]
         # The high bits alone: the low ones of a product depend on the low ones of its factors only.
         permuted = (piece * _FACTORS + _SHIFTS) >> np.uint64(32)
         smallest_of_piece = permuted.min(axis=0).astype(np.uint32)
@@ -158,22 +159,19 @@ def hash_bands(prints: npt.NDArray[np.uint32]) -> UInt64s:
     bands = np.zeros((len(prints), _BANDS), np.uint64)
     for offset in range(_IN_BAND):
         members = prints[:, offset::_IN_BAND].astype(np.uint64)
-        bands = mix(bands ^ members)
+        bands = hash_integers(bands ^ members)
     return bands
 
 
 def drop_copies(stage: Stage) -> None:
-    """Drop all but the first of the rows with one content.
-
-    Rows have one content if their digests are equal.
-    """
-    # Each pass sorts the rows of some digests, so that about `_MOST_SORTED` of them are in memory.
-    # Copies have one digest, so they are in one pass.
+    """Drop the rows that are copies of an earlier row: those with the same digest."""
+    # Each pass takes the digests with one remainder, so that about `_MOST_SORTED` rows are in
+    # memory. Copies have the same digest, so they are in the same pass.
     parts = 1 + stage.rows // _MOST_SORTED
     for part in range(parts):
         numbers_of_blocks = []
         digests_of_blocks = []
-        for start, rows in stage.ranges():
+        for start, rows in stage.row_blocks():
             digests_of_block = rows["digest"]
             is_in_part = digests_of_block[:, 0] % np.uint64(parts) == part
             here = np.flatnonzero(is_in_part)
@@ -182,7 +180,7 @@ def drop_copies(stage: Stage) -> None:
         numbers = np.concatenate(numbers_of_blocks)
         digests = np.concatenate(digests_of_blocks)
 
-        # Sorted by digest and then by number, each copy but the first follows a row that is equal.
+        # Sorted by digest and then by number: each copy but the first follows an equal row.
         order = np.lexsort((numbers, digests[:, 1], digests[:, 0]))
         earlier = order[:-1]
         later = order[1:]
@@ -201,9 +199,9 @@ def drop_near_copies(stage: Stage, threshold: float) -> None:
     prints = flat_prints.reshape(-1, PERMUTATIONS)
     for band in range(_BANDS):
         for pairs in _pairs_of_band(stage, band):
-            for start in range(0, len(pairs.later), _PIECE):
-                first = pairs.first[start : start + _PIECE]
-                later = pairs.later[start : start + _PIECE]
+            for start in range(0, len(pairs.later), _AT_ONCE):
+                first = pairs.first[start : start + _AT_ONCE]
+                later = pairs.later[start : start + _AT_ONCE]
                 agreement = (prints[first] == prints[later]).mean(axis=1)
                 near_copies = later[agreement >= threshold]
                 stage.drop(np.sort(near_copies), "duplicates")
@@ -224,7 +222,7 @@ class _Pairs(NamedTuple):
 def _pairs_of_band(stage: Stage, band: int) -> Iterator[_Pairs]:
     """Yield all pairs of rows whose bands with this number are equal, some at a time."""
     path = stage.folder / "bands.bin"
-    # As in `drop_copies`, each pass sorts the rows of some keys.
+    # As in `drop_copies`, each pass takes the keys with one remainder.
     parts = 1 + stage.rows // _MOST_SORTED
     rows_at_once = _MOST_SORTED // _BANDS
     for part in range(parts):
@@ -244,8 +242,8 @@ def _pairs_of_band(stage: Stage, band: int) -> Iterator[_Pairs]:
         numbers = numbers[order]
         keys = keys[order]
 
-        # Where the run of equal keys begins that each row is in. The rows that begin one are not
-        # later than any.
+        # Equal keys stand together now. For each row: the place of the first row with the same key.
+        # All rows but that first one are later rows.
         first_of_run = np.searchsorted(keys, keys)
         later = np.flatnonzero(first_of_run < np.arange(len(keys)))
         first = first_of_run[later]
@@ -258,7 +256,7 @@ class EvaluationGrams:
 
     Attributes:
         ngram: words of a gram.
-        overlap: the part of an evaluation row's grams that a training row may not reach.
+        overlap: a training row with at least this share of an evaluation row's grams holds the row.
         grams: uint64[G], ascending, with repeats.
         owners: int64[G], the row of each gram.
         sizes: int64[rows], grams of each row.
@@ -317,9 +315,9 @@ class EvaluationGrams:
             )
 
     def is_held_by(self, row: Row) -> bool:
-        """Return whether a row holds at least the part `overlap` of an evaluation row's grams."""
+        """Return whether a row holds an evaluation row, see `overlap`."""
         grams_of_row = grams(text_of(row), self.ngram)
-        # The range of each gram in the sorted grams of all evaluation rows; empty for most grams.
+        # Each gram's range among the sorted grams of all evaluation rows. Most ranges are empty.
         starts = np.searchsorted(self.grams, grams_of_row, "left")
         stops = np.searchsorted(self.grams, grams_of_row, "right")
         shared = np.flatnonzero(stops > starts)
@@ -330,6 +328,7 @@ class EvaluationGrams:
             owners_of_shared.append(self.owners[starts[index] : stops[index]])
         owners = np.concatenate(owners_of_shared)
         counts = np.bincount(owners, minlength=len(self.sizes))
-        # At least one gram: with an `overlap` of 0 every row would hold every evaluation row.
+        # At least one gram. Otherwise every row would hold every evaluation row at an `overlap` of
+        # 0.
         needed = np.maximum(1, np.ceil(self.overlap * self.sizes))
         return bool((counts >= needed).any())

@@ -1,8 +1,8 @@
-"""Finds and opens the files of a source.
+"""Finds the files of a source, opens them and hashes them.
 
-A source is a path, a glob or a folder of this machine, or a URL that fsspec reads. Its files may be
-compressed. Nothing is copied to this disk but what must be read in any order (a compressed Parquet
-file).
+A source names a path, a glob or a folder of this machine, or a URL that fsspec reads. Its files may
+be compressed. A file is only copied to a temporary one if it must be read in any order and cannot
+be (a compressed Parquet file).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from drumline.hardware.detect import cache_dir
 from drumline.system.files import load_or_compute
 from drumline.system.redact import redact
 
-# Bytes of a file. All are hashed before the first row is read (minutes), and holes of sparse files are
-# hashed too.
+# The most bytes of a file. Before the first row is read all of them are hashed, also the holes of
+# sparse files, which takes minutes.
 MOST_FILE = 2**38
 LARGE = 64 * MIB  # bytes of a file whose hash is kept
-# Times of files have ticks: a second change within one tick would go unseen, so that a hash is kept only
-# when the last change is so long ago.
+# Times of files have a coarse unit, within which a second change would go unseen. So a hash is only
+# kept if the last change was at least this long ago.
 SETTLED_SECONDS = 2.0
-MOST_APART = 2**36  # bytes of a compressed file that is unpacked into a temporary one
+MOST_TEMPORARY = 2**36  # bytes of a compressed file that is unpacked into a temporary one
 NAME_DIGITS = 32  # hex digits of a sha256 that name a kept hash
-# What S3, GCS, the hub, web servers and local disks tell of a remote file. If one of these values
-# changes, the file has changed.
+# Keys of fsspec's info under which S3, GCS, the hub, web servers and local disks describe a file.
+# If one of these values changes, the file has changed.
 _STATE = (
     "size",
     "ETag",
@@ -59,7 +59,13 @@ _STATE = (
 _SPLIT = re.compile(
     r"(?:^|[/._-])(train|test|valid|val|dev|eval)(?:ing|ation|uation)?(?=[/._-]|\d|$)"
 )
-_SAME = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "validation"}
+# Names of a split → its usual name.
+_SPLIT_NAMES = {
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+}
 # The package that fsspec reads each scheme with.
 _PACKAGES = {
     "s3": "s3fs",
@@ -87,8 +93,8 @@ class DataFile:
 
     Attributes:
         name: what messages call it.
-        place: its path, or its path in `fs`.
-        folder: paths in its rows are relative to it.
+        place: its path, in `fs` if there is one.
+        folder: the folder that paths in its rows are relative to.
         fs: a file system of fsspec; None: this machine's.
     """
 
@@ -102,10 +108,11 @@ class DataFile:
         """The file's ending, without that of a compression: `.jsonl`."""
         return kind_of_file(self.place)
 
-    def open(self, anywhere: bool = False) -> IO[bytes]:
-        """Return the file's bytes, unpacked, open for reading.
+    def open(self, random_access: bool = False) -> IO[bytes]:
+        """Open the file for reading, decompressed.
 
-        With `anywhere` they can be read in any order. Raises DataError, also while it is read.
+        With `random_access` its bytes can be read in any order. Raises DataError, also while it is
+        read.
         """
         ending = Path(self.place).suffix.lower()
         is_packed = ending in COMPRESSED
@@ -119,15 +126,15 @@ class DataFile:
         with judged("cannot be unpacked", self.name, DataError):
             # Closing an unpacked stream leaves the packed one open.
             if is_packed:
-                stream = _Stream(_unpacked(raw, ending), [raw], self.name)
+                stream = _Stream(_decompress(raw, ending), [raw], self.name)
             else:
                 stream = _Stream(raw, [], self.name)
             file: Any = io.BufferedReader(stream, MIB)
-        if anywhere and (is_packed or not _can_seek(file)):
-            return self._unpack_apart(file)
+        if random_access and (is_packed or not _can_seek(file)):
+            return self._copy_to_temporary(file)
         return cast("IO[bytes]", file)
 
-    def _unpack_apart(self, file: IO[bytes]) -> IO[bytes]:
+    def _copy_to_temporary(self, file: IO[bytes]) -> IO[bytes]:
         """Return a temporary file with the content of `file`, which is closed. Raises DataError."""
         whole: Any = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         with file:
@@ -136,9 +143,9 @@ class DataFile:
                 if not piece:
                     break
                 whole.write(piece)
-                if whole.tell() > MOST_APART:
+                if whole.tell() > MOST_TEMPORARY:
                     raise DataError(
-                        f"unpacks to more than {MOST_APART // 2**30} GiB",
+                        f"unpacks to more than {MOST_TEMPORARY // 2**30} GiB",
                         where=self.name,
                         fix="part it",
                     )
@@ -170,11 +177,11 @@ class DataFile:
 
 
 class _Stream(io.RawIOBase):
-    """A file whose reading raises DataError, whatever its library raises.
+    """A file that raises DataError for whatever the library that reads it raises.
 
     Args:
         file: the file.
-        below: further files that are closed with it.
+        below: the files that it reads from, which are closed with it.
         name: what messages call it.
     """
 
@@ -211,7 +218,7 @@ class _Stream(io.RawIOBase):
 
 
 def _can_seek(file: IO[bytes]) -> bool:
-    """Return whether a file can be read in any order. A web server may only send it from its start."""
+    """Return whether a file can be read in any order. Some web servers only send whole files."""
     try:
         file.seek(0, 2)
         file.seek(0)
@@ -220,7 +227,7 @@ def _can_seek(file: IO[bytes]) -> bool:
     return True
 
 
-def _unpacked(raw: IO[bytes], ending: str) -> IO[bytes]:
+def _decompress(raw: IO[bytes], ending: str) -> IO[bytes]:
     """Return the unpacked bytes of a compressed file, open for reading."""
     if ending == ".zst":
         import pyarrow
@@ -267,13 +274,13 @@ def locate(source: FileSource, base_dir: Path) -> list[DataFile]:
     if there is none.
     """
     if is_url(source.path):
-        return _remote(source, base_dir)
+        return _locate_remote(source, base_dir)
     top = base_dir / expanded(source.path)
     if top.is_dir():
         paths = _files_of_folder(top, source)
     else:
         paths = find(source.path, base_dir)
-    return [DataFile(_named(path, base_dir), str(path), path.parent) for path in paths]
+    return [DataFile(_display_name(path, base_dir), str(path), path.parent) for path in paths]
 
 
 def _files_of_folder(top: Path, source: FileSource) -> list[Path]:
@@ -284,7 +291,7 @@ def _files_of_folder(top: Path, source: FileSource) -> list[Path]:
         is_hidden = any(part.startswith(".") for part in inside.parts)
         if not is_hidden and path.is_file():
             names.append(str(inside))
-    return [top / name for name in _picked(names, source)]
+    return [top / name for name in _select_files(names, source)]
 
 
 def find(pattern: str, base_dir: Path) -> list[Path]:
@@ -350,14 +357,14 @@ def _matches(pattern: str) -> Iterator[str]:
             entered.add(real)
 
 
-def _named(path: Path, base_dir: Path) -> str:
-    """Return a path for messages, relative to the folder of the YAML if it lies there."""
+def _display_name(path: Path, base_dir: Path) -> str:
+    """Return a path as messages show it: relative to the folder of the YAML if it lies there."""
     if path.is_relative_to(base_dir):
         return str(path.relative_to(base_dir))
     return str(path)
 
 
-def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
+def _locate_remote(source: FileSource, base_dir: Path) -> list[DataFile]:
     """Return the files of a source at a URL, see `locate`. Raises DataError and EnvironmentFault."""
     import fsspec
 
@@ -369,7 +376,7 @@ def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
             places = [place]
         else:
             by_name = {str(path)[len(place) :].lstrip("/"): path for path in fs.find(place)}
-            places = [by_name[name] for name in _picked(sorted(by_name), source)]
+            places = [by_name[name] for name in _select_files(sorted(by_name), source)]
     if not places:
         raise DataError("no file matches", where=source.path)
     files = []
@@ -381,14 +388,14 @@ def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
     return files
 
 
-def _picked(names: list[str], source: FileSource) -> list[str]:
-    """Return the files of a folder that have rows, of the wanted split. Raises DataError."""
+def _select_files(names: list[str], source: FileSource) -> list[str]:
+    """Return the files of a folder with rows of the split `source.split`. Raises DataError."""
     rows = _names_with_rows(names, source)
     splits: dict[str, list[str]] = {}
     for name in rows:
         splits.setdefault(_split_of(name), []).append(name)
-    wanted = _SAME.get(source.split, source.split)
-    # Of a folder without other splits all files are for training, whether their names say so or not.
+    wanted = _SPLIT_NAMES.get(source.split, source.split)
+    # If the names tell no split but train, all files are for training.
     if set(splits) <= {"", "train"} and wanted == "train":
         return rows
     if wanted not in splits:
@@ -428,15 +435,15 @@ def _names_with_rows(names: list[str], source: FileSource) -> list[str]:
 
 
 def _split_of(name: str) -> str:
-    """Return the split that a file's path tells; empty if it tells none.
+    """Return the split that a file's path names; empty if it names none.
 
-    The last part that names one counts: a folder `train` may have a file `test.jsonl`.
+    If several parts name one the last counts: a folder `train` may have a file `test.jsonl`.
     """
     splits = _SPLIT.findall(name.lower())
     if not splits:
         return ""
     last = splits[-1]
-    return _SAME.get(last, last)
+    return _SPLIT_NAMES.get(last, last)
 
 
 def hash_file(path: Path) -> str:
@@ -462,7 +469,7 @@ def hash_file(path: Path) -> str:
         def parse(text: str) -> str:
             entry = json.loads(text)
             is_entry = isinstance(entry, list) and len(entry) == 2
-            # `load_or_compute` computes the hash again then.
+            # At this error `load_or_compute` computes the hash again.
             if not is_entry or entry[0] != stamp:
                 raise ValueError("the file has changed")
             return str(entry[1])

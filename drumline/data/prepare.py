@@ -1,4 +1,4 @@
-"""The token caches of a config: which there are, what they hold, and making those that are missing."""
+"""Finds the token caches of a config, has the missing ones made, and says what all of them hold."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from drumline.config.config import Config
 from drumline.config.data import Source
 from drumline.config.mixing import epoch_counts
 from drumline.config.rollouts import require_room
-from drumline.data.blocks import begin, is_begun, read_ledger
-from drumline.data.cache import TokenCache, left_out, read_info, verify
-from drumline.data.encode import OWN
-from drumline.data.files import root_of
+from drumline.data.blocks import has_first_block, make_first_block, read_ledger
+from drumline.data.cache import TokenCache, cache_root, describe_left_out, read_info, verify
+from drumline.data.encode import OWN_COLUMNS
 from drumline.data.fingerprint import cache_key, hash_files, identify
 from drumline.data.images import lacks_images
 from drumline.data.make import Progress, Task, make
@@ -48,11 +47,11 @@ def prepare(
         vision: of a vision-language model.
         check: verify the caches that exist, and make damaged ones again.
     """
-    # The first refusal, before anything is read.
+    # Refuse what cannot be trained before anything is read.
     for refusal in compared_images(config, vision is not None):
         raise refusal.error()
     progress = on_progress or _ignore_progress
-    # The names of the caches are hashes of all input.
+    # A cache is named by a hash of all its input, so naming the tasks' folders reads every file.
     progress("hash", 0, None)
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     for task in tasks:
@@ -62,24 +61,25 @@ def prepare(
                 shutil.rmtree(folder)
     if all(map(_is_done, tasks)):
         return _plan(tasks)
-    files = _Files(config, base_dir)
-    # The names again, of files that are as `files` has seen them, or that have changed since.
+    # A file may change while it is read. `files` hashes the input first, and the caches are named
+    # afterwards: if both hashes are equal at the end, the rows are those of the names.
+    files = _InputFiles(config, base_dir)
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     for task in tasks:
         if _is_done(task):
             continue
-        if task.streams:
-            begin(task, tokenizer_path, base_dir)
+        if task.is_stream:
+            make_first_block(task, tokenizer_path, base_dir)
         else:
             make(task, tokenizer_path, base_dir, progress, files.require_unchanged)
     return _plan(tasks)
 
 
-class _Files:
-    """The files of rows as they were before a cache got its name.
+class _InputFiles:
+    """The hashes of the input files before the caches were named.
 
-    A file that changes between the hash that names a cache and the reading of its rows would put
-    other rows into that cache, and each later run with the old file would train on them.
+    A file that changes after its cache was named would put other rows into that cache, and each
+    later run with the old file would train on them.
     """
 
     def __init__(self, config: Config, base_dir: Path) -> None:
@@ -90,7 +90,7 @@ class _Files:
         self.before = hash_files(self.sources, base_dir)
 
     def require_unchanged(self) -> None:
-        """Raise DataError if a file has changed since."""
+        """Raise DataError if a file has changed since this object was made."""
         if hash_files(self.sources, self.base_dir) != self.before:
             raise DataError(
                 "a file of rows has changed while it was read",
@@ -100,13 +100,16 @@ class _Files:
 
 
 def _ignore_progress(phase: str, done: int, total: int | None) -> None:
-    """Nobody follows the progress."""
+    """Do nothing: the caller of `prepare` does not follow the progress."""
 
 
-def cached(
+def find_prepared(
     config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None = None
 ) -> DataPlan | None:
-    """Return the same as `prepare` if all of the caches exist and are whole, else None."""
+    """Return what the caches hold if all of them exist and are whole; None otherwise.
+
+    It makes nothing. The result is that of `prepare`.
+    """
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     for task in tasks:
         if any(_lacks_images(folder) for folder in task.folders):
@@ -137,21 +140,24 @@ def _lacks_images(folder: Path) -> bool:
 
 
 def _is_done(task: Task) -> bool:
-    """Return whether there is nothing to make for a task: of a stream, no more than block 0."""
-    if task.streams:
-        return is_begun(task.folder)
+    """Return whether there is nothing to make for a task.
+
+    Of a stream only block 0 is made before the run; training makes the others.
+    """
+    if task.is_stream:
+        return has_first_block(task.folder)
     return task.is_done
 
 
 def _tasks(
     config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None
 ) -> list[Task]:
-    """Return the passes over the data: the rows to train on first, then each evaluation set.
+    """Return a task for the training rows, and behind it one for each evaluation set.
 
     Raises ConfigError for settings that exclude each other.
     """
     data = config.data
-    root = root_of(data)
+    root = cache_root(data)
     if data.eval and data.holdout:
         raise ConfigError(
             "data.holdout and data.eval are two ways to say the same",
@@ -174,11 +180,11 @@ def _tasks(
 
 
 def _plan(tasks: list[Task]) -> DataPlan:
-    """Return what the caches of all tasks hold. The first task is that of the rows to train on."""
+    """Return what the caches of all tasks hold. The first task is that of the training rows."""
     task = tasks[0]
     config = task.config
     # A stream has no one cache; its first block stands for it.
-    if task.streams:
+    if task.is_stream:
         train = None
         train_name = "train, first block"
         info = read_ledger(task.folder)["first"]
@@ -203,11 +209,11 @@ def _plan(tasks: list[Task]) -> DataPlan:
     if task.vision:
         image_tokens = info.get("patches", 0) // task.vision.merge**2
     eval_sources: list[SourcePlan] = []
-    lines_left_out = left_out(train_name, info)
+    lines_left_out = describe_left_out(train_name, info)
     if config.data.eval:
         for name, cache in held_out.items():
             eval_sources += [SourcePlan(**entry) for entry in cache.info["by_source"]]
-            lines_left_out += left_out(f"eval.{name}".rstrip("."), cache.info)
+            lines_left_out += describe_left_out(f"eval.{name}".rstrip("."), cache.info)
     return DataPlan(
         train_cache=str(task.folder),
         eval_caches={name: str(cache.folder) for name, cache in held_out.items()},
@@ -221,7 +227,7 @@ def _plan(tasks: list[Task]) -> DataPlan:
         labels=labels,
         identity=identity,
         formats=_distinct_formats([info, *(cache.info for cache in held_out.values())]),
-        stream=task.streams,
+        stream=task.is_stream,
         sources=sources,
         epoch_samples=epoch_samples,
         eval_sources=tuple(eval_sources),
@@ -241,9 +247,9 @@ def _open_held_out(tasks: list[Task]) -> dict[str, TokenCache]:
 
 
 def _identity_of_stream(task: Task, info: dict[str, Any]) -> DataIdentity:
-    """Return what tells the data of a stream from other data. `info`: of its first block."""
+    """Return the identity of a stream's data. `info`: of its first block."""
     key = task.folder.name
-    # Nobody has read all rows: the first 12 hex digits of the key stand for them.
+    # The sum of all rows' hashes is not known: the first 12 hex digits of the key take its place.
     row_set = int(key[:12], 16)
     return DataIdentity(cache=str(task.folder), content=key, rows=info["rows"], row_set=row_set)
 
@@ -277,22 +283,23 @@ def prompt_columns(data: DataPlan) -> set[str]:
             else:
                 columns.intersection_update(meta)
     assert columns is not None, "a cache has samples"
-    return columns - {OWN}
+    return columns - {OWN_COLUMNS}
 
 
 def _metas(cache: TokenCache) -> Iterator[dict[str, Any]]:
-    """Yield the further values of each sample of a cache."""
+    """Yield the meta of each sample of a cache, see `TokenCache.meta`."""
     for sample in range(len(cache)):
         yield cache.meta(sample)
 
 
 def _plan_sources(config: Config, info: dict[str, Any]) -> tuple[SourcePlan, ...]:
-    """Return what a cache of training rows has of each source, and what an epoch has of it.
+    """Return each source's rows and samples in a cache, and its samples in an epoch.
 
-    Raises DataError if an epoch has nothing of a source. `info`: of the cache.
+    `info`: of the cache, which has the training rows. Raises DataError if an epoch has nothing of a
+    source.
     """
     found = [SourcePlan(**entry) for entry in info["by_source"]]
-    # Without a mix, packs may hold rows of several sources, and no source has samples of its own.
+    # Without a mix a pack may hold rows of several sources. Then the samples of a source are None.
     sizes = [source.samples or 0 for source in found]
     if config.data.mixed:
         counts = epoch_counts(config.data.train, sizes, config.data.temperature)

@@ -1,7 +1,7 @@
-"""Collects what `drumline preview` shows: rows as `prepare` encodes them, what was cut off, and text.
+"""Collects what `drumline preview` shows: what becomes of each row, and its tokens as text.
 
-Nothing here renders a row again: a row is encoded as it is prepared, and once more without a limit of
-its length. Its tokens are then decoded to pieces of text.
+A row is encoded twice: as `prepare` encodes it, and without a limit of its length. The difference
+is what was cut off. The tokens of both are then decoded to pieces of text.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from drumline.config.config import Config
 from drumline.data.make import Task, rows_of
 from drumline.data.sources import Row
 from drumline.data.stage import Stage
-from drumline.data.templates import Encoded, Example, special_ids
+from drumline.data.targets import Encoded, Example
 from drumline.data.workers import Job
 from drumline.errors import DataError
+from drumline.models.templates import special_ids
 from drumline.models.vision import Vision
 
-# What becomes of a token: a target, a token without loss, or one that was cut off.
+# What becomes of a token: it is a target, it has no loss, or it is cut off.
 State = Literal["learned", "context", "cut"]
 NO_LIMIT = 10**8  # the largest data.max_length
 LONGEST_CHARACTER = 8  # tokens; a byte has one each, and four bytes make a character
 # Tokens that are decoded before the wanted ones: some tokenizers drop the blank of a first word.
-BEFORE = 4
+TOKENS_BEFORE = 4
 REPLACEMENT = "\ufffd"  # stands for the bytes of an incomplete character
 # Control and format characters that stay: joiners are parts of emoji and of words.
 KEPT = {"\n", "\u200c", "\u200d"}
@@ -40,9 +41,9 @@ HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
 
 @dataclass(frozen=True)
 class Piece:
-    """A text that stands for one token, or for several that make a character or an image together.
+    """The text of one token, or of several tokens that are one character or one image.
 
-    `special`: the token is a special one of the tokenizer, or an image.
+    `special`: whether it is a special token of the tokenizer, or an image.
     """
 
     text: str
@@ -65,13 +66,13 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A row and what becomes of it.
+class PreviewedRow:
+    """A row, and what `prepare` makes of it.
 
     Attributes:
-        number: counts from 1 over all sources.
+        number: the row's number, from 1 over all sources.
         row: the row.
-        kept: the row's sample; None if it is dropped.
+        kept: the row's sample, perhaps cut; None if the row is dropped or refused.
         full: the row encoded without a limit of its length; None if that fails.
         error: why the row cannot be used.
     """
@@ -114,7 +115,7 @@ class Reader:
         tokenizer_path: the folder of the tokenizer.
         base_dir: the folder that paths of the config are relative to.
         vision: the images of a vision-language model.
-        most: so many tokens of a segment become text; its middle is left out.
+        most: how many tokens of a segment become text. If it has more its middle is left out.
     """
 
     def __init__(
@@ -128,25 +129,25 @@ class Reader:
         self.config = config
         self.base_dir = base_dir
         self.vision = vision
-        # How many tokens are shown before the gap, and behind it.
+        # How many tokens are shown on each side of the middle that is left out.
         self.half = most // 2
         self.job = Job(tokenizer_path, config.model, config.algorithm, config.data, vision)
         unlimited = config.data.model_copy(update={"max_length": NO_LIMIT, "truncation": "right"})
-        self.full = replace(self.job, data=unlimited)
-        # Only its counts are used, of rows that conditions left out.
+        self.unlimited_job = replace(self.job, data=unlimited)
+        # Only its counts are read: how many rows conditions have left out.
         self.outcomes = Stage(Path(), np.dtype(np.uint16))
         self.special: set[int] = set()
         if self.job.tokenizer is not None:
             self.special = special_ids(self.job.tokenizer)
 
     def rows(self, wanted: int | None, first: int) -> Iterator[tuple[int, Row | DataError]]:
-        """Yield rows with their numbers, which count from 1 over all sources.
+        """Yield (number, row); the numbers count from 1 over all sources.
 
-        The last item of a source may be why the source cannot be read on.
+        If a source cannot be read on, its last item has the error in place of a row.
 
         Args:
-            wanted: the number of the only row that is yielded; None: the first rows.
-            first: how many rows of each source are yielded without `wanted`.
+            wanted: the number of the one row to yield; None: the first rows of each source.
+            first: how many rows of each source are yielded if `wanted` is None.
 
         Raises DataError if there is no `wanted` row.
         """
@@ -155,7 +156,7 @@ class Reader:
         task = Task(self.config, self.config.data.train, Path(), None)
         for index in range(len(task.sources)):
             try:
-                rows = rows_of(task, index, self.base_dir, self.outcomes, faulty=True)
+                rows = rows_of(task, index, self.base_dir, self.outcomes, with_faulty=True)
                 for row in islice(rows, limit):
                     number += 1
                     if wanted is None or number == wanted:
@@ -172,23 +173,23 @@ class Reader:
             what = f"data.train has {number} rows, no row {wanted}"
             raise DataError(what, where="--row", fix=f"count from 1 to {number}")
 
-    def seen(self, number: int, row: Row | DataError) -> Seen:
-        """Return a row, or why a source cannot be read on, with what becomes of it."""
+    def encode(self, number: int, row: Row | DataError) -> PreviewedRow:
+        """Encode a row of `rows`, or an error in its place, and return what becomes of it."""
         if isinstance(row, DataError):
             row = Row(row.where or "", {}, error=row)
         if row.error is not None:
-            return Seen(number, row, kept=None, full=None, error=row.error)
+            return PreviewedRow(number, row, kept=None, full=None, error=row.error)
         full: Encoded | None = None
         try:
             # First, so that a row that is refused for its length still has its tokens.
-            full = self.full.encode_row(row)
+            full = self.unlimited_job.encode_row(row)
             kept = self.job.encode_row(row)
         except DataError as error:
-            return Seen(number, row, kept=None, full=full, error=error)
-        return Seen(number, row, kept, full)
+            return PreviewedRow(number, row, kept=None, full=full, error=error)
+        return PreviewedRow(number, row, kept, full)
 
-    def empty(self, seen: Seen) -> bool:
-        """Return whether a row teaches only the end of an answer, because the answer has no text."""
+    def has_empty_answer(self, seen: PreviewedRow) -> bool:
+        """Return whether all targets of a row are special tokens: its answer has no text."""
         if seen.kept is None:
             return False
         has_learned = False
@@ -202,11 +203,11 @@ class Reader:
                     return False
         return has_learned
 
-    def segments(self, seen: Seen) -> list[list[Piece]]:
-        """Return the pieces of each segment of a row, also of what was cut off or left out."""
+    def segments(self, seen: PreviewedRow) -> list[list[Piece]]:
+        """Return the pieces of each segment of a row, also of tokens that are cut off or dropped."""
         if seen.full is None:
             return []
-        # One iterator for all segments, which take their images from it.
+        # All segments take their images from this one iterator.
         images = iter(_images(seen.full.meta or {}, self.vision))
         kept: list[Example | None] = [None] * len(seen.full.segments)
         if seen.kept is not None:
@@ -218,12 +219,12 @@ class Reader:
         return segments
 
     def _states_of_full(self, full: Example, short: Example | None) -> list[State]:
-        """Return the state of each token of a segment, of which `short` was kept."""
+        """Return the state of each token of a segment. `short`: what was kept of it; None: nothing."""
         states: list[State] = ["cut"] * len(full.tokens)
         if short is None:
             return states
         is_cut_left = self.config.data.truncation == "left"
-        start, stop = removed(full.tokens, short.tokens, is_cut_left)
+        start, stop = find_cut(full.tokens, short.tokens, is_cut_left)
         kept_states = _states(short)
         # What stands between `start` and `stop` stays cut.
         states[:start] = kept_states[:start]
@@ -295,9 +296,9 @@ class Reader:
             hidden -= image.tokens
 
     def _part_stop(self, ids: list[int], index: int) -> int:
-        """Return the index at which the shown part of a segment stops that has the token `index`.
+        """Return the index at which the part of a segment that is shown around `index` stops.
 
-        A piece must not reach into the gap.
+        A piece must not reach into the middle that is left out.
         """
         if index >= self.half:
             return len(ids)
@@ -305,7 +306,7 @@ class Reader:
 
     def _character(self, ids: list[int], index: int, states: list[State]) -> Span:
         """Return the whole characters that begin at `index`, of as few tokens as possible."""
-        first = max(0, index - BEFORE)
+        first = max(0, index - TOKENS_BEFORE)
         head = self._decode(ids[first:index])
         last_stop = min(index + LONGEST_CHARACTER, self._part_stop(ids, index))
         for stop in range(index + 1, last_stop + 1):
@@ -330,10 +331,10 @@ class Reader:
         return str(text)
 
 
-def removed(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple[int, int]:
+def find_cut(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple[int, int]:
     """Return the range [start, stop) of a segment's tokens that were cut off.
 
-    It lies at the start, or behind what both begin with: special tokens of the end may have stayed.
+    It need not reach the end: special tokens there may have been kept.
 
     Args:
         full: the tokens of the segment.
@@ -342,7 +343,7 @@ def removed(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple
     """
     size = len(kept)
     excess = len(full) - size
-    # Under `left` too a sample may be cut elsewhere: a text with a class keeps its [CLS].
+    # Also under `left` the cut may be elsewhere: a text with a class keeps its [CLS] at the start.
     if left and np.array_equal(full[excess:], kept):
         return 0, excess
     start = size
@@ -352,11 +353,11 @@ def removed(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple
     return start, start + excess
 
 
-def visible(text: str, marks: str = "") -> str:
-    """Return the text with everything escaped that a terminal obeys.
+def escape(text: str, marks: str = "") -> str:
+    """Return a text that is safe to print: characters that a terminal obeys are escaped.
 
-    These are control and format characters, lone halves of a surrogate pair, and `marks`: the
-    caller's own characters, which a text must not imitate.
+    These are control and format characters and lone halves of a surrogate pair. `marks`: further
+    characters to escape, which the caller prints with a meaning of its own.
     """
     characters = []
     for character in text:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drumline.data.rivals import Values
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 
+# The columns of a row that hold something.
+PresentColumns = Mapping[str, Any]
 # Columns that hold the system's message.
 SYSTEMS = ("system", "system_prompt", "system_message")
 # Columns that hold what an instruction is about.
@@ -31,7 +32,7 @@ PASSAGES = (
 )
 
 
-def find_column(present: Values, names: tuple[str, ...], kinds: Any = str) -> str | None:
+def find_column(present: PresentColumns, names: tuple[str, ...], kinds: Any = str) -> str | None:
     """Return the first of some columns that a row has with a value of some type; None without one.
 
     Args:
@@ -45,7 +46,7 @@ def find_column(present: Values, names: tuple[str, ...], kinds: Any = str) -> st
     return None
 
 
-def read_system(present: Values) -> tuple[Messages, set[str]]:
+def read_system(present: PresentColumns) -> tuple[Messages, set[str]]:
     """Return the system's message in a column of its own, and that column.
 
     Both are empty if there is none.
@@ -58,7 +59,7 @@ def read_system(present: Values) -> tuple[Messages, set[str]]:
     return [{"role": "system", "content": content}], {name}
 
 
-def prepend_system(prompt: Any, present: Values) -> tuple[Any, set[str]]:
+def prepend_system(prompt: Any, present: PresentColumns) -> tuple[Any, set[str]]:
     """Return a prompt behind the system's message, and the column of that message.
 
     If no column has one, or the prompt has one of its own, the prompt is returned as it is, and no
@@ -77,7 +78,7 @@ def prepend_system(prompt: Any, present: Values) -> tuple[Any, set[str]]:
     return [*messages, *turns], used
 
 
-def join_context(present: Values, prompt: str, origin: str) -> tuple[Any, set[str]]:
+def join_context(present: PresentColumns, prompt: str, origin: str) -> tuple[Any, set[str]]:
     """Return a prompt joined with what it is about, and the columns that it was made of.
 
     A prompt that is no text stays as it is.
@@ -117,7 +118,7 @@ def _is_empty(context: Any) -> bool:
     return bool(context == {} or is_nan)
 
 
-def build_question(present: Values, prompt: str, origin: str) -> tuple[Any, set[str]]:
+def build_question(present: PresentColumns, prompt: str, origin: str) -> tuple[Any, set[str]]:
     """Return a prompt with what it is about, behind the system's message, and the columns of all.
 
     Args:

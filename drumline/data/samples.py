@@ -1,6 +1,7 @@
-"""Samples for any module: rows as they are written, and what the user's own functions and datasets give.
+"""Samples that are not tokenised: the user's own datasets, and rows as they are written.
 
-They are not tokenised and have no token cache: a module of the user's own takes them as they are.
+A module of the user's own takes them as they are, so there is no token cache. This module reads
+them, identifies them for a resume, collates them, and assigns them to ranks.
 """
 
 from __future__ import annotations
@@ -24,27 +25,28 @@ from torch.utils.data import default_collate
 
 from drumline.config.data import FileSource, PythonSource, Source, SqlSource
 from drumline.config.registry import find_object, imported
+from drumline.data.order import GlobalOrder, assign_samples
 from drumline.data.places import locate
 from drumline.data.sources import describe, open_rows
-from drumline.data.stream import GlobalOrder, assign
 from drumline.errors import DataError, DrumlineError
 from drumline.foreign import class_and_line, first_line, judged
-from drumline.models.containers import each_tensor
+from drumline.models.containers import map_tensors
 from drumline.plan.plan import BatchPlan, DataIdentity
 from drumline.vendor.torch import tree_leaves
 
 NAME_COLLATE = "name a function of yours as algorithm.collate: it gets a list of rows"
 MOST_SAMPLES = 2**31 - 1  # the order of samples counts in int32
-COMPARED = 16  # rows of a function that are compared, evenly spaced
-DIGEST_DIGITS = 12  # hex digits of each row's hash that are summed up to DataIdentity.row_set
+COMPARED = 16  # samples that are hashed for the identity of a dataset, evenly spaced
+DIGEST_DIGITS = 12  # hex digits of a sample's hash that are added up to DataIdentity.row_set
 MOST_CHARACTERS = 80  # of a value in a message
 # Types whose `repr` tells two values apart.
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
-# A context in which what a dataset draws is the same in each process: dist.seeds.Draws.used.
-Drawn = Callable[[], AbstractContextManager[None]]
+# Makes a context in which a dataset draws the same random numbers in each process, see
+# `dist.seeds.Draws.used`.
+DrawContext = Callable[[], AbstractContextManager[None]]
 
 
-def indexed(dataset: object) -> bool:
+def has_index(dataset: object) -> bool:
     """Return whether a dataset has a length and is read by index; others are iterated over."""
     # IterableDataset inherits a __getitem__ that raises.
     is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
@@ -52,7 +54,7 @@ def indexed(dataset: object) -> bool:
 
 
 def require_samples(dataset: object, where: str) -> None:
-    """Raise DataError for an object that gives no samples one by one."""
+    """Raise DataError for an object that does not give samples one by one."""
     what = f"{type(dataset).__name__} is no dataset"
     fix = "give a list, a dataset with __len__ and __getitem__, or an iterable"
     is_read = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
@@ -68,11 +70,11 @@ def require_samples(dataset: object, where: str) -> None:
 
 
 class Samples(torch.utils.data.ConcatDataset[Any]):
-    """Several datasets, one behind the other.
+    """The samples of several datasets, one dataset after another.
 
     Attributes:
-        are_rows: each sample is a dictionary of columns, of a built-in source.
-        lengths: int32[N], ones, since all samples count alike for `stream.assign`.
+        are_rows: whether each sample is a row of a built-in source, a dictionary of columns.
+        lengths: int32[N], all 1: `order.assign_samples` treats all samples alike.
     """
 
     def __init__(self, parts: Sequence[Any], are_rows: bool = False) -> None:
@@ -81,24 +83,26 @@ class Samples(torch.utils.data.ConcatDataset[Any]):
         self.lengths = np.ones(len(self), np.int32)
 
 
-def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullcontext) -> Samples:
-    """Return the samples of the sources, which must be the same on every rank.
+def read_samples(
+    sources: Sequence[Source], base_dir: Path, draw_context: DrawContext = nullcontext
+) -> Samples:
+    """Return the samples of all sources. They must be the same on every rank.
 
-    Datasets with a length and an index stay as they are. Iterables are kept in memory.
+    Datasets with a length and an index stay as they are. Iterables are read into memory.
 
     Args:
-        sources: the sources, one behind the other.
+        sources: the sources, in the order of their samples.
         base_dir: the folder that paths of the config are relative to.
-        drawn: the context in which the sources are read.
+        draw_context: makes the context in which the sources are read.
 
     Raises DataError for a source without a sample.
     """
     parts = []
     for source in sources:
-        with drawn():
+        with draw_context():
             dataset = _open(source, base_dir)
             require_samples(dataset, describe(source))
-            if not indexed(dataset):
+            if not has_index(dataset):
                 read: partial[list[Any]] = partial(list, islice(dataset, source.limit))
                 dataset = imported(read, source.label, "data source", doing="reading")
         count = _count(dataset, source)
@@ -149,15 +153,15 @@ def _open(source: Source, base_dir: Path) -> Any:
 
 
 def identify_samples(sources: Sequence[Source], base_dir: Path, samples: Samples) -> DataIdentity:
-    """Return the identity of samples: how many there are, some of them, and where they come from.
+    """Return the identity of samples, by which a run that resumes sees whether its data changed.
 
-    Of functions the text counts, of files the content. Raises DataError for a row that cannot be
-    read.
+    It covers the number of samples, hashes of some of them, the text of functions, and the content
+    of files. Raises DataError for a row that cannot be read.
     """
     evenly_spaced = np.linspace(0, len(samples) - 1, COMPARED)
-    # Fewer samples than `COMPARED` come several times.
+    # A dataset with fewer samples than `COMPARED` has the same places several times.
     places = np.unique(evenly_spaced.astype(int)).tolist()
-    # Rows that differ when they are read again are drawn at random, and are not compared.
+    # A sample that differs when it is read again is random, and is left out of the hash.
     first_digests = _digests(samples, places)
     second_digests = _digests(samples, places)
     stable = []
@@ -183,10 +187,10 @@ def _json_hash(value: Any) -> str:
 
 
 def _read_row(samples: Samples, index: int) -> Any:
-    """Return a row.
+    """Return a sample.
 
-    Raises DataError for what the user's own code raises; after an OSError a DrumlineError, which a
-    restart may pass.
+    If the user's own code raises an OSError this raises DrumlineError, since a restart may help;
+    for any other error it raises DataError.
     """
     try:
         return samples[index]
@@ -201,7 +205,7 @@ def _read_row(samples: Samples, index: int) -> Any:
 
 
 def _digests(samples: Samples, places: list[int]) -> list[str]:
-    """Return a hash of each of some rows, read with torch's generator at one seed."""
+    """Return a hash of each of some samples, read with torch's generator seeded with 0."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return [_digest(samples, index) for index in places]
@@ -333,8 +337,8 @@ def collate_samples(samples: list[Any]) -> Any:
 class SampleBatch:
     """A micro-batch of samples.
 
-    A batch of fillers alone, which a rank computes while others have samples, has one sample and
-    weight 0.
+    A rank for which no samples are left computes one sample with weight 0, while other ranks
+    compute theirs.
 
     Attributes:
         content: the result of `collate`.
@@ -346,7 +350,7 @@ class SampleBatch:
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SampleBatch:
         """Return the batch with every tensor of its content changed."""
-        return replace(self, content=each_tensor(change, self.content))
+        return replace(self, content=map_tensors(change, self.content))
 
     def to(self, device: str) -> SampleBatch:
         """Return the batch on a device. Does not wait for the copies."""
@@ -405,32 +409,32 @@ def global_batches(
     position: int,
     stop: int | None,
     seed: int | None,
-    drawn: Drawn = nullcontext,
+    draw_context: DrawContext = nullcontext,
 ) -> Iterator[Any]:
-    """Yield this rank's part of each global batch from `position` on.
+    """Yield this rank's micro-batches of each global batch from `position` on.
 
-    A part is a list of micro-batches, each a list of what the dataset gives.
+    An item is a list of micro-batches; a micro-batch is a list of samples of the dataset.
 
     Args:
         dataset: a dataset that is read by index, or an iterable.
         batch: the numbers of samples.
         data_rank: this data rank.
         position: the global position of the first sample.
-        stop: passes over the dataset; None: without end. The last global batch is filled up from
-            the pass that would follow.
-        seed: of the shuffled order; None: as the data come, as an iterable dataset always does.
-        drawn: the context in which an iterable is read, so that it gives the same on all ranks and
-            after a resume.
+        stop: the number of passes over the dataset; None: without end. The last global batch is
+            completed from the pass that would follow.
+        seed: the seed of the shuffled order; None: not shuffled. Iterables are never shuffled.
+        draw_context: makes the context in which an iterable is read, so that it gives the same on
+            all ranks and after a resume.
 
     Raises DataError for a dataset without samples.
     """
     require_samples(dataset, "batches")
     size = batch.global_samples
     ranks = size // (batch.micro_batch * batch.accumulation)
-    # All samples count alike, so they are assigned in order.
+    # All samples have the same length here, so they are assigned in order.
     lengths = np.ones(size, np.int64)
-    mine = assign(lengths, ranks, batch.accumulation, batch.micro_batch)[data_rank]
-    if indexed(dataset):
+    mine = assign_samples(lengths, ranks, batch.accumulation, batch.micro_batch)[data_rank]
+    if has_index(dataset):
         if not len(dataset):
             raise DataError("the dataset has no samples", where="batches")
         order = GlobalOrder(len(dataset), seed or 0, seed is not None)
@@ -439,11 +443,11 @@ def global_batches(
             yield [[dataset[int(ids[place])] for place in places] for places in mine]
             position += size
         return
-    # A run that resumes reads what was taken, and leaves it out.
+    # An iterable cannot start at a position: a run that resumes reads all samples before it again.
     rows = islice(_passes(dataset, stop, size), position, None)
     while True:
         # Every rank reads the whole global batch, and takes its part of it.
-        with drawn():
+        with draw_context():
             taken = list(islice(rows, size))
         if stop is not None and taken[0].number >= stop:
             return
@@ -458,10 +462,10 @@ class Pass(NamedTuple):
 
 
 def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[Pass]:
-    """Yield the samples of pass after pass over a dataset, without end.
+    """Yield the samples of one pass over a dataset after another, without end.
 
-    A dataset that can be read once, such as a generator, is followed by its first `size` samples if
-    `stop` is one pass: they fill up the last global batch.
+    A dataset that can only be read once, such as a generator, is allowed if `stop` is 1. Its first
+    `size` samples are then yielded again, to complete the last global batch.
     """
     number = 0
     first: list[Any] = []
@@ -473,7 +477,7 @@ def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[Pas
                 first.append(sample)
             yield Pass(number, sample)
         if is_empty and number == 1 and stop == 1:
-            # Without end: the reader stops at the last global batch.
+            # This never ends: the reader stops at the last global batch.
             for sample in cycle(first):
                 yield Pass(number, sample)
         if is_empty and number == 0:
@@ -487,35 +491,39 @@ def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[Pas
         number += 1
 
 
-def held_out(
-    dataset: Any, micro_batch: int, data_rank: int, data_ranks: int, drawn: Drawn = nullcontext
+def evaluation_batches(
+    dataset: Any,
+    micro_batch: int,
+    data_rank: int,
+    data_ranks: int,
+    draw_context: DrawContext = nullcontext,
 ) -> Iterator[tuple[list[Any], bool]]:
-    """Yield micro-batches for an evaluation: (samples, whether they count).
+    """Yield this rank's micro-batches of an evaluation: (samples, whether they count).
 
-    Each sample counts once over all ranks. Each rank gets as many micro-batches as the others, because
-    collectives need that.
+    Over all ranks each sample counts once. All ranks get the same number of micro-batches, because
+    collectives need that; samples that only complete this number do not count.
 
     Args:
         dataset: a dataset that is read by index, or an iterable.
         micro_batch: samples of a micro-batch.
         data_rank: this data rank.
         data_ranks: the number of data ranks.
-        drawn: the context in which the dataset is read.
+        draw_context: makes the context in which the dataset is read.
     """
     require_samples(dataset, "evaluate")
     filler: list[Any] = []
     samples: Iterator[Any]
-    with drawn():
-        if indexed(dataset):
+    with draw_context():
+        if has_index(dataset):
             samples = (dataset[index] for index in range(len(dataset)))
         else:
             samples = iter(dataset)
     while True:
-        with drawn():
+        with draw_context():
             taken = list(islice(samples, micro_batch * data_ranks))
         if not taken:
             return
-        # A rank for which no sample is left computes the first one, which does not count there.
+        # A rank for which no sample is left computes another one, which does not count.
         filler = filler or taken[:1]
         start = data_rank * micro_batch
         mine = taken[start : start + micro_batch]

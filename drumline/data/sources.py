@@ -46,20 +46,21 @@ from drumline.config.data import (
     SqlSource,
     TasksSource,
 )
-from drumline.data.files import Raw, TableRow, read_digits, read_file, read_tasks
+from drumline.data.files import RawRows, TableRow, read_file
 from drumline.data.formats import Tie, convert_row, judges_answers, nearest_format
+from drumline.data.image_files import read_digits
 from drumline.data.pairs import is_pair_to_split, split_pair
 from drumline.data.places import locate
 from drumline.data.sql import read_sql
+from drumline.data.tasks import read_tasks
 from drumline.data.turns import ROLES, parse_arguments, read_weight
 from drumline.errors import DataError
 from drumline.foreign import expanded, first_line, judged, number_errors
 from drumline.system import mirror
 
 Tools = list[dict[str, Any]]
-# Raw rows, each with the folder that its paths are relative to.
-RawRows = Iterator[tuple[Path, Raw]]
-Keep = Callable[[RawRows], RawRows]
+# Takes raw rows, and gives those of them that are wanted.
+RawFilter = Callable[[RawRows], RawRows]
 # Parts that a row may have beside its form.
 OPTIONAL = ("margin", "images", "tools")
 # Types of values that need no conversion.
@@ -103,8 +104,8 @@ def read_rows(
     forms: Forms = TEXT_FORMS,
     ties: Counter[str] | None = None,
     number: int = 0,
-    keep: Keep | None = None,
-    faulty: bool = False,
+    keep: RawFilter | None = None,
+    with_faulty: bool = False,
 ) -> Iterator[Row]:
     """Yield the rows of a source in its own order, at most `source.limit`.
 
@@ -117,8 +118,8 @@ def read_rows(
         forms: the forms of rows that the algorithm takes.
         ties: counts the rows that were left out, under the name of the source.
         number: the number of the source in its list.
-        keep: given the raw rows, returns those to take, perhaps none.
-        faulty: also yield rows that cannot be used, with their error.
+        keep: gets the raw rows, and yields those to take, perhaps none.
+        with_faulty: also yield rows that cannot be used, with their error.
 
     Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped
     column.
@@ -138,7 +139,7 @@ def read_rows(
             tie_count += 1
             continue
         except DataError as error:
-            if not faulty:
+            if not with_faulty:
                 raise
             rows = [Row(origin, values, values, error=error)]
         for row in rows:
@@ -155,7 +156,7 @@ def read_rows(
 
 
 def _choose_domain(row: Row, names: set[str]) -> str:
-    """Return the domain of a row: the only one of `names`, which its source has, or its task."""
+    """Return the domain of a row: the only name of its source, or the row's own task."""
     if len(names) == 1:
         (domain,) = names
         return domain
@@ -220,7 +221,7 @@ def _split_raw_row(
     converted = values
     if not is_mapped:
         format_name, converted = convert_row(values, known, source.format, origin)
-    row = _normalise(origin, converted, source.columns, number, known)
+    row = _read_in_form(origin, converted, source.columns, number, known)
     row = replace(row, format=format_name)
     if not is_split:
         return [row]
@@ -376,10 +377,10 @@ def _open_dataset(source: Source, base_dir: Path) -> Any:
     return source.rows(base_dir)
 
 
-def _normalise(
+def _read_in_form(
     origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms
 ) -> Row:
-    """Return the row in its form, with its columns renamed and their types checked.
+    """Return the row in the form that fits it, its columns renamed and their types checked.
 
     Args:
         origin: the row's name in an error.
@@ -404,7 +405,7 @@ def _normalise(
         kinds = ", ".join(sorted(mapped))
         what = f"`columns` maps parts of different kinds of rows: {kinds}"
         raise DataError(what, where=origin, fix="keep one kind")
-    names["images"] = _name_of_images(names["images"], form, columns, values)
+    names["images"] = _images_column(names["images"], form, columns, values)
     is_padded = isinstance(values, TableRow)
     result: dict[str, Any] = {}
     for part in form:
@@ -417,7 +418,7 @@ def _normalise(
         value = _get_optional(values, names[part])
         if value is not None:
             result[part] = value
-    # Without tools: `extra` has their column too, for reward functions.
+    # Before the tools are read: their column also stays in `extra`, for reward functions.
     used = {names[part] for part in result}
     tools = None
     if TALKS & result.keys():
@@ -466,13 +467,13 @@ def _choose_form(
         return None
 
     def lack_of_form(form: tuple[str, ...]) -> int:
-        return max(_lack(values, names[part]) for part in form)
+        return max(_rank_of_lack(values, names[part]) for part in form)
 
     # The first of equally good ones.
     return min(forms, key=lack_of_form)
 
 
-def _name_of_images(
+def _images_column(
     name: str, form: tuple[str, ...], columns: Columns, values: dict[str, Any]
 ) -> str:
     """Return the column of a row's images; empty if its form takes none.
@@ -484,7 +485,7 @@ def _name_of_images(
         # A row of a class has only its text or its image.
         return ""
     has_no_images = columns.images is None and "images" not in values
-    # A document takes no images. `_require_read` in data.images refuses one that has some.
+    # A document takes no images. `_require_no_unread` in data.images refuses one that has some.
     takes_image = "image" not in form and form != ("text",)
     if has_no_images and takes_image:
         return "image"
@@ -501,10 +502,10 @@ def _get_optional(values: dict[str, Any], name: str) -> Any:
     return values.get(name)
 
 
-def _lack(values: dict[str, Any], name: str) -> int:
-    """Return how much a row lacks of a column.
+def _rank_of_lack(values: dict[str, Any], name: str) -> int:
+    """Return a rank by which forms are compared: the lowest is the best.
 
-    It is 2 if the row has no such column, 1 if the column holds nothing, and 0 otherwise.
+    It is 0 if the row's column holds something, 1 if it holds nothing, and 2 without the column.
     """
     if name not in values:
         return 2
@@ -540,7 +541,7 @@ def _convert_part(
             raise DataError(what, where=origin, fix=fix)
         return value
     if part == "image" and value is not None and not isinstance(value, str):
-        # The bytes of an image, or a picture: `files.image_path` reads them.
+        # The bytes of an image, or a picture: `image_files.image_path` reads them.
         return value
     if isinstance(value, str) and part != "messages":
         _require_encodable(value, name, origin, number)

@@ -1,7 +1,7 @@
-"""Rows between tokenising and packing, in flat files in the order of the sources.
+"""The stage: tokenised rows in flat files, between the tokeniser and the token cache.
 
-What is in memory does not grow with the number of rows: choosing, ordering and packing them moves
-numbers of rows and ranges of tokens, a block at a time.
+The rows are in the order of the sources. Memory does not grow with their number: choosing, ordering
+and packing them only moves numbers of rows and ranges of tokens, a block of rows at a time.
 
 tokens.bin, learn.bin    as in the token cache
 rows.bin                 `ROW` of each usable row
@@ -25,11 +25,11 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.void]  # of `ROW`
 BLOCK_ROWS = 1 << 17  # rows that are packed together, and read together
-# The same for rows in order of a value: packing reorders the rows of a block, so a smaller block
-# keeps a curriculum closer to its order.
+# The same for a curriculum. Packing reorders the rows of a block, so small blocks keep the
+# curriculum's order better.
 ORDERED_ROWS = 512
-# Rows and segments within so many blocks are read from their file. Others are mapped, and their
-# pages count as memory.
+# Rows or segments that span fewer blocks than this are read from the file. Others are mapped into
+# memory, and their pages count as memory of this process.
 _ROW_BLOCKS_READ = 2
 _SEGMENT_BLOCKS_READ = 8
 _SEGMENT_BYTES = 2 * np.dtype(np.int64).itemsize
@@ -52,6 +52,7 @@ ROW: np.dtype[Any] = np.dtype(
         ("meta_size", "<i8"),
     ]
 )
+# The roles of rows, see `Stage.role`.
 TRAIN, HELD_OUT, DROPPED = range(3)
 
 
@@ -65,8 +66,8 @@ class Chunk:
         rows: `ROW` of each usable row, with numbers that count from this chunk's start.
         segments: int64[S, 2], tokens and targets of each segment.
         metas: JSON of the rows, end to end.
-        near: bands and prints of the rows, if near copies are looked for.
-        counts: rows by source and outcome.
+        near: bands and prints of the rows, by which near copies are found; empty if none are.
+        counts: (source, outcome) → rows, see `Stage.counts`.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -96,14 +97,14 @@ class Segments(NamedTuple):
 class Stage:
     """The rows of some sources, tokenised into a folder.
 
-    It is a context manager: chunks are written inside of it, and rows are read behind it.
+    Chunks are written within its context. After the context has ended, rows are read and get roles.
 
     Attributes:
         folder: the folder of the files.
         dtype: the type of a token in tokens.bin.
-        counts: rows by source and outcome, which is read, filtered, contaminated, truncated,
-            too_long, unlearned, duplicates or held_out.
-        formats: by source, the formats of other tools that its rows were read from.
+        counts: (number of a source, outcome) → rows. Outcomes are read, filtered, ties,
+            contaminated, too_long, unlearned, truncated, hides_reasoning and duplicates.
+        formats: name of a source → the formats of other tools that its rows were read from.
         rows: the number of usable rows.
         role: uint8, TRAIN, HELD_OUT or DROPPED for each usable row.
     """
@@ -116,7 +117,7 @@ class Stage:
     role: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     def __post_init__(self) -> None:
-        # How much is written so far, which is the number of the next segment, token and byte.
+        # Also the numbers that the next segment, token and byte get.
         self._segments_written = 0
         self._tokens_written = 0
         self._meta_bytes_written = 0
@@ -169,15 +170,15 @@ class Stage:
     def _append(self, name: str, data: bytes) -> None:
         self._files[name].write(data)
 
-    def total(self, what: str) -> int:
-        """Return the number of rows of all sources with the outcome `what`."""
+    def total(self, outcome: str) -> int:
+        """Return the number of rows of all sources with an outcome, see `counts`."""
         total = 0
-        for (_, outcome), count in self.counts.items():
-            if outcome == what:
+        for (_, counted_outcome), count in self.counts.items():
+            if counted_outcome == outcome:
                 total += count
         return total
 
-    def read(self, start: int, stop: int) -> Rows:
+    def _read_rows(self, start: int, stop: int) -> Rows:
         """Return the `ROW`s with numbers [start, stop), read from the file."""
         offset = start * ROW.itemsize
         return np.fromfile(self._path("rows"), ROW, stop - start, offset=offset)
@@ -186,20 +187,20 @@ class Stage:
         """Return all `ROW`s, mapped into memory."""
         return np.memmap(self._path("rows"), ROW, "r")
 
-    def ranges(self) -> Iterator[tuple[int, Rows]]:
-        """Yield all rows, a block at a time, each with the number of its first row."""
+    def row_blocks(self) -> Iterator[tuple[int, Rows]]:
+        """Yield (number of its first row, `ROW`s) for each block of all rows."""
         for start in range(0, self.rows, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self.rows)
-            yield start, self.read(start, stop)
+            yield start, self._read_rows(start, stop)
 
-    def drop(self, rows: Ints, what: str) -> None:
-        """Leave rows out of the training data and count them.
+    def drop(self, rows: Ints, outcome: str) -> None:
+        """Drop those of some rows that are to be trained on, and count them.
 
-        Rows that are held out or were dropped before stay what they are, and are not counted again.
+        Rows that are held out or dropped already keep their role and are not counted.
 
         Args:
             rows: int64[n], numbers of rows.
-            what: the outcome that they are counted under.
+            outcome: what they are counted under in `counts`.
         """
         is_training = self.role[rows] == TRAIN
         rows = rows[is_training]
@@ -209,20 +210,20 @@ class Stage:
         sources_of_rows = self._map_rows()["source"][rows]
         sources, counts = np.unique(sources_of_rows, return_counts=True)
         for source, count in zip(sources.tolist(), counts.tolist(), strict=True):
-            self.counts[source, what] += count
+            self.counts[source, outcome] += count
 
     def hold_out(self, count: int) -> None:
         """Hold out the `count` rows with the lowest hashes of their content.
 
-        Adding, moving or doubling other rows hardly changes which rows these are, and no seed is
-        needed.
+        So no seed is needed, and adding, moving or doubling other rows hardly changes the choice.
         """
-        # Both words of the hash and the number of each of the lowest rows so far.
+        # The lowest rows so far: the two words of each row's hash, and its number.
         lowest = np.zeros((0, 3), np.uint64)
-        for start, rows in self.ranges():
+        for start, rows in self.row_blocks():
             free = self._training_rows(start, len(rows))
             digests = rows["digest"][free]
-            # Swapped, the words are in the order of their bytes.
+            # A hash counts byte by byte, the first byte first. Words in little-endian order have to
+            # be swapped for that.
             high = digests[:, 0].byteswap()
             low = digests[:, 1].byteswap()
             numbers = (start + free).astype(np.uint64)
@@ -236,16 +237,16 @@ class Stage:
         self.role[held_out] = HELD_OUT
 
     def hold_out_prompts(self, count: int) -> None:
-        """Hold out about `count` rows, with all answers to their prompts.
+        """Hold out about `count` rows, but always all answers to a prompt together.
 
-        So no run trains on a held-out prompt. The prompts with the lowest digests are taken while
-        their rows are at most `count`, and at least one prompt. Each row's meta has the digest of
-        its prompt.
+        So no run trains on a held-out prompt. Prompts are taken from the lowest digest up, at least
+        one, as long as they have at most `count` rows together. The digest of a row's prompt is in
+        its meta.
         """
         # Without a row the empty arrays still give their types.
         numbers = [np.zeros(0, np.int64)]
         digests = [np.zeros(0, np.uint64)]
-        for start, records in self.ranges():
+        for start, records in self.row_blocks():
             free = self._training_rows(start, len(records))
             prompt_digests = []
             for meta in self.metas_of(records[free]):
@@ -264,7 +265,7 @@ class Stage:
         self.role[rows[is_chosen]] = HELD_OUT
 
     def _training_rows(self, start: int, count: int) -> Ints:
-        """Return which of `count` rows from `start` on are to be trained on, counted from `start`."""
+        """Return int64: which of the rows [start, start + count) are training rows, from 0 on."""
         roles = self.role[start : start + count]
         return np.flatnonzero(roles == TRAIN)
 
@@ -273,9 +274,10 @@ class Stage:
 
         Args:
             role: TRAIN or HELD_OUT.
-            grouped: no block has rows of two sources. Else the source is 0.
-            ordered: rows are in order of their value, rows of one value in order of their hashes.
-                Else rows are in order of the sources.
+            grouped: each block has rows of one source only. Otherwise blocks may mix sources, and
+                the source that is yielded is always 0.
+            ordered: the rows are sorted by their value, and by their hash if values are equal.
+                Otherwise they are in the order of the sources.
         """
         if ordered:
             pieces = self._ordered_pieces(role, grouped)
@@ -287,7 +289,7 @@ class Stage:
             if not grouped:
                 yield 0, piece
                 continue
-            # Rows are in the order of their sources, so each source is one run of the piece.
+            # The rows of a source stand together, so each source is one range of the piece.
             sources = self.records(piece)["source"]
             first_of_source = np.flatnonzero(np.diff(sources)) + 1
             firsts = np.append(0, first_of_source)
@@ -302,7 +304,7 @@ class Stage:
             yield start + np.flatnonzero(roles == role)
 
     def _ordered_pieces(self, role: int, grouped: bool) -> Iterator[Ints]:
-        """Yield the numbers of the rows of one role by their values, some at a time.
+        """Yield the numbers of the rows of one role, sorted by their values, some at a time.
 
         With `grouped` the rows are in order of their values within each source.
         """
@@ -312,7 +314,7 @@ class Stage:
             sources = table["source"][rows]
         else:
             sources = np.zeros(len(rows), np.int32)
-        # The last key counts first.
+        # `lexsort` sorts by its last key first.
         keys = (table["digest"][rows, 0], table["value"][rows], sources)
         rows = rows[np.lexsort(keys)]
         for start in range(0, len(rows), ORDERED_ROWS):
@@ -327,7 +329,7 @@ class Stage:
         is_near_together = last - first < _ROW_BLOCKS_READ * BLOCK_ROWS
         is_ascending = (np.diff(rows) > 0).all()
         if is_near_together and is_ascending:
-            table = self.read(first, last + 1)
+            table = self._read_rows(first, last + 1)
             return table[rows - first]
         return np.asarray(self._map_rows()[rows])
 
@@ -373,9 +375,9 @@ class Stage:
         return np.asarray(whole_table[numbers])
 
     def metas_of(self, records: Rows) -> list[bytes]:
-        """Return the JSON of some rows; no items if no row has any.
+        """Return the JSON of each of some rows, empty for a row without any.
 
-        An item is empty for a row without JSON beside rows that have some.
+        If no row has any the list itself is empty.
         """
         if not records["meta_size"].any():
             return []

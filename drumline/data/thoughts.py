@@ -1,4 +1,7 @@
-"""The reasoning of answers, in their text: left out, or not learned."""
+"""Finds the reasoning in answers, and removes it or takes it out of the targets.
+
+Reasoning is tagged (`<think>…</think>` in a text), or stands under a key of its own in a message.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ import numpy.typing as npt
 from drumline.data.tokens import Tokens
 from drumline.errors import DataError
 
-# What a message advises for reasoning that does not end.
+# The advice of an error for reasoning that does not end.
 UNENDED = "take the row out, or set data.reasoning: keep"
 # Keys of a message that hold its reasoning.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-# Reasoning that ends without a beginning: the generation prompt may have opened it.
-_BEGUN = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
+# Reasoning without its opening tag, which may be in the generation prompt.
+_UNOPENED = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 
 
 def thoughts_of(messages: list[dict[str, Any]]) -> list[str]:
-    """Return the reasoning of all answers, without its tags and the blanks around it."""
+    """Return the reasoning of all answers of a conversation, stripped, without its tags."""
     found: list[str] = []
     for message in messages:
         if message["role"] != "assistant":
@@ -54,7 +57,7 @@ def without_thoughts(text: str, what: str, origin: str) -> str:
 
     Raises DataError for reasoning that does not end.
     """
-    rest = _BEGUN.sub("", text)
+    rest = _UNOPENED.sub("", text)
     rest = _THOUGHT.sub("", rest)
     if "<think>" in rest:
         message = f"the reasoning of {what} does not end: no </think>"
@@ -66,8 +69,8 @@ def mask_thoughts(
     tokens: Tokens,
     learn: npt.NDArray[np.uint8],
     origin: str,
-    begun: bool = True,
-    own: Sequence[str] = (),
+    may_start_inside: bool = True,
+    from_keys: Sequence[str] = (),
 ) -> None:
     """Take reasoning out of the targets: set its tokens in `learn` to 0.
 
@@ -75,13 +78,13 @@ def mask_thoughts(
         tokens: a rendered text.
         learn: uint8[tokens], 1 for a target; changed in place.
         origin: the row's name in an error.
-        begun: a stretch of targets may begin within reasoning.
-        own: reasoning that the template writes in a form of its own, without tags.
+        may_start_inside: whether a range of targets may begin within reasoning.
+        from_keys: reasoning under keys of the messages, which the template may write without tags.
 
     Raises DataError for reasoning that does not end, or cannot be found in the tokens.
     """
-    # Most texts have none.
-    if "think>" not in tokens.text and not own:
+    # Most texts have no reasoning.
+    if "think>" not in tokens.text and not from_keys:
         return
     if tokens.starts is None:
         what = "this tokenizer gives no offsets to find the reasoning by"
@@ -89,55 +92,55 @@ def mask_thoughts(
             "use a model whose tokenizer has a fast version, or set data.reasoning to keep or drop"
         )
         raise DataError(what, where=origin, fix=fix)
-    untagged = _find_untagged(own, tokens.text)
+    untagged = _find_untagged(from_keys, tokens.text)
     # Where each token starts in the text, and where the text ends.
     characters = np.append(tokens.starts, len(tokens.text))
-    # The flags change at the start and at the stop of each stretch of targets.
+    # The flags change at the start and at the stop of each range of targets.
     edges = np.flatnonzero(np.diff(learn, prepend=0, append=0))
     stretches = edges.reshape(-1, 2)
     for start, stop in stretches.tolist():
         first_character = int(characters[start])
         stretch = tokens.text[characters[start] : characters[stop]]
         end_of_last = 0
-        for first, last in _find_spans(stretch, begun, own, untagged):
+        for first, last in _find_spans(stretch, may_start_inside, from_keys, untagged):
             first_token = tokens.token_at(first_character + first, origin)
             stop_token = tokens.token_at(first_character + last, origin)
-            # A token that begins before the stretch is none of its targets.
+            # The first token of the reasoning may begin before the targets do.
             learn[max(start, first_token) : stop_token] = 0
             end_of_last = max(end_of_last, last)
-        # Cut off, or never closed: what follows cannot be told apart from an answer.
+        # Without a closing tag nobody knows at which token the answer begins.
         if "<think>" in stretch[end_of_last:]:
             what = "the reasoning of an answer does not end: no </think>"
             raise DataError(what, where=origin, fix=UNENDED)
 
 
-def _find_untagged(own: Sequence[str], text: str) -> list[str]:
-    """Return the distinct thoughts of `own` that are in no tagged reasoning of `text`."""
+def _find_untagged(from_keys: Sequence[str], text: str) -> list[str]:
+    """Return those of `from_keys`, each once, that are in no tagged reasoning of `text`."""
     tagged = [match[0] for match in _THOUGHT.finditer(text)]
     untagged = []
-    for thought in dict.fromkeys(own):
+    for thought in dict.fromkeys(from_keys):
         if not any(thought in each for each in tagged):
             untagged.append(thought)
     return untagged
 
 
 def _find_spans(
-    stretch: str, begun: bool, own: Sequence[str], untagged: list[str]
+    stretch: str, may_start_inside: bool, from_keys: Sequence[str], untagged: list[str]
 ) -> list[tuple[int, int]]:
     """Return the characters [first, last) of each piece of reasoning in a stretch of targets.
 
     Args:
         stretch: the text of consecutive targets.
-        begun: the stretch may begin within reasoning.
-        own: reasoning that the row has under keys, with repeats.
-        untagged: those of `own` that are in no tags, each once.
+        may_start_inside: whether the stretch may begin within reasoning.
+        from_keys: reasoning under keys of the messages, with repeats.
+        untagged: those of `from_keys` that are in no tags, each once.
     """
     matches: list[re.Match[str]] = []
-    if begun:
-        matches += _BEGUN.finditer(stretch)
+    if may_start_inside:
+        matches += _UNOPENED.finditer(stretch)
     matches += _THOUGHT.finditer(stretch)
     for thought in untagged:
-        # The text may have the same words elsewhere: take as many as the row has.
+        # The text may have the same words elsewhere: take as many places as the row has thoughts.
         places = re.finditer(re.escape(thought), stretch)
-        matches += islice(places, own.count(thought))
+        matches += islice(places, from_keys.count(thought))
     return [match.span() for match in matches]

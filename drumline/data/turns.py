@@ -29,8 +29,8 @@ class Talk(NamedTuple):
     value: Any
 
 
-# Other tools' names of a speaker, in small letters, and the role that chat templates know.
-# The order is that of a message which lists the known names.
+# Other tools' name of a speaker, in small letters → the role that chat templates know. An error
+# lists the names in this order.
 ROLES = {
     "human": "user",
     "user": "user",
@@ -59,8 +59,8 @@ ANSWERS = ("prompt", "completion", "chosen", "rejected")
 CONTENT_KEYS = {"content", "value", "text", "tool_calls", "function_call"}
 # Speakers, and kinds of parts, whose text is the JSON of a call.
 CALLS = ("function_call", "tool_call")
-# The key that may hold any weight, and keys that are true or false, in files of LLaMA-Factory,
-# Axolotl and other tools.
+# Keys of LLaMA-Factory, Axolotl and other tools for whether a message is learned. `WEIGHT` may have
+# any number as its value, the others are true or false. The first key that a message has counts.
 WEIGHT = "loss_weight"
 MARKS = (WEIGHT, "train", "training", "loss")
 # A turn of Anthropic's hh-rlhf, and of datasets that are written as it is.
@@ -435,20 +435,20 @@ def _parse_json_object(text: str) -> Any:
 
 
 def read_weight(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with another tool's key for whether it is learned as our `weight`.
+    """Return a message with a key of `MARKS` replaced by our `weight`.
 
-    A `weight` of the message's own wins. A message without such a key is returned as it is.
+    If the message has a `weight` already that one stays. Without such a key the message is returned
+    as it is.
     """
     marks: dict[str, Any] = {}
     for name in MARKS:
         mark = message.get(name)
         is_number = isinstance(mark, bool | int | float)
-        # But for `WEIGHT` the keys say true or false. Other numbers under them mean something else.
+        # Under the keys other than `WEIGHT` numbers besides 0 and 1 mean something else.
         if is_number and (name == WEIGHT or mark in (0, 1)):
             marks[name] = mark
     if not marks:
         return message
-    # `MARKS` is in the order in which the keys count.
     first_mark = next(iter(marks.values()))
     rest = {key: value for key, value in message.items() if key not in marks}
     return {"weight": float(first_mark)} | rest

@@ -1,4 +1,4 @@
-"""Rows to tokens, in this process or on several; chunks come back in the order of the rows."""
+"""Tokenises rows, in this process or in several. Chunks come back in the order of the rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.data import DataConfig
 from drumline.config.model import ModelConfig
 from drumline.data.encode import RowEncoder
+from drumline.data.image_files import image_paths
 from drumline.data.overlap import PERMUTATIONS, EvaluationGrams, hash_bands, minhash, text_of
 from drumline.data.sources import Row
 from drumline.data.stage import ROW, Chunk
-from drumline.data.templates import Encoded
+from drumline.data.targets import Encoded
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import content_of, finite_number, number_errors
 from drumline.hardware.detect import usable_cores
@@ -41,11 +42,11 @@ if TYPE_CHECKING:
 # Fewer rows are tokenised in this process: starting others takes longer (3 s each, to import
 # transformers).
 IN_LINE_ROWS = 2000
-MOST_WORKERS = 8  # processes, where data.workers is not set
+MOST_WORKERS = 8  # processes, if data.workers is not set
 CHUNK_ROWS = 256  # rows that a process gets at once
-WAITING_CHUNKS = 4  # of each process: a fast source must not fill the memory
-# Members of a job that each process makes again for itself.
-CACHED = ("encoder", "tokenizer", "contaminated")
+WAITING_CHUNKS = 4  # per process; with more a fast source would fill the memory
+# Members of a job that are not pickled: each process makes its own.
+_MADE_IN_EACH_PROCESS = ("encoder", "tokenizer", "contaminated")
 DIGEST_BYTES = 16  # of sha256 over a row
 # The caller handles these signals for all. A worker inherits them blocked, so that none of them
 # ends it during its imports.
@@ -62,7 +63,8 @@ class Job:
         algorithm: the algorithm, which names the encoder of its rows.
         data: the settings of `data`.
         vision: the images of a vision-language model.
-        evaluation: the file of evaluation rows that no row may hold, see `overlap.EvaluationGrams`.
+        evaluation: the file with the grams of evaluation rows, see `overlap.EvaluationGrams`; None:
+            training rows are not compared with them.
     """
 
     tokenizer_path: str
@@ -103,8 +105,8 @@ class Job:
     def digests_all_columns(self) -> bool:
         """Whether a row's digest also covers the columns that are not tokenised.
 
-        Rewards read a prompt's other columns. Where copies may stay, the digest only decides which
-        rows are held out, and that goes by the prompt alone.
+        It does if copies of prompts are dropped, since rewards read the other columns. If copies
+        stay the digest only decides which rows are held out, and the prompt alone decides on that.
         """
         return self.algorithm.rollout is not None and self.data.duplicates is not None
 
@@ -112,14 +114,17 @@ class Job:
     def digests_images(self) -> bool:
         """Whether a row's digest also covers the paths of its images.
 
-        Where copies may stay it does not: images lie elsewhere on another machine.
+        It does if copies are dropped. If copies stay it does not, so that the same rows are held
+        out on another machine, where images have other paths.
         """
         has_images = self.vision is not None or self.algorithm.head == "image"
         return has_images and self.data.duplicates is not None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: the settings, without what is made from them."""
-        return {key: value for key, value in self.__dict__.items() if key not in CACHED}
+        return {
+            key: value for key, value in self.__dict__.items() if key not in _MADE_IN_EACH_PROCESS
+        }
 
     def encode_row(self, row: Row) -> Encoded | None:
         """Encode a row, see `RowEncoder.encode`.
@@ -130,7 +135,7 @@ class Job:
             return self.encoder.encode(row)
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """Return rows encoded, cut to size and counted by their outcome."""
+        """Encode rows, and count their outcomes, see `stage.Stage.counts`."""
         counts: Counter[tuple[int, str]] = Counter()
         kept_rows = []
         samples = []
@@ -211,10 +216,10 @@ class Job:
         return table
 
     def _digest(self, row: Row, encoded: Encoded) -> bytes:
-        """Return `digest` of a row, of what decides whether two rows are copies."""
+        """Return `digest` of those parts of a row that must be equal for two rows to be copies."""
         images: list[str] = []
         if self.digests_images:
-            images = _images(encoded)
+            images = image_paths(encoded.meta or {})
         return digest(row, self.digests_all_columns, images)
 
     def _prints(self, rows: list[Row]) -> dict[str, npt.NDArray[Any]]:
@@ -223,7 +228,7 @@ class Job:
         for row in rows:
             salt = b""
             if self.digests_all_columns:
-                # Prompts with other columns for the rewards are not alike, whatever their text.
+                # Prompts with different columns for the rewards are not alike, whatever their text.
                 salt = _hash(row.extra)[:8]
             text = text_of(row)
             prints.append(minhash(text, salt))
@@ -232,7 +237,7 @@ class Job:
 
 
 def _is_never_contaminated(row: Row) -> bool:
-    """Return False: nothing is held out that a row could hold."""
+    """Return False: there are no evaluation rows to compare with."""
     return False
 
 
@@ -244,7 +249,7 @@ def _meta_bytes(encoded: Encoded) -> bytes:
 
 
 def _starts(sizes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return where ranges of these sizes begin, end to end."""
+    """Return where each of some ranges begins that lie end to end and have these sizes."""
     return np.cumsum(sizes) - sizes
 
 
@@ -269,8 +274,7 @@ def digest(row: Row, whole: bool = False, images: Sequence[str] = ()) -> bytes:
     Args:
         row: the row.
         whole: the hash also covers the columns that are not tokenised.
-        images: absolute paths of the row's images, which the row names relative to a folder. The
-            hash also covers these.
+        images: absolute paths of the row's images, which the hash also covers.
     """
     content: Any = row.values
     if whole:
@@ -278,15 +282,6 @@ def digest(row: Row, whole: bool = False, images: Sequence[str] = ()) -> bytes:
     if images:
         content = [content, *images]
     return _hash(content)
-
-
-def _images(encoded: Encoded) -> list[str]:
-    """Return the paths of a sample's images."""
-    meta = encoded.meta or {}
-    paths = list(meta.get("images", ()))
-    if "path" in meta:
-        paths.append(meta["path"])
-    return paths
 
 
 def _hash(value: Any) -> bytes:
@@ -298,15 +293,13 @@ def _hash(value: Any) -> bytes:
 
 
 def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[Chunk]:
-    """Yield chunks of encoded rows, in order.
-
-    A few rows are encoded in this process.
+    """Yield chunks of encoded rows, in order. Fewer than IN_LINE_ROWS are encoded in this process.
 
     Args:
         job: the settings.
         rows: the rows.
         workers: how many processes encode; None: one for each core that this process may use, at
-            most 8.
+            most MOST_WORKERS.
 
     Raises DataError that names a row, and EnvironmentFault if a process dies.
     """

@@ -28,11 +28,11 @@ from drumline.models.blocks import Units, blocks, set_blocks
 from drumline.models.build import ModelHead, lay_out
 from drumline.models.classes import LM
 from drumline.models.containers import LOW_PRECISION
-from drumline.models.freeze import freeze, give_fp32, keep_low
+from drumline.models.freeze import cast_frozen, freeze, return_fp32_embeddings
 from drumline.models.head import require_next_token, shares_prompts
 from drumline.models.own import require_same, require_trainable
 from drumline.models.packed import pack
-from drumline.models.shards import Loaded, Source, Values
+from drumline.models.shards import NothingToFill, Source, Values
 from drumline.models.tape import Build, lay_out_module
 from drumline.plan.plan import Plan
 from drumline.plan.strategy_engine import engine_of
@@ -181,7 +181,7 @@ def build_module(
         device = "cpu"
         checkpoint_keys = frozenset()
     model, source = lay_out_spreadable(plan, build, device, parts)
-    if isinstance(source, Loaded):
+    if isinstance(source, NothingToFill):
         require_same(model)
     for name, parameter in model.named_parameters():
         if name in unfrozen:
@@ -262,13 +262,13 @@ def keep_frozen_low(plan: Plan, model: Any) -> None:
     It is called before the model is sharded.
     """
     if plan.pure:
-        keep_low([model], LOW_PRECISION["bf16"], vectors=True, trainable=True)
+        cast_frozen([model], LOW_PRECISION["bf16"], vectors=True, trainable=True)
         return
     dtype = LOW_PRECISION.get(plan.precision)
     if dtype is not None:
-        keep_low([model], dtype)
+        cast_frozen([model], dtype)
         if gathered_in(plan) is None:
-            give_fp32(model)
+            return_fp32_embeddings(model)
 
 
 def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardEngine:
@@ -285,12 +285,12 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
     if dtype is not None:
         is_all_low = casts or is_pure
         if is_all_low:
-            keep_low([model], dtype, vectors=is_pure)
+            cast_frozen([model], dtype, vectors=is_pure)
         else:
             # In blocks autocast would round at each use, so no number changes: the trainable copy
             # of the same weights starts equal.
-            keep_low(blocks(model), dtype, vectors=False)
-            give_fp32(model)
+            cast_frozen(blocks(model), dtype, vectors=False)
+            return_fp32_embeddings(model)
     values = Values(source, device, plan.config.run.seed)
     engine: ForwardEngine = _prepare_native(plan, model, values, trains=False)
     if is_pure:

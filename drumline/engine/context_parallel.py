@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.errors import PlanError
-from drumline.models.attention import batch_in_hand
-from drumline.models.blocks import whole_sequences
+from drumline.models.attention import has_batch
+from drumline.models.blocks import reason_for_whole_sequences
 from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
-from drumline.models.small import Tokens, close, try_small
+from drumline.models.small import TrialTokens, is_close, try_small
 from drumline.plan.attention import RING_CHUNK, by_documents
 from drumline.plan.rules import NO_PARTS
 from drumline.vendor.torch import all_to_all_single_autograd
@@ -73,7 +73,7 @@ def apply_context_parallel(
         mask = whole_mask
         tokens = TRIAL_TOKENS
     refused = f"context parallelism cannot run {type(model).__name__}: "
-    reason = whole_sequences(model)
+    reason = reason_for_whole_sequences(model)
     if reason:
         raise NO_PARTS.error(refused + reason)
     before = model.config._attn_implementation
@@ -185,7 +185,7 @@ def whole_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
     positions_BT = part.positions_BT
     assert positions_BT is not None
     documents_BT: Tensor | None = None
-    if not batch_in_hand():
+    if not has_batch():
         documents_BT = find_packed_sequence_indices(positions_BT)
     if documents_BT is not None:
         options["mask_function"] = packed_mask(options["mask_function"], positions_BT, documents_BT)
@@ -260,10 +260,10 @@ def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, t
             second = length - TRIAL_TOKENS_OF_SECOND_DOCUMENT
             positions_BT = torch.where(positions_BT < second, positions_BT, positions_BT - second)
         whole_BTD = trunk(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)[0]
-        batch = Tokens(ids_BT, positions_BT)
+        batch = TrialTokens(ids_BT, positions_BT)
         with part.around():
             part_BtD = trunk(**part.inputs(batch), use_cache=False)[0]
-        return close(part_BtD, part.cut(whole_BTD))
+        return is_close(part_BtD, part.cut(whole_BTD))
 
     is_same = try_small(model, device, trial)
     part.active = False

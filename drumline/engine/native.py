@@ -63,7 +63,7 @@ from drumline.engine.transforms import (
 from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
-from drumline.models.containers import LOW_PRECISION, precise
+from drumline.models.containers import LOW_PRECISION, raise_precision
 from drumline.models.freeze import trainable_names
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
@@ -228,7 +228,7 @@ class ForwardEngine:
     ) -> list[torch.Tensor]:
         """See Engine. `reader` wraps `read` as an objective, and keeps what it returns."""
         kept: list[torch.Tensor] = []
-        with adapters.switched(self.model, adapter):
+        with adapters.switch_adapters(self.model, adapter):
             self._evaluated(self.spread.reads, micro_batches, reader(read, kept))
         return kept
 
@@ -273,7 +273,7 @@ class ForwardEngine:
             # FSDP2 keeps some weights gathered for a backward, and none follows.
             self.spread.reshard()
         # A loss is made of it outside of autocast.
-        return precise(out)
+        return raise_precision(out)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

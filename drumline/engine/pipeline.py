@@ -331,7 +331,7 @@ class ForwardPipeline(PartOfPipeline):
         kept: list[torch.Tensor] = []
         with contextlib.ExitStack() as stack:
             for stage in self.stages:
-                stack.enter_context(adapters.switched(stage.model, adapter))
+                stack.enter_context(adapters.switch_adapters(stage.model, adapter))
             self.evaluate(micro_batches, reader(read, kept))
         own_forms = [(tensor.shape, tensor.dtype) for tensor in kept]
         forms = self._object_of_last_rank(own_forms)

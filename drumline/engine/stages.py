@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from drumline.models.adapters import is_tuned, without_factors
-from drumline.models.attention import attending
-from drumline.models.blocks import block_list, uncut, whole_layer
-from drumline.models.head import Outputs, can_split, outputs, split
+from drumline.models.adapters import copy_without_factors, is_tuned
+from drumline.models.attention import model_inputs
+from drumline.models.blocks import block_list, find_base_layer, reason_not_to_cut
+from drumline.models.head import Outputs, can_split, compute_outputs, trunk_and_head
 from drumline.models.scores import VALUE
-from drumline.models.small import Tokens, close, try_small
+from drumline.models.small import TrialTokens, is_close, try_small
 from drumline.plan.rules import NO_STAGES
 from drumline.plan.stages import Range
 
@@ -61,7 +61,7 @@ def find_cuts(model: Any) -> Cuts:
     Raises PlanError if there is no single list of blocks, if weights outside of it are used between
     the blocks, if blocks share weights, or if stages give other outputs than the whole model.
     """
-    reason = uncut(model)
+    reason = reason_not_to_cut(model)
     if reason:
         raise NO_STAGES.error(reason)
     cuts, is_reproduced = try_small(model, "cpu", _try_one_block_a_stage, layers=TRIAL_BLOCKS)
@@ -314,7 +314,7 @@ def _replacement(
     """
     # Of an adapted layer the base counts: its factors, and rows of tokens, belong to the layer that
     # they are laid over.
-    base = whole_layer(module)
+    base = find_base_layer(module)
     own_weights = {id(parameter) for parameter in base.parameters(recurse=False)}
     if not own_weights:
         return None
@@ -322,7 +322,7 @@ def _replacement(
         # A tied weight, which the other end that the rank holds uses. The factors of an adapter
         # over this end are not tied, and belong to the rank that runs it.
         if is_tuned(module):
-            return without_factors(module)
+            return copy_without_factors(module)
         return None
     if is_before and isinstance(base, nn.Embedding | nn.Linear):
         return Absent(run=zeros_in_place_of(base, dtype))
@@ -388,13 +388,13 @@ class Stage(nn.Module):
         """
         self.received = hidden_BTD
         if self.is_last:
-            trunk_and_head: Any = None
+            parts: Any = None
             if self.splits:
-                trunk_and_head = split(self.model)
-            return outputs(self.model, batch, trunk_and_head)
+                parts = trunk_and_head(self.model)
+            return compute_outputs(self.model, batch, parts)
         # The trunk alone: a head would make logits that nobody reads.
         trunk = self.model.get_decoder() or self.model.base_model
-        with attending(self.model, batch) as inputs:
+        with model_inputs(self.model, batch) as inputs:
             trunk(**inputs, use_cache=False)
         to_send = self.to_send
         self.to_send = None
@@ -431,8 +431,8 @@ def stages_reproduce_model(
         stages.append(Stage(part_of_rank, cuts, bounds))
     # Two different rows: broadcasting would hide a wrong shape behind one.
     ids_BT = torch.cat([ids_BT, ids_BT.flip(1)])
-    batch = Tokens(ids_BT)
-    whole = outputs(model, batch, None)
+    batch = TrialTokens(ids_BT)
+    whole = compute_outputs(model, batch, None)
     passed: Any = None
     try:
         for stage in stages:
@@ -441,11 +441,11 @@ def stages_reproduce_model(
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
         raise NO_STAGES.error(f"{type(model).__name__} does not run in stages: {error}") from error
     if whole.logits_BC is not None:
-        return close(passed.class_logits(), whole.logits_BC)
+        return is_close(passed.class_logits(), whole.logits_BC)
     if whole.logits_BTV is None:
-        return close(passed.values(), whole.values())
+        return is_close(passed.values(), whole.values())
     logits_BTV = passed.logits_BTV
     if logits_BTV is None:
         # A model that can be split leaves the product with the head to the loss.
         logits_BTV = nn.functional.linear(passed.hidden_BTD, passed.weight_VD, passed.bias_V)
-    return close(logits_BTV, whole.logits_BTV)
+    return is_close(logits_BTV, whole.logits_BTV)

@@ -40,11 +40,11 @@ from drumline.engine.norms import local
 from drumline.errors import PlanError
 from drumline.models.blocks import (
     blocks_in_a_row,
+    column_parallel_modules,
     cut_layers,
-    regions,
+    embedding_and_head,
+    find_base_layer,
     tensor_plan,
-    vocabulary,
-    whole_layer,
 )
 from drumline.models.cut_trial import weights_on_parts
 from drumline.plan.facts import COLUMN_PARALLEL, TP_STYLES
@@ -66,10 +66,10 @@ def apply_tp(
     """
     plan = tensor_plan(model)
     _require_known_styles(model, plan)
-    embedding, head = vocabulary(model)
+    embedding, head = embedding_and_head(model)
     if embedding is not None:
-        whole_head = None if head is None else whole_layer(head)
-        _cut_vocabulary(whole_layer(embedding), whole_head, mesh)
+        whole_head = None if head is None else find_base_layer(head)
+        _cut_vocabulary(find_base_layer(embedding), whole_head, mesh)
     stream: Stream | None = None
     if sequence_parallel:
         stream = Stream(mesh, keeps_parts)
@@ -103,7 +103,7 @@ def _require_untied(model: Any, names: list[str]) -> None:
     """
     # Embedding and head are tied again after they are cut.
     ends: set[int] = set()
-    for layer in vocabulary(model):
+    for layer in embedding_and_head(model):
         if layer is not None:
             ends.update(id(weight) for weight in layer.parameters())
     uses: Counter[int] = Counter()
@@ -267,7 +267,7 @@ def _cut_stream(model: nn.Module, stream: Stream) -> None:
 
     In a pipeline these are the blocks of a stage.
     """
-    for name in regions(model):
+    for name in column_parallel_modules(model):
         region = model.get_submodule(name)
         region.forward = _on_all_tokens(stream, region.forward)
     row = blocks_in_a_row(model)

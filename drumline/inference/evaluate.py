@@ -33,7 +33,7 @@ from drumline.config.rollouts import HFGenerator, TaskReward
 from drumline.data.answers import last_answer
 from drumline.data.cache import TokenCache
 from drumline.data.sources import read_rows
-from drumline.data.templates import Encoder
+from drumline.data.targets import Encoder
 from drumline.errors import (
     CheckpointError,
     ConfigError,

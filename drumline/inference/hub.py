@@ -12,7 +12,7 @@ from rich.console import Console
 from drumline.errors import EnvironmentFault, UserError, printable
 from drumline.foreign import first_line
 from drumline.inference.card import card
-from drumline.models.export import PROVENANCE, exported
+from drumline.models.export import PROVENANCE, find_or_export
 from drumline.plan.explain import size
 from drumline.plan.plan import Plan
 from drumline.report.bars import bars
@@ -53,7 +53,7 @@ def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust:
         if not token:
             raise UserError("there is no token for the hub", where="drumline push", fix=LOGIN)
     with bars(Console(stderr=True)) as on_progress:
-        folder = exported(run, adapter, on_progress, trust)
+        folder = find_or_export(run, adapter, on_progress, trust)
     plan = Plan.load(run / "plan.json", trust)
     text = card(run, plan, folder, to, adapter)
     card_bytes = text.encode()

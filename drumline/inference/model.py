@@ -28,11 +28,11 @@ from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, UserError
 from drumline.foreign import expanded, judged, read_object, require_package
 from drumline.models.adapters import CONFIG as ADAPTER
-from drumline.models.adapters import merge_read, read_over
+from drumline.models.adapters import load_adapters, merge_loaded
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
 from drumline.models.export import PROVENANCE, read_checkpoint, read_run
-from drumline.models.files import from_hub, hub_options, quiet, resolve
+from drumline.models.files import call_loader, hub_options, resolve, silence_transformers
 from drumline.models.load import load_config
 from drumline.models.own import read_module
 from drumline.models.tokenizer import load_tokenizer
@@ -226,7 +226,7 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
     Raises ModelError for a model that does not write text, CheckpointError for a run that has saved
     nothing.
     """
-    quiet()
+    silence_transformers()
     folder = expanded(place)
     if (folder / "plan.json").exists():
         plan = Plan.load(folder / "plan.json", trust)
@@ -305,7 +305,7 @@ def _open_folder(source: str, trust_remote_code: bool) -> Model:
     fix = "give a folder that PEFT wrote"
     with judged("cannot be laid over its base", source, ModelError, fix):
         is_ours = (Path(source) / PROVENANCE).exists()
-        merged = merge_read(read_over(base_module, Path(source), is_ours))
+        merged = merge_loaded(load_adapters(base_module, Path(source), is_ours))
         return Model(_place_on_device(merged), tokenizer, f"{source} over {base}")
 
 
@@ -342,7 +342,7 @@ def _read_pretrained(source: str, model: ModelConfig) -> Any:
     def read() -> Any:
         return auto_class(config).from_pretrained(source, **options)
 
-    module, report = from_hub(source, model, read)
+    module, report = call_loader(source, model, read)
     # transformers draws these at random.
     missing = sorted(report["missing_keys"])
     if missing:

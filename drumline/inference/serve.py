@@ -13,7 +13,7 @@ from rich.console import Console
 
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.launch.environment import listen
-from drumline.models.export import exported, plan_of
+from drumline.models.export import find_or_export, plan_of
 from drumline.report.bars import bars
 from drumline.system.process import Process, start_command, tied, wait_for_exit
 from drumline.system.signals import CtrlC
@@ -42,7 +42,7 @@ def serve(run: Path, host: str, port: int, trust: bool) -> int:
         fix = "pip install vllm, or: fastapi uvicorn openai accelerate"
         raise EnvironmentFault("no server is installed", where="drumline serve", fix=fix)
     with bars(Console(stderr=True)) as on_progress:
-        folder = str(exported(run, False, on_progress, trust).absolute())
+        folder = str(find_or_export(run, False, on_progress, trust).absolute())
     options = ["--host", host, "--port", str(port)]
     if trust:
         options.append("--trust-remote-code")

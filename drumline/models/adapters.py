@@ -5,9 +5,10 @@ that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`:
 
     y = base(x) + alpha / r · B(A(dropout(x)))
 
-B starts at zero, so a fresh adapter changes nothing. DoRA's lengths of rows, PiSSA's factors (whose
-product is subtracted from the base layer) and rows of tokens change nothing at first either. These
-begin as functions of a whole weight (`begin`), whichever part of it a rank has.
+B starts at zero, so a fresh adapter does not change what the model computes. The same holds for
+DoRA's lengths of rows, PiSSA's factors (whose product is subtracted from the base layer) and
+trained rows of tokens. The first values of these three are computed from a whole weight
+(`derive_first_values`), also if a rank has only a part of it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from drumline.config.registry import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import require_package
-from drumline.models.blocks import blocks, is_head_tied, vocabulary, whole_layer
+from drumline.models.blocks import blocks, embedding_and_head, find_base_layer, is_head_tied
 from drumline.models.classes import reads_images
 from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
@@ -48,21 +49,21 @@ NAME = "default"
 # The ends of the names of the two factors.
 A = f".lora_A.{NAME}.weight"
 B = f".lora_B.{NAME}.weight"
-# The end of a factor's name: its adapter and `weight`, or for an embedding its adapter alone.
+# The end of a factor's name, which has the name of its adapter.
 FACTOR = re.compile(
     r"\.(lora_A|lora_B|lora_magnitude_vector)\.([^.]+)\.weight$"
     r"|\.(lora_embedding_A|lora_embedding_B)\.([^.]+)$"
 )
-# The end of the name of a parameter of any adapter: a factor, or trained rows of tokens.
+# The end of the name of any parameter of an adapter: a factor, or trained rows of tokens.
 TRAINED = re.compile(FACTOR.pattern + r"|\.trainable_tokens_delta\.[^.]+$")
 WHERE = "adapter.targets"
 FILE = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-# PEFT's warning of adapters over tied ends, which `merge` makes two weights.
+# PEFT's warning of adapters over a tied embedding and head. `merge` unties them.
 TIED = "Model has `tie_word_embeddings=True`"
 # Rounds of subspace iteration for `pissa_fast`.
 ROUNDS = 16
-# Products by which a merged layer is compared to the adapted one.
+# How many products compare a merged layer with the adapted one.
 PROBES = 16
 # Rows of an embedding that are in memory in fp64 at once.
 ROWS_AT_ONCE = 4096
@@ -109,8 +110,8 @@ def _drop_trained_layers(
 def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
     """Return name → linear layer (also GPT-2's Conv1D) of the blocks.
 
-    Of a model that declares no blocks: of all of it but its head. `with_tower`: also those of a
-    vision tower, which as usual get no adapters unless a user names them.
+    If a model declares no blocks these are all linear layers but its head. `with_tower`: whether
+    the layers of a vision tower are included. They only get adapters if a user names layers.
     """
     from drumline.vendor.transformers import Conv1D
 
@@ -158,8 +159,8 @@ def _layers_by_endings(
 ) -> list[str]:
     """Return the names of candidates with one of the endings, in the model's order.
 
-    `all_layers`: candidates, and layers that are trained whole. Raises ModelError for an ending of
-    no candidate's.
+    `all_layers`: the candidates and the layers that are trained whole. Raises ModelError for an
+    ending that no candidate has.
     """
     chosen: set[str] = set()
     for ending in endings:
@@ -202,7 +203,8 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
 
     `modules_to_save` and heads that no language model has (scores, values, classes) stay fully
     trainable. The values depend on `seed` and the weights alone, not on the number of ranks. A
-    model on the meta device gets adapters there, to be filled with `first_values` and `begin`.
+    model on the meta device gets adapters there, to be filled with `first_values` and
+    `derive_first_values`.
     """
     require_package("peft", "adapter")
     names, trained = find_targets(model, adapter)
@@ -210,7 +212,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     _inject_layers(model, adapter, names, trained, is_on_meta)
     for path, layer in _peft_layers(model):
         if hasattr(layer, "token_indices"):
-            # PEFT would put these back; the base layer has them.
+            # PEFT's copies of the original rows, which the base layer has too.
             layer.trainable_tokens_original.clear()
             continue
         # All adapters are on, and train together.
@@ -285,9 +287,9 @@ def _fill_from_weights(model: Any) -> None:
 
     Each layer keeps its first factors, which `save_adapter` needs.
     """
-    for path, layer in starting(model):
+    for path, layer in layers_derived_from_weights(model):
         base_weight = layer.get_base_layer().weight
-        values = begin(layer, base_weight.detach().float())
+        values = derive_first_values(layer, base_weight.detach().float())
         for name, value in values.items():
             model.get_parameter(f"{path}.{name}").data.copy_(value)
         layer.first = {name: value for name, value in values.items() if "lora_" in name}
@@ -326,17 +328,17 @@ def _targets_taken_for_experts(options: Any, model: Any) -> list[str]:
     return sorted(taken)
 
 
-def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, layer) of each layer with values that begin as functions of a whole weight.
+def layers_derived_from_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, layer) of each layer whose first values are computed from a whole weight.
 
-    The weight is the layer's own, or that of its base layer. It is one of PEFT's layers, or a
-    packed layer by itself. Where two share a weight, it comes once.
+    The layer is one of PEFT's, whose base layer has the weight, or a packed layer without an
+    adapter. Of two layers that share a weight only one is yielded.
     """
     tuned = {layer for _, layer in _peft_layers(model)}
     if not tuned:
         return
     for path, layer in model.named_modules():
-        is_packed = isinstance(whole_layer(layer), PackedLinear)
+        is_packed = isinstance(find_base_layer(layer), PackedLinear)
         if layer in tuned:
             if _begins_from_weight(layer, is_packed):
                 yield path, layer
@@ -345,7 +347,7 @@ def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _begins_from_weight(layer: Any, is_packed: bool) -> bool:
-    """Return whether values of one of PEFT's layers begin as functions of its base's weight."""
+    """Return whether first values of one of PEFT's layers are computed from its base's weight."""
     if getattr(layer, "tied_adapter", None) is not None:
         return False
     has_token_rows = hasattr(layer, "token_indices")
@@ -354,11 +356,11 @@ def _begins_from_weight(layer: Any, is_packed: bool) -> bool:
     return has_token_rows or is_packed or is_pissa or is_dora
 
 
-def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield (layer, parameter) of layers that compute with a parameter of another layer.
+def borrowed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield (layer, parameter) for each parameter that is used by a module that does not own it.
 
-    DoRA does so with weights, and rows of tokens and the factors of an embedding lie in
-    dictionaries.
+    DoRA's magnitudes use the weights of the base layer and of A. Rows of tokens and the factors of
+    an embedding are owned by dictionaries of parameters.
     """
     for _, layer in _peft_layers(model):
         if hasattr(layer, "token_indices"):
@@ -374,14 +376,14 @@ def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
                 yield magnitude, parameter
 
 
-def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the first values of a layer of `starting`, by their names within it.
+def derive_first_values(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return name within a layer → first value, for a layer of `layers_derived_from_weights`.
 
-    They are fp32; of a packed layer they are its codes. `weight`: the base layer's, whole, as its
-    file has it. If it changes, the values have it too (base_layer.weight).
-    PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r largest singular values S; s is the
-    scale. DoRA (Liu et al. 2024): the length of each row of base and factors together, as the base
-    is kept.
+    They are fp32, or for a packed layer its codes. `weight`: the whole weight of the base layer, as
+    its file has it. If PiSSA changes it, the changed weight is among the values
+    (base_layer.weight). PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r largest singular
+    values S; s is the scale. DoRA (Liu et al. 2024): the length of each row of base and factors
+    together, as the base is kept.
     """
     if hasattr(layer, "token_indices"):
         values = {}
@@ -389,20 +391,20 @@ def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
             values[f"trainable_tokens_delta.{name}"] = weight[rows]
         return values
     if isinstance(layer, PackedLinear):
-        return {"packed": layer.take(weight)}
+        return {"packed": layer.pack_weight(weight)}
     return _first_factors(layer, weight)
 
 
 def _first_factors(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `begin` of one of PEFT's layers with factors.
+    """Return `derive_first_values` for one of PEFT's layers that has factors.
 
-    The order matters: PiSSA takes its product out of the weight, then the rest is packed, and DoRA
-    measures base and factors as they are kept.
+    The order matters: first PiSSA subtracts its product from the weight, then the rest is packed,
+    and last DoRA measures base and factors as they will be stored.
     """
     values: dict[str, torch.Tensor] = {}
-    base = whole_layer(layer)
+    base = find_base_layer(layer)
     is_packed = isinstance(base, PackedLinear)
-    # What the factors add to the base at first; a scalar 0 unless they are PiSSA's.
+    # What the factors add to the base at first. This is 0, except for PiSSA.
     product = torch.zeros((), device=weight.device)
     if layer.starts_at != "zero":
         # [out, in]: GPT-2's Conv1D has inputs first.
@@ -425,9 +427,9 @@ def _first_factors(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         if not is_packed:
             values["base_layer.weight"] = weight
     if is_packed:
-        values["base_layer.packed"] = base.take(weight)
+        values["base_layer.packed"] = base.pack_weight(weight)
     if layer.lora_magnitude_vector:
-        # The base as it is kept, which is rounded.
+        # The base as it is stored, which rounds it.
         if is_packed:
             kept = base.unpacked(torch.float32, values["base_layer.packed"])
         else:
@@ -443,11 +445,10 @@ def _first_factors(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def _principal(
     matrix: torch.Tensor, rank: int, scale: float, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factors of a matrix's part of its r largest singular values.
+    """Return A [r, in] and B [out, r] of the best approximation of a matrix by rank r.
 
-    These are A [r, in] and B [out, r], whose product BA times `scale` is that part. `matrix`:
-    [out, in]. `seed`: singular values are found by subspace iteration from random numbers; None:
-    exactly.
+    `scale` · BA is the part of `matrix` [out, in] that belongs to its r largest singular values.
+    `seed`: these are found approximately, by subspace iteration from random numbers; None: exactly.
     """
     rows, columns = matrix.shape
     if seed is None:
@@ -489,8 +490,8 @@ def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def switched(model: nn.Module, on: bool) -> Iterator[None]:
-    """Within the context adapters are on; with `on` False the model is the base model.
+def switch_adapters(model: nn.Module, on: bool) -> Iterator[None]:
+    """Turn the adapters on or off within the context; when off, the model is the base model.
 
     PEFT's own switch would also change which parameters are trainable, which FSDP2, DDP and
     DeepSpeed do not notice.
@@ -547,11 +548,11 @@ def merge(model: Any) -> None:
     del model.peft_config
 
 
-def merge_read(over: Any) -> Any:
-    """Return the plain model of a PEFT model that `read_over` has read, its adapters merged.
+def merge_loaded(over: Any) -> Any:
+    """Return the plain model of what `load_adapters` has returned, with its adapters merged.
 
-    `merge` merges what `inject` makes. PEFT does the rest: modules that were trained whole, and
-    layers of other tools.
+    Layers that `inject` can make are merged by `merge`. PEFT merges the others: modules that were
+    trained whole, and layers of other tools.
     """
     merge(over.get_base_model())
     return over.merge_and_unload()
@@ -577,17 +578,17 @@ def _merge_layer(name: str, layer: Any) -> None:
 
 
 def _signs(width: int) -> torch.Tensor:
-    """Return random rows of 1 and -1, float64[PROBES, width], always the same ones."""
+    """Return random rows of 1 and -1, float64[PROBES, width]. They are the same in each call."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2, (PROBES, width), generator=generator)
     return 2.0 * bits.double() - 1.0
 
 
 def _products(layer: Any, base: Any) -> torch.Tensor:
-    """Return what rows of `_signs` give in fp64, multiplied with a layer's weight by its forward.
+    """Return the products of `_signs` and a layer's weight in fp64, by the layer's own forward.
 
-    `layer`: `base` with its adapter, or `base` alone: a linear layer [PROBES, in] → [PROBES, out],
-    or an embedding, whose rows are added up with their signs: [PROBES, width].
+    `layer`: `base` with its adapter, or `base` itself. The result is [PROBES, out] for a linear
+    layer. For an embedding it is [PROBES, width], the sums of its rows with these signs.
     """
     if isinstance(base, nn.Linear):
         return layer(_signs(base.in_features))
@@ -608,12 +609,12 @@ def _products(layer: Any, base: Any) -> torch.Tensor:
 def _require_same_products(name: str, base: Any, products: torch.Tensor) -> None:
     """Raise DrumlineError unless a merged layer gives the products of the adapted layer.
 
-    They may differ by the rounding of the merged weight. `products`: `_products` of the adapted
-    layer. A row of random signs misses a weight that is another one with a probability of a half at
-    most (Freivalds, 1977). With the unit of roundoff u of its type an entry w of the merged weight
-    is off by u|w| at most, so a product with ±1 is off by the sum of u|w| over its inputs; half as
-    much again is for the arithmetic in fp64, and the smallest normal number for the entries below
-    it.
+    `products`: `_products` of the adapted layer. They may differ by the rounding of the merged
+    weight. A row of random signs fails to show a wrong weight with a probability of at most a half
+    (Freivalds, 1977). If u is the unit of roundoff of the weight's type, an entry w of the merged
+    weight is off by at most u|w|. So a product with ±1 is off by at most the sum of u|w| over its
+    inputs. Half as much is added for the arithmetic in fp64, and the smallest normal number for
+    entries below that number.
     """
     dtype = base.weight.dtype
     limits = torch.finfo(dtype)
@@ -667,10 +668,10 @@ def require_trained(model: nn.Module) -> None:
 def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
     """Write PEFT's own files (adapter_config.json, adapter_model.safetensors, fp32) to `folder`.
 
-    Further adapters are written to folders in it by their names; `read_over` reads them all.
-    Factors that began in the base layer are written as ones of twice the rank, over the weights
-    that the base has in its files: W − sB₀A₀ + sBA. `base`: the folder or hub id of the frozen
-    model, `revision` its revision on the hub.
+    Further adapters are written to subfolders with their names; `load_adapters` reads them all.
+    PiSSA has subtracted its first factors from the base layer. They are written as part of factors
+    of twice the rank, so that the adapter fits the base's own files: W − sB₀A₀ + sBA. `base`: the
+    folder or hub id of the frozen model, `revision` its revision on the hub.
     """
     from peft import get_peft_model_state_dict
 
@@ -697,7 +698,7 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     states = {NAME: state}
     for adapter_name in model.peft_config.keys() - {NAME}:
         states[adapter_name] = _factors_of(model, adapter_name)
-    # A tensor that PEFT's names leave out would be lost without a word.
+    # PEFT would leave out a tensor under an unknown name silently.
     adapter_parameters = [name for name, _ in model.named_parameters() if is_adapter(name)]
     trained = len(whole) + len(adapter_parameters)
     saved = sum(len(tensors) for tensors in states.values())
@@ -785,11 +786,11 @@ def _factors_of(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
     return factors
 
 
-def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
-    """Return PEFT's model of a base and the adapters that `save_adapter` wrote, which are on.
+def load_adapters(base: Any, folder: Path, all_of_them: bool = True) -> Any:
+    """Return PEFT's model of a base and the adapters in a folder, all of them on.
 
-    `all_of_them` False: only the first adapter. In a folder of another tool the adapters in folders
-    inside it are older ones.
+    `all_of_them` False: only the adapter in the folder itself. In a folder of another tool
+    subfolders may have older states of the same adapter.
     """
     from peft import PeftModel
 
@@ -827,7 +828,7 @@ def _adapts_experts(folder: Path) -> bool:
 
 
 def _join_first_factors(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return PEFT's state with each factor of PiSSA joined to the one that it began as.
+    """Return PEFT's state with each factor of PiSSA joined to its first value.
 
     The rows of A are followed by those of A₀, and the columns of B by those of −B₀: the product is
     BA − B₀A₀.
@@ -893,7 +894,7 @@ def _require_rows(model: Any, tokens: Sequence[int]) -> None:
     """Raise ModelError for a token that the embedding has no row for."""
     if not tokens:
         return
-    embedding: Any = whole_layer(model.get_input_embeddings())
+    embedding: Any = find_base_layer(model.get_input_embeddings())
     rows = len(embedding.weight)
     if max(tokens) >= rows:
         what = f"token {max(tokens)} has no row: the embedding has {rows}"
@@ -902,10 +903,10 @@ def _require_rows(model: Any, tokens: Sequence[int]) -> None:
 
 
 def _ends_of_vocabulary(model: Any) -> dict[str, Any]:
-    """Return name → layer, of the embedding and the head that PEFT has adapters for."""
+    """Return name → layer of the embedding and the head, if PEFT has adapters for their class."""
     if reads_images(model):
         return {}
-    layers = vocabulary(model)
+    layers = embedding_and_head(model)
     found = {}
     for name, module in model.named_modules():
         if module in layers and isinstance(module, nn.Embedding | nn.Linear):
@@ -914,7 +915,7 @@ def _ends_of_vocabulary(model: Any) -> dict[str, Any]:
 
 
 def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) -> None:
-    """Raise ModelError for what an adapted embedding, or a head tied to one, cannot get.
+    """Raise ModelError for PiSSA or trained rows on an adapted embedding, or on a head tied to one.
 
     `names`: the layers of each adapter.
     """
@@ -942,19 +943,19 @@ def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) 
 
 def _untie_adapted_ends(model: Any) -> None:
     """Give a head that is tied to the embedding its own weight if one of the two has an adapter."""
-    embedding, output_head = vocabulary(model)
+    embedding, output_head = embedding_and_head(model)
     if not is_head_tied(model):
         return
     if not (hasattr(embedding, "lora_A") or hasattr(output_head, "lora_A")):
         return
-    head = whole_layer(output_head)
+    head = find_base_layer(output_head)
     own_weight = head.weight.detach().clone()
     head.weight = nn.Parameter(own_weight, requires_grad=head.weight.requires_grad)
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
 
 
-def without_factors(layer: Any) -> Any:
+def copy_without_factors(layer: Any) -> Any:
     """Return a copy of one of PEFT's layers over the same base layer, with no adapter on it."""
     copied = copy.copy(layer)
     # A dictionary of its own: a shallow copy would take the factors from the layer itself.
@@ -1019,7 +1020,7 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
         if isinstance(options.targets, list):
             targets += options.targets
     names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = vocabulary(model)
+    embedding, head = embedding_and_head(model)
     layers = [layer for layer in (embedding, head) if layer is not None]
     adapted = []
     learning = []

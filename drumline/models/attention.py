@@ -1,9 +1,9 @@
 """Attention by documents: lengths of documents replace a mask over all pairs of tokens.
 
 transformers lets us register an attention function and a mask function under a name of our own. The
-model decides what a layer attends to (all, a sliding window). Our mask function returns `Documents`
-instead of a mask. Each block hands them to the attention function, also when it is computed again.
-While no batch is set (generation, trials) both functions are the model's own.
+model decides what a layer attends to (all tokens, a sliding window). Our mask function returns
+`Documents` instead of a mask, and each block hands them to our attention function, also in a
+recomputation. While no batch is set (generation, trials) both call the model's own functions.
 
 B rows, T tokens of a row, H heads, of size D; N documents of a batch, padding at the end of a row
 among them.
@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from drumline.foreign import first_line
-from drumline.models.blocks import needs_mask
-from drumline.models.classes import of_layers
+from drumline.models.blocks import reason_for_mask
+from drumline.models.classes import values_by_layer
 from drumline.models.sequence import SequencePart
 from drumline.plan.attention import Kernel, by_documents, choose, has_padding, name_of
 from drumline.plan.plan import Layout
@@ -39,17 +39,18 @@ from drumline.system.threads import on_this_gpu
 logger = logging.getLogger(__name__)
 # Config keys of GPT-2, Llama and BERT for dropout over attention's scores.
 SCORE_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
-# The batch that a model runs on.
+# The batch that the model runs on now, see `model_inputs`.
 _batch: ContextVar[Any] = ContextVar("batch")
 
 
 @dataclass(eq=False)
 class Pattern:
-    """Which tokens of rows attend to each other, as numbers in host memory.
+    """Which tokens of a batch attend to each other, as numbers in host memory.
 
-    `lengths`: of each row's documents, without padding. `width`: tokens of a row. A token attends
-    to its own document: with `causal` up to itself, with `window` only to the nearest so many
-    tokens. With `branches` each document continues the first of its row, and attends to it too.
+    `lengths`: the lengths of each row's documents, without padding. `width`: tokens of a row. A
+    token attends to its own document: with `causal` up to itself, with `window` only to that many
+    of the nearest tokens. With `branches` each document continues the first of its row, and attends
+    to it too.
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -60,7 +61,7 @@ class Pattern:
 
 
 class Documents(Pattern):
-    """What a layer attends to, which takes the place of a mask.
+    """What a layer attends to. It is passed through the model instead of a mask.
 
     `bounds_N`: int32[N + 1], where documents begin in all rows end to end; the last is B × T.
     `longest`: tokens of the longest document, or of the longest padding. `kernel`: computes all
@@ -99,18 +100,18 @@ class Documents(Pattern):
         return torch.tensor(filled)
 
     def prepare(self, kernel: Kernel, dtype: torch.dtype, head_dim: int) -> None:
-        """Choose how to attend, before any block runs: within a compiled one nothing can be tried.
+        """Choose the kernel before any block runs: within a compiled block none can be tried.
 
-        `kernel`: the one of the policy. `dtype`, `head_dim`: of queries.
+        `kernel`: the kernel that the plan has chosen. `dtype`, `head_dim`: those of queries.
         """
         # No kernel for variable lengths lets a document attend to another one, as branches do.
         is_usable = kernel != "documents" and not self.branches
         if is_usable and _works(kernel, self.bounds_N.device, dtype, head_dim):
             self.kernel = KERNELS[kernel]
         if self.kernel is None:
-            self.lengths_BN  # noqa: B018 - is kept
+            self.lengths_BN  # noqa: B018 - computed now and kept
         elif kernel == "flex_attention":
-            self.block_mask  # noqa: B018 - is kept
+            self.block_mask  # noqa: B018 - computed now and kept
 
 
 def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> None:
@@ -128,7 +129,7 @@ def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> No
     has_dropout = has_score_dropout(text_config)
     is_plain_eager = implementation == "eager" and not has_caps
     has_own_scores = has_dropout or is_plain_eager
-    kernel, _ = choose(layout, head_dim, has_caps, has_own_scores, needs_mask(model))
+    kernel, _ = choose(layout, head_dim, has_caps, has_own_scores, reason_for_mask(model))
     if kernel == "masked":
         return
     if on_host:
@@ -138,14 +139,14 @@ def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> No
     function = None
     if implementation != "eager":
         function = AttentionInterface()[implementation]
-    AttentionInterface.register(name, partial(attention, function))
-    AttentionMaskInterface.register(name, partial(mask, kernel, head_dim, implementation))
+    AttentionInterface.register(name, partial(documents_attention, function))
+    AttentionMaskInterface.register(name, partial(documents_mask, kernel, head_dim, implementation))
     model.set_attn_implementation(name)
 
 
 def _head_dim(text_config: Any) -> int:
-    """Return the size of a model's largest attention heads; 0 if its config does not tell."""
-    largest: int = max(size or 0 for size in of_layers(text_config, "head_dim"))
+    """Return the size of a model's largest attention heads; 0 if it is not in the config."""
+    largest: int = max(size or 0 for size in values_by_layer(text_config, "head_dim"))
     heads = getattr(text_config, "num_attention_heads", None)
     if largest or not heads:
         return largest
@@ -163,20 +164,20 @@ def has_score_dropout(text_config: Any) -> bool:
     return any(getattr(text_config, key, None) for key in SCORE_DROPOUTS)
 
 
-def batch_in_hand() -> bool:
-    """Return whether a model runs on a batch whose documents are known."""
+def has_batch() -> bool:
+    """Return whether a model is running on a batch whose documents are known."""
     return _batch.get(None) is not None
 
 
 @contextlib.contextmanager
-def attending(
+def model_inputs(
     model: Any, batch: Any, sequence: SequencePart | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of a model for a batch; the model's forward runs in this context.
+    """Yield the arguments of a model for a batch. The model's forward must run in this context.
 
     With `sequence` they are those for this rank's part of the batch.
-    A mask of ones, or no positions, keep transformers from searching documents in the positions,
-    for which the host would wait.
+    They have a mask of ones, or no positions. Otherwise transformers would search the positions for
+    documents, and the host would wait for the device.
     """
     if sequence is None:
         inputs = batch.inputs()
@@ -200,20 +201,19 @@ def attending(
     yield inputs
 
 
-def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
-    """Replacement for a mask function of transformers: return `Documents` of the current batch.
+def documents_mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
+    """Return `Documents` of the current batch: replaces a mask function of transformers.
 
-    Returns None if `is_causal` tells everything. Without a batch, and for patterns that are neither
-    all tokens nor causal ones nor a window of these, returns the mask of the implementation
-    `before`.
-    `head_dim`: size of a head. `options`: what transformers calls a mask function with.
+    Returns None if attention only has to be causal. Without a batch, or for a pattern other than
+    all tokens, causal or a causal window, returns the mask of the replaced implementation `before`.
+    `head_dim`: size of a head. `options`: the arguments of a mask function of transformers.
     """
     batch = _batch.get(None)
     if batch is None:
         return _mask_without_batch(before, options)
     window = options.get("local_size")
-    # transformers tells by these arguments which pattern it wants: it allows the skip of a mask
-    # only if `is_causal` or its absence would say the same.
+    # These arguments show which pattern transformers wants: it allows to skip a mask only if the
+    # argument `is_causal` of attention would mean the same.
     is_causal = options.get("allow_is_causal_skip", True)
     sees_everything = options.get("allow_is_bidirectional_skip", False) and window is None
     if not (is_causal or sees_everything):
@@ -239,7 +239,7 @@ def _mask_without_batch(before: str, options: dict[str, Any]) -> Any:
     """Return the mask of the implementation `before` while no batch is set."""
     from transformers import AttentionMaskInterface
 
-    # None: nobody has told, and transformers looks at the mask itself.
+    # None: it is not known, and transformers looks at the mask itself.
     is_padded = has_padding()
     if is_padded is True:
         options["allow_is_causal_skip"] = False
@@ -255,7 +255,7 @@ def _mask_of_other_pattern(before: str, batch: Any, options: dict[str, Any]) -> 
     from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
 
     if getattr(batch, "attention_mask_BT", None) is None:
-        # The mask of ones that `attending` gives says nothing.
+        # The mask of ones that `model_inputs` gives says nothing.
         options["attention_mask"] = None
         positions_BT = batch.position_ids_BT
         documents_BT = find_packed_sequence_indices(positions_BT)
@@ -272,7 +272,7 @@ def _autocast_type(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def attention(
+def documents_attention(
     whole: Callable[..., Any] | None,
     module: Any,
     query: Tensor,
@@ -281,11 +281,11 @@ def attention(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Replacement for an attention function of transformers.
+    """Compute attention by documents: replaces an attention function of transformers.
 
-    It can be traced as a part of one graph. `whole`: the function that it replaces; None: the eager
-    one of the module's own class. `query`, `key` and `value` are [B, H, T, D], the result is [B, T,
-    H, D] and None for the scores. Tokens of padding get zeros, or numbers that mean nothing.
+    It can be traced as a part of one graph. `whole`: the replaced function; None: the eager one of
+    the module's own class. `query`, `key` and `value` are [B, H, T, D], the result is [B, T, H, D]
+    and None for the scores. Tokens of padding get zeros, or numbers that mean nothing.
     """
     if not isinstance(attention_mask, Documents):
         function: Any = whole
@@ -298,12 +298,13 @@ def attention(
     scale = options.get("scaling")
     low = _autocast_type(query.device.type)
     if low is not None:
-        # Rotary positions leave queries and keys in fp32, values not; autocast knows no operator
-        # but torch's own scaled_dot_product_attention, which casts them like this.
+        # Rotary positions leave queries and keys in fp32, but not values. Autocast casts them for
+        # torch's own scaled_dot_product_attention only; other kernels need it done here.
         query = query.to(low)
         key = key.to(low)
         value = value.to(low)
-    # An eager function without soft caps has something else of its own, such as sinks.
+    # A class with only an eager function, and without soft caps, has something else of its own,
+    # such as sinks, which no kernel computes.
     has_own = bool(options.get("dropout")) or (whole is None and cap is None)
     is_of_one_size = query.shape[-1] == value.shape[-1]
     if documents.kernel is not None and not has_own and is_of_one_size:
@@ -334,8 +335,8 @@ def _attend_by_function(
 ) -> Tensor:
     """Compute each document by a function of transformers, [B, T, H, D].
 
-    `is_additive`: by the eager function of the module's own class, which takes a mask of numbers.
-    sdpa has no soft caps, and lacks what a class without sdpa does besides.
+    `is_additive`: by the eager function of the module's own class, which takes a mask of numbers;
+    otherwise by sdpa, which has no soft caps and nothing else that a class may add.
     """
     from drumline.vendor.transformers import sdpa_attention_forward
 
@@ -343,14 +344,14 @@ def _attend_by_function(
     if is_additive:
         function = _eager_function(module)
     of_module = partial(function, module)
-    return one_by_one(of_module, documents, is_additive, query, key, value, **options)
+    return attend_each_document(of_module, documents, is_additive, query, key, value, **options)
 
 
 # A class's own eager function may have dropout, or weights of its own: nobody can register it.
 _out_of_graph = torch.compiler.disable(_attend_by_function)
 
 
-def one_by_one(
+def attend_each_document(
     whole: Callable[..., Any],
     documents: Pattern,
     additive: bool,
@@ -364,8 +365,8 @@ def one_by_one(
     `additive`: `whole` takes a mask of numbers and nothing else. Rows and documents are split and
     joined again: the gradient of a slice would be as large as the tensor that it is cut from.
 
-    A row of only padding, which fills up the last batch, counts as a document: each parameter gets
-    its gradient in each micro-batch, or DDP would not reduce it.
+    A row of only padding, which completes the last batch, counts as a document. So each parameter
+    has a gradient in each micro-batch; otherwise DDP would not reduce it.
     """
     rows = []
     by_row = zip(documents.lengths, query.split(1), key.split(1), value.split(1), strict=True)
@@ -418,8 +419,8 @@ def _attend_within_document(
 ) -> Iterator[Tensor]:
     """Yield a document's attention, [1, n, H, D] in one or more parts.
 
-    With a window these are stretches of as many queries as the window is long, each with the keys
-    that they see. Keys ahead of the document's own are those of the document that it continues.
+    With a window the queries are cut into stretches as long as the window, each with the keys that
+    it sees. If the document continues another one, the keys of that one come first.
     """
     length = query.shape[2]
     keys = key.shape[2]
@@ -429,7 +430,7 @@ def _attend_within_document(
     if window is None or window >= keys:
         allowed = None
         if documents.causal and (additive or before):
-            allowed = band(length, keys, before, None, query, additive)
+            allowed = causal_band(length, keys, before, None, query, additive)
         # `is_causal` aligns the first query with the first key: with keys ahead only a mask tells.
         is_causal = documents.causal and not before
         out, *_ = whole(query, key, value, allowed, **options | {"is_causal": is_causal})
@@ -439,7 +440,7 @@ def _attend_within_document(
         stop = min(start + window, keys)
         # The first key that the first query of the stretch sees.
         first = max(0, start - window + 1)
-        allowed = band(stop - start, stop - first, start - first, window, query, additive)
+        allowed = causal_band(stop - start, stop - first, start - first, window, query, additive)
         queries = query[:, :, start - before : stop - before]
         seen_keys = key[:, :, first:stop]
         seen_values = value[:, :, first:stop]
@@ -448,15 +449,13 @@ def _attend_within_document(
         yield out
 
 
-def band(
+def causal_band(
     queries: int, keys: int, offset: int, window: int | None, like: Tensor, additive: bool
 ) -> Tensor:
-    """Return which keys each query sees: those up to it, of these the last `window`.
+    """Return which keys each query sees, [1, 1, queries, keys]: those up to it, at most `window`.
 
-    The result is [1, 1, queries, keys]. With `additive` a key that is seen has 0, and any other the
-    least number of the type.
-    Query i stands at key i + `offset`. The result is bool, or with `additive` numbers of the type
-    of `like`.
+    Query i stands at key i + `offset`. The result is bool. With `additive` it has numbers of the
+    type of `like`: 0 for a key that is seen, and the least number of the type for any other.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(offset)
     if window is not None:
@@ -507,7 +506,7 @@ def attend(
     module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
     function = partial(sdpa_attention_forward, module)
     with torch.autocast(query.device.type, enabled=False):
-        out = one_by_one(function, pattern, False, query, key, value, scaling=scale)
+        out = attend_each_document(function, pattern, False, query, key, value, scaling=scale)
     return out.contiguous()
 
 
@@ -563,12 +562,7 @@ torch.library.impl("drumline::attend_backward", ("cpu", "cuda"), attend_backward
 torch.library.register_autograd("drumline::attend", _attend_gradients, setup_context=_keep_inputs)
 
 
-# Kernels for variable lengths. The scale of scores, or their soft cap; None: the default, or no
-# cap.
-Numbers = float | None
-
-
-def _ends_to_end(*tensors_BHTD: Tensor) -> list[Tensor]:
+def _join_rows(*tensors_BHTD: Tensor) -> list[Tensor]:
     """Return each tensor with its rows end to end, [B × T, H, D]."""
     return [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors_BHTD]
 
@@ -591,9 +585,18 @@ def _window_size(documents: Documents) -> tuple[int, int]:
 
 
 def varlen(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scale: float | None,
+    cap: float | None,
 ) -> Tensor:
-    """torch's own attention over documents of different lengths."""
+    """Compute attention by torch's own kernel for documents of different lengths.
+
+    `scale`: of the scores; None: the kernel's default. `cap`: the soft cap of the scores; None:
+    none.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     assert cap is None, "it has no soft caps"
@@ -608,7 +611,7 @@ def varlen(
             value = value.repeat_interleave(queries_per_key, 1)
     bounds = documents.bounds_N
     longest = documents.longest
-    q, k, v = _ends_to_end(query, key, value)
+    q, k, v = _join_rows(query, key, value)
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
     return _split_into_rows(out, query)
 
@@ -623,12 +626,12 @@ def flash(
     key: Tensor,
     value: Tensor,
     documents: Documents,
-    scale: Numbers,
-    cap: Numbers,
+    scale: float | None,
+    cap: float | None,
 ) -> Tensor:
-    """FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`)."""
+    """Compute attention by FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`)."""
     if module not in _packages:
-        # At the trial: in a graph nothing can be imported.
+        # This happens in the trial of the kernel: within a graph nothing can be imported.
         _packages[module] = import_module(module)
     package = _packages[module]
     bounds = documents.bounds_N
@@ -639,7 +642,7 @@ def flash(
         "window_size": _window_size(documents),
         "softcap": cap or 0.0,
     }
-    q, k, v = _ends_to_end(query, key, value)
+    q, k, v = _join_rows(query, key, value)
     out = package.flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, **options)
     # Some versions also return the log-sum-exp.
     if isinstance(out, tuple):
@@ -648,16 +651,21 @@ def flash(
 
 
 def flex(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scale: float | None,
+    cap: float | None,
 ) -> Tensor:
-    """flex_attention, compiled on a GPU.
+    """Compute attention by flex_attention, compiled on a GPU.
 
-    On a CPU it runs as it is, since it has no gradients compiled there.
+    On a CPU it is not compiled, since it has no gradients when compiled there.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
     # [1, H, B × T, D]: all rows are one.
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in _ends_to_end(query, key, value))
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in _join_rows(query, key, value))
     score_mod = None
     if cap is not None:
         score_mod = partial(_apply_soft_cap, cap)
@@ -710,7 +718,7 @@ def block_mask(documents: Documents) -> Any:
 
 @lru_cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled, the same object each time: nothing is compiled twice."""
+    """Return the compiled function. Each is compiled once."""
     return torch.compile(function)
 
 
@@ -726,10 +734,11 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 def _works(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a kernel gives the results and gradients of documents one by one.
 
-    It is tried on 48 tokens. If it does not work, a line in the log says so.
+    It is tried on 48 tokens. If it does not work, a warning is logged.
 
-    It is tried in a thread of its own, since a model's forward may be running in this one: under
-    autocast, or as a recomputation, whose hooks would take the trial for a part of it.
+    The trial has a thread of its own, since a model's forward may be running in this one. Its
+    autocast would change the trial, and the hooks of a recomputation would take the trial for a
+    part of it.
     """
     with ThreadPoolExecutor(1, "drumline-trial") as thread:
         trial = thread.submit(on_this_gpu(_agrees), kernel, device, dtype, head_dim)
@@ -783,7 +792,7 @@ def _trial_difference(kernel: Kernel, documents: Documents, inputs: list[Tensor]
     attend_by_kernel = KERNELS[kernel]
     scale = cap = None
     theirs = _trial_results(attend_by_kernel(*inputs, documents, scale, cap), inputs)
-    ours = _trial_results(one_by_one(_plain_attention, documents, False, *inputs), inputs)
+    ours = _trial_results(attend_each_document(_plain_attention, documents, False, *inputs), inputs)
     differences = []
     for one, other in zip(theirs, ours, strict=True):
         largest_difference = (one - other).detach().abs().max()

@@ -1,8 +1,10 @@
-"""The repeated blocks of a model, and how tensor parallelism cuts each of its weights.
+"""Finds the repeated blocks of a model, and how its weights and sequences can be cut over ranks.
 
-Blocks are the units of checkpointing, compilation, sharding and adapters. The planner counts the
-weights here by shape, by whether they are trainable, and by their style of tensor parallelism. A
-Hugging Face model's class and config name those styles.
+Blocks are the units of checkpointing, compilation, sharding and adapters. A Hugging Face model's
+class and config name its blocks and the styles by which tensor parallelism cuts its layers.
+`common_facts` counts the weights for the planner.
+
+Functions called `reason_…` return why something does not work for a model; empty if it works.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from drumline.models.classes import reads_images
 from drumline.plan.facts import COLUMN_PARALLEL, Place, Weight
 from drumline.vendor.torch import BatchNorm
 
+# The classes of a model's blocks, or a function that finds them.
 Units = Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
 
@@ -36,7 +39,7 @@ def set_blocks(model: nn.Module, units: Units | None) -> None:
         chosen = list(units(model))
     else:
         chosen = _modules_of_classes(model, units)
-    # A module that stands in a list more than once is one unit.
+    # A module may be in a list more than once.
     distinct = list(dict.fromkeys(chosen))
     # A plain list, so that the model does not get these modules as children a second time.
     model._drumline_blocks = distinct  # type: ignore[assignment]
@@ -103,10 +106,9 @@ def _block_classes(model: nn.Module) -> set[str]:
 
 
 def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
-    """Return name and list of a model's blocks.
+    """Return name and nn.ModuleList of a model's blocks; None unless there is exactly one list.
 
-    It is the model's only nn.ModuleList that holds nothing but blocks. `_no_split_modules` names
-    the types of blocks. None unless there is exactly one such list.
+    It is the list that has only blocks as members.
     """
     block_classes = _block_classes(model)
     found = []
@@ -119,10 +121,10 @@ def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
     return found[0]
 
 
-def uncut(model: Any) -> str:
+def reason_not_to_cut(model: Any) -> str:
     """Return why a model's blocks cannot be cut into pipeline stages; empty if they can.
 
-    Two stages would train two copies of a weight that blocks share.
+    They must not share weights: two stages would train two copies of a shared one.
     """
     found = block_list(model)
     if found is None:
@@ -135,7 +137,7 @@ def uncut(model: Any) -> str:
         block_number = ""
         if name.startswith(prefix):
             block_number, *_ = name.removeprefix(prefix).split(".")
-        # The first name of a tied parameter sets the owner, and each other one has to agree.
+        # A tied parameter has several names: all of them must lie in the same block.
         owner = owners.setdefault(id(parameter), block_number)
         if owner != block_number:
             return f"blocks of {type(model).__name__} share weights"
@@ -144,7 +146,7 @@ def uncut(model: Any) -> str:
 
 # Kinds of layers (a config's `layer_types`) that mix tokens only in attention.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-# Those of them whose attention is built from the lengths of documents alone.
+# Those of them whose attention can be computed from the lengths of documents alone.
 LAYERS_BY_LENGTHS = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -154,7 +156,7 @@ def _layer_kinds(model: Any) -> set[str]:
     return set(getattr(text_config, "layer_types", None) or ())
 
 
-def whole_sequences(model: Any) -> str:
+def reason_for_whole_sequences(model: Any) -> str:
     """Return why context parallelism cannot cut a model's sequences; empty if it can.
 
     The answer follows from the model's class and config.
@@ -169,7 +171,7 @@ def whole_sequences(model: Any) -> str:
     return ""
 
 
-def needs_mask(model: Any) -> str:
+def reason_for_mask(model: Any) -> str:
     """Return why a model's attention takes a mask; empty if it can take the lengths of documents.
 
     The answer follows from the model's class and config.
@@ -222,7 +224,7 @@ def count_entries(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weight, ...]]:
-    """Return the weights of each block, and the weights outside of all blocks; tied ones once.
+    """Return (the weights of each block, the weights outside of all blocks); tied ones once.
 
     The model may be on the meta device.
     """
@@ -240,7 +242,7 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
         style = ""
         if enclosing:
             style = styles.get(id(enclosing[-1]), "")
-        # The innermost block: its weights are no part of an outer one.
+        # If blocks are nested, the weight belongs to the innermost one only.
         depths = [depth for depth, module in enumerate(enclosing) if id(module) in block_index]
         first_owner = max(depths, default=0)
         owners = tuple(type(module).__name__ for module in enclosing[first_owner:])
@@ -252,7 +254,8 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
             index = block_index[id(enclosing[first_owner])]
             in_blocks[index].append(weight)
             continue
-        # Parameters come in the model's order: what precedes the first block runs before it.
+        # Parameters come in the model's order, so a weight before those of the first block is used
+        # before the blocks.
         place: Place = "before"
         if id(parameter) in in_both_ends:
             place = "both"
@@ -288,10 +291,10 @@ def _share_equal_blocks(in_blocks: list[list[Weight]]) -> tuple[tuple[Weight, ..
 
 
 def _parameters_in_both_ends(model: Any) -> set[int]:
-    """Return the ids of the parameters that embedding and head share, also beneath adapters."""
+    """Return Python's ids of the parameters that embedding and head share, beneath adapters too."""
     if reads_images(model):
         return set()
-    embedding, head = vocabulary(model)
+    embedding, head = embedding_and_head(model)
     embedding_weight = _own_weight(embedding)
     if embedding_weight is None or embedding_weight is not _own_weight(head):
         return set()
@@ -310,7 +313,7 @@ def _own_weight(layer: Any) -> Any:
     """
     if layer is None:
         return None
-    return getattr(whole_layer(layer), "weight", None)
+    return getattr(find_base_layer(layer), "weight", None)
 
 
 def vision_tower(model: Any) -> Any:
@@ -329,10 +332,10 @@ def vision_tower(model: Any) -> Any:
 def tower_flops(model: Any) -> float:
     """Return the FLOPs of the vision tower for one image token, forward and backward.
 
-    Those of attention are left out. A parameter costs 6 FLOPs for each patch: 2 in forward, and 2
-    each for the gradients of inputs and weights. A frozen one costs 4, and 2 if the whole tower is
-    frozen, which then has no backward. Parameters behind the merger see the merged patches of a
-    token once.
+    Those of attention are left out. A trainable parameter costs 6 FLOPs for each patch: 2 in
+    forward, and 2 each for the gradients of inputs and weights. A frozen parameter costs 4. In a
+    frozen tower, which has no backward, it costs 2. The merger joins the patches of a token, so its
+    parameters count once a token.
     """
     tower = vision_tower(model)
     patches = _patches_per_token(model.config)
@@ -370,10 +373,10 @@ def _patches_per_token(config: Any) -> int:
 
 
 def _styles_by_layer(model: Any) -> dict[int, str]:
-    """Return the id of each layer that tensor parallelism cuts → its style.
+    """Return Python's id of each layer that tensor parallelism cuts → its style.
 
-    The styles are those of engine.tensor_parallel. Embedding and head are cut by the vocabulary,
-    and experts by their number, also where no plan names them.
+    The styles are those of engine.tensor_parallel. Embedding and head are always cut by the
+    vocabulary, and experts by their number, whether a plan names them or not.
     """
     experts = {id(model.get_submodule(name)): "experts" for name in expert_modules(model)}
     if reads_images(model):
@@ -387,17 +390,17 @@ def _styles_by_layer(model: Any) -> dict[int, str]:
         if name in modules:
             for layer in cut_layers(modules[name], style):
                 styles[id(layer)] = style
-    embedding, head = vocabulary(model)
+    embedding, head = embedding_and_head(model)
     if head is not None:
-        styles[id(whole_layer(head))] = "head"
+        styles[id(find_base_layer(head))] = "head"
     # After the plan's styles, which may name experts too: these win.
     styles |= experts
-    styles[id(whole_layer(embedding))] = "embedding"
+    styles[id(find_base_layer(embedding))] = "embedding"
     return styles
 
 
-# Plans for classes that carry none, by type of model. GPT-2's queries, keys and values lie in one
-# layer: all heads are on each rank.
+# Type of model → our plan, for classes of transformers without one. GPT-2's queries, keys and
+# values are one layer, whose output is gathered: each rank computes all heads.
 _BERT = {"*.attention.self.query": "colwise", "*.attention.self.key": "colwise", "*.attention.self.value": "colwise",
          "*.intermediate.dense": "colwise", "*.output.dense": "rowwise"}  # fmt: skip
 OWN_PLANS: dict[str, dict[str, str]] = {
@@ -437,12 +440,12 @@ def _planned_styles(model: Any) -> dict[str, str | None]:
     The styles are those of the model's plan, or of ours for its type. The style is None if the plan
     does not name it.
     """
-    by_vocabulary = vocabulary(model)
+    by_vocabulary = embedding_and_head(model)
     names = [name for name, module in model.named_modules() if module not in by_vocabulary]
     names += [name for name, _ in model.named_parameters()]
     plan = getattr(model, "_tp_plan", None) or {}
     is_huggingface = hasattr(model, "get_input_embeddings")
-    # A module of the user's own and our plans have patterns, matched as file names are.
+    # Plans of a user's own module and ours have patterns like those of file names.
     is_plan_of_patterns = not is_huggingface
     if not plan:
         model_type = getattr(getattr(model, "config", None), "model_type", "")
@@ -451,7 +454,7 @@ def _planned_styles(model: Any) -> dict[str, str | None]:
     styles: dict[str, str | None] = {}
     for name in names:
         if is_plan_of_patterns:
-            # A user's plan may have some of the numbered layers.
+            # With its numbers: a user's plan may name some of the numbered layers only.
             styles[name] = _style_by_pattern(plan, name)
         else:
             # transformers writes `layers.*.mlp.up_proj` for the layers of all numbers.
@@ -468,8 +471,7 @@ def _style_by_pattern(plan: dict[str, str], name: str) -> str | None:
     return None
 
 
-# Styles that leave a layer's output whole. A module of only such layers gives each rank all that it
-# computes.
+# Styles that give each rank a layer's whole output.
 WHOLE_OUTPUTS = {
     "colwise_gather_output",
     "colwise_rep",
@@ -478,7 +480,7 @@ WHOLE_OUTPUTS = {
 }
 
 
-def regions(model: Any) -> list[str]:
+def column_parallel_modules(model: Any) -> list[str]:
     """Return the names of modules that begin with column-parallel layers.
 
     These are attentions and feed-forward parts.
@@ -492,9 +494,9 @@ def regions(model: Any) -> list[str]:
 
 
 def blocks_in_a_row(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name → block, of the blocks that hand on hidden states to each other.
+    """Return name → block for the blocks that are members of a list of modules.
 
-    These are members of a list, also if a stage of a pipeline lacks some of its members.
+    They pass hidden states to each other. In a stage of a pipeline the list may lack some members.
     """
     block_ids = {id(block) for block in blocks(model)}
     in_a_row = {}
@@ -516,7 +518,10 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _holds_experts(module: Any) -> bool:
-    """Return whether each own parameter of a module has an entry for each expert, some a matrix."""
+    """Return whether a module holds all experts of a layer.
+
+    Each of its own parameters then has an entry for each expert, and one has a matrix for each.
+    """
     number = getattr(module, "num_experts", None)
     own = _own_parameters(module)
     if any(parameter.shape[:1] != (number,) for parameter in own):
@@ -524,17 +529,17 @@ def _holds_experts(module: Any) -> bool:
     return any(parameter.ndim == 3 for parameter in own)
 
 
-def whole_stream(model: Any) -> str:
-    """Return why tensor-parallel ranks need all tokens between cut layers.
+def reason_for_whole_stream(model: Any) -> str:
+    """Return why tensor-parallel ranks need all tokens between cut layers; empty if they do not.
 
-    Empty if each of them can hold a part of the tokens there (sequence parallelism, Korthikanti et
-    al. 2022).
+    If not, each rank can hold a part of the tokens there (sequence parallelism, Korthikanti et al.
+    2022).
     """
     plan = tensor_plan(model)
     if block_list(model) is None or not plan:
         return "it has no single list of blocks, or no plan for them"
     modules = dict(model.named_modules())
-    region_names = regions(model)
+    region_names = column_parallel_modules(model)
     for region in region_names:
         prefix = f"{region}."
         styles = {style for layer, style in plan.items() if layer.startswith(prefix)}
@@ -556,7 +561,7 @@ def whole_stream(model: Any) -> str:
 def _ids_inside(modules: dict[str, nn.Module], names: Iterable[str]) -> set[int]:
     """Return the ids of the modules with these names and of all modules in them.
 
-    Names that are none of a module are left out: a plan may name single parameters.
+    Names of single parameters, which a plan may have, are left out.
     """
     ids: set[int] = set()
     for name in names:
@@ -566,16 +571,17 @@ def _ids_inside(modules: dict[str, nn.Module], names: Iterable[str]) -> set[int]
 
 
 def _may_mix_tokens(module: nn.Module) -> bool:
-    """Return whether a module has a matrix of its own, and is no router.
+    """Return whether a module may compute a token's result from other tokens.
 
-    A router takes each token by itself. Norms, whose weights are vectors, do so too.
+    It may if it has a matrix of its own and is no router. Routers and norms, whose weights are
+    vectors, compute each token by itself.
     """
     if "Router" in type(module).__name__:
         return False
     return any(parameter.ndim > 1 for parameter in _own_parameters(module))
 
 
-def vocabulary(model: Any) -> tuple[Any, Any]:
+def embedding_and_head(model: Any) -> tuple[Any, Any]:
     """Return embedding and head of a Hugging Face model.
 
     Each is None if the model lacks it, and both for any other module.
@@ -591,28 +597,27 @@ def vocabulary(model: Any) -> tuple[Any, Any]:
 
 def is_head_tied(model: Any) -> bool:
     """Return whether the head's weight is the embedding's, beneath adapters."""
-    embedding, head = vocabulary(model)
+    embedding, head = embedding_and_head(model)
     head_weight = _own_weight(head)
     return head_weight is not None and head_weight is _own_weight(embedding)
 
 
-def whole_layer(module: nn.Module) -> Any:
-    """Return the base layer of one of PEFT's layers; any other layer itself.
+def find_base_layer(module: nn.Module) -> Any:
+    """Return the layer beneath its adapters; a layer without adapters itself.
 
-    Trainable rows of tokens may lie over the adapted layer.
+    Trainable rows of tokens may be an adapter over another one.
     """
     adapted = module._modules.get("token_adapter") or module
     return getattr(adapted, "base_layer", adapted)
 
 
 def cut_layers(module: nn.Module, style: str) -> list[nn.Module]:
-    """Return the layers that a style cuts.
+    """Return the layers that a style cuts: the module itself, or two layers of a LoRA layer.
 
-    It is the module itself, or of a LoRA layer its base layer and one factor. That is the factor on
-    the cut side. The other factor stays whole, and so does its gradient, since the hidden state
-    between them is whole.
+    These are the base layer and the factor on the cut side. The other factor and its gradient stay
+    whole, since the numbers between the factors are whole.
     """
-    layers = [whole_layer(module)]
+    layers = [find_base_layer(module)]
     cut_factor = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
     if cut_factor is not None:
         factors = getattr(module, cut_factor, None)

@@ -1,4 +1,4 @@
-"""The model, by Hugging Face's classes: laid out without weights, or if need be built whole."""
+"""Builds a model by Hugging Face's classes: without weights if possible, otherwise whole."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 from drumline.config.model import Head, ModelConfig
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
-from drumline.models.classes import LM, auto_class, with_classes
-from drumline.models.files import from_hub, hub_options, quiet
-from drumline.models.load import load_grown, on_meta
-from drumline.models.scores import extra_heads, with_head
+from drumline.models.classes import LM, auto_class, set_classes
+from drumline.models.files import call_loader, hub_options, silence_transformers
+from drumline.models.load import build_without_memory, load_grown
+from drumline.models.scores import add_head, extra_heads
 from drumline.models.shards import (
-    Drawn,
-    Loaded,
+    DrawnWeights,
     NeedsFullModel,
+    NothingToFill,
     Source,
     Values,
-    aliases,
-    from_files,
+    find_weights_in_files,
+    names_of_tensors,
     tied_weights_differ,
 )
 from drumline.models.vocabulary import Growth, grow_whole, set_rows
 
 logger = logging.getLogger(__name__)
 
-# Methods of packing that transformers undoes as it reads weights.
+# Formats of packed weights that transformers can unpack as it reads them.
 UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
 
 
@@ -74,10 +74,10 @@ def lay_out(
     Raises ModelError, also if the folder lacks weights of some part of the model (transformers
     would draw them).
     """
-    quiet()
+    silence_transformers()
     config, growth = load_grown(path, model)
-    config = _request_unpacking(with_classes(config, head.kind, head.labels), model)
-    # None: transformers' default. Names of attention of ours mean nothing to transformers.
+    config = _request_unpacking(set_classes(config, head.kind, head.labels), model)
+    # None: transformers' default. transformers does not know our own names of attention.
     implementation = None
     if model.attention not in ("auto", "documents", "varlen"):
         implementation = model.attention
@@ -91,35 +91,35 @@ def lay_out(
     try:
         built = _build_on_meta(path, model, config, options, head.kind)
         if _has_all(checkpoint_keys, built):
-            return built, Loaded()
+            return built, NothingToFill()
         if pretrained is None:
-            return built, Drawn(built, seed, draw_device or device)
+            return built, DrawnWeights(built, seed, draw_device or device)
         heads = extra_heads(built)
-        files = from_files(pretrained, model, built, heads, growth)
+        files = find_weights_in_files(pretrained, model, built, heads, growth)
         # Heads that the files lack, such as the score of a reward model made of a causal LM.
         lacking = heads - files.places.keys()
         if not head.draws:
             _require_heads(lacking, pretrained)
         if not lacking:
             return built, files
-        drawn = Drawn(built, seed, draw_device or device)
+        drawn = DrawnWeights(built, seed, draw_device or device)
         return built, replace(files, rest=drawn)
     except NeedsFullModel as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
-    # A head that the files lack is drawn too, the same on each rank.
+    # Also if the weights are read: a head that the files lack is drawn, the same on each rank.
     with drawing(seed):
         if pretrained is None:
             built = _draw_whole_model(path, model, config, options, head.kind)
         else:
             built = _read_whole_model(pretrained, model, config, options, head, growth)
-    built = with_head(built, head.kind)
+    built = add_head(built, head.kind)
     built.config.use_cache = False
-    return built.to(device), Loaded()
+    return built.to(device), NothingToFill()
 
 
 def _has_all(checkpoint_keys: frozenset[str], built: Any) -> bool:
     """Return whether a checkpoint fills each tensor of a model, under one of its names."""
-    return all(checkpoint_keys.intersection(names) for names in aliases(built))
+    return all(checkpoint_keys.intersection(names) for names in names_of_tensors(built))
 
 
 def _draw_whole_model(
@@ -131,7 +131,7 @@ def _draw_whole_model(
         make = auto_class(config, head).from_config
         return make(config, **options, trust_remote_code=model.trust_remote_code)
 
-    return from_hub(path or "model.config", model, build)
+    return call_loader(path or "model.config", model, build)
 
 
 def build_model(
@@ -152,10 +152,10 @@ def build_model(
 
 
 def _request_unpacking(config: Any, model: ModelConfig) -> Any:
-    """Return a config with which transformers unpacks weights of fp8 or mxfp4 as it reads them.
+    """Return a config with which transformers unpacks packed weights as it reads them.
 
-    It does so on a GPU too, since they are trained in another type. If none are read, the config
-    has nothing about packed weights.
+    It would not on a GPU, but the weights are trained in another type. If no weights are read the
+    config gets no entry about packed ones.
     """
     packed = getattr(config, "quantization_config", None)
     if packed is not None and model.init == "random":
@@ -168,16 +168,16 @@ def _request_unpacking(config: Any, model: ModelConfig) -> Any:
 def _build_on_meta(
     path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head
 ) -> Any:
-    """Return the model on the meta device, apart from the buffers that no file holds.
+    """Return the model on the meta device; buffers that are in no file have values.
 
-    Raises NeedsFullModel if that is not reliable.
+    Raises NeedsFullModel for a model of which this may not be right.
     """
     if type(config).__module__.startswith("transformers_modules"):
         raise NeedsFullModel("it brings code of its own")
     if getattr(config, "quantization_config", None) is not None:
         raise NeedsFullModel("its weights are quantised")
-    built = on_meta(config, head, path or "model.config", model, **options)
-    # As from_pretrained does it: the model's own rules write what is not marked as initialised.
+    built = build_without_memory(config, head, path or "model.config", model, **options)
+    # As in from_pretrained, the model initialises only tensors without this mark.
     stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     for tensor in stored.values():
         tensor._is_hf_initialized = True
@@ -219,10 +219,10 @@ def _read_whole_model(
     def read() -> Any:
         return cast(Any, auto_class(config, head.kind).from_pretrained(path, **reading))
 
-    built, report = from_hub(path, model, read)
+    built, report = call_loader(path, model, read)
     if growth is not None and growth.changes_rows:
         grow_whole(built, growth)
-    # Both kinds were drawn by transformers, which only warns of it.
+    # transformers has drawn the missing and the mismatched weights, and only warns of it.
     lacking = set(report["missing_keys"])
     for name, *_ in report["mismatched_keys"]:
         lacking.add(name)
@@ -241,15 +241,15 @@ def _read_whole_model(
                 " take it back, or set model.init: random"
             )
         raise ModelError(what, where=path, fix=fix)
-    _match_layout(built, on_meta(config, head.kind, path, model, **options), path)
+    _match_layout(built, build_without_memory(config, head.kind, path, model, **options), path)
     return built
 
 
 def _match_layout(built: Any, laid_out: Any, where: str) -> None:
-    """Freeze what the model's own class freezes, such as the bias of a router.
+    """Freeze the weights that the model's own class freezes, such as the bias of a router.
 
-    Once transformers has read weights, all of them are trainable. `laid_out`: the same model on the
-    meta device. Raises ModelError if transformers did not tie what the config ties.
+    transformers makes all weights trainable when it reads them. `laid_out`: the same model on the
+    meta device. Raises ModelError if transformers did not tie weights that the config ties.
     """
     frozen = set()
     for name, parameter in laid_out.named_parameters():
@@ -258,7 +258,7 @@ def _match_layout(built: Any, laid_out: Any, where: str) -> None:
     read = dict(built.named_parameters(remove_duplicate=False))
     for name in frozen & read.keys():
         read[name].requires_grad_(False)
-    for first, *rest in aliases(laid_out):
+    for first, *rest in names_of_tensors(laid_out):
         for other in rest:
             # `read` has parameters alone, but names of tied tensors may be buffers' too.
             if first not in read or other not in read:

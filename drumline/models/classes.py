@@ -1,4 +1,4 @@
-"""Which of transformers' Auto classes builds the model of a config."""
+"""What a config says of its model: the Auto class of transformers, its head, and what it reads."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def is_vision_language(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
-def of_layers(config: Any, key: str) -> list[Any]:
-    """Return a config's value of a key in a list; if its layers differ in it, each layer's value.
+def values_by_layer(config: Any, key: str) -> list[Any]:
+    """Return the values of a config's key by layer; only one value if all layers have the same.
 
-    transformers refuses to read such a key from the whole config.
+    transformers refuses to read a key from the whole config if layers differ in it.
     """
     by_layer = getattr(config, "per_layer_attributes", None) or ()
     if key in by_layer:
@@ -53,7 +53,7 @@ def of_layers(config: Any, key: str) -> list[Any]:
     return [getattr(config, key, None)]
 
 
-def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
+def set_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     """Set the number and names of the head's logits in a config, and return it.
 
     A score is one logit without a name. `labels`: the classes; empty: as many as the config has.
@@ -70,7 +70,7 @@ def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     return config
 
 
-def in_own_order(config: Any, labels: tuple[str, ...]) -> tuple[str, ...]:
+def order_classes(config: Any, labels: tuple[str, ...]) -> tuple[str, ...]:
     """Return the classes in the model's order, so that its logits keep their meaning.
 
     That is the order of a model that was trained on exactly these classes. Else returns `labels` as
@@ -111,7 +111,7 @@ def _class_names(config: Any) -> tuple[str, ...]:
 
 
 def ends_in_classes(model: Any) -> bool:
-    """Return whether a model is a classifier of texts or images (see `with_classes`)."""
+    """Return whether a model is a classifier of texts or images (see `set_classes`)."""
     return getattr(model.config, "problem_type", None) == CLASSES
 
 
@@ -134,7 +134,7 @@ def is_encoder(model: Any) -> bool:
     return any(getattr(module, "is_decoder", None) is False for module in model.modules())
 
 
-def bidirectional(model: Any) -> ModelError:
+def bidirectional_error(model: Any) -> ModelError:
     """Return the error for next-token training of a model that attends to later tokens."""
     what = (
         f"{type(model).__name__} reads in both directions:"

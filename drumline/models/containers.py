@@ -1,7 +1,4 @@
-"""Tensors inside batches and the return values of models, whatever holds them.
-
-Also the types of low precision.
-"""
+"""Changes every tensor inside nested values, such as batches and the return values of models."""
 
 from __future__ import annotations
 
@@ -14,10 +11,11 @@ import torch
 
 from drumline.vendor.torch import tree_map
 
+# Precision of a config → the type of weights that are kept in it.
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
     """Return the same values with `change` applied to every tensor in them.
 
     Tensors are found in what torch knows (dictionaries, lists, tuples), other mappings, and
@@ -35,7 +33,7 @@ def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> 
 def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return a copy of a container that torch does not know, with its tensors changed.
 
-    If none changes, the container itself is returned. `change`: as in `each_tensor`.
+    A container without a tensor is returned itself. `change`: as in `map_tensors`.
     """
     is_mapping = isinstance(value, MutableMapping)
     items: dict[Any, Any] = {}
@@ -48,7 +46,7 @@ def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
                 items[field.name] = getattr(value, field.name)
     changed = {}
     for key, item in items.items():
-        new_item = each_tensor(change, item)
+        new_item = map_tensors(change, item)
         if new_item is not item:
             changed[key] = new_item
     # Without a tensor in it the object stays the same one.
@@ -65,7 +63,7 @@ def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
     return copied
 
 
-def lowered(values: Any, precision: str) -> Any:
+def lower_precision(values: Any, precision: str) -> Any:
     """Return the same values with floating-point tensors in the type of a low `precision`.
 
     This is for weights that are kept in that type, with no autocast. Other precisions change
@@ -78,10 +76,10 @@ def lowered(values: Any, precision: str) -> Any:
             return tensor
         return tensor.to(dtype)
 
-    return each_tensor(lower, values)
+    return map_tensors(lower, values)
 
 
-def precise(values: Any) -> Any:
+def raise_precision(values: Any) -> Any:
     """Return the same values with floating-point tensors of less than 32 bits in fp32."""
 
     def make_precise(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,4 +87,4 @@ def precise(values: Any) -> Any:
             return tensor.float()
         return tensor
 
-    return each_tensor(make_precise, values)
+    return map_tensors(make_precise, values)

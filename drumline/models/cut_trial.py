@@ -1,8 +1,8 @@
-"""A trial of one tensor-parallel rank's part of a model, without memory and without other ranks.
+"""Tries one tensor-parallel rank's part of a model, without memory and without other ranks.
 
-Layers that a plan cuts give and take as many features as one rank has. The trial shows whether the
-model's own code runs on these, and which weights it uses on them. Each rank holds such a weight
-whole, and its gradient is the sum over the ranks.
+The layers that a plan cuts get the sizes that one rank has. The trial shows whether the model's own
+code runs with these, and which weights that are not cut it applies to tensors that are. The
+gradient of such a weight has to be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from drumline.dist.seeds import drawing
 from drumline.errors import PlanError
 from drumline.foreign import first_line
-from drumline.models.blocks import blocks, expert_modules, tensor_plan, vocabulary
-from drumline.models.classes import of_layers
-from drumline.models.small import with_few_layers
+from drumline.models.blocks import blocks, embedding_and_head, expert_modules, tensor_plan
+from drumline.models.classes import values_by_layer
+from drumline.models.small import config_with_few_layers
 from drumline.plan.facts import COLUMN_PARALLEL, ROW_PARALLEL, TP_STYLES
 
 # Tokens of the trial's row.
@@ -71,7 +71,8 @@ def try_cut(model: Any) -> CutTrial:
     # First the model as it is: if it does not run on the meta device, the trial tells nothing.
     try:
         trial = _copy_on_meta(model)
-        # Products of experts need values, and are computed rank by rank in any case.
+        # Products of experts need values, which the meta device lacks. Each rank computes whole
+        # experts.
         for name in expert_modules(trial):
             trial.get_submodule(name).forward = _pass_tokens_on
         _run(trial)
@@ -114,8 +115,8 @@ def _smallest_cut(model: Any) -> int | None:
     if not hasattr(model, "get_input_embeddings"):
         return None
     text_config = model.config.get_text_config()
-    heads = of_layers(text_config, "num_attention_heads")
-    kv_heads = of_layers(text_config, "num_key_value_heads")
+    heads = values_by_layer(text_config, "num_attention_heads")
+    kv_heads = values_by_layer(text_config, "num_key_value_heads")
     numbers = [int(number) for number in [*heads, *kv_heads] if number]
     common = math.gcd(*numbers)
     for ranks in range(2, common + 1):
@@ -146,7 +147,7 @@ def _copy_on_meta(model: Any) -> Any:
         # The blocks of a stage do not tell how many layers have every kind.
         config = copy.deepcopy(model.config)
     else:
-        config = with_few_layers(model)
+        config = config_with_few_layers(model)
     # Attention of Drumline's own needs the lengths of documents.
     config._attn_implementation = "eager"
     # The router's loss takes masks of another shape.
@@ -168,7 +169,7 @@ def _run(trial: Any) -> None:
 
 def _cut_layers(trial: Any, plan: dict[str, str], ranks: int, graph: _Graph) -> None:
     """Change the forward of each layer that the plan cuts to that of rank 0."""
-    embedding, _ = vocabulary(trial)
+    embedding, _ = embedding_and_head(trial)
     embedding.forward = _forward_with_full_output(embedding.forward, graph)
     for name, style in plan.items():
         # These layers run whole on each rank, on whatever they get.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config.model import ModelConfig
-from drumline.models.files import OnProgress, from_hub
+from drumline.models.files import OnProgress, call_loader
 
 # Configs, weights, and files of tokenizers and chat templates.
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -35,7 +35,7 @@ def download(path: str | None, model: ModelConfig, on_progress: OnProgress) -> N
         "revision": model.revision,
         "tqdm_class": bar,
     }
-    from_hub(path, model, lambda: snapshot_download(path, **options))
+    call_loader(path, model, lambda: snapshot_download(path, **options))
 
 
 def _bar(phase: str, on_progress: OnProgress) -> Any:

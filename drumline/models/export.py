@@ -1,4 +1,4 @@
-"""A run's weights as a Hugging Face folder: written, then read back and compared."""
+"""Writes a run's weights as a Hugging Face folder, reads it back and compares the logits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from drumline.models.build import build_model
 from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
 from drumline.models.files import (
     OnProgress,
-    beside,
     find_file,
-    quiet,
+    silence_transformers,
     tokenizer_folder,
     weights_digest,
+    write_beside,
 )
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
@@ -44,7 +44,7 @@ from drumline.models.rounding import (
 )
 from drumline.models.scores import VALUE, grey_image
 from drumline.models.shards import canonical_tensors
-from drumline.models.small import probe
+from drumline.models.small import trial_tokens
 from drumline.models.templates import end_ids, special_ids
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import PROCESSOR_FILES, load_processor
@@ -57,7 +57,7 @@ PROVENANCE = "drumline.json"
 # Names of types in configs and commands → torch's.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 VALUE_FILE = "value_head.safetensors"
-# Tokens whose logits are compared, at most.
+# The most tokens whose logits are compared.
 TRIED_TOKENS = 16
 
 
@@ -95,7 +95,7 @@ def export(
     An older export in `to` is replaced. Raises CheckpointError, ModelError, EnvironmentFault, and
     DrumlineError if the folder does not read back as the same model; then `to` is as it was.
     """
-    began = time.time()
+    start_time = time.time()
     if dtype not in ("auto", *DTYPES):
         fix = f"one of auto, {', '.join(DTYPES)}"
         raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=fix)
@@ -106,7 +106,7 @@ def export(
     checkpoint = _choose_checkpoint(run_dir / "checkpoints", which)
     _require_free(to)
     progress("export", 0, 4)
-    # All is checked that can be before the model is built, which may take minutes.
+    # Everything above is checked before the model is built, which may take minutes.
     source = _use_default_attention(plan.config.model)
     model = _build_trained_model(plan, source, checkpoint, merged=not adapter)
     value = _take_value_head(model)
@@ -115,10 +115,10 @@ def export(
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
     fix = "choose a folder on a disk with space, or one that is yours"
-    with beside(to, "cannot write", to, fix) as temporary:
+    with write_beside(to, "cannot write", to, fix) as temporary:
         _require_space(to.parent, trainable)
         # Before the weights, since it may set the padding id in the model's config.
-        _save_reader(plan, source, model, temporary)
+        _save_tokenizer_or_processor(plan, source, model, temporary)
         if base is not None:
             adapters.save_adapter(model, temporary, _portable_name(source, base), source.revision)
         else:
@@ -138,7 +138,7 @@ def export(
         if plan.labels:
             origin["labels"] = list(plan.labels)
         if source.may_grow and not plan.config.images_alone:
-            # A reader of an adapter gives its base as many.
+            # Whoever loads the adapter has to give its base as many rows.
             origin["rows"] = model.get_input_embeddings().weight.shape[0]
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
@@ -152,13 +152,13 @@ def export(
         _give_usual_modes(temporary)
         take_name(temporary, to, temporary.with_name(f"{temporary.name}-old"))
     progress("export", 4, 4)
-    return ExportResult(to, step, time.time() - began, difference, dtype, rounding)
+    return ExportResult(to, step, time.time() - start_time, difference, dtype, rounding)
 
 
 def _use_default_attention(model: ModelConfig) -> ModelConfig:
-    """Return the model's options with attention as a reader of the folder gets it.
+    """Return the model's options with transformers' default attention.
 
-    The run's attention may need another device, and rounds differently.
+    Whoever loads the folder gets that one. The run's own may need a GPU, and rounds differently.
     """
     return model.model_copy(update={"attention": "auto"})
 
@@ -202,13 +202,12 @@ def _choose_dtype(wanted: str, plan: Plan, adapter: bool) -> str:
 def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
     """Round the trainable parameters to `dtype`, and return them with what that changed.
 
-    The change is `ExportResult.rounding`. How far a type of 8 or 11 bits moves the logits is the
-    model's own matter, and `ExportResult.rounding` says it. Refused is what these bits do not
-    explain: weights beyond the range of the type, which become infinite or zero. The limit is what
-    moving each weight within the bits that the type lacks does to the same logits. Raises
-    DrumlineError beyond it.
+    The change is `ExportResult.rounding`, and may have any size that rounding explains. Weights
+    beyond the range of the type become infinite or zero, which rounding does not explain. So the
+    limit is how far the same logits move if each weight is moved within the bits that the type
+    lacks. Raises DrumlineError beyond it.
     """
-    # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
+    # Only parameters. Rotary frequencies are buffers and in no file, so they must not be rounded.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     narrow = getattr(torch, DTYPES[dtype])
     if dtype not in ROUNDED_BITS:
@@ -220,8 +219,8 @@ def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tupl
     limit = rounding_limit(lambda: _logits(model, plan), exact, trainable, lambda _: bits)
     for parameter in trainable:
         parameter.data = parameter.data.to(narrow)
-    # The logits of the rounded weights, computed in fp32. `float` makes copies of them, so the
-    # rounded ones are put back.
+    # The logits of the rounded weights are computed in fp32. `float` replaces the rounded weights
+    # by fp32 copies, so they are put back afterwards.
     kept = [parameter.data for parameter in trainable]
     rounded = _logits(model.float(), plan)
     for parameter, data in zip(trainable, kept, strict=True):
@@ -239,11 +238,11 @@ def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tupl
     return trainable, change / divisor
 
 
-def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
+def find_or_export(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
     """Return a folder that `export` has written of a run, or write one.
 
-    RUN/export is taken if it has this form and the checkpoint that the run exports, else a folder
-    beside it. Raises what `export` raises.
+    RUN/export is returned if it has this form (merged, or an adapter) and is of the checkpoint that
+    the run exports. If not, a folder beside it is returned. Raises what `export` raises.
     """
     plan = plan_of(run_dir, trust)
     root = run_dir / "checkpoints"
@@ -254,7 +253,7 @@ def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = F
     if which == "best":
         checkpoint = pointed(root, "best")
     if checkpoint is None:
-        # The run exports its newest one, or nothing was measured.
+        # The run exports its newest checkpoint, or has not measured which is the best.
         checkpoint = pointed(root, "latest")
     own_name = "merged"
     if adapter:
@@ -318,8 +317,8 @@ def _build_trained_model(plan: Plan, model: ModelConfig, checkpoint: Path, merge
     if plan.base is not None and weights_digest(path) not in (None, plan.base):
         what = "its frozen weights are not those that the run was trained on top of"
         raise ModelError(what, where=f"model {path}", fix="bring the old ones back")
-    # A checkpoint has only the trainable weights: frozen ones are read from the model's files, or
-    # drawn again.
+    # A checkpoint has only trainable weights. Frozen ones are read from the model's files or drawn
+    # again.
     kept = _model_tensors(checkpoint)
     weights_seed = derive(seed, "weights")
     built = build_model(
@@ -356,11 +355,11 @@ def _model_tensors(checkpoint: Path) -> frozenset[str]:
 def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
     """Merge the adapters of a model in eval mode, fp32.
 
-    Raises DrumlineError if that makes another model. `adapters.merge` proves each layer by itself,
-    in fp64. The logits of the whole show what no layer shows, such as a weight that two layers
-    share. They may differ by what rounding does to them:
-    the sum of two products is rounded otherwise than the product of a sum. The limit for that is
-    measured in fp32, since an fp64 copy of an 8B model would take 64 GB.
+    Raises DrumlineError if the merged model computes something else. `adapters.merge` has checked
+    each layer by itself, in fp64. The logits of the whole model show other mistakes, such as a
+    weight that two layers share. They may differ by rounding: the sum of two products is rounded
+    differently than the product of a sum. The limit for that is measured in fp32, since an fp64
+    copy of an 8B model would take 64 GB.
     """
     trained = _logits(model, plan)
     bits = product_bits_of(model)
@@ -373,10 +372,11 @@ def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
         raise DrumlineError(what, where=str(checkpoint), fix=adapters.UNMERGED)
 
 
-def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> None:
+def _save_tokenizer_or_processor(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> None:
     """Save the tokenizer or the image processor to `folder`.
 
-    A model with a chat template of its own also ends texts where that template ends an answer.
+    If the run set a chat template, the generation config also ends texts as that template ends
+    answers.
     """
     config = module.config
     path = plan.model_path
@@ -386,8 +386,8 @@ def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> N
         return
     tokenizer = load_tokenizer(path, model)
     if plan.config.head not in LM:
-        # transformers' own classifiers find the last token of padded rows by the padding id: it is
-        # the one before the first that pads, so the padding id may end no text.
+        # transformers' own classifiers take the token before the first padding id for the last one
+        # of a row. So the padding id must not end texts.
         padding_id = tokenizer.pad_token_id
         if padding_id is None or padding_id in end_ids(tokenizer):
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding(tokenizer))
@@ -517,7 +517,7 @@ def _require_free(to: Path) -> None:
 
 
 def _require_space(folder: Path, trainable: list[Any]) -> None:
-    """Raise EnvironmentFault for a full disk now, rather than after half an hour of writing."""
+    """Raise EnvironmentFault if the disk has too little space, before anything is written."""
     needed = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
     free = free_bytes(folder)
     if free < needed:
@@ -538,14 +538,14 @@ def _give_usual_modes(folder: Path) -> None:
 
 def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -> Any:
     """Return the model that transformers reads from a folder, or PEFT over `base`, in fp32."""
-    quiet()
+    silence_transformers()
     head: Head = plan.config.head
     if head in LM:
         # A folder has no value head (see `_take_value_head`).
         head = "lm"
     if base is not None:
         base_model = build_model(base, model, seed=0, head=head, labels=plan.labels)
-        return adapters.read_over(base_model, folder)
+        return adapters.load_adapters(base_model, folder)
     # The folder has a config, a tokenizer and rows of its own.
     own = model.model_copy(update={"config": {}, "tokenizer": None, "new_tokens": ()})
     config = load_config(str(folder), own)
@@ -582,7 +582,7 @@ def _trial_inputs(model: Any, plan: Plan) -> dict[str, torch.Tensor]:
     ids_T = torch.arange(min(TRIED_TOKENS, positions)) % text_config.vocab_size
     ids_BT = ids_T[None]
     if is_vision_language(model.config):
-        return probe(model, ids_BT).inputs()
+        return trial_tokens(model, ids_BT).inputs()
     return {"input_ids": ids_BT}
 
 

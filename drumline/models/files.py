@@ -1,7 +1,7 @@
-"""A model's files: finding them, checking them, and writing new ones beside their place.
+"""Finds the files of a model and checks them before transformers reads them.
 
-They are in a folder, on the hub, or in a PyPI package, whose GGUF file is converted once to
-safetensors. The checks find what would make transformers hang or build forever.
+The files are in a folder, on the hub, or in a PyPI package, whose GGUF file is converted to
+safetensors once. The checks find what would make transformers hang, or build a model forever.
 """
 
 from __future__ import annotations
@@ -31,41 +31,43 @@ T = TypeVar("T")
 OnProgress = Callable[[str, int, int | None], None]
 PREFIX = "package:"
 HUB_TIMEOUT_SECONDS = 5.0
-# Part of a cached folder's name: raise it when a conversion gives other files than before.
+# A part of the converted folder's name. Raise it when the conversion gives other files than before.
 CONVERSION = 2
-# JSON that transformers reads whole. The tokenizer's Rust library checks its own files
+# Patterns of the JSON files that are checked. The tokenizer's Rust library checks its own files
 # (tokenizer.json, vocab.json).
-READ = (
+CHECKED_FILES = (
     "*config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.json",
     "*.index.json",
 )
-# Keys for numbers of parts that are built one by one, or named.
-COUNTS = re.compile(
+# Keys of a config whose values are numbers of parts: each part is built or named.
+PART_COUNT_KEYS = re.compile(
     r"(?!.*(vocab|theta|piece|bpe))(.*_)?(layers?|depths?|blocks?|stages?|experts?|labels|codebooks|towers?|groups)(_.*)?"
 )
-# Beyond the largest counts that are known: in transformers, Doge has 16,384 experts; ImageNet-21k
-# has 21,843 labels.
+# More than any model has: Doge of transformers has 16,384 experts, and ImageNet-21k has 21,843
+# labels.
 MOST_PARTS = 2**15
-# Keys of probabilities with which values are dropped.
-SHARES = re.compile(r"(.*_)?dropout(_prob|_rate)?|(attn|embd|resid|summary_first)_(pdrop|dropout)")
-# Keys of sizes at any depth: a whole number from 1 on, or null. A list has one for each layer.
-SIZES = re.compile(
+# Keys of dropout probabilities.
+DROPOUT_KEYS = re.compile(
+    r"(.*_)?dropout(_prob|_rate)?|(attn|embd|resid|summary_first)_(pdrop|dropout)"
+)
+# Keys of sizes, at any depth of a config: a whole number from 1 on, or null. A list has one for
+# each layer.
+SIZE_KEYS = re.compile(
     r"vocab_size|hidden_size|intermediate_size|head_dim|max_position_embeddings|n_(embd|head|layer|positions|ctx)"
     r"|num_(labels|hidden_layers|attention_heads|key_value_heads)"
 )
 
 
 def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id ") -> str | None:
-    """Return the local folder or hub id to load from.
+    """Return the local folder or hub id to load a model from; None if it has no files.
 
-    None for a model that its config describes alone. A hub id stays an id if the hub answers;
-    otherwise it becomes the folder of its cached snapshot, so that nothing calls the hub again.
-    `named`: what an error has ahead of the id, if no key of a config has it.
-    Raises ModelError for a folder without a model, a package that is not installed, an id that the
-    hub does not know, and one that is not cached while offline; within about 5 seconds.
+    A hub id stays an id if the hub answers. If not, it becomes the folder of its cached snapshot,
+    so that nothing calls the hub again. `named`: what errors write before the id. Raises ModelError
+    for a folder without a model, a package that is not installed, an id that the hub does not know,
+    and one that is not cached while offline; within about 5 seconds.
     """
     if model.id is None:
         return None
@@ -101,9 +103,9 @@ def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id 
 
 
 def weights_digest(path: str | None) -> str | None:
-    """Return a digest of a local model's weights.
+    """Return a digest of the weights in a local folder.
 
-    None for a hub id, which has its revision, and for a folder without weights.
+    None for a hub id, which its revision identifies, and for a folder without weights.
     """
     if not path or not Path(path).is_dir():
         return None
@@ -131,7 +133,8 @@ def tokenizer_folder(name: str) -> str:
 def _resolve_hub_id(name: str, revision: str | None, where: str) -> str:
     """Return a hub id, or its cached folder if the hub does not answer.
 
-    It makes one request without retries, for the header of the one file that every model has.
+    One request without retries finds that out: for the header of config.json, which every model
+    has.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
@@ -218,7 +221,9 @@ def _convert_package(name: str, on_progress: OnProgress, named: str = "model.id 
     model, tokenizer = _read_gguf(file)
     on_progress(phase, 1, 3)
     fix = "free space, or set XDG_CACHE_HOME to another disk"
-    with beside(target, "the converted model cannot be written", target.parent, fix) as temporary:
+    with write_beside(
+        target, "the converted model cannot be written", target.parent, fix
+    ) as temporary:
         model.save_pretrained(temporary)
         on_progress(phase, 2, 3)
         tokenizer.save_pretrained(temporary)
@@ -248,13 +253,13 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # Here, for a message of ours: transformers' own would not say what to install.
+    # Imported here for its error: that of transformers would not say what to install.
     try:
         import gguf  # noqa: F401 - transformers reads the file with it
     except ImportError:
         fix = "pip install gguf accelerate"
         raise ModelError("the package gguf is missing", where=str(source), fix=fix) from None
-    quiet()
+    silence_transformers()
     options: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     try:
         # transformers' reader draws a progress bar on stderr, which no option turns off.
@@ -266,14 +271,14 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
     except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
         what = f"transformers cannot read this GGUF file: {error}"
         raise ModelError(what, where=str(source), fix="name a model that it can read") from error
-    # transformers 5.17 takes the token that begins a turn for the end of text, too; the model's
-    # config has both right.
+    # transformers 5.17 mistakes the token that begins a turn for the end of text. The model's
+    # config has the right tokens.
     for token in ("bos", "eos", "pad"):
         token_id = getattr(loaded.config, f"{token}_token_id")
         if token_id is not None:
             setattr(tokenizer, f"{token}_token", tokenizer.convert_ids_to_tokens(token_id))
-    # transformers takes a model from GGUF for quantised and refuses to save it: the same weights,
-    # not copied, in a plain model.
+    # transformers regards a model from GGUF as quantised, and refuses to save it. So its weights
+    # are put into a plain model, without a copy.
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
     with torch.device("meta"):
@@ -286,11 +291,12 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Within the context gguf parses a file once and names an architecture's tensors once.
+    """Make transformers read a GGUF file faster within the context.
 
-    transformers repeats both (the file three times, the names for each module), and gguf spends
-    most of its time on memmaps of single strings, which plain views avoid. SmolLM2-135M (Q4_1) on 2
-    cores took 22.9 s before and 4.9 s with this, with the same files.
+    gguf then parses a file once (transformers does it three times), and names an architecture's
+    tensors once (transformers does it for each module). It also reads strings through plain views,
+    since most of its time went into memmaps of single strings. SmolLM2-135M (Q4_1) took 4.9 s
+    instead of 22.9 s on 2 cores, with the same result.
     """
     from unittest import mock
 
@@ -310,7 +316,7 @@ def _read_once() -> Iterator[None]:
         yield
 
 
-def quiet() -> None:
+def silence_transformers() -> None:
     """Turn transformers' progress bars and warnings off."""
     from transformers.utils import logging
 
@@ -319,15 +325,16 @@ def quiet() -> None:
 
 
 @contextmanager
-def beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
-    """Yield a new folder beside `folder`, which is removed in the end unless it is renamed.
+def write_beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
+    """Yield a temporary folder beside `folder`, which is removed at the end unless it is renamed.
 
-    Raises EnvironmentFault if it cannot be written: `what`, and the reason.
+    Raises EnvironmentFault if it cannot be written. `what`, `where`, `fix`: the parts of that
+    error.
     """
     try:
         with temporary_folder(folder.parent) as temporary:
             yield temporary
-    # For a full disk safetensors has its own class, which is no OSError.
+    # At a full disk safetensors raises its own class, which is no OSError.
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise EnvironmentFault(f"{what}: {reason}", where=str(where), fix=fix) from error
@@ -354,7 +361,7 @@ def check_folder(folder: Path) -> None:
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             what = "it is a device, pipe or socket, a file is wanted"
             raise ModelError(what, where=str(entry), fix="take it out of the model's folder")
-        if any(entry.match(pattern) for pattern in READ):
+        if any(entry.match(pattern) for pattern in CHECKED_FILES):
             _check_json(entry)
 
 
@@ -414,13 +421,13 @@ def check_counts(values: Any, where: str) -> None:
 def _check_count(key: str, value: Any, where: str) -> None:
     """Raise ModelError for the value of a key that is an impossible size or count."""
     fix = "write the number that is meant"
-    if value is not None and SIZES.fullmatch(key) and not _is_size(value):
+    if value is not None and SIZE_KEYS.fullmatch(key) and not _is_size(value):
         what = f"{key} is {str(value)[:40]}, a whole number from 1 on is wanted"
         raise ModelError(what, where=where, fix=fix)
-    if type(value) in (int, float) and SHARES.fullmatch(key) and not 0 <= value <= 1:
+    if type(value) in (int, float) and DROPOUT_KEYS.fullmatch(key) and not 0 <= value <= 1:
         what = f"{key} is {str(value)[:40]}, a number from 0 to 1 is wanted"
         raise ModelError(what, where=where, fix=fix)
-    if isinstance(value, int | float) and COUNTS.fullmatch(key) and value > MOST_PARTS:
+    if isinstance(value, int | float) and PART_COUNT_KEYS.fullmatch(key) and value > MOST_PARTS:
         what = f"{key} is {value:g}: no model has more than {MOST_PARTS}"
         raise ModelError(what, where=where, fix=fix)
 
@@ -467,17 +474,17 @@ def find_file(path: str, name: str, model: ModelConfig, **options: Any) -> Path 
     return Path(found)
 
 
-def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
-    """Return the result of one of transformers' loaders.
+def call_loader(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
+    """Return `make()`, a call of one of transformers' loaders, with errors that users understand.
 
-    Each of its failures becomes a ModelError of one line. `make`: calls the loader. `files`: those
-    of the model that it reads, for the error.
+    Any failure of the loader becomes a ModelError of one line. `files`: the names of the files that
+    it reads, for the error.
     """
     try:
         return make()
     except (DrumlineError, KeyboardInterrupt, SystemExit):
         raise
-    # Any type may stand in any field of a stranger's files, and what reads them in Rust panics.
+    # A stranger's files may have any value in any field, and readers in Rust panic at some.
     except BaseException as error:  # noqa: BLE001
         raise _loading_error(error, path, model, files) from None
 

@@ -1,6 +1,6 @@
-"""Frozen parts of a model, and their dtype.
+"""Freezes parts of a model, and casts frozen weights.
 
-These are the parts that `model.freeze` names, the base of an adapter, and auxiliary models.
+Frozen parts are those that `model.freeze` names, the base of an adapter, and auxiliary models.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ def trainable_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def keep_low(
+def cast_frozen(
     parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False, trainable: bool = False
 ) -> None:
-    """Keep the frozen weights of these modules in `dtype`, the type of their products.
+    """Cast the frozen weights of some modules to `dtype`, the type of their products.
 
-    A type of 16 bits takes half the memory of fp32. `trainable`: also the weights that are not
-    frozen. `vectors`: also norms and biases, one entry in thousands. Otherwise these stay fp32,
-    since a CPU's kernels of norms require fp32 weights for fp32 inputs. Packed weights stay packed.
-    The parameters may be on the meta device, and each stays the same object, so ties hold.
+    16 bits take half the memory of fp32. `trainable`: whether weights that are not frozen are cast
+    too. `vectors`: whether norms and biases are cast too. They are one entry in thousands, and a
+    CPU's kernels of norms require fp32 weights for fp32 inputs. Packed weights stay packed. The
+    parameters may be on the meta device, and each stays the same object, so ties hold.
     """
     for part in parts:
         for parameter in part.parameters():
@@ -91,11 +91,11 @@ def keep_low(
                 parameter.data = parameter.data.to(dtype)
 
 
-def give_fp32(model: nn.Module) -> None:
-    """Make embeddings in a lower type return fp32.
+def return_fp32_embeddings(model: nn.Module) -> None:
+    """Make embeddings whose weight is in a lower type return fp32.
 
-    Under autocast the residual stream keeps the type in which it begins. Embeddings with trainable
-    rows of tokens compute by themselves, and return fp32 too.
+    Under autocast the residual stream keeps the type in which it begins. An embedding with
+    trainable rows of tokens, which computes in a forward of its own, returns fp32 too.
     """
     # By a hook, so that the weight itself stays low.
     for module in model.modules():
@@ -104,7 +104,7 @@ def give_fp32(model: nn.Module) -> None:
             module.register_forward_hook(lambda _module, _inputs, hidden: hidden.float())
 
 
-def require_none_late(model: nn.Module, learned: set[str]) -> None:
+def require_none_unfrozen(model: nn.Module, learned: set[str]) -> None:
     """Raise ModelError for weights that learn now but were frozen when the model was spread.
 
     `learned`: the weights that were trainable then. Only their gradients are averaged over ranks.

@@ -1,7 +1,7 @@
-"""What a model hands to a loss: hidden states and the head's weight, or logits.
+"""Runs a model on a batch, and gives its outputs to an objective.
 
-Hidden states and the head let a loss compute the logits of few tokens at a time. Models whose
-logits are more than the head over the hidden states hand out all logits.
+If a model's logits are its head over its hidden states and nothing else, the outputs are these two,
+and a loss computes the logits of few tokens at a time. Otherwise the outputs are all logits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.nn import functional
 from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
 from drumline.models import kernels
-from drumline.models.attention import attending
-from drumline.models.classes import bidirectional, ends_in_classes, reads_images
+from drumline.models.attention import model_inputs
+from drumline.models.classes import bidirectional_error, ends_in_classes, reads_images
 from drumline.models.losses import (
     Answers,
     LinearHead,
@@ -37,7 +37,7 @@ from drumline.models.losses import (
 from drumline.models.router import loads_of, router_of, trains_router
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.sequence import SequencePart
-from drumline.models.small import Tokens, close, probe, try_small
+from drumline.models.small import TrialTokens, is_close, trial_tokens, try_small
 from drumline.plan.attention import by_documents
 from drumline.plan.rules import NO_PACKS
 
@@ -46,18 +46,18 @@ from drumline.plan.rules import NO_PACKS
 class Outputs:
     """The outputs of a model for an objective: `logits_BTV`, or `hidden_BTD` with the head.
 
-    With a head, logits = hidden @ weight_VDᵀ + bias_V. The methods answer for whole sequences, and
-    the same on all ranks that share them, however head and sequence are sharded.
+    With a head, logits = hidden @ weight_VDᵀ + bias_V. However head and sequences are sharded, the
+    methods return numbers of whole sequences, the same on all ranks that share them.
     """
 
-    # The hidden states of this part, which are the input of head and score.
+    # The hidden states, which are the input of head and score.
     hidden_BTD: torch.Tensor | None = None
     # The head; None if the loss takes logits.
     weight_VD: torch.Tensor | None = None
     bias_V: torch.Tensor | None = None
     # The logits of a language model; None if the loss takes hidden states.
     logits_BTV: torch.Tensor | None = None
-    # The rows of the head that `weight_VD` has, if these are not all.
+    # Which rows of the head `weight_VD` has; None: all.
     part: VocabularyPart | None = None
     # Context parallelism: the tensors above are of this part of the sequences.
     sequence: SequencePart | None = None
@@ -65,11 +65,11 @@ class Outputs:
     score: nn.Linear | None = None
     # The logits of a classifier: C classes for each of B samples.
     logits_BC: torch.Tensor | None = None
-    # With a router loss: for each layer [B × T, E] of this part.
+    # With a router loss: the router's logits of each layer, [B × T, E].
     router_logits: Sequence[torch.Tensor] = ()
-    # Whether Liger's kernel computes the loss, if the head is whole.
+    # Whether Liger's kernel may compute the loss. It needs the whole head.
     fused: bool = False
-    # The batch's targets, and the places in this part of the targets that are learned, int64[M].
+    # The batch's targets, and the places of those with a loss in this part, int64[M].
     targets: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def class_logits(self) -> torch.Tensor:
@@ -80,11 +80,8 @@ class Outputs:
         assert self.logits_BC is not None, "the model ends in classes"
         return self.logits_BC
 
-    def touched(self) -> torch.Tensor:
-        """Return a sum that depends on every weight of these outputs.
-
-        It is for a backward without an objective.
-        """
+    def sum_of_all(self) -> torch.Tensor:
+        """Return a sum that depends on every weight of these outputs, for a trial backward."""
         tensors = [self.hidden_BTD, self.weight_VD, self.bias_V, self.logits_BTV, self.logits_BC]
         if self.score is not None:
             tensors += self.score.parameters()
@@ -131,8 +128,8 @@ class Outputs:
     def _has_fused_head(self, chunk: int) -> bool:
         """Return whether Liger's kernel computes the loss of hidden states.
 
-        It needs the whole head. A `chunk` of 0 asks for all logits at once, which it does not
-        compute.
+        It needs the whole head, and does not compute all logits at once, which a `chunk` of 0
+        means.
         """
         return self.fused and self.part is None and chunk > 0
 
@@ -162,10 +159,7 @@ class Outputs:
         return chosen_BT, entropy_BT
 
     def values(self) -> torch.Tensor:
-        """Return the number of the score head or the value head for each token, fp32[B, T].
-
-        It is computed in fp32, also under autocast.
-        """
+        """Return the score or the value of each token, fp32[B, T]. Autocast is off for it."""
         hidden_BTD, score = self.hidden_BTD, self.score
         assert hidden_BTD is not None, "the model has a head for this"
         assert score is not None, "the model has a head for this"
@@ -191,9 +185,9 @@ class Outputs:
         return kernels.linear_cross_entropy(hidden_ND, head.weight_VD, head.bias_V, targets_N)
 
     def _learned(self, targets_BT: torch.Tensor) -> torch.Tensor | None:
-        """Return the places of learned targets in this part, int64[M].
+        """Return the places of the targets with a loss in this part, int64[M]; None: not known.
 
-        None if the host has not counted them. It has counted those of the batch's own targets.
+        They are known for the batch's own targets, which the host has counted.
         """
         if not self.targets:
             return None
@@ -221,7 +215,7 @@ class Outputs:
         return self.sequence.total(part_sum)
 
 
-def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
+def trunk_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     """Return (trunk, head) of a causal LM or a score model; None if it lacks one.
 
     The trunk of a vision-language model includes the tower. The head must be a plain linear layer:
@@ -246,20 +240,19 @@ def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 def can_split(model: Any) -> bool:
     """Return whether a model's logits are its head over its trunk and nothing else.
 
-    Soft-capping or scaling of the logits would be something else. A score model's logits always
-    are. Others are tried with eight tokens on a small copy, without a list of classes, to the last
-    bit.
+    Soft-capping or scaling the logits would be something else. Score models need no trial. Any
+    other model is tried: a small copy must give equal logits for eight tokens, to the last bit.
     """
     if score_parts(model) is not None:
         return True
-    if split(model) is None:
+    if trunk_and_head(model) is None:
         return False
     return try_small(model, "cpu", _is_head_of_trunk)
 
 
 def _is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
     """Return whether the logits of a small model are its head over its trunk, bit for bit."""
-    parts = split(small)
+    parts = trunk_and_head(small)
     if parts is None:
         return False
     trunk, head = parts
@@ -268,7 +261,7 @@ def _is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
     outputs_of_trunk: list[Any] = []
     trunk.register_forward_hook(lambda _module, _inputs, output: outputs_of_trunk.append(output))
     logits = small(input_ids=ids_BT, use_cache=False).logits
-    # A model that runs its trunk another number of times is not its head over its trunk.
+    # A model that runs its trunk twice, or not at all, is not its head over its trunk.
     if len(outputs_of_trunk) != 1:
         return False
     hidden = getattr(outputs_of_trunk[0], "last_hidden_state", None)
@@ -277,21 +270,20 @@ def _is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
     # The logits are compared to the hidden states of the same run: two runs of a trunk may round
     # differently.
     alone = trunk(input_ids=ids_BT, use_cache=False).last_hidden_state
-    return torch.equal(logits, head(hidden)) and close(alone, hidden)
+    return torch.equal(logits, head(hidden)) and is_close(alone, hidden)
 
 
 def require_next_token(model: Any, device: str, packed: bool) -> None:
     """Raise an error for a model that cannot be trained to predict the next token.
 
-    Raises ModelError for a bidirectional language model, whose tokens would attend to their
-    targets. With `packed` raises PlanError for a model whose documents in a pack, told apart by
-    positions alone, attend to the document before them. Tried with eight tokens on `device`:
-    another last token must not change the logits before it, and of two documents of four tokens the
-    second must have the same logits as alone.
+    Two trials with eight tokens on `device` find that out. Another last token must not change the
+    logits before it: raises ModelError for a bidirectional model, whose tokens would attend to
+    their targets. With `packed`, the second of two packed documents must have the same logits as
+    alone: raises PlanError for a model whose documents attend to the one before.
     """
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
-        """Return whether documents are kept apart, if that matters."""
+        """Return whether documents are kept apart; true if nothing is packed."""
         changed_BT = ids_BT.clone()
         changed_BT[:, -1] = ids_BT[:, 0]
         before_last = small(input_ids=ids_BT, use_cache=False).logits[:, :-1]
@@ -300,8 +292,8 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
             what = f"{type(model).__name__} computes no finite numbers with this configuration"
             fix = "look at rope_parameters, the eps of its norms and its other numbers"
             raise ModelError(what, where="model", fix=fix)
-        if not close(before_last, before_changed):
-            raise bidirectional(model)
+        if not is_close(before_last, before_changed):
+            raise bidirectional_error(model)
         return not packed or _keeps_documents_apart(small, ids_BT)
 
     if not try_small(model, device, trial):
@@ -314,16 +306,16 @@ def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
     `ids_BT`: one row of eight tokens, four of each document.
     """
     positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
-    pack = Tokens(ids_BT, positions, documents=((4, 4),))
-    with attending(small, pack) as inputs:
+    pack = TrialTokens(ids_BT, positions, documents=((4, 4),))
+    with model_inputs(small, pack) as inputs:
         in_pack = small(**inputs, use_cache=False).logits[:, 4:]
     second = {"input_ids": ids_BT[:, 4:], "position_ids": positions[:, 4:]}
     alone = small(**second, use_cache=False).logits
-    return close(in_pack, alone)
+    return is_close(in_pack, alone)
 
 
 def shares_prompts(model: Any, device: str) -> bool:
-    """Return whether a shared prompt gives completions the numbers that a prompt each gives them.
+    """Return whether completions have the same numbers behind a shared prompt as behind their own.
 
     Tried with eight tokens: a prompt of four, and two completions. False for a mixture that trains
     its router, whose loss counts the tokens of rows.
@@ -340,40 +332,39 @@ def _has_same_logits_behind_shared_prompt(small: Any, ids_BT: torch.Tensor) -> b
     """
     # Each completion continues the prompt: its positions begin at 4.
     positions_BT = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4]], device=ids_BT.device)
-    shared = Tokens(ids_BT, positions_BT, documents=((4, 3, 1),), branches=True)
-    with attending(small, shared) as inputs:
+    shared = TrialTokens(ids_BT, positions_BT, documents=((4, 3, 1),), branches=True)
+    with model_inputs(small, shared) as inputs:
         together = small(**inputs, use_cache=False).logits
     first = small(input_ids=ids_BT[:, :7], use_cache=False).logits
     second = small(input_ids=ids_BT[:, [0, 1, 2, 3, 7]], use_cache=False).logits
-    return close(together, torch.cat([first, second[:, 4:]], 1))
+    return is_close(together, torch.cat([first, second[:, 4:]], 1))
 
 
-def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
-    """Return a batch that runs all of a model.
+def trial_batch(model: Any, device: Any, side: int | None = None) -> Any:
+    """Return a small batch that uses every part of a model.
 
-    It has eight tokens, for a vision-language model also an image, and for an image model one grey
-    image.
-    `side`: pixels of the grey image's side; None: the model's.
+    It has eight tokens, for a vision-language model also an image; for an image model it is one
+    grey image. `side`: pixels of the grey image's side; None: the model's.
     """
     if reads_images(model):
         pixels_BCHW = grey_image(model.config, device, side)
         return SimpleNamespace(inputs=lambda: {"pixel_values": pixels_BCHW})
     ids_BT = torch.zeros((1, 8), dtype=torch.int64, device=device)
-    return probe(model, ids_BT)
+    return trial_tokens(model, ids_BT)
 
 
-def outputs(
+def compute_outputs(
     model: Any,
     batch: Any,
     parts: tuple[nn.Module, nn.Linear] | None,
     sequence: SequencePart | None = None,
 ) -> Outputs:
-    """Return the outputs of a model for a batch, or for this rank's part of it.
+    """Run a model on a batch, or on this rank's part of it, and return its outputs.
 
     `parts`: trunk and head, if the loss takes hidden states. Documents are kept apart by their
-    lengths (`models.attention`), or else by the block-diagonal mask that transformers makes from
-    positions, which restart at each document of a pack. Prompts that rows have in common run once
-    if that was found to give the same numbers (`shares_prompts`).
+    lengths (`models.attention`), or by the block-diagonal mask that transformers makes from
+    positions, which restart at each document. Prompts that rows share run once if a trial has shown
+    that this gives the same numbers (`shares_prompts`).
     """
     if ends_in_classes(model):
         return Outputs(logits_BC=class_logits(model, batch, sequence))
@@ -385,11 +376,10 @@ def outputs(
     inputs_of_head: list[torch.Tensor] = []
     with contextlib.ExitStack() as contexts:
         if parts is None and score is not None:
-            # The head's input is the hidden states of a model whose logits are more than its head
-            # over its trunk.
+            # This model cannot be split. The hidden states for the score are the input of its head.
             contexts.enter_context(_record_inputs(model.get_output_embeddings(), inputs_of_head))
         inputs: dict[str, Any]
-        inputs = contexts.enter_context(attending(model, shared or batch, sequence))
+        inputs = contexts.enter_context(model_inputs(model, shared or batch, sequence))
         if trains_router(model):
             inputs["output_router_logits"] = True
         module = model
@@ -479,25 +469,25 @@ def _known_targets(
 def gather_for_objective(head: nn.Linear) -> None:
     """Make FSDP2 gather a head for an objective that uses its weight without its forward.
 
-    FSDP2 gathers such a head by itself. This sets a method of the head, which `outputs` calls with
-    the hidden states. For FSDP2 the call is the head's forward: its weight is gathered before, and
-    its gradient is reduced once the gradient of the hidden states is there.
+    FSDP2 gathers such a head by itself. This sets a method of the head, which `compute_outputs`
+    calls with the hidden states. For FSDP2 the call is the head's forward: its weight is gathered
+    before, and its gradient is reduced once the gradient of the hidden states is there.
     """
     head._drumline_gather = MethodType(_return_hidden, head)  # type: ignore[assignment]
     register_fsdp_forward_method(head, "_drumline_gather")
 
 
 def _return_hidden(head: nn.Linear, hidden_BTD: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states as they are: the head's method for FSDP2's hooks."""
+    """Return the hidden states unchanged. Called as a method of the head, it runs FSDP2's hooks."""
     return hidden_BTD
 
 
 class ForwardWithObjective(nn.Module):
-    """Model and objective in one forward.
+    """A module whose forward runs the model and the objective.
 
-    A data-parallel wrapper then covers all uses of every weight. `splits`: whether the loss takes
-    hidden states. `router`: the router loss, if it is trained.
-    `sequence`: set by context parallelism, the part of each sequence that this rank computes.
+    So a data-parallel wrapper around it covers all uses of every weight. `splits`: whether the loss
+    takes hidden states. `router`: the router loss; None: it is not trained. `sequence`: the part of
+    each sequence that this rank computes; context parallelism sets it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -514,11 +504,10 @@ class ForwardWithObjective(nn.Module):
         """
         parts = None
         if self.splits:
-            parts = split(self.model)
-        model_outputs = outputs(self.model, batch, parts, self.sequence)
+            parts = trunk_and_head(self.model)
+        model_outputs = compute_outputs(self.model, batch, parts, self.sequence)
         result = objective(model_outputs, batch)
-        # The router loss is for training alone, not for `Engine.infer`; the tokens of a trial have
-        # no weights.
+        # Only training has a router loss: `Engine.infer` has no gradients, and trials no weights.
         if not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):
             return result.loss_sum, result.sums
         if self.router is None:

@@ -1,4 +1,7 @@
-"""Configs and sizes of models, by Hugging Face's classes; any failure becomes one line."""
+"""Reads the configs of models, and derives their sizes (`facts`), by Hugging Face's classes.
+
+No weights are read: `models.build` builds models, and `models.shards` fills them.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +26,29 @@ from drumline.models.blocks import (
     common_facts,
     count_entries,
     expert_modules,
+    find_base_layer,
     is_head_tied,
-    needs_mask,
+    reason_for_mask,
+    reason_for_whole_sequences,
+    reason_for_whole_stream,
+    reason_not_to_cut,
     tensor_plan,
     tower_flops,
-    uncut,
     vision_tower,
-    whole_layer,
-    whole_sequences,
-    whole_stream,
 )
 from drumline.models.classes import (
     LM,
     auto_class,
-    bidirectional,
+    bidirectional_error,
     is_encoder,
     is_vision_language,
-    of_layers,
+    values_by_layer,
 )
 from drumline.models.cut_trial import try_cut
-from drumline.models.files import check_counts, check_folder, from_hub, hub_options
+from drumline.models.files import call_loader, check_counts, check_folder, hub_options
 from drumline.models.freeze import freeze
 from drumline.models.router import trains_router
-from drumline.models.scores import first_position, is_bidirectional, score_head, with_head
+from drumline.models.scores import add_head, first_position, is_bidirectional, score_head
 from drumline.models.shapes import check_length, full_config
 from drumline.models.vocabulary import Growth, growth_of, set_rows
 from drumline.plan.facts import ModelFacts
@@ -76,11 +79,11 @@ FROZEN_FLOPS = 4
 
 
 def load_config(path: str | None, model: ModelConfig) -> Any:
-    """Return the Hugging Face config with the values of `model.config`, and rows for all tokens.
+    """Return the Hugging Face config of a model, with the values of `model.config`.
 
-    `path` None: of these values alone (requires model_type). The vocabulary is large enough for
-    `model.new_tokens` and `model.tokenizer`.
-    Raises ModelError for a model_type, key or value that transformers does not take.
+    Its vocabulary is large enough for `model.new_tokens` and `model.tokenizer`. `path`: the folder
+    or hub id; None: the config has only the values of `model.config`, among them model_type. Raises
+    ModelError for a model_type, key or value that transformers does not take.
     """
     return load_grown(path, model)[0]
 
@@ -98,7 +101,7 @@ def load_grown(path: str | None, model: ModelConfig) -> tuple[Any, Growth | None
 
 
 def stored_config(path: str | None, model: ModelConfig) -> Any:
-    """Return the Hugging Face config of the model's files, with the values of `model.config`."""
+    """Return the config of `load_config` with the size of the vocabulary that the files have."""
     check_counts(model.config, "model.config")
     if path is None:
         return _config_of_values(model)
@@ -116,7 +119,7 @@ def _config_of_files(path: str, model: ModelConfig) -> Any:
         check_counts(values, f"{path}: config.json")
         return AutoConfig.from_pretrained(path, **options)
 
-    return from_hub(path, model, read, "its config.json")
+    return call_loader(path, model, read, "its config.json")
 
 
 def _config_of_values(model: ModelConfig) -> Any:
@@ -149,16 +152,16 @@ def _config_of_values(model: ModelConfig) -> Any:
 
 
 def _report_value_errors() -> AbstractContextManager[None]:
-    """Within the context an error is one of the values under `model.config`."""
+    """Turn errors within the context into a ModelError about the values of `model.config`."""
     what = "transformers does not take this"
     return judged(what, "model.config", ModelError, "fix the values under model.config")
 
 
 def _set_values(config: Any, values: dict[str, Any]) -> Any:
-    """Set values in a config of files, and return it.
+    """Set values in a config that was read from files, and return it.
 
-    Keys that follow from the values are updated unless they are set too: a head size from width and
-    heads, and the kinds of layers from their number (the pattern is cut, or repeated).
+    Keys that depend on these values are updated too, unless they are among them: the size of heads
+    (width / heads), and the list of layer kinds (cut, or repeated, to the number of layers).
     """
     if not values:
         return config
@@ -168,7 +171,7 @@ def _set_values(config: Any, values: dict[str, Any]) -> Any:
         fix = "leave it out, or set model.id: null for a new model of model.config alone"
         raise ModelError(what, where="model.config.model_type", fix=fix)
     _require_known(config, values)
-    # Before the values are set: afterwards the old head size fits no more.
+    # Before the values are set, which makes the old head size look like one of its own.
     head_dim_follows = _is_head_dim_derived(config)
     with _report_value_errors():
         for key, value in values.items():
@@ -180,7 +183,7 @@ def _set_values(config: Any, values: dict[str, Any]) -> Any:
         if layer_types and layers and "layer_types" not in values:
             period = len(layer_types)
             config.layer_types = [layer_types[number % period] for number in range(layers)]
-        # Setting one value at a time has skipped transformers' checks of how they fit each other.
+        # transformers checks how the values fit each other only if it is asked to.
         if hasattr(config, "validate"):
             config.validate()
     return config
@@ -192,7 +195,7 @@ def _is_head_dim_derived(config: Any) -> bool:
     heads = getattr(config, "num_attention_heads", None)
     if not width or not heads:
         return False
-    return of_layers(config, "head_dim") == [width // heads]
+    return values_by_layer(config, "head_dim") == [width // heads]
 
 
 def _require_known(config: Any, values: dict[str, Any]) -> None:
@@ -202,7 +205,7 @@ def _require_known(config: Any, values: dict[str, Any]) -> None:
     """
     undeclared = UNDECLARED.get(config.model_type, ())
     for key in values:
-        if of_layers(config, key) != [None] or hasattr(config, key) or key in undeclared:
+        if values_by_layer(config, key) != [None] or hasattr(config, key) or key in undeclared:
             continue
         known = [name for name in config.to_dict() if not name.startswith("_")]
         guess = nearest(key, known)
@@ -222,23 +225,26 @@ def facts(
 ) -> ModelFacts:
     """Return the sizes of the model that a config describes.
 
-    The model is built on the meta device, without weights. `length`: tokens of a training row.
-    `adapter`: injected first. `head` image: `length` is the side of a square image, and a training
-    row counts as one token. `frozen_names`: see `models.freeze`; parameters without requires_grad
-    are frozen.
+    The model is built on the meta device, without weights. `length`: tokens of a training row; for
+    the head `image` the side of a square image in pixels, where a training row counts as one token.
+    `adapter`: injected before the count. `frozen_names`: parameters to freeze, see `models.freeze`.
 
-    FLOPs of a token, forward and backward, are 6 for each parameter in a matrix product (Kaplan et
-    al. 2020; the embedding is a look-up, a tied one counts once as the head), and
-    12·layers·width·length of attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads ×
-    head size). PaLM counts all pairs of positions of a row, causal or not, one document or several.
-    A frozen parameter has no gradient, so it counts 4. A token uses only the experts that its
-    router chooses. A vision tower works for image tokens alone: its products are counted
-    separately, without its attention, which depends on the sizes of images.
+    FLOPs of a token, forward and backward:
+
+    - 6 for each parameter in a matrix product (Kaplan et al. 2020), 4 if it is frozen and needs no
+      gradient. An embedding is a look-up and has none; a tied one counts once, as the head. Of a
+      mixture only the experts that the router chooses count.
+    - 12·layers·width·length for attention (PaLM, Chowdhery et al. 2022, appendix B), with width =
+      heads × head size. This counts all pairs of positions of a row, as if it were one document and
+      not causal.
+    - A vision tower is counted separately, since only image tokens use it, and without its
+    attention,
+      which depends on the sizes of images.
 
     Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are
     not in the model.
     """
-    model = on_meta(config, head)
+    model = build_without_memory(config, head)
     with _report_config_errors(config):
         freeze(model, frozen_names)
         if isinstance(adapter, LoRAConfig):
@@ -246,39 +252,39 @@ def facts(
         if head == "image":
             return _facts_of_images(model, length)
         if head in LM and is_encoder(model):
-            raise bidirectional(model)
+            raise bidirectional_error(model)
         return _facts_of_text(model, length, head)
 
 
-def on_meta(
+def build_without_memory(
     config: Any,
     head: Head = "lm",
     path: str = "model.config",
     source: ModelConfig | None = None,
     **options: Any,
 ) -> Any:
-    """Return the model of a config, without memory.
+    """Return the model of a config on the meta device.
 
-    `path`, `source`: its origin, for errors. `options`: of `from_config`.
+    `path`, `source`: the model's folder and options, for errors. `options`: of `from_config`.
     Raises ModelError for a config that describes no model.
     """
-    # A class of the model's own code: loading this config required the agreement to run that.
+    # The class is in the model's own code. The user has agreed to run it: without that the config
+    # could not have been loaded.
     is_remote = type(config).__module__.startswith("transformers_modules")
     with _report_config_errors(config):
         with torch.device("meta"):
             make = auto_class(config, head).from_config
             build = partial(make, config, trust_remote_code=is_remote, **options)
-            model: Any = from_hub(path, source or ModelConfig(), build)
+            model: Any = call_loader(path, source or ModelConfig(), build)
         for tensor in model.state_dict(keep_vars=True).values():
-            # Its class makes such a tensor by a function that ignores the device, such as
-            # torch.normal.
+            # Some functions of torch, such as torch.normal, ignore the device of the context.
             if not tensor.is_meta:
                 _move_to_meta(tensor)
-        return with_head(model, head)
+        return add_head(model, head)
 
 
 def _move_to_meta(tensor: torch.Tensor) -> None:
-    """Take away a tensor's memory; the object stays."""
+    """Move a tensor to the meta device in place: the object stays the same."""
     on_meta_device = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, torch.nn.Parameter):
         on_meta_device = torch.nn.Parameter(on_meta_device, tensor.requires_grad)
@@ -286,14 +292,14 @@ def _move_to_meta(tensor: torch.Tensor) -> None:
 
 
 def _report_config_errors(config: Any) -> AbstractContextManager[None]:
-    """Within the context an error is one of the config."""
+    """Turn errors within the context into a ModelError about the config."""
     what = "its config describes no model that can be built"
     where = getattr(config, "name_or_path", None) or "model.config"
     return judged(what, f"{where}", ModelError, "fix its config.json")
 
 
 class _Experts(NamedTuple):
-    """The experts of each mixture in a model; 1 and 1 for a model without."""
+    """How many experts each mixture has, and how many take a token; 1 and 1 without mixtures."""
 
     number: int
     per_token: int
@@ -313,7 +319,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     heads = int(text_config.num_attention_heads)
     # The largest, if layers differ.
     head_dim = 0
-    for size in of_layers(text_config, "head_dim"):
+    for size in values_by_layer(text_config, "head_dim"):
         head_dim = max(head_dim, int(size or hidden // heads))
     width = heads * head_dim
     positions = getattr(text_config, "max_position_embeddings", None)
@@ -329,10 +335,11 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     products = _product_flops(model, experts, has_tower)
     attention_flops = 12 * width * length
     if not expert_modules(model):
-        # No module holds all experts of a layer: for strategies it is no mixture.
+        # Without a module that holds all experts of a layer, strategies cannot treat it as a
+        # mixture.
         experts = _Experts(0, 0)
     head_parameters = _head_parameters(model)
-    embedding = whole_layer(model.get_input_embeddings()).weight
+    embedding = find_base_layer(model.get_input_embeddings()).weight
     outside_blocks = counts["parameters"] - sum(counts["block_parameters"])
     only_in_head = [parameter for parameter in head_parameters if parameter is not embedding]
     return ModelFacts(
@@ -392,7 +399,7 @@ def _product_flops(model: Any, experts: _Experts, has_tower: bool) -> float:
     if has_tower:
         not_multiplied |= {id(parameter) for parameter in vision_tower(model).parameters()}
     if not is_head_tied(model):
-        not_multiplied.add(id(whole_layer(model.get_input_embeddings()).weight))
+        not_multiplied.add(id(find_base_layer(model.get_input_embeddings()).weight))
     summands: list[float] = []
     for name, parameter in model.named_parameters():
         # This factor has a column for each token, which is looked up.
@@ -426,7 +433,9 @@ def _kv_heads(text_config: Any, heads: int) -> int:
 
     If layers differ, it is the greatest number that divides those of each.
     """
-    numbers = [int(number or heads) for number in of_layers(text_config, "num_key_value_heads")]
+    numbers = [
+        int(number or heads) for number in values_by_layer(text_config, "num_key_value_heads")
+    ]
     return math.gcd(*numbers)
 
 
@@ -436,7 +445,7 @@ def _changes_logits(model: Any, text_config: Any) -> bool:
         return True
     # Trainable rows of a tied head are computed in its own forward.
     output_head = model.get_output_embeddings()
-    return output_head is not None and whole_layer(output_head) is not output_head
+    return output_head is not None and find_base_layer(output_head) is not output_head
 
 
 def _has_windows(text_config: Any) -> bool:
@@ -461,10 +470,10 @@ def _cut_facts(model: Any) -> dict[str, Any]:
         "tp_styles": frozenset(plan.values()),
         "tp_cuts_heads": cuts_heads,
         "tp_failure": try_cut(model).failure,
-        "needs_mask": needs_mask(model),
-        "whole_stream": whole_stream(model),
-        "whole_sequences": whole_sequences(model),
-        "uncut": uncut(model),
+        "needs_mask": reason_for_mask(model),
+        "whole_stream": reason_for_whole_stream(model),
+        "whole_sequences": reason_for_whole_sequences(model),
+        "uncut": reason_not_to_cut(model),
     }
 
 

@@ -1,8 +1,8 @@
-"""Summed cross-entropy and log-probabilities of tokens, from logits or a head's hidden states.
+"""Summed cross-entropy and log-probabilities of tokens, from logits or from a head's input.
 
-With hidden states and a head, only the logits of some tokens are in memory at once. These are pure
-tensor functions. N tokens, M of them with a target, V entries of the vocabulary, D width; n tokens
-of one chunk.
+With hidden states and a head only the logits of some tokens are in memory at once. The functions
+know no model and no batch. N tokens, M of them with a target, V entries of the vocabulary, D width;
+n tokens of one chunk.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn import functional
 # Log-probabilities and entropies of tokens.
 Answers = tuple[Tensor, Tensor | None]
 IGNORE = -100
-# softmax − one-hot lies in [−1, 1]: this power of two brings it near fp16's largest value (65504),
-# and small ones out of its zero.
+# Gradients of logits, softmax − one-hot, lie in [−1, 1]. Times this power of two they come near
+# fp16's largest value (65504), and small ones are not rounded to 0.
 FP16_SCALE = 2.0**15
 
 
@@ -73,13 +73,13 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return `cross_entropy(head.logits(hidden), targets)`, the logits of few tokens at a time.
 
-    The forward computes the gradients of hidden, weight and bias chunk by chunk, while it has the
-    logits: the loss is a sum, so backward only scales them, and nothing is computed twice. The idea
-    is that of Cut Cross-Entropy (Wijmans et al. 2025) and of Liger's fused head (Hsu et al. 2024);
-    unlike those this is plain PyTorch. Rows without a target are left out before the product. Under
-    autocast the product runs in its type, as a linear layer would; softmax, sums and the gradients
-    of the products are fp32. fp16's loss scale is not known in the forward, so these gradients have
-    a scale of their own. One backward, and no second derivatives.
+    The forward also computes the gradients of hidden, weight and bias, chunk by chunk, while it has
+    the logits. Backward only multiplies them by the gradient of the sum, so no logits are computed
+    twice. The idea is that of Cut Cross-Entropy (Wijmans et al. 2025) and of Liger's fused head
+    (Hsu et al. 2024), here in plain PyTorch. Rows without a target are left out before the product.
+    Under autocast the product has its type, as a linear layer would; softmax, sums and gradients
+    are fp32. With fp16 these gradients have a scale of their own, since the forward does not know
+    the loss scale. Allows one backward, and no second derivatives.
 
     `chunk`: tokens whose logits are in memory at once, at most; 0 for all.
     If the head has a part of the rows, softmax is over the rows of all ranks (Megatron-LM's
@@ -104,9 +104,9 @@ def linear_summed_loss(
     chunk: int,
     learned_M: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum of `linear_cross_entropy` alone: training does not ask for first choices.
+    """Return only the sum of `linear_cross_entropy`: training needs no first choices.
 
-    Each chunk then launches fewer kernels, and with a part of the head has a collective less.
+    So each chunk launches fewer kernels, and with a part of the head has one collective less.
     """
     if head.part is None and chunk == 0:
         return summed_loss(head.logits(hidden_ND), targets_N)
@@ -130,7 +130,7 @@ def _as_options(
 
 
 def _rows_at_once(chunk: int, targets_N: Tensor) -> int:
-    """Return the rows of a chunk: `chunk`, or all of them for 0, but at least 1 to step by."""
+    """Return the rows of a chunk: `chunk`, or all of them for 0, but at least 1."""
     if chunk:
         return chunk
     return max(1, len(targets_N))
@@ -168,11 +168,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, precise)
         chosen_parts: list[Tensor] = []
         total_parts: list[Tensor] = []
-        # The entries of −one-hot of a chunk whose targets are all in this part. They are made once
-        # for all chunks, of which the last may be shorter.
+        # The −1 of −one-hot for each row of a chunk whose targets are all in this part. It is made
+        # once for all chunks; the last one may be shorter.
         largest_chunk = min(chunk, len(learned_M))
         minus_one_N1 = torch.full((largest_chunk, 1), -1.0, dtype=precise, device=device)
-        # All types are explicit within: autocast would lower the products of gradients, too.
+        # Types are set explicitly below: autocast would also lower those of the gradients'
+        # products.
         with torch.autocast(device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
@@ -183,8 +184,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     top, first = _first_choice(logits, part)
                     correct_N[piece.rows] = first == piece.targets
-                # Written over the logits in turn: logits − largest, exp of that, softmax, and
-                # softmax − one-hot = d loss / d logits. A copy of each would be as large again.
+                # These overwrite the logits one after another, to save memory: logits − largest,
+                # its exp, softmax, and softmax − one-hot, which is d loss / d logits.
                 chosen, total = _sums(logits, top, piece.column, piece.is_mine, part)
                 chosen_parts.append(chosen)
                 total_parts.append(total)
@@ -315,7 +316,7 @@ def _sums(
     part: VocabularyPart | None,
     entropy: bool = False,
 ) -> Sequence[Tensor]:
-    """Return the sums of each row over the whole vocabulary that losses are made of, [n] each.
+    """Return the sums over the whole vocabulary that losses are computed from, [n] each.
 
     With d = logit − top these are the target's d, Σ exp(d), and with `entropy` Σ exp(d) d.
     `logits`: [n, V], over which exp(d) is written, with `entropy` d. `top`: [n], the largest logit
@@ -328,7 +329,7 @@ def _sums(
         # The rank that has the target adds its d to the sum over ranks, all others 0.
         chosen = torch.where(is_mine, chosen, 0.0)
     if entropy:
-        # d is needed once more below: here exp(d) takes memory of its own.
+        # d is needed again below, so exp(d) gets memory of its own.
         weights = logits.exp()
     else:
         weights = logits.exp_()
@@ -345,7 +346,7 @@ def _sums(
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias of a head, summed over chunks in `precise`.
+    """Sums the gradients of hidden states, weight and bias of a head over chunks, in `precise`.
 
     `wants`: which of the three are needed; the others are None.
     """
@@ -381,8 +382,7 @@ class _Gradients:
         if self.bias is not None:
             self.bias += grad.sum(0)
         if self.weight is not None and not grad.is_cuda:
-            # From the gradient as it is, neither scaled nor rounded: on a CPU both factors are
-            # precise.
+            # On a CPU the gradient is neither scaled nor rounded for this product.
             self.weight.addmm_(grad.T, hidden.to(self.precise))
         if scale is not None:
             grad = grad.mul_(scale)
@@ -403,8 +403,8 @@ class _Gradients:
         if hidden.dtype == self.precise:
             weight_VD.addmm_(low.T, hidden)
         elif isinstance(scale, Tensor):
-            # The factor of a product that adds is a number of the host, which would have to wait
-            # for this tensor.
+            # `addmm` takes its factor as a number of the host, which would have to wait for this
+            # tensor.
             weight_VD += self._product(low.T, hidden, scale)
         else:
             factor = 1.0
@@ -413,10 +413,10 @@ class _Gradients:
             torch.addmm(weight_VD, low.T, hidden, self.precise, alpha=factor, out=weight_VD)
 
     def _product(self, a: Tensor, b: Tensor, scale: Any) -> Tensor:
-        """Return a @ b / scale in `precise`, also for factors of 16 bits.
+        """Return a @ b / scale in `precise`, also if a and b have 16 bits.
 
-        Rounding to 16 bits would lose, and in fp16 overflow, what fp32 sums hold. A GPU's matrix
-        units sum in fp32 anyhow. A CPU multiplies in fp32 for fp16, and rounds once for bf16.
+        A result of 16 bits would be less exact, and in fp16 might overflow. A GPU's matrix units
+        add in fp32 in any case. On a CPU fp16 is multiplied in fp32, and bf16 is rounded once.
         """
         if a.is_cuda and a.dtype != self.precise:
             product = torch.mm(a, b, out_dtype=self.precise)
@@ -480,13 +480,13 @@ def linear_log_probs(
 ) -> Answers:
     """Return `log_probs(head.logits(hidden), …)` from the logits of few tokens at a time.
 
-    The forward does not know the gradient of each token's answer, so it cannot compute gradients as
-    `linear_cross_entropy` does: it keeps the hidden states and each token's log-sum-exp, and
-    backward computes the logits again, chunk by chunk (recomputation, Chen et al. 2016; of softmax
-    from its log-sum-exp, Cut Cross-Entropy, Wijmans et al. 2025). With p = softmax, H its entropy:
-    d log p_target / d logit = onehot − p, dH / d logit = −p (log p + H). Types are as in
-    `linear_cross_entropy`; in fp16 a power of two of its own brings each chunk's gradient near
-    fp16's largest number, whatever the loss scale. Any number of backwards, no second derivatives.
+    The forward cannot compute gradients as that of `linear_cross_entropy` does, since it does not
+    know the gradient of each token's answer. It keeps the hidden states and each token's
+    log-sum-exp, and backward computes the logits again, chunk by chunk (recomputation, Chen et al.
+    2016; of softmax from its log-sum-exp, Cut Cross-Entropy, Wijmans et al. 2025). With p = softmax
+    and H its entropy: d log p_target / d logit = onehot − p, dH / d logit = −p (log p + H). Types
+    are as in `linear_cross_entropy`. In fp16 each chunk's gradient has a scale of its own. Allows
+    any number of backwards, and no second derivatives.
 
     `chunk`: tokens whose logits are in memory at once, at most, in forward and in backward; 0 for
     all, by autograd.
@@ -525,7 +525,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.chunk = chunk
         ctx.temperature = temperature
         ctx.part = part
-        # An answer that no loss uses then has the gradient None, which costs backward nothing.
+        # So the gradient of an answer that no loss uses is None, and backward skips it.
         ctx.set_materialize_grads(False)
         precise = torch.promote_types(dtype, torch.float32)
         tokens = len(targets_N)

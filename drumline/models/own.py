@@ -1,4 +1,4 @@
-"""A module of the user's own: the function that builds it, and the weights that a run has saved."""
+"""Modules of the user's own: finds their builder, checks them, and reads the weights of a run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
 
     `cut`: ranks keep parts of its weights, or of their optimizer's state.
     """
-    # Extra states that JSON cannot hold are left out here, and found by that below.
+    # It has no extra states that JSON cannot hold. The check of each module finds these.
     saved = extra_states(model)
     for path, module in model.named_modules():
         _require_trainable_module(path or "it", module, is_saved=path in saved, cut=cut)
@@ -131,7 +131,7 @@ def _require_trainable_parameter(
 def require_same(model: nn.Module) -> None:
     """Raise ModelError if ranks have built different weights. Collective.
 
-    This finds the weights of a module that was made before, unseeded.
+    That is so if `build` returns a module that was made earlier, without the run's seed.
     """
     if not dist.is_initialized():
         return

@@ -1,8 +1,9 @@
 """Frozen linear layers whose weights are packed in 4 or 8 bits (QLoRA, Dettmers et al. 2023).
 
-They work under every strategy. The codes of a weight lie in a parameter of the type that weights
-are gathered in, as FSDP-QLoRA has it: what shards or gathers this parameter moves its bits and
-casts nothing. The scales take an eighth of a bit for each entry and are whole on each rank.
+They work under every strategy. The codes of a weight are the bits of a parameter whose type is the
+one in which weights are gathered, as in FSDP-QLoRA. So sharding and gathering move these bits and
+cast nothing. The scales are whole on each rank; they take an eighth of a bit for each entry of the
+weight.
 
 - 4bit is the format of bitsandbytes: NormalFloat in blocks of 64 entries along the rows, two codes
   a byte. The mean of the blocks' scales is subtracted from them. The rest is stored in bytes of
@@ -30,7 +31,7 @@ BLOCK = 64
 # Scales of a 4-bit weight that share another scale; entries of an 8-bit weight that share a scale.
 GROUP = 256
 LARGEST_INT8 = 127
-# A divisor for blocks of zeros only.
+# Replaces the scale of a block of zeros as a divisor.
 SMALLEST_SCALE = 1e-30
 # The 16 values of NormalFloat, sorted, as bitsandbytes has them: a weight's code is a place in this
 # list.
@@ -45,8 +46,8 @@ Bits = Literal["4bit", "8bit"]
 class PackedLinear(nn.Module):
     """A linear layer (or GPT-2's Conv1D) whose weight [R, C] is packed.
 
-    `packed`: a frozen parameter [R, C × bits / 8 / bytes of an entry]. It is on the meta device
-    until it is filled with what `take` returns.
+    `packed`: the codes, a frozen parameter [R, C × bits / 8 / bytes of an entry]. It is on the meta
+    device until it is filled with the result of `pack_weight`.
     """
 
     def __init__(self, layer: Any, bits: Bits, storage: torch.dtype) -> None:
@@ -67,7 +68,7 @@ class PackedLinear(nn.Module):
         empty = torch.empty(rows, packed_width, dtype=storage, device="meta")
         self.packed = nn.Parameter(empty, requires_grad=False)
         if not layer.weight.is_meta:
-            codes = self.take(layer.weight.detach().float())
+            codes = self.pack_weight(layer.weight.detach().float())
             self.packed = nn.Parameter(codes, requires_grad=False)
 
     @property
@@ -75,7 +76,7 @@ class PackedLinear(nn.Module):
         """The unpacked weight, [R, C] in fp32. DoRA takes the lengths of its rows."""
         return self.unpacked(torch.float32)
 
-    def take(self, weight: torch.Tensor) -> torch.Tensor:
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Pack a whole weight, float[R, C]: keep its scales and return its codes.
 
         The codes are what `packed` holds over all ranks, in its type.
@@ -140,9 +141,9 @@ class PackedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """The product of inputs and a packed weight, which keeps nothing for backward.
+    """The product of inputs and a packed weight. It saves no unpacked weight for backward.
 
-    Backward unpacks the weight again, once the strategy that shards it has gathered it again.
+    Backward unpacks the weight again, after the strategy has gathered the packed one again.
     """
 
     @staticmethod

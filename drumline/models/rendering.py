@@ -1,9 +1,11 @@
 """Limits of time and memory for chat templates, which are programs of strangers.
 
-Jinja's sandbox prevents other harm. A rendering may take `MOST_STEPS` steps (blocks, calls, filters) and `MOST_SECONDS` of its thread's
-time. Its output and every value may have `MOST_SIZE`. Steps are counted, since no alarm reaches a
-thread. Single operations that counting cannot stop (9**9**9, `center(10**9)`) are refused before
-they run. Only public parts of Jinja are used: its sandbox class is changed, for every sandbox.
+Jinja's sandbox prevents other harm. A rendering may take `MOST_STEPS` steps (blocks, calls,
+filters) and `MOST_SECONDS` of its thread's time. Its output and each value may have the size
+`MOST_SIZE`. Steps are counted, since a thread cannot be stopped by an alarm. Single operations that
+take too long by themselves (9**9**9, `center(10**9)`) are refused before they run.
+`limit_templates` changes Jinja's sandbox class, and so every sandbox of the process. It uses only
+public parts of Jinja.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ MOST_STEPS = 5_000_000
 MOST_SECONDS = 5.0
 # Characters or entries of a value; a conversation of a million tokens has about 2**22.
 MOST_SIZE = 2**26
-# Characters or entries of all larger values (those above MOST_WIDTH) together.
+# Characters or entries of all large values (those above MOST_WIDTH) together.
 MOST_MADE = 2**30
 # Characters of a template; the longest known have 20,000.
 MOST_SOURCE = 2**20
 # Characters of padding and indents; repetitions; bits of whole numbers.
 MOST_WIDTH = 10**5
-# Filters and methods of texts whose result may be much larger: by a number, a format, or by
-# joining.
+# Filters and methods of texts whose result may be much larger than the text: by a number, a format,
+# or by joining.
 _GROWING = {
     "batch",
     "center",
@@ -53,13 +55,13 @@ _GROWING = {
     "zfill",
 }
 _FORMATTING = ("format", "format_map", "strftime_now")
-# Their time is quadratic in the text; no conversation needs them.
+# Filters whose time is quadratic in the text. No conversation needs them.
 _SLOW = (
     "wordwrap",
     "urlize",
     "striptags",
 )
-# A width of five digits or more in a format, or one that an argument sets.
+# In a format: a width of five digits or more, or a width that an argument sets.
 _WIDE = re.compile(r"\d{5}|%[^a-zA-Z%]*\*")
 
 
@@ -174,7 +176,7 @@ def _has_wide_argument(name: str, value: Any, arguments: list[Any]) -> bool:
 
 
 def _result_size(name: str, value: Any, arguments: list[Any]) -> int:
-    """Return an upper bound of the size of a call's result, without numbers in its arguments."""
+    """Return an upper bound of the size of a call's result, ignoring arguments that are numbers."""
     size = _size(value)
     if name == "join" and arguments and not isinstance(value, str):
         separator = arguments[0]
@@ -259,7 +261,7 @@ for _name in ("visit_Concat", "visit_Filter", "visit_List", "visit_Tuple", "visi
 
 
 class _Limited(jinja2.Template):
-    """A template whose renderings begin with nothing spent."""
+    """A template that sets the counts to 0 at the beginning of each rendering."""
 
     def new_context(self, *arguments: Any, **named: Any) -> Any:
         _spent.steps = 0
@@ -283,7 +285,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         after = arguments[value_place + 1 :]
         is_iterator = hasattr(value, "__next__")
         if name in ("join", "sum"):
-            # Of these the size of all items has to be known before the call.
+            # For these the size of all items has to be known before the call.
             if is_iterator or not isinstance(value, str):
                 value = list(_limit_items(value))
         elif is_iterator:
@@ -374,8 +376,8 @@ def _require_affordable_product(operator: str, left: Any, right: Any) -> None:
         raise TooMuch(f"{operator} would make a value that is too large")
 
 
-def limit() -> None:
-    """Make every sandbox of this process count. May be called again."""
+def limit_templates() -> None:
+    """Make every sandbox of this process count steps and sizes. May be called again."""
     replacements: dict[str, Any] = {
         "code_generator_class": _Counting,
         "template_class": _Limited,

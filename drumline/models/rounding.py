@@ -1,9 +1,9 @@
-"""Limits for checks that compare two computations of one model: how far rounding moves its outputs.
+"""Measures how far rounding moves a model's outputs: the limit when two computations are compared.
 
-A fixed limit suits no model: the same rounding moves the logits of a fresh model by 1e-6, and those
-of a trained one by 1e-2. So the limit is measured on the model itself. Each weight is moved at
-random by as much as rounding may move it or its product, and the outputs are compared with those
-before. This is Monte Carlo arithmetic (Parker, 1997), with the random errors put into the weights.
+No fixed limit is right: the same rounding moves the logits of a fresh model by 1e-6, and those of a
+trained one by 1e-2. So the limit is measured on the model itself. Each weight is moved at random,
+by as much as rounding may move it or its product, and the outputs are compared with those before.
+This is Monte Carlo arithmetic (Parker, 1997) with the random errors in the weights.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import nn
 
 # How often the weights are moved.
 DRAWS = 3
-# The largest of a few random distances may be smaller than the next one.
+# The limit is the largest of a few random distances times this, since the next one may be larger.
 MARGIN = 4
 # Random numbers that are drawn for a weight, and used again for its other entries.
 PATTERN_ENTRIES = 2**16
-# Low bits of an fp32 number within which rounding to a narrower type moves it: half a unit in the
-# last place of 8 and of 11 bits.
+# Narrower type → the number of low bits of an fp32 number that rounding to this type changes: half
+# a unit in the last place of 8 or of 11 bits.
 ROUNDED_BITS = {"bf16": 15, "fp16": 12}
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -52,7 +52,7 @@ def product_bits_of(model: nn.Module) -> Bits:
 
 
 def product_bits(weight: torch.Tensor, is_convolution: bool = False) -> int:
-    """Return within how many low bits of an fp32 weight the rounding of its product in fp32 lies.
+    """Return how many low bits of an fp32 weight change its product as much as rounding does.
 
     A sum of n products is off by about √n units of roundoff, in whatever order it is added up
     (Higham and Mary, 2019, "A new approach to probabilistic rounding error analysis"), and a unit

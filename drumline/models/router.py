@@ -16,7 +16,7 @@ import torch
 
 from drumline.errors import ModelError
 from drumline.models.classes import ends_in_classes
-from drumline.models.small import close, try_small
+from drumline.models.small import is_close, try_small
 
 # Config keys for the number of experts that take a token, and for the coefficient of the loss.
 CHOSEN = ("num_experts_per_tok", "moe_k", "top_k")
@@ -176,7 +176,7 @@ def _is_loss_of_transformers(
     added_by_transformers = theirs.loss - without_router.loss
     difference = abs(float(added_by_transformers - ours))
     is_added = difference <= rounding
-    return is_added and close(ours, coefficient * theirs.aux_loss)
+    return is_added and is_close(ours, coefficient * theirs.aux_loss)
 
 
 def loads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,8 +1,8 @@
-"""Heads that no language model has: a number for each token, and classes.
+"""Heads that no language model has: scores and values of tokens, and classes.
 
-A number for each token is the score of a reward or value model, or the value head of a policy. A
-score model is transformers' sequence classifier with one label: a trunk and the linear layer
-`score`. If the files (a causal LM's) lack the weight of `score`, the model's initialisation draws
+A reward or value model has a score for each token, and a policy may have a value head beside its
+logits. A score model is transformers' sequence classifier with one label: a trunk and the linear
+layer `score`. Files of a causal LM lack the weight of `score`, and the model's initialisation draws
 it.
 
 B samples, C classes, T tokens, D the width of the trunk.
@@ -20,20 +20,20 @@ from torch import nn
 from drumline.config.model import Head
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
-from drumline.models.attention import attending
+from drumline.models.attention import model_inputs
 from drumline.models.classes import reads_images
 from drumline.models.sequence import SequencePart
-from drumline.models.small import close, try_small
+from drumline.models.small import is_close, try_small
 
 VALUE = "value_head"
 # Pixels of the side of a trial's image, for models that take any size.
 TRIED_SIDE = 64
-# Added to a trial's token ids: low ids have special meanings.
+# Added to a trial's token ids, since low ids often have special meanings.
 FIRST_PLAIN_ID = 16
 
 
 class ValueHead(nn.Linear):
-    """The value of each token, a linear function of the hidden states that the policy's head reads.
+    """A linear layer that gives the value of each token from the hidden states of a policy.
 
     It starts at zero: the first values are 0, and they send no gradient into the trunk. A random
     head would change the policy by noise.
@@ -47,7 +47,7 @@ class ValueHead(nn.Linear):
     def _init_weights(self, _module: nn.Module) -> None:
         """Set weight and bias to zero.
 
-        It calls transformers' functions, which `shards.Drawn` patches.
+        It calls transformers' functions, which `shards.DrawnWeights` patches.
         """
         from drumline.vendor.transformers import initialization
 
@@ -76,8 +76,8 @@ def score_head(model: Any) -> nn.Linear | None:
     return score
 
 
-def with_head(model: Any, head: Head) -> Any:
-    """Return a fresh model with the head that transformers has no class for.
+def add_head(model: Any, head: Head) -> Any:
+    """Return a fresh model with a value head added, if `head` is one that transformers lacks.
 
     Raises ModelError if it cannot have `head`.
     """
@@ -129,9 +129,9 @@ def extra_heads(model: Any) -> frozenset[str]:
 
 
 def last_token_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """Return (trunk, head) of a model with a linear layer on the last token's hidden state.
+    """Return (trunk, head) of a model whose head reads the last token's hidden state; else None.
 
-    None for other models. transformers' decoders that classify have such a head.
+    transformers' decoders that classify have such a head, a linear layer.
     """
     trunk = model.base_model
     # transformers' name for it.
@@ -144,29 +144,29 @@ def last_token_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -> torch.Tensor:
     """Return the logits of a batch of texts or images, float[B, C].
 
-    `sequence`: sequences are cut over ranks, and all of these get the same logits. A text without
-    attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by
-    its place and not by the padding id, so a text may end in that id.
+    `sequence`: this rank's part, if sequences are cut over ranks; all of these ranks get the same
+    logits. A batch without attention mask is for a decoder, whose head reads the last token.
+    `last_B` has the place of that token, so a text may end in the padding id.
     """
     parts = None
     has_mask = getattr(batch, "attention_mask_BT", None) is not None
     if not has_mask and not reads_images(model):
         parts = last_token_head(model)
     if parts is None:
-        with attending(model, batch, sequence) as inputs:
+        with model_inputs(model, batch, sequence) as inputs:
             logits_BC: torch.Tensor = model(**inputs).logits
         if sequence is None:
             return logits_BC
-        # The head reads the first token, which is in the first part: all other ranks' logits are
-        # of some token of theirs, and count 0 in the sum.
+        # The head reads the first token, which is in the first part. The logits of other ranks are
+        # of other tokens, and are multiplied by 0 in the sum.
         has_first_token = float(sequence.index == 0)
         return sequence.total(logits_BC * has_first_token)
     trunk, head = parts
-    with attending(model, batch, sequence) as inputs:
+    with model_inputs(model, batch, sequence) as inputs:
         hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
     if sequence is None:
         rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
-        # A trial's rows are full.
+        # Batches of trials have no `last_B`, since their rows have no padding.
         last_B = getattr(batch, "last_B", -1)
         last_hidden_BD = hidden_BTD[rows_B, last_B]
         logits_of_last_BC: torch.Tensor = head(last_hidden_BD)
@@ -175,8 +175,8 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
     places_Bt = sequence.cut(places_T.expand_as(batch.input_ids_BT))
     is_last_Bt = places_Bt == batch.last_B[:, None]
     is_last_Bt1 = is_last_Bt[:, :, None].to(hidden_BTD.dtype)
-    # Zeros on ranks whose part has no last token, and their logits are multiplied by zero: a bias
-    # would otherwise be added once for each rank.
+    # On ranks whose part lacks the last token these are zeros. Their logits are multiplied by 0, so
+    # that a bias is added only once.
     last_hidden_BD = (hidden_BTD * is_last_Bt1).sum(1)
     has_last_B1 = is_last_Bt1.sum(1)
     return sequence.total(head(last_hidden_BD) * has_last_B1)
@@ -205,9 +205,9 @@ def grey_image(config: Any, device: Any, side: int | None = None) -> torch.Tenso
 def is_bidirectional(model: Any) -> bool:
     """Return whether a text classifier attends to later tokens.
 
-    Then its batches need an attention mask. `model` may be on the meta device. It is tried on a
-    small copy. A bidirectional model must obey the mask, and the head of any other must read the
-    last token. Raises ModelError if it does not.
+    Then its batches need an attention mask. `model` may be on the meta device: a small copy is
+    tried. Raises ModelError for a bidirectional model that ignores the mask, and for any other
+    model whose head does not read the last token.
     """
     sees_later_tokens, works = try_small(model, "cpu", _try_classifier)
     if works:
@@ -233,19 +233,19 @@ def _try_classifier(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
     first_of_changed = small.base_model(input_ids=changed_BT)[0][:, 0]
     ones_BT = torch.ones_like(plain_ids_BT)
     logits = small(input_ids=plain_ids_BT, attention_mask=ones_BT).logits
-    if not close(first, first_of_changed):
+    if not is_close(first, first_of_changed):
         padding_id = small.config.get_text_config().pad_token_id or 0
         padded_BT = torch.nn.functional.pad(plain_ids_BT, (0, 3), value=padding_id)
         mask_BT = torch.nn.functional.pad(ones_BT, (0, 3))
         logits_of_padded = small(input_ids=padded_BT, attention_mask=mask_BT).logits
-        return True, close(logits_of_padded, logits)
+        return True, is_close(logits_of_padded, logits)
     parts = last_token_head(small)
     if parts is None:
         return False, False
     trunk, head = parts
     last_hidden = trunk(input_ids=plain_ids_BT).last_hidden_state[:, -1]
     logits_of_last = head(last_hidden)
-    return False, close(logits_of_last, logits)
+    return False, is_close(logits_of_last, logits)
 
 
 def _plain_ids(small: Any, ids_BT: torch.Tensor) -> torch.Tensor:
@@ -275,6 +275,6 @@ def _try_first_position(small: Any, ids_BT: torch.Tensor) -> int | None:
         with_positions = small(
             input_ids=plain_ids_BT, attention_mask=ones_BT, position_ids=positions_BT
         ).logits
-        if close(with_positions, without_positions):
+        if is_close(with_positions, without_positions):
             return first
     return None

@@ -1,7 +1,6 @@
-"""Sequences cut over ranks (context parallelism).
+"""Cuts sequences over ranks for context parallelism, and joins the results of the parts.
 
-The inputs of each rank's model, and how results of the parts become results of the whole. B rows, T
-tokens of the whole sequence, t = T / parts tokens of one part.
+B rows, T tokens of the whole sequence, t = T / parts tokens of one part.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from drumline.dist.copies import copied_to
 class SequencePart:
     """This rank's part of every sequence: part `index` of `parts`.
 
-    A part is one contiguous stretch. With `folded` it is two, one from either end (of four
-    stretches 0 and 3, or 1 and 2): if each rank keeps its queries, causal attention is then the
-    same work for all. Forward and backward must run within the context `around`. `positions_BT`:
+    A part is one contiguous stretch. With `folded` it is two stretches, one from each end: of four
+    stretches 0 and 3, or 1 and 2. Then causal attention is the same work for all ranks if each
+    keeps its queries. Forward and backward must run within the context `around`. `positions_BT`:
     the position ids of the whole sequences that were cut last, on which attention masks depend;
-    None before the first cut. Until then the model runs whole sequences (`active` False), as in the
-    trials at build time.
+    None before the first cut. `active`: whether sequences are cut. It is False before the first
+    cut, as in the trials at build time.
     """
 
     def __init__(

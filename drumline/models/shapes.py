@@ -344,7 +344,7 @@ def with_config(known: Known, model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"id": None, "revision": None, "config": config})
 
 
-def unknown(name: str, reason: str) -> ModelError:
+def unknown_shape(name: str, reason: str) -> ModelError:
     """Return the error for a model whose shape is not known."""
     fix = (
         "write it out: model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8,"

@@ -1,8 +1,8 @@
-"""Weights for models without memory, part by part: a rank reads from the files only its own part.
+"""Fills a sharded model with its weights: each rank reads or draws only its own part.
 
 A model is built on the meta device, the transforms shard it, and then `Values.fill` gives each
-parameter memory and values. So a rank never has more in memory than its own part, and one slice of
-one tensor while it reads.
+parameter memory and values from a `Source`. So a rank has no more in memory than its own part, and
+one slice of one tensor while it reads.
 
 Random weights are drawn piece by piece by the model's own initialisation, so they are the same
 however the model is sharded. A piece is a block (a member of a list of modules), or a module
@@ -30,15 +30,15 @@ from drumline.config.model import ModelConfig
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import ModelError
 from drumline.models import adapters
-from drumline.models.blocks import whole_layer
+from drumline.models.blocks import find_base_layer
 from drumline.models.files import find_file
 from drumline.models.vocabulary import GrownRows, Growth, vocabulary_parameter_ids
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 Init = Callable[[nn.Module], None]
-# The part of a module's path up to the number of its block.
+# The beginning of a module's path, up to the number of its block.
 NUMBERED = re.compile(r".*?\.\d+\.")
-# Files of a model in several safetensors files, and in one.
+# The index of a model in several safetensors files, and the file of a model in one.
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -70,11 +70,8 @@ class Stored:
     shape: tuple[int, ...]
 
 
-class Loaded:
-    """The source of a model that has all values already.
-
-    It was built whole, or a checkpoint fills it.
-    """
+class NothingToFill:
+    """The source of a model that needs no values: it was built whole, or a checkpoint fills it."""
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Do nothing: there is nothing left to fill."""
@@ -83,10 +80,11 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Values:
-    """The values for a model on the meta device, after the transforms have sharded it.
+    """Gives a sharded model on the meta device memory and values.
 
-    `device`: cpu or cuda:N. `seed`: of fresh adapters. `checkpoint_keys`: names to leave empty,
-    since a checkpoint fills them.
+    `source`: where the values come from. `device`: cpu or cuda:N. `seed`: of fresh adapters.
+    `checkpoint_keys`: names of tensors that get memory but no values, since a checkpoint fills
+    them.
     """
 
     source: Source
@@ -97,12 +95,12 @@ class Values:
     def fill(
         self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None
     ) -> None:
-        """Give all tensors of `model` on the meta device memory and values.
+        """Give all tensors of `model` that are on the meta device memory and values.
 
-        It may be a part of the model (a stage of a pipeline), under the same names. `offloaded`:
-        parameters are in host memory, buffers on the device. `owners`: fill only the tensors of
-        these modules, without their children's. Each tensor object stays and only its content is
-        swapped: tied weights stay tied, and FSDP2 keeps its references.
+        `model`: the whole model, or a stage of a pipeline with the same names. `offloaded`:
+        parameters get host memory, buffers memory of the device. `owners`: only the tensors of
+        these modules are filled, without their children's. Tensor objects stay the same and only
+        their content is swapped, so tied weights stay tied, and references of FSDP2 stay valid.
         """
         if owners is None:
             owner_list = list(model.modules())
@@ -160,13 +158,13 @@ class Values:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     def _fill_derived(self, model: nn.Module, to_fill: dict[str, torch.Tensor]) -> None:
-        """Fill the tensors that begin as a function of a whole weight.
+        """Fill the tensors whose values are computed from a whole weight.
 
-        They are removed from `to_fill`. The whole weights are read a block at a time, so that a
-        rank has no more of them in memory.
+        They are removed from `to_fill`. Whole weights are read for one block of the model at a
+        time, to limit memory.
         """
         layers = []
-        for path, layer in adapters.starting(model):
+        for path, layer in adapters.layers_derived_from_weights(model):
             if any(name.startswith(f"{path}.") for name in to_fill):
                 layers.append((path, layer))
         for _, group in groupby(layers, _block_of_path):
@@ -174,7 +172,7 @@ class Values:
             whole_weights = self._read_whole_weights(layers_of_block, model)
             for path, layer in layers_of_block:
                 whole_weight = whole_weights[path].to(self.device)
-                for name, value in adapters.begin(layer, whole_weight).items():
+                for name, value in adapters.derive_first_values(layer, whole_weight).items():
                     tensor = to_fill.pop(f"{path}.{name}", None)
                     if tensor is not None:
                         copy_part(tensor, value)
@@ -189,7 +187,7 @@ class Values:
         whole_weights = {}
         by_file_name = {}
         for path, layer in layers:
-            base = whole_layer(layer)
+            base = find_base_layer(layer)
             # A packed layer has the shape of its unpacked weight.
             shape = getattr(base, "shape", None) or base.weight.shape
             whole_weights[path] = torch.empty(shape)
@@ -211,7 +209,7 @@ def _block_of_path(named_layer: tuple[str, Any]) -> str:
 
 
 def _empty_names(model: nn.Module, owners: list[nn.Module]) -> list[str]:
-    """Return the names of the tensors on the meta device that these modules own; tied ones once."""
+    """Return the names of the tensors on the meta device that some modules own; tied ones once."""
     owned = set()
     for owner in owners:
         for tensor in _own_tensors(owner):
@@ -231,12 +229,13 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
 class FromFiles:
     """The source of weights in safetensors files.
 
-    `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of
-    all others. `grown`: names of tensors with a row for each token, which get the rows of `growth`.
+    `places`: name of a tensor → its place in a file; tied weights are there under all names.
+    `rest`: the source of tensors that are in no file. `grown`: names of the tensors that get the
+    rows of `growth`, which have a row for each token.
     """
 
     places: dict[str, Stored] = field(repr=False)
-    rest: Source = field(default_factory=Loaded)
+    rest: Source = field(default_factory=NothingToFill)
     growth: Growth | None = None
     grown: frozenset[str] = frozenset()
 
@@ -263,7 +262,7 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
     """Fill a tensor from an unsharded one; a DTensor takes its local part.
 
     `source`: a tensor, a slice object of safetensors, or `GrownRows`. Under FSDP2 × TP a part is
-    contiguous too: the rows of one tensor-parallel rank, cut again.
+    contiguous too, since FSDP2 cuts the rows of one tensor-parallel rank.
     """
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(
@@ -288,7 +287,7 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
             local.copy_(source[place])
 
 
-def from_files(
+def find_weights_in_files(
     path: str,
     source: ModelConfig,
     model: Any,
@@ -298,8 +297,8 @@ def from_files(
     """Return the source of a model's weights in the safetensors files of a folder or hub id.
 
     `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of
-    tensors that are left out if they are missing or have another shape. With `growth` embedding and
-    head of the model have its rows, and those of the files fewer.
+    tensors that may be missing or have another shape in the files; then they are left out.
+    `growth`: how the rows of the model's embedding and head differ from those in the files.
 
     Raises NeedsFullModel if the files' names and shapes do not match those of the model one to one.
     Raises ModelError if the files have different values for weights that the config ties.
@@ -310,7 +309,7 @@ def from_files(
     tensors_by_token = set[int]()
     if growth is not None and growth.changes_rows:
         tensors_by_token = vocabulary_parameter_ids(model)
-    for names in aliases(model):
+    for names in names_of_tensors(model):
         found = [stored[name] for name in names if name in stored]
         tensor = model.get_parameter_or_buffer(names[0])
         shape = tuple(tensor.shape)
@@ -333,17 +332,17 @@ def from_files(
 
 
 def tied_weights_differ(one: str, other: str, where: str) -> ModelError:
-    """Return the error for weights that a config ties and that differ in the files.
+    """Return the error for weights that the config ties but that differ in the files.
 
-    Only the user knows which of the two models is meant.
+    Only the user knows whether the config or the files are meant.
     """
     what = f"its config makes {one} and {other} one weight, and its files hold two that differ"
     fix = "set model.config.tie_word_embeddings: false to train both, or fix the files"
     return ModelError(what, where=where, fix=fix)
 
 
-def aliases(model: Any) -> list[list[str]]:
-    """Return the names of each tensor to be stored: one, or more for tied weights."""
+def names_of_tensors(model: Any) -> list[list[str]]:
+    """Return the list of names of each tensor in the state dictionary; tied ones have several."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_tensor.setdefault(id(tensor), []).append(name)
@@ -351,10 +350,10 @@ def aliases(model: Any) -> list[list[str]]:
 
 
 def _rename_tensors(model: Any, stored: list[Stored]) -> dict[str, Stored]:
-    """Return the model's name of each stored tensor → the tensor.
+    """Return name of a tensor in the model → the stored tensor.
 
-    transformers has tables of old names, which files may still have. Raises NeedsFullModel if
-    transformers would join, cut or transpose stored tensors.
+    Files may have old names, which tables of transformers rename. Raises NeedsFullModel if
+    transformers would also join, cut or transpose stored tensors.
     """
     from drumline.vendor.transformers import WeightRenaming, get_model_conversion_mapping
 
@@ -368,7 +367,7 @@ def _rename_tensors(model: Any, stored: list[Stored]) -> dict[str, Stored]:
     by_name = {}
     for tensor in stored:
         name = tensor.key
-        # Each renaming gets the name that the one before has made, as in transformers.
+        # As in transformers, each renaming is applied to the result of the one before.
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
         for conversion in conversions:
@@ -444,17 +443,17 @@ class Entry(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor that is there now; `Drawn` exchanges it for a while."""
+        """The tensor that is there now; `DrawnWeights` exchanges it for a while."""
         tensor: torch.Tensor = self.holder[self.key]
         return tensor
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A module that is drawn at once.
+    """A module whose random weights are drawn together.
 
-    `block`: it is a block, and is drawn with all its children. `init`: the initialisation of the
-    model that the module belongs to.
+    `block`: whether it is a block of the model, and is drawn with all its children. `init`: the
+    initialisation of the model that the module belongs to.
     """
 
     name: str
@@ -487,8 +486,8 @@ def _join(path: str, name: str) -> str:
     return ".".join(part for part in (path, name) if part)
 
 
-class Drawn:
-    """Weights drawn from `seed`; a `shards.Source`.
+class DrawnWeights:
+    """The source of random weights, drawn from `seed`.
 
     Raises NeedsFullModel for a model whose initialisation does not work piece by piece.
     """
@@ -496,10 +495,10 @@ class Drawn:
     def __init__(self, model: Any, seed: int, device: str = "cpu") -> None:
         """Copy the model, and make sure that it can be drawn piece by piece.
 
-        `model`: laid out on the meta device, before any transform. `device`: whose generator draws.
-        The numbers of a GPU's generator are not those of a CPU's, so all strategies of a run draw
-        on a GPU that it trains on, even weights that are then kept on the host. Everything else
-        draws on the CPU.
+        `model`: laid out on the meta device, before any transform. `device`: the device whose
+        generator draws. A GPU's generator gives other numbers than a CPU's. So a run on GPUs draws
+        on a GPU under every strategy, even weights that are kept on the host; all else draws on
+        the CPU.
         """
         # A copy: transforms put other modules into the model, and stages of a pipeline lose some.
         self.model = copy.deepcopy(model)
@@ -508,7 +507,7 @@ class Drawn:
         if torch.device(device).type == "cuda":
             self.device = device
         self.first_names: dict[str, str] = {}
-        for names in aliases(self.model):
+        for names in names_of_tensors(self.model):
             self.first_names |= dict.fromkeys(names, names[0])
         self._require_pieces()
 
@@ -529,8 +528,8 @@ class Drawn:
             without_memory = [entry.tensor for entry in entries]
             for entry in entries:
                 self._allocate(entry)
-            # All of a piece is drawn, also what is not needed: its random numbers come in one
-            # order.
+            # The whole piece is drawn, also what this rank does not need: its weights take random
+            # numbers one after another.
             with torch.no_grad(), drawing(derive(self.seed, piece.name), self.device):
                 piece.draw()
             for entry in entries:
@@ -576,12 +575,12 @@ class Drawn:
                 drawn.clear()
                 piece.draw()
                 own = {id(entry.tensor) for entry in piece.entries()}
-                # Its random numbers would depend on which pieces a rank draws.
+                # The values would depend on which pieces a rank draws.
                 foreign = (drawn & weights.keys()) - own
                 if foreign:
                     owner = type(piece.module).__name__
                     raise NeedsFullModel(f"{owner} initialises weights of other modules")
-                # Its values were lost with the memory of the constructor.
+                # The constructor's values were lost, since it ran on the meta device.
                 missed = (weights.keys() & own) - drawn
                 if missed:
                     raise NeedsFullModel(
@@ -620,10 +619,10 @@ def _depth_first(module: nn.Module, init: Init) -> None:
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return `model.<name>` → tensor, for each trainable parameter and persistent buffer.
+    """Return `model.<name>` → tensor for what a checkpoint has of a model.
 
-    Tied parameters are there once, under the first name. Frozen parameters are left out: building
-    the model again gives them.
+    These are trainable parameters and persistent buffers. Tied parameters are there once, under the
+    first name. Frozen parameters are not: building the model again restores them.
     """
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -652,9 +651,9 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(name)
     tied = {}
-    for first, *aliases in by_parameter.values():
-        if aliases:
-            tied[first] = aliases
+    for first, *later_names in by_parameter.values():
+        if later_names:
+            tied[first] = later_names
     return tied
 
 
@@ -672,7 +671,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         if has_extra_state(module):
             state = module.get_extra_state()
-            if in_json(state):
+            if survives_json(state):
                 states[path] = state
     return states
 
@@ -689,7 +688,7 @@ def has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def in_json(value: Any) -> bool:
+def survives_json(value: Any) -> bool:
     """Return whether a value comes back equal from JSON."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
@@ -698,5 +697,5 @@ def in_json(value: Any) -> bool:
 
 
 def file_name(name: str) -> str:
-    """Return a tensor's name in the model's files, which has no part for PEFT's layers."""
+    """Return a tensor's name in the model's files: without the parts that PEFT's layers add."""
     return name.replace(".token_adapter.", ".").replace(".base_layer.", ".")

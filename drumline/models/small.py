@@ -1,6 +1,6 @@
-"""A small model of the same architecture, for trials of its properties.
+"""Small copies of a model, on which trials find out what its code does.
 
-They run before the model itself has any weights.
+The trials run before the model itself has any weights.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.foreign import judged
 from drumline.models.blocks import blocks
-from drumline.models.classes import is_vision_language, of_layers
+from drumline.models.classes import is_vision_language, values_by_layer
 
 T = TypeVar("T")
-# Tokens and the width of feed-forward layers of a small copy, at most.
+# The most tokens of a small copy's vocabulary, and the most width of its feed-forward layers.
 VOCABULARY = 128
 WIDTH = 64
 # Config keys for that width; some configs have a list of it, by layer.
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TrialTokens:
     """Token ids for trials, int64[B, T].
 
     `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a
-    vision-language model. `documents`: lengths of the documents in each row, which fill it. With
-    `branches` each document continues the first of its row.
+    vision-language model. `documents`: lengths of the documents in each row; there is no padding.
+    `branches`: whether each document continues the first of its row.
     """
 
     input_ids_BT: torch.Tensor
@@ -67,14 +67,14 @@ class Tokens:
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT, **self.images}
 
 
-def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
+def trial_tokens(model: Any, ids_BT: torch.Tensor) -> TrialTokens:
     """Return a batch for trials that runs all of a model.
 
     For a vision-language model the second token of each row is an image of one merged patch.
     `ids_BT`: the tokens, int64[B, T].
     """
     if not is_vision_language(model.config):
-        return Tokens(ids_BT)
+        return TrialTokens(ids_BT)
     vision = model.config.vision_config
     device = ids_BT.device
     rows = len(ids_BT)
@@ -88,7 +88,7 @@ def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
     pixels = torch.linspace(-1, 1, patches * width, device=device)
     pixels_PD = pixels.view(-1, width)
     images = {"pixel_values": pixels_PD, "image_grid_thw": grid_N3}
-    return Tokens(with_image_BT, images=images)
+    return TrialTokens(with_image_BT, images=images)
 
 
 def try_small(
@@ -107,7 +107,7 @@ def try_small(
     what = f"a small copy of {type(model).__name__} does not run"
     where = getattr(model.config, "name_or_path", None) or "model.config"
     fix = "fix its config: heads, heads of keys and values, and experts have to fit each other"
-    # Rounding to TF32, which a run may have turned on, is coarser than what `close` allows.
+    # Rounding to TF32, which a run may have turned on, is coarser than what `is_close` allows.
     products = torch.backends.cuda.matmul
     convolutions = torch.backends.cudnn
     before = products.allow_tf32, convolutions.allow_tf32
@@ -120,14 +120,14 @@ def try_small(
         products.allow_tf32, convolutions.allow_tf32 = before
 
 
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two outputs of a small copy are equal up to rounding.
 
-    Their difference is compared to the largest value. One logit may be near zero by cancellation,
-    so an entry is not compared to its own size. The copy has a few layers and always the same
-    random weights, so the answer is a property of its class and device, not of a run's weights. A
-    sum of n products is off by about √n units of roundoff (`rounding.product_bits`). 100 eps are
-    200 units, enough for sums of 40,000 products in any order.
+    Their difference is compared with the largest value of all, since one logit may be near zero by
+    cancellation. The copy always has the same random weights, so the answer depends on its class
+    and device, not on a run's weights. A sum of n products is off by about √n units of roundoff
+    (`rounding.product_bits`). The limit of 100 eps is 200 units, enough for sums of 40,000 products
+    in any order.
     """
     if a.shape != b.shape:
         return False
@@ -158,8 +158,8 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
     return built.eval().to(device)
 
 
-def with_few_layers(model: Any) -> Any:
-    """Return a copy of a model's config with so few layers that every kind of layer is there."""
+def config_with_few_layers(model: Any) -> Any:
+    """Return a copy of a model's config with just enough layers to have every kind of layer."""
     layers = _layers_of_every_kind(model, least=1)
     return _cut_config(model.config, layers, narrow=False)
 
@@ -215,13 +215,13 @@ def _make_narrow(text_config: Any) -> None:
     if pad_token_id >= text_config.vocab_size:
         text_config.pad_token_id = None
     for key in FEED_FORWARD_WIDTHS:
-        sizes = of_layers(text_config, key)
+        sizes = values_by_layer(text_config, key)
         if len(sizes) == 1 and isinstance(sizes[0], int):
             setattr(text_config, key, min(sizes[0], WIDTH))
 
 
 def _first_of_each(kinds: Any) -> int:
     """Return how many of the first entries have one of each kind; 1 for none."""
-    # The place at which the last new kind is seen for the first time.
+    # The place of the entry that is the first of its kind and comes last.
     last_first = max((kinds.index(kind) for kind in set(kinds)), default=0)
     return last_first + 1

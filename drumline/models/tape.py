@@ -1,9 +1,9 @@
-"""Any nn.Module laid out without memory, by a recording of its constructor.
+"""Lays out any nn.Module without memory, by a recording of its constructor.
 
-The tape records what the constructor does to each tensor, and plays it again for the tensors that a
-rank holds. So a rank makes only its own part, by whatever rules the module has (`reset_parameters`,
-`nn.init`, `apply`, copies of other weights). Every world size and strategy starts from the same
-weights: the i-th random call draws from a seed of its own.
+The tape records what the constructor does to each tensor. Later each rank replays it for the
+tensors that it holds. So a rank makes only its own part of the weights, whatever initialises them
+(`reset_parameters`, `nn.init`, `apply`, copies of other weights). Every world size and strategy
+starts from the same weights, since the i-th random call draws from a seed of its own.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import nn
 
 from drumline.dist.seeds import constructing, derive, drawing
 from drumline.errors import ModelError
-from drumline.models.shards import Loaded, NeedsFullModel, Source, copy_part
+from drumline.models.shards import NeedsFullModel, NothingToFill, Source, copy_part
 from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_leaves, tree_map_only
 
 logger = logging.getLogger(__name__)
 Build = Callable[[], nn.Module]
-# Functions that do nothing on the meta device, so a call of one is recorded as a whole; by their
-# code.
+# Code object → function, for functions that do nothing on the meta device. A call of one is
+# recorded as a whole, not by its operators.
 RECORDED_WHOLE = {
     function.__code__: function
     for function in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.dirac_, nn.init.sparse_)
 }
-# Attributes of a module that hold what `Values` fills.
-KEPT = {"_parameters", "_buffers", "_modules"}
-# Bytes of a tensor in host memory from which on it is not copied but watched.
+# Attributes of a module whose tensors `Values` fills.
+FILLED_ATTRIBUTES = {"_parameters", "_buffers", "_modules"}
+# A tensor in host memory with more bytes is not copied, but watched for changes.
 LARGE = 2**20
 # Operators that overwrite their first argument, whatever its values were.
 OVERWRITES = {
@@ -49,19 +49,19 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
     moved to `device`; the reason is logged.
     """
     tape = _Tape()
-    # If this list was made while transformers had replaced torch.linspace, it would lack it from
-    # then on.
+    # torch caches this list. If that was done while transformers had replaced torch.linspace, the
+    # list lacks this function from then on.
     device_constructors.cache_clear()
     try:
         with constructing(seed), torch.device("meta"), tape:
             model = _require_module(build())
         return model, ReplayedValues(tape, model, seed)
-    except Exception as error:  # noqa: BLE001 - it either works with memory, or is raised again
+    except Exception as error:  # noqa: BLE001 - the build with memory works, or raises it again
         reason, _, _ = str(error).strip().partition("\n")
     with constructing(seed):
         model = _require_module(build())
     logger.warning("the whole model is built on each rank: %s", reason)
-    return model.to(device), Loaded()
+    return model.to(device), NothingToFill()
 
 
 def _require_module(built: object) -> nn.Module:
@@ -75,10 +75,9 @@ def _require_module(built: object) -> nn.Module:
 
 
 def _view_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor without memory, which tells its storage and its place there.
+    """Return a view of a tensor without memory, which keeps its storage and its place in it.
 
-    The tensor itself will not do, since transforms swap it. A tensor with memory is returned as it
-    is.
+    Transforms will swap the tensor itself. A tensor with memory is returned as it is.
     """
     if not tensor.is_meta:
         return tensor
@@ -122,9 +121,9 @@ class _Tape(TorchDispatchMode):
         self.random_calls = 0
         # Large tensors of the host, and the version that was read.
         self.watched: list[tuple[torch.Tensor, int]] = []
-        # Keys of storages whose values the tape makes.
+        # Keys of storages whose values the recorded calls make.
         self.known = set[int]()
-        # Keys of storages with other values, which torch.tensor writes without an operator.
+        # Keys of storages whose values are not recorded, such as those that torch.tensor writes.
         self.lost = set[int]()
 
     def __enter__(self) -> Any:
@@ -154,7 +153,7 @@ class _Tape(TorchDispatchMode):
     ) -> Any:
         """Run an operator and record it if it writes to a tensor. torch calls this."""
         out = operator(*args, **(kwargs or {}))
-        # It reads no values; `_view_of` calls it.
+        # It writes nothing, and `_view_of` calls it.
         if operator is torch.ops.aten.detach.default:
             return out
         args, kwargs, outs = tree_map_only(torch.Tensor, _view_of, (args, kwargs or {}, [out]))
@@ -171,7 +170,7 @@ class _Tape(TorchDispatchMode):
         return out
 
     def _note_values(self, args: Any, kwargs: Any, new: frozenset[int], overwritten: Any) -> None:
-        """Note which storages have values that the tape makes.
+        """Note which storages have recorded values, and which have lost theirs.
 
         `new`: keys of the storages that the call made. `overwritten`: the tensor that the call
         overwrites, whatever its values were; None: none.
@@ -181,7 +180,8 @@ class _Tape(TorchDispatchMode):
             is_whole_storage = overwritten.nbytes == storage.nbytes()
             if is_whole_storage:
                 self.known.add(_storage_key(overwritten))
-        # A storage that is used before the tape has seen it written has values from elsewhere.
+        # Values of a storage that is used before a recorded call has written to it are not
+        # recorded.
         unknown = _keys((args, kwargs)) - self.known
         self.lost |= unknown
         self.known |= new
@@ -211,9 +211,9 @@ class _Tape(TorchDispatchMode):
         self.calls.append(_Call(operator, args, kwargs, outs, reads, writes, number))
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the host as it is now: the constructor may write to it again.
+        """Return a copy of a tensor of the host, to which the constructor may write again.
 
-        A large one, such as a file's, is not copied, but watched.
+        A large one, such as one of a file, is not copied. Its version is noted instead.
         """
         if tensor.is_meta:
             return tensor
@@ -240,15 +240,15 @@ def _changed_keys(operator: Any, args: Any, kwargs: Any) -> frozenset[int]:
 
 
 class ReplayedValues:
-    """The first values of a module's tensors, by its own rules; a `shards.Source`.
+    """The source of a module's first values: replays the recording of its constructor.
 
     `tape`: the recording of the module's constructor. `model`: the module, on the meta device,
     before any transform. `seed`: of the random calls. Raises NeedsFullModel if the tape does not
     have all values.
     """
 
-    # `put` gets the module's own names: one that is an adapter's in another model means nothing
-    # here.
+    # `put` gets all tensors by the module's own names. A name like that of an adapter has no
+    # special meaning here.
     by_name = True
 
     def __init__(self, tape: _Tape, model: nn.Module, seed: int) -> None:
@@ -274,14 +274,15 @@ class ReplayedValues:
                 raise NeedsFullModel(
                     "it writes to a large tensor of the host that it has copied from"
                 )
-        # Now, rather than when a rank fills its part: then it is too late to build the whole model.
+        # Find missing values now. When a rank fills its part it is too late to build the whole
+        # model.
         for view in self.laid_out.values():
             self._calls_for(view)
         _require_registered(model)
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Fill tensors with the values that the constructor would have given them."""
-        # As `shards.Drawn` does: a rank that trains on a GPU draws there.
+        # As `shards.DrawnWeights` does: a rank that trains on a GPU draws there.
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         for name, tensor in tensors.items():
             with torch.no_grad():
@@ -346,7 +347,7 @@ class _Storages:
             return view
         key = _storage_key(view)
         if key not in self.by_key:
-            # Empty: the call that needs it overwrites it.
+            # Uninitialised: the first call that uses it overwrites it.
             size = view.untyped_storage().nbytes()
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)
             self.by_key[key] = memory.untyped_storage()
@@ -355,7 +356,7 @@ class _Storages:
         return tensor.set_(self.by_key[key], offset, view.size(), view.stride())
 
     def keep(self, view: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Take the memory of a tensor that a call returned, if it is new.
+        """Keep the memory of a tensor that a replayed call returned, if its storage is new.
 
         `view`: the tensor that the same call returned when it was recorded.
         """
@@ -386,7 +387,7 @@ def _require_registered(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if key not in KEPT and _has_loose_tensor(value):
+            if key not in FILLED_ATTRIBUTES and _has_loose_tensor(value):
                 name = key
                 if path:
                     name = f"{path}.{key}"

@@ -9,13 +9,13 @@ from typing import Any
 from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.files import (
+    call_loader,
     check_folder,
-    from_hub,
     hub_options,
     tokenizer_folder,
     tokenizer_revision,
 )
-from drumline.models.rendering import limit
+from drumline.models.rendering import limit_templates
 from drumline.models.templates import set_template
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def read_tokenizer(path: str | None, model: ModelConfig) -> Any:
     # Before transformers reads the files, which a pipe or a device among them would make hang.
     check_folder(Path(folder))
     # The tokenizer's chat template is a program of a stranger.
-    limit()
+    limit_templates()
     # A tokenizer of another repository has revisions of its own.
     own_model = model.model_copy(update={"revision": revision})
 
@@ -54,7 +54,7 @@ def read_tokenizer(path: str | None, model: ModelConfig) -> Any:
         options = hub_options(folder, own_model)
         return _try_methods(AutoTokenizer.from_pretrained(folder, **options))
 
-    return from_hub(folder, own_model, read, "its tokenizer_config.json or tokenizer.json")
+    return call_loader(folder, own_model, read, "its tokenizer_config.json or tokenizer.json")
 
 
 def add_new_tokens(tokenizer: Any, model: ModelConfig) -> dict[str, int]:

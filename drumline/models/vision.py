@@ -21,7 +21,7 @@ from drumline.config.model import ModelConfig
 from drumline.errors import DataError, ModelError
 from drumline.foreign import require_package
 from drumline.models.classes import LM, is_vision_language
-from drumline.models.files import find_file, from_hub, hub_options
+from drumline.models.files import call_loader, find_file, hub_options
 from drumline.models.scores import side_of_model
 
 # The model_types whose images, positions and gradients are tested (tests/unit/test_vision.py).
@@ -280,7 +280,7 @@ def _processor(path: str, model: ModelConfig) -> Any:
         options = hub_options(path, model)
         return AutoImageProcessor.from_pretrained(path, backend="pil", **options)
 
-    return from_hub(path, model, read)
+    return call_loader(path, model, read)
 
 
 def image_side(config: Config, model_path: str | None, hf_config: Any) -> int:

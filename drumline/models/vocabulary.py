@@ -1,8 +1,8 @@
-"""How the rows of embedding and head differ from those in the model's files.
+"""Adds rows to embedding and head for new tokens, and gives these rows their first values.
 
-The rows of a model's files stay as they are. Rows that are added begin at a mean of rows in the
-files. So do rows of `model.new_tokens` that were in the files, but that no token used. Each rank
-computes the mean from the files, so every rank and strategy has the same values.
+Rows of tokens that the model's files know are not changed. A row that is added begins as a mean of
+rows in the files, and so does a row of the files that no token has used before. Each rank computes
+the mean from the files, so every rank and strategy has the same values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drumline.errors import ModelError
 from drumline.models.tokenizer import add_new_tokens, read_tokenizer
 
 # Rows that are read at once for a mean.
-BLOCK = 4096
+ROWS_AT_ONCE = 4096
 WHERE = "model.new_tokens"
 
 
@@ -27,12 +27,11 @@ WHERE = "model.new_tokens"
 class Growth:
     """The rows of a model's embedding and head beside those of its files.
 
-    `stored`: rows in the files.
-    `rows`: rows of the model, `stored` or more.
-    `trained_rows`: the first rows in the files, those of tokens; rows behind them are padding.
-    `initial_tokens`: id of a new token → ids of the tokens of its text, whose mean its row begins
-    at; no ids for the mean of all trained rows.
-    `already_known`: those of `model.new_tokens` that have a row in the files.
+    `stored`: rows in the files. `rows`: rows of the model, `stored` or more. `trained_rows`: the
+    first rows in the files, those of tokens; rows behind them are padding. `initial_tokens`: id of
+    a new token → ids of the tokens of its text. Its row begins as the mean of their rows, or
+    without ids as the mean of all trained rows. `already_known`: those of `model.new_tokens` that
+    have a row in the files.
     """
 
     stored: int
@@ -75,7 +74,7 @@ def growth_of(config: Any, path: str | None, model: ModelConfig) -> Growth | Non
     tokenizer = read_tokenizer(path, model)
     trained_rows = min(stored, len(tokenizer))
     before = tokenizer.get_vocab()
-    # Before the new tokens are added: their texts are described by tokens that have rows.
+    # Before the new tokens are added: the texts must be split into tokens that have rows.
     text_ids = {}
     for new in model.new_tokens:
         text_ids[new.token] = _ids_of(tokenizer, new.text, trained_rows)
@@ -151,7 +150,7 @@ class GrownRows:
         columns.
         """
         rows, *columns = place
-        # The part has rows of the files up to here; at its start if it has none of them.
+        # The end of the part's rows that are in the files.
         stop = max(rows.start, min(rows.stop, self.growth.stored))
         kept = stop - rows.start
         if kept:
@@ -180,8 +179,8 @@ class GrownRows:
         """The mean of all trained rows, summed in fp64 in the same order on every rank."""
         trained_rows = self.growth.trained_rows
         total = torch.zeros((), dtype=torch.float64)
-        for start in range(0, trained_rows, BLOCK):
-            stop = min(start + BLOCK, trained_rows)
+        for start in range(0, trained_rows, ROWS_AT_ONCE):
+            stop = min(start + ROWS_AT_ONCE, trained_rows)
             block = self._read(start, stop).double()
             total = total + block.sum(0)
         return (total / trained_rows).float()

@@ -71,9 +71,9 @@ def with_new_rows(config: Config, policy: FoundModel) -> Config:
     if adapter.modules_to_save or names_modules:
         # Only the model's modules tell whether these names include embedding or head.
         from drumline.models.adapters import trains_rows
-        from drumline.models.load import on_meta
+        from drumline.models.load import build_without_memory
 
-        if trains_rows(on_meta(policy.hf_config, config.head), adapter):
+        if trains_rows(build_without_memory(policy.hf_config, config.head), adapter):
             return config
     if policy.model.new_tokens:
         from drumline.models.tokenizer import add_new_tokens, read_tokenizer

@@ -318,11 +318,11 @@ def require_adapter(config: Config, policy: FoundModel) -> None:
     if not isinstance(config.adapter, LoRAConfig):
         return
     from drumline.models.adapters import find_targets
-    from drumline.models.classes import with_classes
-    from drumline.models.load import on_meta
+    from drumline.models.classes import set_classes
+    from drumline.models.load import build_without_memory
 
-    hf_config = with_classes(deepcopy(policy.hf_config), config.head, _labels(config))
-    find_targets(on_meta(hf_config, config.head), config.adapter)
+    hf_config = set_classes(deepcopy(policy.hf_config), config.head, _labels(config))
+    find_targets(build_without_memory(hf_config, config.head), config.adapter)
 
 
 def roles_of(
@@ -372,7 +372,7 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
         except ModelError as error:
             if weights or is_local:
                 raise
-            raise shapes.unknown(name, error.what) from None
+            raise shapes.unknown_shape(name, error.what) from None
         return FoundModel(model, path)
     cached = _cached_config(shapes.hub_id(name), model.revision)
     if cached is not None:
@@ -430,12 +430,14 @@ def _data(config: Config, policy: FoundModel, loaded: Loaded, notes: list[str]) 
     has_tokenizer = policy.path is not None or config.model.tokenizer is not None
     if is_by_flags or not has_tokenizer:
         return None
-    from drumline.data.prepare import cached  # which imports torch
+    from drumline.data.prepare import find_prepared  # which imports torch
     from drumline.models.vision import vision_of
 
     try:
         vision = vision_of(config, policy.path, policy.hf_config)
-        return cached(config, config.model.tokenizer or policy.path or "", loaded.base_dir, vision)
+        return find_prepared(
+            config, config.model.tokenizer or policy.path or "", loaded.base_dir, vision
+        )
     except (DataError, ModelError) as error:
         notes.append(f"data: {error.what}")
         return None

@@ -105,10 +105,10 @@ def sizes_of(
             return derived
 
     def count() -> tuple[int, ModelFacts]:
-        from drumline.models.classes import with_classes
+        from drumline.models.classes import set_classes
         from drumline.models.load import facts
 
-        hf_config = with_classes(deepcopy(found.hf_config), head, tuple(labels))
+        hf_config = set_classes(deepcopy(found.hf_config), head, tuple(labels))
         return length, facts(hf_config, length, adapter, head, frozen)
 
     key = _key(found, head, [labels, frozen, adapter and adapter.model_dump(mode="json")])

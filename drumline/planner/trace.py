@@ -42,7 +42,7 @@ from drumline.models.blocks import block_list
 from drumline.models.build import ModelHead, lay_out
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
-from drumline.models.shards import Loaded, Values
+from drumline.models.shards import NothingToFill, Values
 from drumline.plan.attention import choice_of
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts
@@ -574,7 +574,7 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
     # The objective tries a small copy of the model with real values; after `fill` nothing is real.
     with contextlib.ExitStack() as stack:
         values = _FakeValues(
-            Loaded(),
+            NothingToFill(),
             "cpu",
             0,
             stack=stack,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from drumline.config.rollouts import CurriculumConfig
-from drumline.data.stream import GlobalOrder
+from drumline.data.order import GlobalOrder
 from drumline.dist.seeds import derive
 from drumline.errors import PlanError
 

@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from drumline.config import rollouts as configs
-from drumline.data.templates import end_ids
+from drumline.data.targets import end_ids
 from drumline.dist.copies import LateCopy, copied_to
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.data.batches import EpisodeBatch, Episodes, Tokens, collate_episodes
-from drumline.data.stream import assign
+from drumline.data.batches import EpisodeBatch, Episodes, TokenIds, collate_episodes
+from drumline.data.order import assign_samples
 from drumline.dist.copies import copied_to
 from drumline.dist.reduce import add_up
 from drumline.engine.engine import Engine
@@ -78,7 +78,7 @@ class EpisodeReader:
         lengths_P = lengths_PG.sum(1)
         parts_of_micro_batch = micro_batch // size
         data_ranks = self.plan.mesh.data_ranks
-        assigned = assign(lengths_P, data_ranks, accumulation, parts_of_micro_batch)
+        assigned = assign_samples(lengths_P, data_ranks, accumulation, parts_of_micro_batch)
         own = assigned[self.data_rank]
         micro_batches = parts_PG[own].reshape(accumulation, micro_batch)
         return micro_batches.tolist(), int(lengths_P[own].sum())
@@ -201,8 +201,8 @@ def last_scores(
 
 
 def _with_tail(
-    prompt: Tokens, completion: Tokens, tail: Sequence[int], width: int | None
-) -> Tokens:
+    prompt: TokenIds, completion: TokenIds, tail: Sequence[int], width: int | None
+) -> TokenIds:
     """Return the completion, followed by the rest of `tail` if it ends with `tail`'s first token."""
     # The last token of a row is only predicted, so it takes no place.
     row_length = len(prompt) + len(completion) + len(tail) - 1

@@ -28,8 +28,8 @@ from drumline.algorithms.policy import KLController, divergence
 from drumline.config.algorithm import RolloutSpec
 from drumline.data.batches import Episodes
 from drumline.data.cache import TokenCache
-from drumline.data.encode import OWN
-from drumline.data.stream import GlobalBatch
+from drumline.data.encode import OWN_COLUMNS
+from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
@@ -338,7 +338,7 @@ class Rollouts:
                     tokens,
                     checkpointable=is_last_step,
                     state=state,
-                    of_all=(weight, global_tokens),
+                    totals=(weight, global_tokens),
                 )
 
     def _state(self, ahead: PendingRollout | None) -> dict[str, Any]:
@@ -504,7 +504,7 @@ class Rollouts:
         for (_, completion), meta in zip(episodes, metas, strict=True):
             text = self.decode(completion.tokens)
             # Columns of the user's own row win over ours of the same name.
-            columns = {**meta, **meta.get(OWN, {})}
+            columns = {**meta, **meta.get(OWN_COLUMNS, {})}
             items.append(Item(meta["prompt"], text, len(completion.tokens), columns))
         rank, ranks = rank_and_world_size()
         batch = _to_episodes(episodes)

@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from drumline.config.rollouts import VLLMGenerator as Config
-from drumline.data.templates import end_ids
+from drumline.data.targets import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.foreign import first_line, require_package

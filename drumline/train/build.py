@@ -16,7 +16,7 @@ from drumline.algorithms.base import Algorithm
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.config.resume import Resume
 from drumline.data.cache import TokenCache, verify_in_background
-from drumline.data.stream import GlobalBatch
+from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks, gpu

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drumline.algorithms.base import Algorithm
-from drumline.data.stream import GlobalBatch
+from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import Gather, Gathered
 from drumline.dist.seeds import seed_step
 from drumline.engine.engine import DeviceSums, Engine
@@ -331,7 +331,7 @@ class Loop:
         step = self.state.step
 
         # The loss is a sum over all samples of all ranks, divided once by their weight.
-        weight, tokens = batch.of_all or self._sum_weight_and_tokens(batch)
+        weight, tokens = batch.totals or self._sum_weight_and_tokens(batch)
         denominator = weight or 1.0
         # A step draws the same numbers whether the run was resumed before it or not.
         stream_of_rank = self.plan.mesh.stream(self.gather.rank)

@@ -19,7 +19,7 @@ from drumline.checkpoint.remote import require_unused
 from drumline.checkpoint.retention import recover
 from drumline.config.load import Draft, refused, saved_config, strategy_change, validated
 from drumline.config.resume import Resume
-from drumline.data.samples import indexed
+from drumline.data.samples import has_index
 from drumline.dist.seeds import derive
 from drumline.dist.start import Ranks
 from drumline.engine.engine import OpenEngine
@@ -500,7 +500,7 @@ def passes_until(dataset: Any, position: int) -> float:
 
     An iterable may have a len() that raises, so only datasets that are read by index are asked.
     """
-    if not indexed(dataset):
+    if not has_index(dataset):
         return 0.0
     return position / len(dataset)
 

@@ -23,7 +23,7 @@ from rich.text import Text
 from drumline.config.load import Loaded, load
 from drumline.data.cache import TokenCache
 from drumline.data.prepare import prepare
-from drumline.data.preview import NO_LIMIT, Piece, Reader, Seen, visible
+from drumline.data.preview import NO_LIMIT, Piece, PreviewedRow, Reader, escape
 from drumline.data.samples import read_samples
 from drumline.data.workers import digest
 from drumline.dist.seeds import Draws
@@ -185,7 +185,7 @@ def _preview_rows(loaded: Loaded, view: View, options: Options) -> UserError | N
         reader = Reader(config, tokenizer_path, loaded.base_dir, vision, most_tokens)
         rows = []
         for number, row in reader.rows(options.row, options.first):
-            seen = reader.seen(number, row)
+            seen = reader.encode(number, row)
             if error is None:
                 error = seen.error
             rows.append(seen)
@@ -288,9 +288,9 @@ class View:
 
     def line(self, text: str = "", style: str = "") -> None:
         """Draw a line of text, with control characters escaped: rows hold whatever they like."""
-        self.console.print(Text(visible(text), style=style, overflow="fold"))
+        self.console.print(Text(escape(text), style=style, overflow="fold"))
 
-    def show(self, reader: Reader, rows: list[Seen], packs: Packs | None) -> None:
+    def show(self, reader: Reader, rows: list[PreviewedRow], packs: Packs | None) -> None:
         """Draw the counts, what colours or marks mean, and the first samples."""
         if self.options.row is None:
             self.show_counts(reader, rows, packs)
@@ -317,12 +317,12 @@ class View:
         self.line()
         self.console.print(self.text(pieces))
 
-    def _show_packs(self, reader: Reader, rows: list[Seen], packs: Packs) -> None:
+    def _show_packs(self, reader: Reader, rows: list[PreviewedRow], packs: Packs) -> None:
         """Draw packs, and in each one its rows as they stand in the files.
 
         A pack holds tokens alone, so a row of the files is found by them.
         """
-        rows_by_tokens: dict[bytes, list[Seen]] = {}
+        rows_by_tokens: dict[bytes, list[PreviewedRow]] = {}
         for seen in rows:
             if seen.kept is not None:
                 for example in seen.kept.segments:
@@ -354,7 +354,7 @@ class View:
                     )
                     self.console.print(self.text(pieces))
 
-    def show_counts(self, reader: Reader, rows: list[Seen], packs: Packs | None) -> None:
+    def show_counts(self, reader: Reader, rows: list[PreviewedRow], packs: Packs | None) -> None:
         """Draw how many rows there are, how long they are, and which are conspicuous."""
         usable = [seen for seen in rows if seen.error is None]
         # A prompt leaves room for the tokens that are generated after it.
@@ -370,7 +370,7 @@ class View:
             for line in histogram([seen.tokens for seen in usable], limit):
                 self.line(line)
 
-    def _show_number_of_rows(self, rows: list[Seen], usable: list[Seen]) -> None:
+    def _show_number_of_rows(self, rows: list[PreviewedRow], usable: list[PreviewedRow]) -> None:
         """Draw how many rows were read, and in which formats."""
         # An entry without values says why a source cannot be read on, and is no row.
         count = sum(bool(seen.row.values) for seen in rows)
@@ -383,7 +383,7 @@ class View:
         self.line(line, "bold")
 
     def _show_number_of_tokens(
-        self, reader: Reader, usable: list[Seen], packs: Packs | None
+        self, reader: Reader, usable: list[PreviewedRow], packs: Packs | None
     ) -> None:
         """Draw how many tokens there are, and how many of them are in the loss."""
         if packs is not None:
@@ -412,7 +412,7 @@ class View:
             self.line(f"{tokens:,} tokens")
 
     def _show_conspicuous_rows(
-        self, reader: Reader, rows: list[Seen], usable: list[Seen], limit: int
+        self, reader: Reader, rows: list[PreviewedRow], usable: list[PreviewedRow], limit: int
     ) -> None:
         """Name the first rows that were cut, left out, repeated, empty or refused.
 
@@ -429,7 +429,7 @@ class View:
         self._name_rows(f"left out, longer than {limit:,} tokens", too_long)
         self._name_rows("left out, nothing to learn", origins_by_fate.get("unlearned", []))
         self._name_rows("repeated", _repeated_rows(reader, usable))
-        empty = [seen.row.origin for seen in usable if reader.empty(seen)]
+        empty = [seen.row.origin for seen in usable if reader.has_empty_answer(seen)]
         self._name_rows("with an empty answer", empty)
         self._name_rows("that cannot be used", origins_by_fate.get("refused", []))
         for reason, count in count_reasons(rows).items():
@@ -445,7 +445,7 @@ class View:
             line += f" and {len(names) - NAMED:,} more"
         self.line(line)
 
-    def show_row(self, reader: Reader, seen: Seen, is_in_pack: bool = False) -> None:
+    def show_row(self, reader: Reader, seen: PreviewedRow, is_in_pack: bool = False) -> None:
         """Draw one row: both sides of a pair, what was cut, and what rewards get."""
         title = _title_of_row(reader, seen)
         if is_in_pack:
@@ -468,7 +468,7 @@ class View:
                 self.console.print(self.text(pieces))
         self._show_columns(reader, seen)
 
-    def _show_columns(self, reader: Reader, seen: Seen) -> None:
+    def _show_columns(self, reader: Reader, seen: PreviewedRow) -> None:
         """Draw what a row has besides its tokens, such as columns that rewards get."""
         columns = {}
         if seen.kept is not None and seen.kept.meta:
@@ -548,10 +548,10 @@ def _coloured(pieces: list[Piece]) -> Text:
 
 def _shown(piece: Piece) -> str:
     """Return a token's text, with a sign at each line break."""
-    return visible(piece.text, RESERVED).replace("\n", f"{BREAK}\n")
+    return escape(piece.text, RESERVED).replace("\n", f"{BREAK}\n")
 
 
-def _title_of_row(reader: Reader, seen: Seen) -> str:
+def _title_of_row(reader: Reader, seen: PreviewedRow) -> str:
     """Return a line on a row: number and file, format, tokens, and what became of it."""
     title = f"row {seen.number}, {seen.row.origin}"
     if seen.row.format:
@@ -562,7 +562,7 @@ def _title_of_row(reader: Reader, seen: Seen) -> str:
         if seen.kept is not None:
             kept = seen.kept.segments
         if kept:
-            # Of a pair the longer side counts, as in `Seen.tokens`.
+            # Of a pair the longer side counts, as in `PreviewedRow.tokens`.
             longest = max(len(segment.tokens) for segment in kept)
             cut_off = seen.tokens - longest
             if cut_off:
@@ -573,7 +573,7 @@ def _title_of_row(reader: Reader, seen: Seen) -> str:
     return title + FATES.get(seen.fate, "")
 
 
-def _repeated_rows(reader: Reader, usable: list[Seen]) -> list[str]:
+def _repeated_rows(reader: Reader, usable: list[PreviewedRow]) -> list[str]:
     """Return a text for each row that repeats an earlier one."""
     is_rollout = reader.config.algorithm.rollout is not None
     first_origins: dict[bytes, str] = {}
@@ -586,7 +586,7 @@ def _repeated_rows(reader: Reader, usable: list[Seen]) -> list[str]:
     return repeated
 
 
-def count_reasons(rows: list[Seen]) -> dict[str, int]:
+def count_reasons(rows: list[PreviewedRow]) -> dict[str, int]:
     """Return how many rows cannot be used, by the reason.
 
     Reasons that differ in their numbers alone ("row 3", "row 4") count as one, in the words of the

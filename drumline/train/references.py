@@ -21,7 +21,7 @@ import torch
 
 from drumline.algorithms.base import Referenced
 from drumline.data.cache import TokenCache
-from drumline.data.stream import GlobalBatch
+from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import add_up, sum_over_ranks
 from drumline.dist.start import Ranks
 from drumline.engine.build import build_engine

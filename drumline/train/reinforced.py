@@ -12,7 +12,7 @@ from pathlib import Path
 from drumline.algorithms.base import Algorithm
 from drumline.config.algorithm import RolloutSpec
 from drumline.data.cache import TokenCache
-from drumline.data.stream import GlobalBatch
+from drumline.data.order import GlobalBatch
 from drumline.dist.start import Ranks
 from drumline.engine.build import build_engine
 from drumline.engine.engine import CompositeEngine, Engine

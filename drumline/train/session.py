@@ -32,7 +32,7 @@ from torch.utils.data import default_collate
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.config.resume import Resume
-from drumline.data.samples import global_batches, held_out
+from drumline.data.samples import evaluation_batches, global_batches
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import Draws, derive, deterministic, seed_step
 from drumline.dist.start import Ranks, gpu, start, stop
@@ -43,7 +43,7 @@ from drumline.errors import DataError, EnvironmentFault, Preempted, TrainingStop
 from drumline.launch.environment import die_with_launchers
 from drumline.launch.tasks import join_tasks
 from drumline.models.blocks import Units
-from drumline.models.containers import each_tensor
+from drumline.models.containers import map_tensors
 from drumline.models.tape import Build
 from drumline.plan.explain import default_run_dir
 from drumline.plan.resolve import batch_norm_why
@@ -427,7 +427,7 @@ class Session:
 
     def _copy_to_device(self, batch: Any, non_blocking: bool = False) -> Any:
         """Return a batch of any structure with its tensors on this rank's device."""
-        return each_tensor(lambda tensor: tensor.to(self.device, non_blocking=non_blocking), batch)
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=non_blocking), batch)
 
     def _end_global_batch(self, end: int) -> None:
         """Count a global batch that the loop has gone through, and stop here if asked to.
@@ -611,7 +611,7 @@ class Session:
                 contexts.enter_context(model.engine.evaluating())
             drawn = Draws(derive(self.plan.config.run.seed, "held out")).used
             data_rank = mesh.data_rank(self.ranks.rank)
-            for samples, counts in held_out(
+            for samples, counts in evaluation_batches(
                 dataset, micro_batch, data_rank, mesh.data_ranks, drawn
             ):
                 batch = self._copy_to_device(collate(samples))

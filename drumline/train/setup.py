@@ -39,7 +39,7 @@ from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.attention import attend_by_documents
 from drumline.models.build import ModelHead, lay_out
-from drumline.models.classes import LM, in_own_order, with_classes
+from drumline.models.classes import LM, order_classes, set_classes
 from drumline.models.download import download
 from drumline.models.files import weights_digest
 from drumline.models.freeze import freeze, trainable_names
@@ -225,14 +225,14 @@ def _prepare_data(
     vision = vision_of(config, policy.path, policy.hf_config)
     tokenizer_path = config.model.tokenizer or policy.path or ""
     if dry_run:
-        data = data_prepare.cached(config, tokenizer_path, base_dir, vision)
+        data = data_prepare.find_prepared(config, tokenizer_path, base_dir, vision)
     else:
         data = data_prepare.prepare(config, tokenizer_path, base_dir, on_progress, vision)
     if data is None:
         return None
     if config.model.init == "pretrained":
         # The rows of a trained head are in that order.
-        labels = in_own_order(policy.hf_config, data.labels)
+        labels = order_classes(policy.hf_config, data.labels)
         data = data.model_copy(update={"labels": labels})
     _require_measured(config, data.labels)
     return data
@@ -356,8 +356,8 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
 
 def _build_on_meta(plan: Plan, path: str | None, config: ModelConfig, head: Head) -> Any:
     """Return a model without memory for its weights."""
-    hf_config = with_classes(models.load_config(path, config), head, plan.labels)
-    return models.on_meta(hf_config, head)
+    hf_config = set_classes(models.load_config(path, config), head, plan.labels)
+    return models.build_without_memory(hf_config, head)
 
 
 def _require_measured(config: Config, labels: tuple[str, ...]) -> None:

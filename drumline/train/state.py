@@ -17,7 +17,7 @@ import psutil
 
 from drumline.config.config import Config
 from drumline.config.run import EvalConfig
-from drumline.data.stream import Ints
+from drumline.data.order import Ints
 from drumline.dist.reduce import Gathered
 from drumline.errors import ConfigError, TrainingStopped
 from drumline.foreign import expanded

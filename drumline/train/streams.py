@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from drumline.algorithms.base import Algorithm
-from drumline.data.batches import First, pinned
-from drumline.data.blocks import Blocks, Maker, hold, remove_older_blocks
+from drumline.data.batches import FirstPassNumbers, pin_memory
+from drumline.data.blocks import BlockMaker, Blocks, hold, remove_older_blocks
 from drumline.data.cache import TokenCache
 from drumline.data.make import Task
+from drumline.data.order import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
 from drumline.data.samples import read_samples
-from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
 from drumline.dist.copies import copied_to
 from drumline.dist.reduce import add_up
 from drumline.dist.seeds import Draws, derive
@@ -102,13 +102,13 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
     config = plan.config
     assert plan.data is not None and config.data.stream is not None
     root = Path(plan.data.train_cache)
-    maker: Maker | None = None
+    maker: BlockMaker | None = None
     if makes and hold(root, plan.run_dir):
         remove_older_blocks(root)
         vision = vision_of(config, plan.model_path, load_config(plan.model_path, config.model))
         task = Task(config, config.data.train, root, None, vision)
         tokenizer_path = config.model.tokenizer or plan.model_path or ""
-        maker = Maker(task, tokenizer_path, Path(plan.base_dir))
+        maker = BlockMaker(task, tokenizer_path, Path(plan.base_dir))
     curriculum = config.data.curriculum
     seed: int | None = None
     if config.data.order == "shuffle" and curriculum is None:
@@ -143,7 +143,7 @@ class Copies:
         """Return `collate` with its tensors in page-locked memory."""
         if self.stream is None:
             return collate
-        return lambda *columns: collate(*columns).each(pinned)
+        return lambda *columns: collate(*columns).each(pin_memory)
 
     def moved(self, micro_batches: list[Any]) -> list[Any]:
         """Return micro-batches on the device.
@@ -306,7 +306,7 @@ class FirstPass:
     def _filled_batches(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Yield batches, each with the numbers of its own samples."""
         for batch in batches:
-            yield filled(batch, First(self.numbers(batch)), 0)
+            yield filled(batch, FirstPassNumbers(self.numbers(batch)), 0)
 
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
         """Return what `read` gives for the samples of a global batch, fp64[N, K].
@@ -336,14 +336,14 @@ class FirstPass:
         The set is drawn twice: all numbers have to be there before the first loss.
         """
         numbers_of = [self.numbers(batch) for batch in batches()]
-        first = First(torch.cat(numbers_of))
+        first = FirstPassNumbers(torch.cat(numbers_of))
         start = 0
         for batch, numbers_NK in zip(batches(), numbers_of, strict=True):
             yield filled(batch, first, start)
             start += len(numbers_NK)
 
 
-def filled(batch: GlobalBatch, first: First, start: int) -> GlobalBatch:
+def filled(batch: GlobalBatch, first: FirstPassNumbers, start: int) -> GlobalBatch:
     """Return a batch with `first` and `places_P` in its micro-batches.
 
     Its own samples begin at row `start` of the numbers.

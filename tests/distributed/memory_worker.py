@@ -16,7 +16,7 @@ from tests.distributed.ranks import share_groups
 
 def measure(plan: Any, rank: int) -> dict[str, Any]:
     """{"held": [parameters, gradients, optimizer], "peaks": {phase: bytes}, "base": bytes}."""
-    from drumline.data.batches import TokenBatch, bounds
+    from drumline.data.batches import TokenBatch, segment_bounds
     from drumline.engine.build import build_engine
     from drumline.telemetry.memory_tracker import LiveBytes
 
@@ -36,7 +36,7 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
         lengths = ((length // documents,) * documents,) * rows
         known: dict[str, Any] = {
             "documents": lengths,
-            "bounds_N": bounds(lengths, length),
+            "bounds_N": segment_bounds(lengths, length),
             "learned_M": torch.arange(rows * length),
         }
         batches.append(TokenBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, rows * length, **known))

@@ -68,7 +68,7 @@ def build(kind: str) -> Any:
 
 def made_batch(packed: bool) -> Any:
     """Two rows of 16. Packed: documents of 5 + 11 and 9 + 7, which cross the places where parts meet."""
-    from drumline.data.batches import TokenBatch, bounds
+    from drumline.data.batches import TokenBatch, segment_bounds
 
     draw = torch.Generator().manual_seed(0)
     ids, targets = (torch.randint(3, 64, (2, 16), generator=draw) for _ in range(2))
@@ -76,7 +76,7 @@ def made_batch(packed: bool) -> Any:
     lengths = ((5, 11), (9, 7)) if packed else ((16,), (16,))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     learned = (targets != -100).flatten().nonzero().squeeze(1)
-    known: dict[str, Any] = {"documents": lengths, "bounds_N": bounds(lengths, 16)}
+    known: dict[str, Any] = {"documents": lengths, "bounds_N": segment_bounds(lengths, 16)}
     known |= {"learned_M": learned, "learned_on_host_M": learned.numpy()}
     return TokenBatch(ids, targets, positions, weight=int((targets != -100).sum()), **known)
 

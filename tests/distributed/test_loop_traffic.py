@@ -103,7 +103,7 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
         built.save = built._save_last = lambda *_: None  # type: ignore[method-assign]
         packs = [collate([[learned_segment(10), learned_segment(14)]], 0, 24)] * 2
         built.stream = [
-            replace(batch, micro_batches=packs, of_all=(88.0, 96)) for batch in built.stream
+            replace(batch, micro_batches=packs, totals=(88.0, 96)) for batch in built.stream
         ]
         for name in ("forward_backward", "grad_norm", "step"):
             patch.setattr(built.engine, name, ledger.engine(getattr(built.engine, name)))

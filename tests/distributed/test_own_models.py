@@ -196,7 +196,7 @@ def same(runs: Path, name: str) -> None:
 
 def test_the_loss_is_the_one_of_plain_torch(runs: Path) -> None:
     """The first step's, of the weights that the run began with: the sum over the batch by its weight."""
-    from drumline.data.stream import GlobalOrder
+    from drumline.data.order import GlobalOrder
     from drumline.dist.seeds import derive
     from drumline.models.own import own_build
     from drumline.models.shards import Values

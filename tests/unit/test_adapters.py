@@ -380,18 +380,18 @@ def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
     export(run, tmp_path / "apart", "last", adapter=True)
-    again = adapters.read_over(
+    again = adapters.load_adapters(
         build_model(str(folder), ModelConfig(id=str(folder)), 0), tmp_path / "apart"
     )
     torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
-    plain = adapters.merge_read(again).eval()
+    plain = adapters.merge_loaded(again).eval()
     assert not any(
         "base_layer" in name or "original_module" in name for name, _ in plain.named_modules()
     )
     torch.testing.assert_close(plain(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
     assert "pissa" not in (tmp_path / "apart" / "adapter_config.json").read_text()
     if options.more:
-        again = adapters.read_over(
+        again = adapters.load_adapters(
             build_model(str(folder), ModelConfig(id=str(folder)), 0),
             tmp_path / "apart",
             all_of_them=False,
@@ -423,7 +423,7 @@ def test_shared_experts_of_a_mixture_are_adapted_and_experts_are_not(
         "PEFT itself would take the targets down_proj, gate_proj, up_proj for the experts"
         in caplog.text
     )
-    read = adapters.read_over(
+    read = adapters.load_adapters(
         build_model(str(base), ModelConfig(id=str(base)), 0), tmp_path / "apart"
     )
     torch.testing.assert_close(read(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)

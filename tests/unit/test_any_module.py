@@ -24,7 +24,7 @@ from drumline.engine.engine import OpenEngine
 from drumline.engine.own_pipeline import cut, trace
 from drumline.errors import ModelError, PlanError
 from drumline.models.own import require_trainable
-from drumline.models.shards import Loaded, Values
+from drumline.models.shards import NothingToFill, Values
 from drumline.models.tape import ReplayedValues, lay_out_module
 from drumline.plan.plan import BatchPlan, Plan, Predicted
 from drumline.vendor.torch import device_constructors
@@ -162,7 +162,7 @@ def test_what_the_tape_does_not_have_is_built_whole(build: type[nn.Module]) -> N
     with meta_device_safe_creation_ops(), torch.device("meta"):
         torch.empty(1)  # a model of transformers was made before
     (first, source), (again, _) = lay_out_module(build, 3, "cpu"), lay_out_module(build, 3, "cpu")
-    assert isinstance(source, Loaded)
+    assert isinstance(source, NothingToFill)
     assert all(
         torch.equal(a, b) and not a.is_meta
         for a, b in zip(first.parameters(), again.parameters(), strict=True)

@@ -29,15 +29,21 @@ from drumline.data.batches import (
 from drumline.engine.transforms import apply_activation_checkpointing
 from drumline.errors import PlanError
 from drumline.models import attention
-from drumline.models.attention import KERNELS, Documents, _works, attend_by_documents, one_by_one
+from drumline.models.attention import (
+    KERNELS,
+    Documents,
+    _works,
+    attend_by_documents,
+    attend_each_document,
+)
 from drumline.models.build import build_model
 from drumline.models.head import (
     ForwardWithObjective,
     can_split,
-    outputs,
+    compute_outputs,
     require_next_token,
     shares_prompts,
-    split,
+    trunk_and_head,
 )
 from drumline.models.load import facts, load_config
 from drumline.plan.attention import PACKAGES, as_before, by_documents, choice_of, choose
@@ -180,7 +186,7 @@ def test_completions_behind_one_prompt_have_the_numbers_of_rows_of_their_own(kin
     def answers(shares: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model._drumline_shares = shares
         model.zero_grad()
-        made = outputs(model, batch, split(model) if can_split(model) else None)
+        made = compute_outputs(model, batch, trunk_and_head(model) if can_split(model) else None)
         log_probs_BT, _ = made.log_probs(batch.targets_BT, 0)
         (log_probs_BT * batch.weights_BT).sum().backward()
         return log_probs_BT.detach(), {
@@ -262,10 +268,10 @@ def test_texts_of_a_bidirectional_classifier() -> None:
     batch = LabelledBatch(
         **vars(made), labels_B=torch.zeros(3, dtype=torch.int64), attention_mask_BT=mask_BT
     )
-    masked = outputs(model, batch, None).class_logits()
+    masked = compute_outputs(model, batch, None).class_logits()
     attend_by_documents(model, layout())
     with Seen() as seen:
-        by_length = outputs(model, batch, None).class_logits()
+        by_length = compute_outputs(model, batch, None).class_logits()
     torch.testing.assert_close(by_length[:2], masked[:2])
     assert by_length.isfinite().all() and not seen.pairs(16) and not seen.stops
 
@@ -315,7 +321,9 @@ def test_a_micro_batch_has_no_stop_and_no_mask(
     with seen:
         loss_sum, _ = module(batch.to("cpu"), NextToken(chunk=8, answers=False).objective)
         (loss_sum / batch.weight).backward()
-        log_probs_BT, _ = outputs(model, batch, split(model)).log_probs(batch.targets_BT, 8)
+        log_probs_BT, _ = compute_outputs(model, batch, trunk_and_head(model)).log_probs(
+            batch.targets_BT, 8
+        )
         log_probs_BT.sum().backward()
     # Transformers' own dealing of tokens to experts.
     experts = {"nonzero", "_local_scalar_dense"} if kind == "mixtral" else set()
@@ -394,7 +402,7 @@ def test_a_kernel_is_a_part_of_the_graph(kernel: Any, monkeypatch: pytest.Monkey
     for layer in model.model.layers:
         layer.compile(backend=backend, fullgraph=True)
     with torch.no_grad():
-        outputs(model, batch_of((3, 7, 5), (9, 2)), split(model))
+        compute_outputs(model, batch_of((3, 7, 5), (9, 2)), trunk_and_head(model))
     word = {"varlen": "torch_attn._varlen_attn", "flash_attention_2": "sinh"}.get(kernel, kernel)
     assert len(graphs) == 1 and word in graphs[0]
 
@@ -499,7 +507,7 @@ def test_kernels_are_given_what_they_document(
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
     made = KERNELS[kernel](query, key, value, documents, 0.3, cap)
-    wanted = one_by_one(
+    wanted = attend_each_document(
         partial(eager, None), documents, True, query, key, value, softcap=cap, scaling=0.3
     )
     torch.testing.assert_close(made[0, :15], wanted[0, :15])
@@ -532,7 +540,7 @@ def test_a_kernel_is_tried_within_a_block_that_is_computed_again(
         lengths.append(q.shape[2])
         low.append(torch.is_autocast_enabled("cpu"))
         dtypes.update(tensor.dtype for tensor in (q, k, v))
-        return one_by_one(
+        return attend_each_document(
             partial(eager, None), documents, True, q, k, v, scaling=q.shape[-1] ** -0.5
         )
 

@@ -13,10 +13,10 @@ from drumline.config.data import DataConfig, FileSource
 from drumline.config.load import load, load_text
 from drumline.config.model import TEMPLATES, ModelConfig
 from drumline.config.registry import make
-from drumline.data.cache import left_out
+from drumline.data.cache import describe_left_out
 from drumline.data.fingerprint import cache_key
 from drumline.data.sources import Row
-from drumline.data.templates import Encoder
+from drumline.data.targets import Encoder
 from drumline.data.workers import Job
 from drumline.errors import ConfigError, DataError, ModelError
 from drumline.models.templates import FOLDER, end_ids, set_template
@@ -274,7 +274,7 @@ def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
     counts = job.encode([Row(f"r:{number}", row) for number, row in enumerate(rows)]).counts
     assert counts[0, "hides_reasoning"] == 1 and counts[0, "read"] == 2
     info = {"rows_read": 2, "limit": 512, "hides_reasoning": 1}
-    (line,) = left_out("train", info)
+    (line,) = describe_left_out("train", info)
     assert line.endswith(
         "1 of 2 rows without the reasoning of some turns, which the chat template leaves out"
     )

@@ -20,10 +20,10 @@ from pydantic import ValidationError
 
 from drumline.config.config import Config
 from drumline.data.batches import TokenBatch, collate
-from drumline.data.blocks import _POLL_SECONDS, Blocks, Maker, hold, read_ledger
+from drumline.data.blocks import _POLL_SECONDS, BlockMaker, Blocks, hold, read_ledger
 from drumline.data.make import Task
-from drumline.data.prepare import cached, prepare
-from drumline.data.stream import BatchStream
+from drumline.data.order import BatchStream
+from drumline.data.prepare import find_prepared, prepare
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
 from drumline.plan.plan import BatchPlan
 from drumline.system import heartbeat
@@ -61,7 +61,7 @@ class Streamed:
 
     def blocks(self, makes: bool = True, known: dict[str, int] | None = None) -> Blocks:
         task = Task(self.config, self.config.data.train, self.root, None)
-        maker = Maker(task, str(self.base / "tokenizer"), self.base) if makes else None
+        maker = BlockMaker(task, str(self.base / "tokenizer"), self.base) if makes else None
         stream = self.config.data.stream
         assert stream is not None
         weighted = any(source.weight is not None for source in self.config.data.train)
@@ -162,7 +162,7 @@ def test_what_an_older_version_made_is_not_used(tmp_path: Path) -> None:
     """It has filled blocks with rows that come again, and its ledger does not have the rows of a block."""
     made = small(tmp_path)
     (made.root / "stream.json").write_text(json.dumps({"first": {}, "samples": {"0": 1000}}))
-    assert cached(made.config, str(tmp_path / "tokenizer"), tmp_path) is None
+    assert find_prepared(made.config, str(tmp_path / "tokenizer"), tmp_path) is None
     assert prepare(made.config, str(tmp_path / "tokenizer"), tmp_path) == made.plan
     with pytest.raises(
         CheckpointError,
@@ -305,7 +305,7 @@ def test_a_source_that_stalls_is_no_sign_of_life(
 
 def test_a_second_prepare_reads_no_row(streamed: Streamed) -> None:
     streamed.forget()
-    assert cached(streamed.config, str(streamed.base / "tokenizer"), streamed.base) is None
+    assert find_prepared(streamed.config, str(streamed.base / "tokenizer"), streamed.base) is None
     again = prepare(streamed.config, str(streamed.base / "tokenizer"), streamed.base)
     assert again == streamed.plan and read_ledger(streamed.root)["samples"] == {"0": 16}
     (streamed.root / "stream.json").write_text("{")

@@ -22,7 +22,7 @@ from drumline.config.load import load
 from drumline.data import prepare
 from drumline.data.formats import FORMATS
 from drumline.data.sources import Row, read_rows
-from drumline.data.templates import Encoder
+from drumline.data.targets import Encoder
 from drumline.errors import DataError
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir, tiny_tokenizer

@@ -17,9 +17,9 @@ from drumline.config.config import Config
 from drumline.config.mixing import Mixed, epoch_counts
 from drumline.data import places
 from drumline.data.cache import TokenCache
+from drumline.data.order import MixedOrder
 from drumline.data.overlap import grams, minhash
 from drumline.data.prepare import prepare
-from drumline.data.stream import MixedOrder
 from drumline.errors import DataError
 from drumline.plan.plan import BatchPlan, DataPlan
 from drumline.plan.resolve import total_samples
@@ -120,7 +120,7 @@ def test_each_sample_comes_once_before_any_comes_again() -> None:
 @pytest.mark.parametrize("counts", [[4, 10], [8, 5], [2, 20], [1, 1, 1]])
 def test_a_curriculum_rises_in_each_source_side_by_side(counts: list[int]) -> None:
     sizes = [4, 10, 3][: len(counts)]
-    order, size = MixedOrder(sizes, counts, seed=3, shuffle=True, rising=2), sum(counts)
+    order, size = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2), sum(counts)
     for epoch in order.ids(0, 2 * size).reshape(2, size):
         firsts = np.cumsum([0, *sizes])
         for source, count in enumerate(counts):
@@ -136,7 +136,7 @@ def test_a_curriculum_rises_in_each_source_side_by_side(counts: list[int]) -> No
             assert not gaps or max(gaps) <= 2 * size / count + 1, (
                 "as evenly spread as whole numbers allow"
             )
-    back = MixedOrder(sizes, counts, seed=3, shuffle=True, rising=2, falling=True)
+    back = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2, falling=True)
     assert sorted(back.ids(0, size).tolist(), reverse=True)[0] == back.ids(0, size).max()
     assert (np.diff(order.ids(2 * size, 3 * size)) < 0).any() or size < 4, (
         "shuffled behind the curriculum"

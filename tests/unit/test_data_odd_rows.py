@@ -24,10 +24,10 @@ from drumline.config.data import (
 )
 from drumline.data.cache import TokenCache
 from drumline.data.encode import PairRows
-from drumline.data.files import image_path
 from drumline.data.fingerprint import cache_key
+from drumline.data.image_files import image_path
 from drumline.data.sources import Row, read_rows
-from drumline.data.templates import Encoder
+from drumline.data.targets import Encoder
 from drumline.data.workers import digest
 from drumline.errors import DataError
 from drumline.models.vision import read_image

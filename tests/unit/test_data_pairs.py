@@ -18,7 +18,7 @@ from drumline.data.cache import TokenCache
 from drumline.data.encode import PairRows
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
-from drumline.data.templates import Example
+from drumline.data.targets import Example
 from drumline.errors import ConfigError, DataError
 from tests.tiny import CHATML, tiny_tokenizer
 

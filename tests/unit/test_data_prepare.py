@@ -17,7 +17,7 @@ import pytest
 from drumline.config.config import Config
 from drumline.data import workers
 from drumline.data.cache import TokenCache, temporary_folder
-from drumline.data.prepare import cached
+from drumline.data.prepare import find_prepared
 from drumline.data.prepare import prepare as prepare_data
 from drumline.errors import ConfigError, DataError, EnvironmentFault
 from tests.tiny import CHATML, tiny_tokenizer
@@ -354,9 +354,9 @@ def test_a_file_that_changes_while_it_is_read_makes_no_cache(
 def test_a_second_call_is_a_hit(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 10)
     wanted = config(tmp_path, holdout=2)
-    assert cached(wanted, tokenizer_dir, tmp_path) is None and not (tmp_path / "cache").exists(), (
-        "a dry run writes nothing"
-    )
+    assert (
+        find_prepared(wanted, tokenizer_dir, tmp_path) is None and not (tmp_path / "cache").exists()
+    ), "a dry run writes nothing"
     made = prepare(wanted, tokenizer_dir, tmp_path)
     before = made.train.stat().st_mtime_ns
     seen: list[str] = []
@@ -365,7 +365,7 @@ def test_a_second_call_is_a_hit(tmp_path: Path, tokenizer_dir: str) -> None:
         == made
     )
     assert seen == ["hash"] and made.train.stat().st_mtime_ns == before
-    found = cached(wanted, tokenizer_dir, tmp_path)
+    found = find_prepared(wanted, tokenizer_dir, tmp_path)
     assert found is not None and (found.train_cache, found.eval_caches) == (
         str(made.train),
         {"": str(made.eval)},
@@ -448,7 +448,7 @@ def test_a_damaged_cache_is_noticed_and_made_anew(
         match="not a prepared dataset, or files of it are missing or cut short — run `drumline prepare` again",
     ):
         TokenCache.open(folder)
-    assert cached(wanted, tokenizer_dir, tmp_path) is None
+    assert find_prepared(wanted, tokenizer_dir, tmp_path) is None
     assert prepare(wanted, tokenizer_dir, tmp_path).train == folder and texts(folder) == good
 
 
@@ -539,7 +539,7 @@ def test_a_killed_preparation_leaves_no_process_and_no_cache(
         process.wait()
     _, alive = psutil.wait_procs(children, timeout=20)
     assert alive == []
-    assert cached(wanted, tokenizer_dir, tmp_path) is None
+    assert find_prepared(wanted, tokenizer_dir, tmp_path) is None
 
 
 def test_leftovers_of_killed_processes_go_after_a_day(tmp_path: Path) -> None:

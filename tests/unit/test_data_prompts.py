@@ -10,7 +10,7 @@ import pytest
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.config.data import PROMPT_FORMS, DataConfig, FileSource, TasksSource
 from drumline.config.rollouts import HFGenerator
-from drumline.data.encode import OWN, PromptRows
+from drumline.data.encode import OWN_COLUMNS, PromptRows
 from drumline.data.sources import Row, domains, read_rows
 from drumline.errors import ConfigError, DataError
 from tests.harness import write_config, write_rows
@@ -66,9 +66,9 @@ def test_a_column_of_a_name_that_is_ours_is_not_lost() -> None:
     made = encoder().encode(row("two", "prompt", domain="maths", completion="2", level=1))
     assert made is not None and made.meta is not None
     assert (made.meta["domain"], made.meta["completion"], made.meta["level"]) == ("sums", "2", 1)
-    assert made.meta[OWN] == {"domain": "maths"}
+    assert made.meta[OWN_COLUMNS] == {"domain": "maths"}
     padded = encoder().encode(row("two", domain=None))
-    assert padded is not None and OWN not in (padded.meta or {})
+    assert padded is not None and OWN_COLUMNS not in (padded.meta or {})
 
 
 @pytest.mark.parametrize("policy", ["error", "right"])

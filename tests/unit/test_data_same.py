@@ -57,7 +57,7 @@ def prepared(
 def test_every_flipped_bit_is_found_by_the_rank_that_has_the_block(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.data.cache.BLOCK", 1000)
+    monkeypatch.setattr("drumline.data.cache.CHECKSUM_BYTES", 1000)
     cache = prepared(write_config(tmp_path, model), model)
     sha256, files = cache.info["sha256"], sorted(cache.info["files"])
     assert set(files) == set(sha256) and len(sha256["tokens.bin"]) > 1

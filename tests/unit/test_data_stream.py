@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from drumline.data.batches import TokenBatch, collate
-from drumline.data.cache import Layout, TokenCache, commit, temporary_folder
-from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, assign, predecessors
+from drumline.data.cache import IndexWriter, TokenCache, commit, temporary_folder
+from drumline.data.order import BatchStream, GlobalBatch, GlobalOrder, assign_samples, predecessors
 from drumline.plan.plan import BatchPlan
 
 Threads = Callable[[], list[threading.Thread]]
@@ -81,21 +81,21 @@ def test_large_order_mixes_near_and_far() -> None:
 
 def test_assign_deals_each_sample_once_and_evenly() -> None:
     lengths = np.random.default_rng(0).lognormal(5, 1, 64).astype(np.int64)
-    table = assign(lengths, data_ranks=4, accumulation=4, micro_batch=4)
+    table = assign_samples(lengths, data_ranks=4, accumulation=4, micro_batch=4)
     assert table.shape == (4, 4, 4) and sorted(table.ravel().tolist()) == list(range(64))
     loads = lengths[table].sum(axis=(1, 2))
     assert loads.max() - loads.min() <= lengths.max() and loads.max() < 1.1 * loads.mean()
     naive = lengths.reshape(4, 4, 4)
     padding = lambda rows: (rows.max(axis=2, keepdims=True) - rows).sum()  # noqa: E731
     assert padding(lengths[table]) < 0.5 * padding(naive), "neighbours are of similar length"
-    assert (table == assign(lengths, 4, 4, 4)).all()
+    assert (table == assign_samples(lengths, 4, 4, 4)).all()
 
 
 def test_assign_with_equal_lengths_and_one_rank() -> None:
-    assert assign(np.full(8, 5), 2, 2, 2).tolist() == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-    assert assign(np.array([1, 9, 5, 7]), 1, 2, 2).tolist() == [[[1, 3], [2, 0]]]
+    assert assign_samples(np.full(8, 5), 2, 2, 2).tolist() == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    assert assign_samples(np.array([1, 9, 5, 7]), 1, 2, 2).tolist() == [[[1, 3], [2, 0]]]
     with pytest.raises(AssertionError):
-        assign(np.ones(7, np.int64), 2, 2, 2)
+        assign_samples(np.ones(7, np.int64), 2, 2, 2)
 
 
 # --------------------------------------------------------------------------------------------------------------- stream
@@ -113,7 +113,7 @@ def cache(tmp_path: Path) -> TokenCache:
             folder / "tokens.bin"
         )
         np.ones(stops[-1], np.uint8).tofile(folder / "learn.bin")
-        layout = Layout(folder)
+        layout = IndexWriter(folder)
         layout.add(np.stack((stops - lengths, stops), axis=1), np.arange(SIZE + 1), lengths - 1)
         counts = layout.close()
         commit(folder, tmp_path / "cache", {"dtype": "uint16", **counts})

@@ -9,7 +9,7 @@ import pytest
 
 from drumline.config.data import DataConfig
 from drumline.data.sources import Row
-from drumline.data.templates import Encoder, Example, truncate
+from drumline.data.targets import Encoder, Example, truncate
 from drumline.errors import DataError
 from tests.tiny import CHATML, tiny_tokenizer
 

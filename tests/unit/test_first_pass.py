@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from drumline.algorithms.base import Algorithm, LossOut
-from drumline.data.batches import First, collate
-from drumline.data.stream import GlobalBatch, assign
+from drumline.data.batches import FirstPassNumbers, collate
+from drumline.data.order import GlobalBatch, assign_samples
 from drumline.plan.plan import BatchPlan
 from drumline.train import streams as rank_streams
 from drumline.train.streams import FirstPass, Streams
@@ -43,7 +43,7 @@ def batches(
         ids = np.full(size, -1)
         ids[: len(order[start : start + size])] = order[start : start + size]
         lengths = np.where(ids >= 0, ids % 4 + 2, 0)
-        places = assign(lengths, ranks, accumulation, size // ranks // accumulation)[rank]
+        places = assign_samples(lengths, ranks, accumulation, size // ranks // accumulation)[rank]
         rows = [
             [
                 None
@@ -102,7 +102,9 @@ def told(
     for of_rank in (*found, *held):
         for batch in of_rank:
             for micro, places in zip(batch.micro_batches, batch.places, strict=True):
-                assert isinstance(micro.first, First) and micro.places_P.shape == (len(places),)
+                assert isinstance(micro.first, FirstPassNumbers) and micro.places_P.shape == (
+                    len(places),
+                )
                 for row, place, token in zip(
                     micro.places_P.tolist(), places, micro.input_ids_BT[:, 0].tolist(), strict=True
                 ):

@@ -379,7 +379,7 @@ PIECES = [
 )
 def test_any_template(template: str) -> None:
     """What a template does wrong is judged as where it is used; nothing but a text or that error comes out."""
-    rendering.limit()
+    rendering.limit_templates()
     with alarm(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendering, "MOST_STEPS", 5_000)
         try:

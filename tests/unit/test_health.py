@@ -19,7 +19,7 @@ from drumline.config.resume import Resume
 from drumline.config.run import HealthConfig
 from drumline.config.strategy import StrategyConfig
 from drumline.data.batches import TokenBatch
-from drumline.data.stream import GlobalBatch
+from drumline.data.order import GlobalBatch
 from drumline.errors import PlanError, TrainingStopped
 from drumline.plan.copies import same_weights
 from drumline.plan.rule import Case

@@ -21,7 +21,7 @@ from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.algorithms.pair_losses import LOSSES
 from drumline.algorithms.reference_free.objective import odds_ratio
 from drumline.algorithms.reference_free.spec import ORPOConfig, SimPOConfig
-from drumline.data.batches import Episodes, First, PairBatch, pair_batch
+from drumline.data.batches import Episodes, FirstPassNumbers, PairBatch, pair_batch
 from drumline.models.head import Outputs
 from tests.reference.pairs import FIGURES
 
@@ -60,7 +60,7 @@ def first_pass(algorithm: DPO, pairs: PairBatch, picks: list[int]) -> PairBatch:
         return pairs
     whole = replace(batch(list(range(PAIRS))), reference_B=reference_2N)
     numbers_N4 = algorithm.first_pass(Outputs(logits_BTV=logits_BTV), whole)
-    return replace(pairs, first=First(numbers_N4), places_P=torch.tensor(picks))
+    return replace(pairs, first=FirstPassNumbers(numbers_N4), places_P=torch.tensor(picks))
 
 
 def check(algorithm: Any, case: dict[str, Any], cuts: list[list[int]]) -> None:

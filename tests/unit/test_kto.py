@@ -21,7 +21,7 @@ from drumline.algorithms.kto.spec import KTOConfig
 from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.config import Config
 from drumline.config.data import JUDGED_FORMS, DataConfig, FileSource
-from drumline.data.batches import First
+from drumline.data.batches import FirstPassNumbers
 from drumline.data.cache import TokenCache
 from drumline.data.encode import JudgedRows
 from drumline.data.judged import collate_mismatched, require_both_labels
@@ -108,7 +108,7 @@ def test_losses_figures_and_gradients_are_trls(name: str, cuts: list[list[int]])
             read(policy, algorithm.first_batch(b), algorithm.first_pass)[b.real_P > 0]
             for b in micro_batches
         ]
-        first = First(torch.cat(numbers))
+        first = FirstPassNumbers(torch.cat(numbers))
         micro_batches = [replace(b, first=first) for b in micro_batches]
     sums: dict[str, float] = {}
     for batch in micro_batches:
@@ -205,9 +205,9 @@ def test_a_prompt_without_another_one_adds_nothing_to_the_kl() -> None:
     scores = SimpleNamespace(log_probs=lambda *_: (torch.tensor([[4.0], [9.0]]), None))
     zeros_B = torch.zeros(2, dtype=torch.float64)
     numbers_NK = algorithm.first_pass(scores, replace(batch.mismatched, reference_B=zeros_B))
-    first = First(numbers_NK)
+    first = FirstPassNumbers(numbers_NK)
     assert algorithm.baseline(replace(batch, first=first)) == 4
-    assert algorithm.baseline(replace(batch, first=First(numbers_NK[1:]))) == 0
+    assert algorithm.baseline(replace(batch, first=FirstPassNumbers(numbers_NK[1:]))) == 0
 
 
 def test_a_batch_of_one_sample_is_refused_for_the_kl_alone() -> None:

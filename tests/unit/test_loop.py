@@ -23,7 +23,7 @@ from drumline.config.config import Config
 from drumline.config.mesh import Mesh
 from drumline.config.run import EvalConfig
 from drumline.data.batches import TokenBatch
-from drumline.data.stream import GlobalBatch
+from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, seed_step
 from drumline.engine.norms import nonfinite_weight

@@ -14,8 +14,14 @@ from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.errors import ModelError, PlanError
 from drumline.models.build import build_model
-from drumline.models.head import ForwardWithObjective, can_split, outputs, require_next_token, split
-from drumline.models.load import facts, load_config, on_meta
+from drumline.models.head import (
+    ForwardWithObjective,
+    can_split,
+    compute_outputs,
+    require_next_token,
+    trunk_and_head,
+)
+from drumline.models.load import build_without_memory, facts, load_config
 
 LLAMA = {
     "hidden_size": 32,
@@ -54,9 +60,9 @@ def test_logits_that_are_head_of_trunk(kind: str) -> None:
 def test_logits_that_are_more_than_that(kind: str) -> None:
     """Soft-capping and scaling, on fresh models, whose logits are so small that capping hardly shows."""
     model = build(kind)
-    assert split(model) is not None and not can_split(model)
+    assert trunk_and_head(model) is not None and not can_split(model)
     batch = packed_batch()
-    out = outputs(model, batch, None)
+    out = compute_outputs(model, batch, None)
     assert (
         out.hidden_BTD is None and out.logits_BTV is not None and out.logits_BTV.shape == (2, 8, 64)
     )
@@ -157,7 +163,9 @@ def test_numbers_that_do_not_fit_each_other_are_one_line(values: dict[str, Any])
         match=r"a small copy of LlamaForCausalLM does not run: .* heads of keys and values",
     ):
         require_next_token(
-            on_meta(load_config(None, ModelConfig(id=None, config=config))), "cpu", packed=False
+            build_without_memory(load_config(None, ModelConfig(id=None, config=config))),
+            "cpu",
+            packed=False,
         )
 
 

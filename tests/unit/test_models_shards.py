@@ -18,7 +18,7 @@ from drumline.errors import ModelError
 from drumline.models.build import build_model, lay_out
 from drumline.models.freeze import trainable_names
 from drumline.models.load import facts, load_config
-from drumline.models.shards import Drawn, FromFiles, Loaded, Values
+from drumline.models.shards import DrawnWeights, FromFiles, NothingToFill, Values
 from drumline.models.small import small_copy
 from tests.tiny import tiny_architecture_dir, tiny_model_dir
 from tests.unit.test_models_head import KINDS, LLAMA, build
@@ -79,7 +79,7 @@ def test_filled_as_transformers_loads_it(tmp_path: Path, kind: str) -> None:
     config = {"model_type": kind, **(KINDS | MORE)[kind]}
     assert facts(load_config(None, ModelConfig(id=None, config=config)), 8).head_dim in (8, 16)
     drawn, source = lay_out(None, ModelConfig(id=None, config=config), seed=3)
-    assert isinstance(source, Drawn) and all(p.is_meta for p in drawn.parameters())
+    assert isinstance(source, DrawnWeights) and all(p.is_meta for p in drawn.parameters())
     Values(source, "cpu", 0).fill(drawn)
     drawn.save_pretrained(tmp_path, max_shard_size="20KB")
     model, source = lay_out(str(tmp_path), ModelConfig(id=str(tmp_path)), seed=0)
@@ -123,7 +123,7 @@ def test_a_converted_checkpoint_is_loaded_whole(
     build("mixtral").save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
         model, source = lay_out(str(tmp_path), ModelConfig(id=str(tmp_path)), seed=0)
-    assert isinstance(source, Loaded) and not next(model.parameters()).is_meta
+    assert isinstance(source, NothingToFill) and not next(model.parameters()).is_meta
     (line,) = [record.message for record in caplog.records]
     assert line.startswith(
         "the whole model is built on each rank: transformers converts model.layers.0"

@@ -13,7 +13,7 @@ import torch
 from drumline.config.data import DataConfig
 from drumline.config.model import ModelConfig
 from drumline.data.sources import Row
-from drumline.data.templates import Encoder
+from drumline.data.targets import Encoder
 from drumline.errors import ModelError
 from drumline.models.build import build_model
 from drumline.models.files import resolve

@@ -129,7 +129,7 @@ def test_a_model_that_is_built_whole_has_the_same_rows(
     def refuse(*_: Any, **__: Any) -> None:
         raise NeedsFullModel("a test says so")
 
-    monkeypatch.setattr("drumline.models.build.from_files", refuse)
+    monkeypatch.setattr("drumline.models.build.find_weights_in_files", refuse)
     whole = built(tmp_path, **keys)
     assert whole.config.vocab_size == 384
     for name, value in whole.state_dict().items():

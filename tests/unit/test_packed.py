@@ -33,7 +33,9 @@ def test_what_is_lost_is_a_part_of_a_code(bits: Bits, lost: float, storage: torc
         and packed.packed.nbytes == linear.weight.numel() * int(bits[0]) // 8
     )
     again = PackedLinear(nn.Linear(128, 96, device="meta").requires_grad_(False), bits, storage)
-    assert torch.equal(again.take(linear.weight).view(torch.uint8), packed.packed.view(torch.uint8))
+    assert torch.equal(
+        again.pack_weight(linear.weight).view(torch.uint8), packed.packed.view(torch.uint8)
+    )
 
 
 @pytest.mark.claim(

@@ -16,7 +16,7 @@ from drumline import cli
 from drumline.config.load import load
 from drumline.data.cache import TokenCache
 from drumline.data.prepare import prepare
-from drumline.data.preview import Piece, Reader, removed, visible
+from drumline.data.preview import Piece, Reader, escape, find_cut
 from drumline.train.preview import Options, View, histogram, shape_of
 from tests.harness import LETTERS, vision_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_vision_dir
@@ -143,7 +143,7 @@ def test_nothing_that_a_terminal_obeys_gets_through(
             "[\x00-\x08\x0b-\x1f\u202e]", each
         )
     assert "<script" not in written and "http" not in written
-    assert visible("\ud83d\u2028a\tb") == "\\ud83d\\u2028a\\tb"
+    assert escape("\ud83d\u2028a\tb") == "\\ud83d\\u2028a\\tb"
 
 
 def test_other_forms(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,11 +240,13 @@ def test_colours_say_what_is_in_the_loss() -> None:
 
 def test_parts() -> None:
     full = np.arange(10)
-    assert removed(full, full, left=False) == (10, 10) and removed(full, full[:4], left=False) == (
+    assert find_cut(full, full, left=False) == (10, 10) and find_cut(
+        full, full[:4], left=False
+    ) == (
         4,
         10,
     )
-    assert removed(full, full[6:], left=True) == (0, 6) and removed(
+    assert find_cut(full, full[6:], left=True) == (0, 6) and find_cut(
         full, np.array([0, 1, 9]), left=False
     ) == (2, 9)
     assert [line.split() for line in histogram([1, 1, 2, 50], 10)] == [

@@ -15,7 +15,7 @@ from drumline.config.load import load_text
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.inference.card import _changed_keys, license_of, shorten_paths
 from drumline.inference.hub import push
-from drumline.models.export import export, exported
+from drumline.models.export import export, find_or_export
 from drumline.plan.plan import Plan
 from drumline.telemetry.events import Eval, EventLog, Step
 from tests.hub import Hub, serving
@@ -125,7 +125,7 @@ def test_refusals_are_a_line_without_the_token(
 ) -> None:
     from huggingface_hub import constants
 
-    exported(run, False, lambda *_: None)
+    find_or_export(run, False, lambda *_: None)
     hub.private = False
     with pytest.raises(UserError, match="is there already, and public"):
         push(run, "me/tiny", private=True, adapter=False, dry_run=False, trust=False)
@@ -286,9 +286,9 @@ def test_an_adapter_goes_alone_or_merged(
     assert card["library_name"] == "peft" and "license" not in card and "base_model" not in card, (
         "a folder is no id of the hub"
     )
-    assert exported(run, True, lambda *_: None) == run / "export", "it is not written twice"
-    merged = exported(run, False, lambda *_: None)
+    assert find_or_export(run, True, lambda *_: None) == run / "export", "it is not written twice"
+    merged = find_or_export(run, False, lambda *_: None)
     assert (
-        merged == run / "merged" == exported(run, False, lambda *_: None)
+        merged == run / "merged" == find_or_export(run, False, lambda *_: None)
         and (merged / "config.json").exists()
     )

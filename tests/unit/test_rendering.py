@@ -57,7 +57,7 @@ ILL = {
 @pytest.fixture(autouse=True)
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "MOST_STEPS", 20_000)
-    rendering.limit()
+    rendering.limit_templates()
 
 
 def render(template: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from drumline.config.rollouts import Reward, RewardFailureConfig
-from drumline.data.encode import OWN
+from drumline.data.encode import OWN_COLUMNS
 from drumline.errors import TrainingStopped
 from drumline.rl.generate import Completion
 from drumline.rl.rewards import Rewards
@@ -66,7 +66,9 @@ def evaluated(
 @pytest.mark.slow
 def test_a_reward_sees_the_domain_of_the_row(tmp_path: Path) -> None:
     """It saw that of the source, which names the metric."""
-    metrics, _, failures = evaluated(tmp_path, "maths", all=[{OWN: {"domain": "maths"}}, {}])
+    metrics, _, failures = evaluated(
+        tmp_path, "maths", all=[{OWN_COLUMNS: {"domain": "maths"}}, {}]
+    )
     assert metrics["reward/words"] == metrics["reward"] == 0.5 and not failures
 
 
@@ -88,7 +90,7 @@ def test_rewards_that_fail_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_row_to_which_no_reward_applies_is_left_out_and_counted(tmp_path: Path) -> None:
-    rows = [{OWN: {"domain": "maths"}}, {}, {}]
+    rows = [{OWN_COLUMNS: {"domain": "maths"}}, {}, {}]
     metrics, samples, failures = evaluated(tmp_path, "maths_alone", all=rows)
     assert samples == 3 and not failures and metrics["reward"] == 1.0
     assert (metrics["reward_failed"], metrics["reward_left_out"]) == (0.0, pytest.approx(2 / 3))

@@ -15,7 +15,7 @@ from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.export import export
 from drumline.models.rounding import largest_difference, product_bits_of, rounding_limit
-from drumline.models.small import close
+from drumline.models.small import is_close
 from tests.tiny import tiny_model_dir
 from tests.unit.test_adapters import KINDS, run_of
 
@@ -170,5 +170,5 @@ def test_trials_allow_for_the_order_of_a_long_sum() -> None:
     one_by_one = torch.zeros(16, 16)
     for column in range(weight.shape[1]):
         one_by_one += torch.outer(inputs[:, column], weight[:, column])
-    assert not torch.equal(one_by_one, exact) and close(one_by_one, exact)
-    assert not close(exact * (1 + 1e-4), exact)
+    assert not torch.equal(one_by_one, exact) and is_close(one_by_one, exact)
+    assert not is_close(exact * (1 + 1e-4), exact)

@@ -16,12 +16,12 @@ from drumline.config.model import Head, ModelConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.build import ModelHead, build_model, lay_out
-from drumline.models.classes import with_classes
+from drumline.models.classes import set_classes
 from drumline.models.export import export
-from drumline.models.head import can_split, outputs, split
+from drumline.models.head import can_split, compute_outputs, trunk_and_head
 from drumline.models.load import facts, load_config
 from drumline.models.shards import canonical_tensors
-from drumline.models.small import Tokens
+from drumline.models.small import TrialTokens
 from drumline.plan.plan import BatchPlan, Plan, Predicted
 from tests.tiny import tiny_model_dir
 
@@ -73,7 +73,9 @@ def moved(model: Any) -> Any:
 
 def values_of(model: Any, ids_BT: torch.Tensor = IDS_BT) -> torch.Tensor:
     with torch.no_grad():
-        return outputs(model, Tokens(ids_BT), split(model) if can_split(model) else None).values()
+        return compute_outputs(
+            model, TrialTokens(ids_BT), trunk_and_head(model) if can_split(model) else None
+        ).values()
 
 
 def test_a_score_is_what_transformers_pools_at_the_last_token(folder: Path) -> None:
@@ -122,7 +124,7 @@ def test_values_in_low_precision_are_computed_in_fp32(folder: Path) -> None:
     model = built(folder, "score")
     with torch.autocast("cpu", torch.bfloat16):
         values_BT = values_of(model)
-    hidden_BTD = outputs(model, Tokens(IDS_BT), split(model)).hidden_BTD
+    hidden_BTD = compute_outputs(model, TrialTokens(IDS_BT), trunk_and_head(model)).hidden_BTD
     assert values_BT.dtype == torch.float32 and hidden_BTD is not None
     torch.testing.assert_close(values_BT, values_of(model), rtol=5e-2, atol=5e-2)
 
@@ -159,7 +161,7 @@ def test_the_plan_counts_what_is_built(folder: Path, head: Head, lora: bool) -> 
     model, adapter = built(folder, head), LoRAConfig(r=4) if lora else None
     if adapter:
         adapters.inject(model, adapter, 0)
-    told = facts(with_classes(load_config(str(folder), ModelConfig()), head, ()), 64, adapter, head)
+    told = facts(set_classes(load_config(str(folder), ModelConfig()), head, ()), 64, adapter, head)
     learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert (told.parameters, told.trainable) == (
         sum(p.numel() for p in model.parameters()),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import drumline
-from drumline.data.samples import global_batches, held_out
+from drumline.data.samples import evaluation_batches, global_batches
 from drumline.dist.reduce import Gather, Gathered
 from drumline.errors import (
     CheckpointError,
@@ -100,7 +100,7 @@ def taken_of(rows: range, position: int = 0) -> list[list[int]]:
 
 
 def test_held_out_samples_count_once_and_ranks_do_the_same_work() -> None:
-    found = [list(held_out(Endless(), 3, rank, 2)) for rank in range(2)]
+    found = [list(evaluation_batches(Endless(), 3, rank, 2)) for rank in range(2)]
     assert len(found[0]) == len(found[1])
     assert sorted(s for rank in found for rows, counts in rank if counts for s in rows) == list(
         range(10)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import drumline
-from drumline.models.containers import each_tensor
+from drumline.models.containers import map_tensors
 from drumline.train.state import PAIRS, TrainState, keyed
 from tests.unit.test_session import ROWS, build, collate, loss_of, session, sgd
 
@@ -94,10 +94,10 @@ class Row(dict[str, Any]):
 def test_tensors_are_found_in_whatever_holds_them(
     given: Any, read: Callable[[Any], torch.Tensor]
 ) -> None:
-    made = each_tensor(lambda tensor: tensor.to("meta"), given)
+    made = map_tensors(lambda tensor: tensor.to("meta"), given)
     assert type(made) is type(given) and read(made).is_meta and not read(given).is_meta
     same = Out("no tensor")  # type: ignore[arg-type]
-    assert each_tensor(torch.neg, [same])[0] is same
+    assert map_tensors(torch.neg, [same])[0] is same
 
 
 def test_what_a_model_returns_is_precise_in_a_dataclass_too(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drumline.config.strategy import CopyOptions
-from drumline.data.samples import global_batches, held_out, read_samples
+from drumline.data.samples import evaluation_batches, global_batches, read_samples
 from drumline.dist.seeds import Draws
 from drumline.engine.data_parallel import Replicated
 from drumline.engine.transforms import apply_ddp
@@ -62,7 +62,7 @@ def test_what_a_dataset_draws_is_the_same_on_all_ranks_and_after_a_resume(
     evaluated = [
         [
             row
-            for rows, counts in held_out(make(), 3, rank, 2, Draws(7).used)
+            for rows, counts in evaluation_batches(make(), 3, rank, 2, Draws(7).used)
             if counts
             for row in rows
         ]
@@ -75,7 +75,7 @@ def test_evaluation_draws_from_a_stream_of_its_own() -> None:
     torch.manual_seed(3)
     expected = torch.rand(())
     torch.manual_seed(3)
-    list(held_out(Shuffled(), 3, 0, 1, Draws(7).used))
+    list(evaluation_batches(Shuffled(), 3, 0, 1, Draws(7).used))
     assert torch.rand(()) == expected
 
 

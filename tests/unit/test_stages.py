@@ -26,7 +26,7 @@ from drumline.engine.stages import (
 )
 from drumline.errors import PlanError
 from drumline.hardware.detect import Machine
-from drumline.models.small import Tokens
+from drumline.models.small import TrialTokens
 from drumline.plan.explain import explain
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Plan
@@ -227,7 +227,7 @@ def test_stages_make_the_whole_model_with_its_gradients(kind: str) -> None:
     assert names[0] & names[1] == set(weights_of_both_ends(model, cuts))
 
     ids = torch.arange(24).view(2, 12) % 64
-    batch = Tokens(ids)
+    batch = TrialTokens(ids)
     model(
         input_ids=ids, position_ids=batch.position_ids_BT, use_cache=False
     ).logits.square().mean().backward()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from drumline.checkpoint.save import Checkpointer
-from drumline.data.stream import BatchStream, GlobalOrder
+from drumline.data.order import BatchStream, GlobalOrder
 from drumline.models import attention
 from drumline.plan.plan import BatchPlan
 from drumline.rl.generate import SharedSampling

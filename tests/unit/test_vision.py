@@ -18,16 +18,22 @@ from drumline.config.config import Config
 from drumline.config.data import DataConfig, FileSource
 from drumline.config.model import ModelConfig
 from drumline.data.cache import TokenCache
-from drumline.data.files import image_path
-from drumline.data.images import VisionBatch, collate_vision, expand, place_images, rope_positions
-from drumline.data.images import cut as cut_images
+from drumline.data.image_files import image_path
+from drumline.data.images import (
+    VisionBatch,
+    collate_vision,
+    expand_placeholders,
+    place_images,
+    rope_positions,
+)
+from drumline.data.images import cut_between_images as cut_images
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
-from drumline.data.templates import Example
+from drumline.data.targets import Example
 from drumline.errors import DataError, ModelError, PlanError, UserError
 from drumline.inference.evaluate import answers
 from drumline.models.build import build_model
-from drumline.models.head import ForwardWithObjective, can_split, split
+from drumline.models.head import ForwardWithObjective, can_split, trunk_and_head
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import Vision
@@ -131,7 +137,7 @@ def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> N
     assert ours == pytest.approx(total, rel=1e-6) and weight > 40
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
-    assert can_split(model) and split(model) == (model.model, model.lm_head)
+    assert can_split(model) and trunk_and_head(model) == (model.model, model.lm_head)
 
 
 def test_packs_are_their_rows(folder: Path, vision: Vision) -> None:
@@ -235,7 +241,7 @@ def test_no_image_is_cut_in_two(
 ) -> None:
     eyes = Vision("", ModelConfig(), token_id=9, merge=2)
     short = Example(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
-    full = expand(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
+    full = expand_placeholders(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
     assert full.example.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
     found = cut_images(full, size, left)
     assert found.example.tokens.tolist() == tokens and [path for path, _ in found.images] == images

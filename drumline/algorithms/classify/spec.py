@@ -97,9 +97,9 @@ class ClassifyConfig(AlgorithmSpec):
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         """Return a batch for the planner's trace. `length`: tokens, or pixels of an image's side."""
-        from drumline.data.batches import labelled_texts
-        from drumline.data.images import labelled_images
+        from drumline.data.batches import placeholder_texts
+        from drumline.data.images import placeholder_images
 
         if self.modality == "text":
-            return labelled_texts(plan, rows, length)
-        return labelled_images(rows, length, channels)
+            return placeholder_texts(plan, rows, length)
+        return placeholder_images(rows, length, channels)

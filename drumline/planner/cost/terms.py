@@ -334,7 +334,7 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part, outer_bytes: int
 def _weight_bytes(layout: Layout, here: Sizes) -> int:
     """Return the bytes of the weights of a rank, whose entries are `here`.
 
-    Some frozen weights are in the low precision (models.freeze.keep_low, models.packed).
+    Some frozen weights are in the low precision (models.freeze.cast_frozen, models.packed).
     """
     if layout.pure:
         low = here.frozen

@@ -21,8 +21,8 @@ from drumline.engine.data_parallel import Sharded
 from drumline.engine.experts import of_experts
 from drumline.engine.native import Plain
 from drumline.engine.transforms import DTYPES, gathered_in
-from drumline.models.blocks import blocks, vocabulary
-from drumline.models.containers import each_tensor
+from drumline.models.blocks import blocks, embedding_and_head
+from drumline.models.containers import map_tensors
 from drumline.models.head import gather_for_objective
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
@@ -194,7 +194,7 @@ def _ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Linear]]:
     """
     embeddings: list[nn.Module] = []
     heads: list[nn.Linear] = []
-    embedding, head = vocabulary(model)
+    embedding, head = embedding_and_head(model)
     if isinstance(embedding, nn.Embedding):
         embeddings.append(embedding)
     if isinstance(head, nn.Linear):
@@ -243,7 +243,7 @@ def _return_no_views(unit: nn.Module, args: Any, options: Any, outputs: Any) -> 
         alone: torch.Tensor = _NotAView.apply(tensor)
         return alone
 
-    return each_tensor(own, outputs)
+    return map_tensors(own, outputs)
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:
@@ -254,7 +254,7 @@ def _tensors_in(values: Any) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    each_tensor(note, values)
+    map_tensors(note, values)
     return found
 
 

@@ -26,7 +26,7 @@ from drumline.dist.reduce import add_up
 from drumline.engine.data_parallel import buckets
 from drumline.engine.native import NativeEngine
 from drumline.engine.optimizer import quantised
-from drumline.models.freeze import require_none_late
+from drumline.models.freeze import require_none_unfrozen
 from drumline.models.shards import canonical_tensors
 from drumline.plan.plan import Plan
 from drumline.vendor.torch import foreach_copy_
@@ -80,7 +80,7 @@ class LocalEngine(NativeEngine):
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """Step this rank's copy, clipped by its own norm, and average if a period ends."""
-        require_none_late(self.model, self.initially_trainable)
+        require_none_unfrozen(self.model, self.initially_trainable)
         # A norm of more gradients than these, of a composite engine, raises each rank's own in
         # proportion.
         ratio = torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm)

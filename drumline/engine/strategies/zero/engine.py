@@ -47,10 +47,10 @@ from drumline.engine.transforms import (
     apply_memory,
     apply_sync_batchnorm,
 )
-from drumline.models.adapters import borrowed
-from drumline.models.containers import LOW_PRECISION, lowered, precise
-from drumline.models.freeze import require_none_late
-from drumline.models.head import ForwardWithObjective, any_batch, split
+from drumline.models.adapters import borrowed_parameters
+from drumline.models.containers import LOW_PRECISION, lower_precision, raise_precision
+from drumline.models.freeze import require_none_unfrozen
+from drumline.models.head import ForwardWithObjective, trial_batch, trunk_and_head
 from drumline.models.packed import scales_of
 from drumline.models.scores import score_head
 from drumline.models.shards import (
@@ -281,10 +281,10 @@ class DeepSpeedEngine(ForwardEngine):
         is_plain = isinstance(self.engine.module, Plain)
 
         def lower_inputs(_module: nn.Module, args: Any, named: Any) -> Any:
-            return lowered((args, named), plan.precision)
+            return lower_precision((args, named), plan.precision)
 
         def restore_output(_module: nn.Module, _args: Any, output: Any) -> Any:
-            return precise(output)
+            return raise_precision(output)
 
         if is_plain or plan.config.images_alone:
             self.model.register_forward_pre_hook(lower_inputs, with_kwargs=True)
@@ -297,7 +297,7 @@ class DeepSpeedEngine(ForwardEngine):
         heads = nn.ModuleList()
         # The objective uses the weights of the heads.
         if module.splits:
-            parts = split(self.model)
+            parts = trunk_and_head(self.model)
             if parts and parts[1] is not None:
                 heads.append(parts[1])
         if not isinstance(module, Plain):
@@ -306,7 +306,7 @@ class DeepSpeedEngine(ForwardEngine):
                 heads.append(score)
         for parameter in heads.parameters():
             deepspeed.zero.register_external_parameter(module, parameter)
-        for layer, parameter in borrowed(self.model):
+        for layer, parameter in borrowed_parameters(self.model):
             deepspeed.zero.register_external_parameter(layer, parameter)
 
     def forward_backward(
@@ -350,7 +350,7 @@ class DeepSpeedEngine(ForwardEngine):
         module = self.engine.module
         if torch.is_grad_enabled():
             module = self.engine
-        return precise(module(lowered((args, kwargs), self.precision)))
+        return raise_precision(module(lower_precision((args, kwargs), self.precision)))
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         """Accumulate the gradients of Σ loss_sum / denominator over all ranks."""
@@ -413,7 +413,7 @@ class DeepSpeedEngine(ForwardEngine):
 
         DeepSpeed decides on the host what it does, so both scalars are read at once.
         """
-        require_none_late(self.model, self.initially_trainable)
+        require_none_unfrozen(self.model, self.initially_trainable)
         self.statistics.settle(finite)
         # Waits for the device, as does the norm below.
         if finite:
@@ -591,10 +591,10 @@ class DeepSpeedEngine(ForwardEngine):
             if isinstance(self.engine.module, Plain):
                 self._zero_backward_of_any_module()
             else:
-                batch = any_batch(self.model, self.engine.device, self.image_side)
+                batch = trial_batch(self.model, self.engine.device, self.image_side)
 
                 def zero_of_output(out: Any, _batch: Any) -> SimpleNamespace:
-                    return SimpleNamespace(loss_sum=out.touched() * 0, sums={})
+                    return SimpleNamespace(loss_sum=out.sum_of_all() * 0, sums={})
 
                 self.forward_backward([batch], zero_of_output, 1.0)
         self.grad_norm()

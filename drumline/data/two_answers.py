@@ -1,4 +1,7 @@
-"""Two answers and a verdict, in shapes that only some datasets have."""
+"""Reads two answers and which is better, from the columns of a few public datasets.
+
+`data.formats` reads the shapes that many datasets share.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# The columns of a row that hold something.
-Values = Mapping[str, Any]
+from drumline.data.questions import PresentColumns
 
 
 class TwoAnswers(NamedTuple):
@@ -22,7 +24,7 @@ class TwoAnswers(NamedTuple):
     used: set[str]
 
 
-def read_two_answers(present: Values) -> TwoAnswers | None:
+def read_two_answers(present: PresentColumns) -> TwoAnswers | None:
     """Return the two answers of a row of some public datasets; None for any other row.
 
     The datasets are OpenAI's webgpt_comparisons and summarize_from_feedback, and the conversations
@@ -35,7 +37,7 @@ def read_two_answers(present: Values) -> TwoAnswers | None:
     return None
 
 
-def _read_webgpt(present: Values) -> TwoAnswers | None:
+def _read_webgpt(present: PresentColumns) -> TwoAnswers | None:
     """Read two answers with a score each, and a question that is {full_text, …}."""
     used = {"question", "answer_0", "answer_1", "score_0", "score_1"}
     question = present.get("question")
@@ -50,7 +52,7 @@ def _read_webgpt(present: Values) -> TwoAnswers | None:
     return TwoAnswers(columns, used)
 
 
-def _read_summaries(present: Values) -> TwoAnswers | None:
+def _read_summaries(present: PresentColumns) -> TwoAnswers | None:
     """Read two summaries of a post or an article, and the number of the better one."""
     info = present.get("info")
     summaries = present.get("summaries")
@@ -75,7 +77,7 @@ def _read_summaries(present: Values) -> TwoAnswers | None:
     return TwoAnswers(columns, {"info", "summaries", "choice"})
 
 
-def _read_arena(present: Values) -> TwoAnswers | None:
+def _read_arena(present: PresentColumns) -> TwoAnswers | None:
     """Read two conversations, each of JSON lists of questions and answers, and a flag for each."""
     needed = {"prompt", "response_a", "response_b", "winner_model_a", "winner_model_b"}
     if not needed <= present.keys():

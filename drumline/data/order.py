@@ -1,8 +1,9 @@
-"""The order of the samples, the samples of each rank, and the thread that collates them.
+"""The order of the samples, their assignment to ranks, and the thread that collates them.
 
-The state of a data stream is one integer: the number of samples taken, over all epochs and ranks.
-Sample number p of a run is the same on any number of processes, so a run that resumes on another
-world size repeats and skips none.
+A position in the data is one integer: the number of samples taken so far, over all epochs and
+ranks. The sample at a position is the same on any number of processes, so a run that resumes on
+another world size repeats and skips none. (`data.stream` of the config, which makes caches during
+the run, is in data.blocks.)
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from drumline.system.threads import on_this_gpu
 Ints = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
-# The order of a seed depends on these numbers and on `mix`: to change one would give every run that
-# resumes another order.
+# The order of a seed depends on these numbers and on `hash_integers`. If one changed, every run
+# that resumes would continue in another order.
 _FEISTEL_ROUNDS = 8
 _LEAST_HALF_BITS = 4  # a Feistel network on fewer bits reaches too few of all orders
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the step of SplitMix64
@@ -36,9 +37,9 @@ class GlobalOrder:
 
     Shuffled, an epoch's order is a pseudorandom permutation keyed by (seed, epoch), computed from
     the position alone and not stored. It is a Feistel network (Luby & Rackoff 1988) on the smallest
-    even number of bits that holds `size`, walked until it falls below `size` (cycle walking, Black &
-    Rogaway 2002; fewer than 4 steps on average, above 64 samples). Integer arithmetic only, so no
-    library version matters.
+    even number of bits that holds `size`. It is applied again until the value falls below `size`
+    (cycle walking, Black & Rogaway 2002; fewer than 4 times on average, above 64 samples). It is
+    integer arithmetic alone, so the version of no library matters.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
@@ -47,7 +48,7 @@ class GlobalOrder:
         self.seed = seed
         self.shuffle = shuffle
         bits = (size - 1).bit_length()
-        # Bits of each half of a value: an even number of bits holds the largest id.
+        # Bits of each of the two halves of a value. Together they hold the largest id.
         half = max(_LEAST_HALF_BITS, (bits + 1) // 2)
         self._half = np.uint64(half)
         self._mask = (np.uint64(1) << self._half) - np.uint64(1)
@@ -63,10 +64,10 @@ class GlobalOrder:
         if not self.shuffle:
             return places
         seeds = np.full(len(places), self.seed % 2**64, np.uint64)
-        keys = mix(mix(seeds) ^ epochs.astype(np.uint64))
+        keys = hash_integers(hash_integers(seeds) ^ epochs.astype(np.uint64))
         ids = self._permute(places.astype(np.uint64), keys)
-        # Cycle walking: a value outside is permuted again until it is a sample. Since the
-        # permutation is one to one, no two places end at the same sample.
+        # Cycle walking: a value that is no sample is permuted again. Since the permutation is one
+        # to one, no two places end at the same sample.
         outside = np.flatnonzero(ids >= self.size)
         while outside.size:
             ids[outside] = self._permute(ids[outside], keys[outside])
@@ -80,7 +81,7 @@ class GlobalOrder:
         for _ in range(_FEISTEL_ROUNDS):
             # Another key for each round.
             keys = keys + _GOLDEN
-            scrambled = mix(right + keys) & self._mask
+            scrambled = hash_integers(right + keys) & self._mask
             left, right = right, left ^ scrambled
         return (left << self._half) | right
 
@@ -94,22 +95,22 @@ class Order(Protocol):
 
 
 class MixedOrder:
-    """The sequence of sample ids of a mix of sources.
+    """The endless sequence of sample ids of several sources, with fixed shares in each epoch.
 
-    An epoch may have fewer or more samples of a source than the source has. A shuffled epoch deals
-    its places by a permutation. Place j of source i in epoch e is draw e × counts[i] + j of the
-    source. The draws of a source are a `GlobalOrder` of its own: each of its samples comes once
-    before any comes again.
+    An epoch has counts[i] places for source i, which may be fewer or more than the source's
+    samples. In a shuffled epoch a permutation mixes the places of all sources. The samples of a
+    source follow a `GlobalOrder` of its own over all epochs, so each comes once before any comes
+    again: place j of source i in epoch e takes number e × counts[i] + j of that order.
 
-    The first `rising` epochs are a curriculum, and the ids of each source are in its order. These
-    epochs go through the sources side by side, evenly interleaved.
+    The first `curriculum_epochs` are not shuffled. Their sources are evenly interleaved, and the
+    samples of each source come in the order that they have in the cache.
 
     Args:
         sizes: the samples of each source. Their ids follow those of the source before it.
         counts: the places of each source in an epoch.
         seed: of all permutations.
         shuffle: whether epochs behind the curriculum are shuffled.
-        rising: the number of epochs of the curriculum.
+        curriculum_epochs: the number of epochs at the start that are a curriculum.
         falling: the curriculum goes from a source's last sample to its first.
     """
 
@@ -119,7 +120,7 @@ class MixedOrder:
         counts: Sequence[int],
         seed: int,
         shuffle: bool,
-        rising: int = 0,
+        curriculum_epochs: int = 0,
         falling: bool = False,
     ) -> None:
         assert len(sizes) == len(counts) and sum(counts) > 0
@@ -127,16 +128,17 @@ class MixedOrder:
             assert size > 0 or count == 0, "a source with places has samples"
         self.sizes = list(sizes)
         self.counts = list(counts)
-        self.rising = rising
+        self.curriculum_epochs = curriculum_epochs
         self.falling = falling
         self.places = GlobalOrder(sum(counts), seed, shuffle)
-        # The first sample and the first place of each source, and behind the last one.
-        self.firsts = np.cumsum([0, *sizes])
-        self.slots = np.cumsum([0, *counts])
+        # The id of each source's first sample, and the first of its places before the shuffle. The
+        # last entry is the end of all sources.
+        self.first_ids = np.cumsum([0, *sizes])
+        self.first_places = np.cumsum([0, *counts])
         # A seed for each source, so that sources of one size have different orders.
         numbers = np.arange(len(sizes), dtype=np.uint64)
-        mixed_seed = mix(np.full(1, seed % 2**64, np.uint64))
-        seeds = mix(numbers ^ mixed_seed)
+        mixed_seed = hash_integers(np.full(1, seed % 2**64, np.uint64))
+        seeds = hash_integers(numbers ^ mixed_seed)
         self.orders = []
         for size, own_seed in zip(sizes, seeds, strict=True):
             # A source without samples has no places, but an order needs a sample.
@@ -151,38 +153,39 @@ class MixedOrder:
         """Return the sample ids int64[stop - start] at global positions [start, stop)."""
         positions = np.arange(start, stop, dtype=np.int64)
         epochs = positions // self.size
-        is_rising = epochs < self.rising
+        is_curriculum = epochs < self.curriculum_epochs
 
-        # The source of each position, and the place in that source's places of the epoch.
-        slots = self.places.ids_at(positions)
-        sources = np.searchsorted(self.slots, slots, side="right") - 1
-        places = slots - self.slots[sources]
-        rising_places = positions[is_rising] % self.size
-        sources[is_rising], places[is_rising] = interleave(rising_places, self.counts)
+        # The source of each position, and the position's place among those of the source.
+        places_of_epoch = self.places.ids_at(positions)
+        sources = np.searchsorted(self.first_places, places_of_epoch, side="right") - 1
+        places = places_of_epoch - self.first_places[sources]
+        curriculum_places = positions[is_curriculum] % self.size
+        of_curriculum = interleave(curriculum_places, self.counts)
+        sources[is_curriculum], places[is_curriculum] = of_curriculum
 
         # The number of the sample in its source.
         found = np.empty(len(positions), np.int64)
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             is_source = sources == source
-            is_drawn = is_source & ~is_rising
+            is_drawn = is_source & ~is_curriculum
             draws = epochs[is_drawn] * count + places[is_drawn]
             found[is_drawn] = self.orders[source].ids_at(draws)
-            is_in_order = is_source & is_rising
-            # Even steps through the source; in an epoch of fewer places than samples the next one
-            # takes others.
+            is_in_order = is_source & is_curriculum
+            # Even steps through the source. If an epoch has fewer places than the source has
+            # samples, the offset lets the next epoch take other samples.
             offsets = epochs[is_in_order] * count % max(size, 1)
             steps = (places[is_in_order] * size + offsets) // max(count, 1)
             if self.falling:
                 steps = size - 1 - steps
             found[is_in_order] = steps
-        return found + self.firsts[sources]
+        return found + self.first_ids[sources]
 
 
 def interleave(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
-    """Deal the places of an epoch to sources, as evenly spread as whole numbers allow.
+    """Assign the places of an epoch to sources, each source as evenly spread as possible.
 
-    Halves of the list of sources share the places by a line of Bresenham (1965), and their halves
-    so again.
+    The two halves of the list of sources share the places by a line of Bresenham (1965). Each half
+    shares its places between its own halves in the same way.
 
     Args:
         places: int64[n], places in the epoch.
@@ -197,11 +200,11 @@ def interleave(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
     if len(counts) < 2 or not total:
         return sources, before
     half = len(counts) // 2
-    # A place goes to the left half if it adds one to what that half has had.
+    # A place belongs to the left half if it raises the number of places that this half has had.
     to_left = _places_to_left(places, counts)
     is_left = _places_to_left(places + 1, counts) > to_left
     is_right = ~is_left
-    # How many places a half has had before a place is the number of that place in the half.
+    # The number of places that a half has had before a place is that place's number in the half.
     if is_left.any():
         places_in_left = to_left[is_left]
         sources[is_left], before[is_left] = interleave(places_in_left, counts[:half])
@@ -213,7 +216,7 @@ def interleave(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
 
 
 def places_before(place: int, counts: Sequence[int]) -> list[int]:
-    """Return how many places of each source come before `place`, as `interleave` deals them.
+    """Return how many places of each source come before `place`, as `interleave` assigns them.
 
     Args:
         place: a place in the epoch.
@@ -240,8 +243,8 @@ def _places_to_left(places: Any, counts: Sequence[int]) -> Any:
     return (places * left + total // 2) // total
 
 
-def mix(values: UInt64s) -> UInt64s:
-    """Return uint64 hashes: every bit of a value decides on all bits of its hash.
+def hash_integers(values: UInt64s) -> UInt64s:
+    """Return a uint64 hash of each value. Each bit of a value affects all bits of its hash.
 
     This is SplitMix64's output function (Steele, Lea & Flood 2014) with its three constants.
     Wraps at 2^64.
@@ -253,9 +256,9 @@ def mix(values: UInt64s) -> UInt64s:
 
 
 def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
-    """Return for each sample the nearest one before it that has another prompt, as int64[N].
+    """Return for each sample the nearest sample before it with another prompt, int64[N].
 
-    The sample before the first is the last. -1 where all samples have the same prompt.
+    The last sample counts as the one before the first. All are -1 if all prompts are the same.
 
     Args:
         ids: int64[N], the samples in their order.
@@ -266,7 +269,8 @@ def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
     changes = [place for place, prompt in enumerate(prompts) if prompts[place - 1] != prompt]
     if not changes:
         return found
-    # From a change of prompt on: a sample with the prompt of its neighbour shares its predecessor.
+    # Begin at a change of prompt. A sample with the prompt of the one before shares its
+    # predecessor.
     for offset in range(len(ids)):
         place = (changes[0] + offset) % len(ids)
         if prompts[place - 1] == prompts[place]:
@@ -276,15 +280,16 @@ def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
     return found
 
 
-def assign(
+def assign_samples(
     lengths: Ints | npt.NDArray[np.int32], data_ranks: int, accumulation: int, micro_batch: int
 ) -> Ints:
-    """Deal the samples of a global batch to ranks and micro-batches.
+    """Assign the samples of a global batch to ranks and micro-batches.
 
-    From the longest down, a sample goes to the rank with the fewest tokens so far that has a place
-    left, so ranks wait little for each other. The micro-batches of a rank take its samples in that
-    order: samples of similar length pad little, and the largest micro-batch comes first, so a step
-    that does not fit in memory fails at once. Every rank computes the same table.
+    Beginning with the longest, each sample goes to the rank with the fewest tokens so far that has
+    a place left. So ranks wait little for each other. The micro-batches of a rank take its samples
+    in that order: neighbours have similar lengths, so there is little padding, and the largest
+    micro-batch comes first, so a step that does not fit in memory fails at once. Every rank
+    computes the same table.
 
     Args:
         lengths: tokens of each sample.
@@ -314,7 +319,7 @@ def assign(
 
 
 def _no_places() -> Ints:
-    """Return `GlobalBatch.places` of a batch that has none."""
+    """Return the `GlobalBatch.places` of a batch whose samples need no numbers."""
     return np.zeros((0, 0), np.int64)
 
 
@@ -330,7 +335,7 @@ class GlobalBatch:
         checkpointable: a run may be saved after this step and resume from `position` and `state`;
             False between the steps that share a rollout.
         state: the rest of the stream's state, as JSON.
-        of_all: weight and real tokens of all ranks, computed from order and cache; None if that
+        totals: weight and real tokens of all ranks, computed from order and cache; None if that
             needs a collective.
         places: int64[micro-batches, samples], the indices of this rank's samples in `sample_ids`;
             empty if nothing reads them.
@@ -342,7 +347,7 @@ class GlobalBatch:
     tokens: int
     checkpointable: bool = True
     state: dict[str, Any] = field(default_factory=dict)
-    of_all: tuple[float, int] | None = None
+    totals: tuple[float, int] | None = None
     places: Ints = field(default_factory=_no_places)
 
 
@@ -353,18 +358,18 @@ class BatchStream:
     Close the stream, or use it as a context manager: that ends its thread at any time.
 
     Args:
-        cache: a TokenCache, or what answers as one.
+        cache: a TokenCache, or an object with its lengths, learned, segments and meta.
         order: the sequence of sample ids.
-        batch: the numbers of samples.
+        batch: how many samples a global batch and a micro-batch have.
         data_rank: this data rank.
         data_ranks: the number of data ranks.
         start: the global position of the first batch.
-        stop: the end of the samples; fillers take the places of the last batch behind it.
+        stop: the position behind the last sample. Fillers take the rest of the last batch's places.
         collate: returns a micro-batch of sample ids (-1: a filler).
         prefetch: batches that a thread collates in advance; 0: no thread. `next` raises the errors
             of the thread.
-        previous: whether `collate` also gets the `predecessors` of the samples, in the global batch
-            or in all samples.
+        previous: whether `collate` also gets the `predecessors` of the samples, and among which
+            samples: those of the global batch or all of the stream.
     """
 
     cache: Any
@@ -427,7 +432,7 @@ class BatchStream:
         return self.order.ids(position, end)
 
     def _submit_next(self) -> None:
-        """Let the thread collate the next batch; the result is None after the last."""
+        """Let the thread collate the next batch. The future's result is None after the last one."""
         assert self._thread is not None
         self._prefetched.append(self._thread.submit(next, self._batches, None))
 
@@ -437,7 +442,7 @@ class BatchStream:
             yield self._collate_at(position)
 
     def _collate_at(self, position: int) -> GlobalBatch:
-        """Return the global batch that starts at `position`, which alone decides on it."""
+        """Return the global batch that starts at `position`. It depends on nothing else."""
         batch = self.batch
         size = batch.global_samples
         end = min(position + size, self.stop)
@@ -447,28 +452,28 @@ class BatchStream:
         # Fillers have no length of their own; sample 0 stands in for the look-up.
         lengths_of_cache = self.cache.lengths[np.maximum(ids, 0)]
         lengths = np.where(is_real, lengths_of_cache, 0)
-        of_ranks = assign(lengths, self.data_ranks, batch.accumulation, batch.micro_batch)
-        mine = of_ranks[self.data_rank]
+        assigned = assign_samples(lengths, self.data_ranks, batch.accumulation, batch.micro_batch)
+        mine = assigned[self.data_rank]
         micro_batches = []
         if self.previous == "none":
             for places in mine:
                 micro_batches.append(self.collate(ids[places].tolist()))
         else:
-            before = self._before(ids, position, end)
+            before = self._predecessors_at(ids, position, end)
             for places in mine:
                 samples = ids[places].tolist()
                 previous = before[places].tolist()
                 micro_batches.append(self.collate(samples, previous))
-        of_all = None
+        totals = None
         weigh = getattr(micro_batches[0], "weigh", None)
         if weigh is not None:
             here = ids[mine.ravel()]
             weight_here = sum(each.weight for each in micro_batches)
-            # Otherwise ranks would divide their losses by different denominators.
+            # If these differed, ranks would divide their losses by different denominators.
             assert weigh(self.cache, here[here >= 0]) == weight_here, (
                 "a batch weighs what `weigh` says"
             )
-            of_all = weigh(self.cache, ids[is_real]), int(lengths.sum())
+            totals = weigh(self.cache, ids[is_real]), int(lengths.sum())
         # A stream of blocks has more state than its position.
         state: dict[str, Any] = {}
         state_at = getattr(self.order, "state", None)
@@ -480,16 +485,16 @@ class BatchStream:
             end,
             int(lengths[mine].sum()),
             state=state,
-            of_all=of_all,
+            totals=totals,
             places=mine,
         )
 
-    def _before(self, ids: Ints, position: int, end: int) -> Ints:
+    def _predecessors_at(self, ids: Ints, position: int, end: int) -> Ints:
         """Return the predecessor of each of `ids`, -1 for fillers."""
         before = np.full(len(ids), -1, np.int64)
         real = end - position
         if self.previous == "batch":
-            before[:real] = self._predecessors(ids[:real])
+            before[:real] = self._find_predecessors(ids[:real])
         else:
             before[:real] = self._all_predecessors[position - self.start : end - self.start]
         return before
@@ -497,13 +502,13 @@ class BatchStream:
     @cached_property
     def _all_predecessors(self) -> Ints:
         """The predecessors of all samples of the stream."""
-        return self._predecessors(self.order.ids(self.start, self.stop))
+        return self._find_predecessors(self.order.ids(self.start, self.stop))
 
-    def _predecessors(self, ids: Ints) -> Ints:
+    def _find_predecessors(self, ids: Ints) -> Ints:
         """Return the predecessors of some samples, by the prompts in their metas."""
         prompts = [self.cache.meta(sample)["prompt"] for sample in ids.tolist()]
         return predecessors(ids, prompts)
 
 
 def _do_nothing() -> None:
-    """The thread needs no more than the GPU of this process."""
+    """Do nothing more: `on_this_gpu` has selected the GPU of this process for the thread."""

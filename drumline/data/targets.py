@@ -1,13 +1,14 @@
 """From a row to tokens, and which of them are targets.
 
-Chats go through the model's chat template. The targets of an assistant turn are the tokens from the
-first of its content to its end-of-turn token; its header and all other turns are context. Templates
-give such a mask only if they mark it with `{% generation %}`.
+Conversations are rendered by the model's chat template. The targets of an assistant turn are its
+content and its end-of-turn token; its header and all other turns are context. A template tells
+which tokens these are only if it marks them with `{% generation %}`.
 
-Otherwise the turn is found in the rendered text. It starts at the end of the conversation before it,
-rendered with the generation prompt, and stops at the end of the conversation up to and with it. Both
-renderings must be prefixes of the whole. If a template renders a turn differently once others follow
-(it drops the reasoning of old turns), the turn's content is searched behind its header instead.
+Otherwise the turn is found in the rendered text. It starts at the end of the head (the turns before
+it, rendered with the generation prompt), and stops at the end of `through` (all turns up to this
+one, rendered alone). Both must be prefixes of the whole text. A template may render a turn
+differently once others follow, such as without its reasoning: then the turn's content is searched
+behind the head.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from drumline.data.tokens import Tokens
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 from drumline.foreign import judged
-from drumline.models.templates import end_ids as end_ids
+from drumline.models.templates import end_ids as end_ids  # for rl, which knows no models
 from drumline.models.templates import special_ids
 
-# How messages name a call, and what they advise for a row that does not suit the template.
+# How errors name a call, and what they advise for a row that the template cannot render.
 CALL = "a call of "
 FITTING = "take such rows out, or set another model.chat_template"
-# Options of `apply_chat_template` for the tokens and the template's own mask of targets.
+# Options of `apply_chat_template` by which it returns tokens and the template's own mask of
+# targets.
 _MARKED = {
     "tokenize": True,
     "return_dict": True,
@@ -43,7 +45,7 @@ _MARKED = {
     "tokenizer_kwargs": {"verbose": False},
 }
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# A turn of which a template is asked how it writes what follows.
+# A turn that trial renderings begin with.
 _QUESTION = {"role": "user", "content": "?"}
 _END_OF_THOUGHT = "</think>"
 
@@ -74,10 +76,10 @@ class Encoded:
 
     Attributes:
         segments: what becomes rows of a batch (a pair has two), or pieces of a pack.
-        meta: further values of the sample, as JSON; a sample with a meta is kept even without a
-            target.
-        truncated: something was cut off.
-        hides_reasoning: as of an `Example`.
+        meta: further values of the sample, which the cache stores as JSON. A sample with a meta is
+            kept even without a target.
+        truncated: whether something was cut off.
+        hides_reasoning: see `Example`.
     """
 
     segments: list[Example]
@@ -124,7 +126,7 @@ class Encoder:
 
     Args:
         tokenizer: a tokenizer of transformers.
-        everything: every token is a target. So it is for `data.learn_on: all`.
+        everything: every token is a target, as with `data.learn_on: all`.
         data: the settings of `data`.
     """
 
@@ -163,11 +165,11 @@ class Encoder:
         return self.plain(prompt, completion, row.origin)
 
     def prompt(self, row: Row) -> tuple[str, list[int]]:
-        """Return a row's prompt as text and as tokens.
+        """Return a row's prompt as text and as tokens. Raises DataError.
 
-        A conversation, without a last answer, has the template's generation prompt. Plain text
-        without a template has the tokenizer's first special tokens but not its last. Raises
-        DataError.
+        The prompt of a conversation is all before its last answer, with the template's generation
+        prompt. Plain text without a template gets the special tokens before a text, but not those
+        behind it.
         """
         if "prompt" in row.values:
             content = row.values["prompt"]
@@ -179,7 +181,7 @@ class Encoder:
         self.require_template("the prompt holds messages", row)
         messages = as_messages(content, "user")
         if messages[-1]["role"] == "assistant":
-            # An answer of the data: the model is to write its own.
+            # The answer is that of the data: the model shall write its own.
             messages = messages[:-1]
         if not messages:
             what = "there is nothing before the assistant's answer to take as a prompt"
@@ -210,16 +212,16 @@ class Encoder:
             raise DataError(what, where=row.origin, fix=fix)
 
     def plain(self, prompt: str, text: str, origin: str, answer: bool = True) -> Example:
-        """Return a prompt, a text and the end-of-sequence token; all but the prompt are targets.
+        """Return a prompt, a text and the end-of-sequence token as tokens, without a template.
 
-        The tokenizer's BOS comes first if it adds one. The two are tokenised apart, since at
-        inference the prompt is tokenised alone.
+        All but the prompt are targets. The tokenizer's BOS comes first if it adds one. Prompt and
+        text are tokenised separately, since at inference the prompt is tokenised alone.
 
         Args:
             prompt: what is before the text, perhaps nothing.
             text: a document, or an answer to the prompt.
             origin: the row's name in an error.
-            answer: the text is an answer, and may have reasoning.
+            answer: whether the text is an answer, which may have reasoning.
 
         Raises DataError for reasoning that does not end, and without an end-of-sequence token.
         """
@@ -285,10 +287,11 @@ class Encoder:
         return list(encoded["input_ids"])
 
     def _encode_chat(self, messages: Messages, first: int, row: Row) -> Example:
-        """Return the rendered conversation as tokens.
+        """Return a conversation as tokens.
 
-        The targets are in the assistant turns from message `first` on, or in all turns, but not in
-        turns of `weight` 0. Raises DataError for a turn that is not found in the rendered text.
+        Targets are the assistant turns from message `first` on; with `learn_all` everything. Turns
+        of `weight` 0 are no targets. Raises DataError for a turn that is not found in the rendered
+        text.
         """
         is_weighted = [_is_weighted(message, row) for message in messages]
         answers = []
@@ -300,7 +303,7 @@ class Encoder:
         messages = self._adapt_all(messages, row)
         messages, text = self._render_whole(messages, row)
         hides_reasoning = self._hides_reasoning(messages, text)
-        # The template's marks are of all answers.
+        # The template marks all answers, so its marks only help if all of them are learned.
         can_use_marks = self.marks_turns and not self.learn_all and learned == answers
         if can_use_marks:
             marked = self._render(messages, row, **_MARKED)
@@ -357,7 +360,7 @@ class Encoder:
         return any(thought not in text for thought in thoughts_of(messages))
 
     def _thoughts_by_key(self, messages: Messages) -> list[str]:
-        """Return the reasoning under keys that the template renders, which may be without tags."""
+        """Return the reasoning under keys that the template reads and may write without tags."""
         thoughts = []
         for message in messages:
             for key in self.reasoning_keys:
@@ -367,9 +370,10 @@ class Encoder:
         return thoughts
 
     def _adapt_all(self, messages: Messages, row: Row) -> Messages:
-        """Return messages in the form that the template knows, with reasoning as data.reasoning sets.
+        """Return messages in the form that the template knows.
 
-        OpenAI's developer becomes a system if the template does not know that role.
+        Reasoning is dropped or kept as data.reasoning sets. OpenAI's role `developer` becomes
+        `system` if the template does not know it.
         """
         adapted = []
         for index, message in enumerate(messages):
@@ -384,15 +388,14 @@ class Encoder:
         return adapted
 
     def _with_shown_reasoning(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return an answer with its reasoning in its content, unless the template renders its key."""
+        """Return an answer whose reasoning is in its content, unless the template reads its key."""
         keys = _reasoning_keys_of(message)
         if any(key in self.reasoning_keys for key in keys):
             return message
         thoughts = [message[key].strip() for key in keys if message[key].strip()]
         if not thoughts:
             return message
-        # A turn has one reasoning, under whichever of the keys. The tags are those that
-        # `data.thoughts` finds.
+        # A turn has one reasoning, under any of the keys. `data.thoughts` finds it by these tags.
         tagged = f"<think>\n{thoughts[0]}\n</think>\n\n"
         content = message.get("content")
         whole: str | list[dict[str, Any]]
@@ -403,10 +406,10 @@ class Encoder:
         return {**_without_keys(message, keys), "content": whole}
 
     def _render_whole(self, messages: Messages, row: Row, **options: Any) -> tuple[Messages, str]:
-        """Return the conversation in a form of which the template shows all, and as it is rendered.
+        """Return the conversation in a form that the template renders whole, and its text.
 
-        Beside calls some templates need an empty content, and others none. Raises DataError if the
-        template shows neither form whole.
+        A turn of calls without words may have an empty content or none; some templates only render
+        one of these forms. Raises DataError if the template renders neither form whole.
         """
         try:
             return messages, self._render_checked(messages, row, **options)
@@ -415,7 +418,7 @@ class Encoder:
                 other = [_with_other_emptiness(turn) for turn in messages]
                 with suppress(DataError):
                     return other, self._render_checked(other, row, **options)
-            # The error of the form that the row has.
+            # The error is that of the form that the row has.
             raise
 
     def _render_checked(self, messages: Messages, row: Row, **options: Any) -> str:
@@ -435,7 +438,7 @@ class Encoder:
             try:
                 without = self._render(rest, row, **options)
             except DataError:
-                # The template refuses the conversation without the part, so it looks at the part.
+                # The template refuses the conversation without the part, so it does read the part.
                 continue
             # The template writes the same with and without the part.
             if without == text:
@@ -448,9 +451,9 @@ class Encoder:
         return text
 
     def _render_with_marked_calls(self, messages: Messages, row: Row, **options: Any) -> str:
-        """Return the conversation with a mark for a name of the last call of each turn.
+        """Return the rendered conversation with a mark as the name of each turn's last call.
 
-        One rendering finds out which calls the template shows, in place of one for each call. It is
+        So one rendering tells for all turns whether the template shows their calls. The text is
         empty if there are no calls, or if the template refuses it.
         """
         marked = [_with_marked_call(turn, index) for index, turn in enumerate(messages)]
@@ -468,7 +471,7 @@ class Encoder:
         The turn is an answer, or another whose `weight` is 0. Raises DataError if it is not found.
         """
         turn = messages[index]
-        # `through`: the conversation up to and with the turn, as it is rendered alone.
+        # `through`: the conversation up to this turn, rendered alone.
         is_last = index == len(messages) - 1
         if is_last:
             start = self._usual_start(turn, text)
@@ -488,7 +491,7 @@ class Encoder:
             wordings = [_answer_alone(through[len(head) :])]
         span = _find_wording(wordings, text, head, through)
         if span is not None:
-            # Otherwise the same words may have been found in another turn.
+            # If not, the same words may have been found in another turn.
             has_turns_before = text.startswith(head) or text.startswith(
                 self._before(messages, index, row)
             )
@@ -523,12 +526,13 @@ class Encoder:
         turn_text = through[len(head) :]
         if wordings and not any(wording in turn_text for wording in wordings):
             return False
-        # The header tells as much as a third rendering, which would take a seventh of all time.
+        # The usual header decides without another rendering, which would take a seventh of all
+        # time.
         header = self._usual_header.strip()
         if header and head.rstrip().endswith(header):
             return True
-        # Without a header the head is all that is before the turn, and the turn's own header would
-        # count as its content.
+        # If the head is no more than the turns before, the template has written no header into it,
+        # and the turn's header would count as its content.
         return head != self._before(messages, index, row)
 
     def _before(self, messages: Messages, index: int, row: Row) -> str:
@@ -597,9 +601,10 @@ class Encoder:
         return None
 
     def _usual_start(self, message: dict[str, Any], text: str) -> int | None:
-        """Return where the last answer starts in `text`, if header, answer and tail end the text.
+        """Return where the last answer starts, if `text` ends in header, answer and tail.
 
-        That is usual. It spares a rendering of the turns before it, which takes a third of all time.
+        None otherwise. Most texts do, and need no rendering of the turns before it, which would
+        take a third of all time.
         """
         content = message.get("content")
         header = self._usual_header
@@ -608,7 +613,7 @@ class Encoder:
             return None
         if not isinstance(content, str) or not content.strip():
             return None
-        # Such as calls or reasoning, which stand before or behind the content.
+        # Other keys, such as calls or reasoning, may be rendered before or behind the content.
         has_more_keys = len(message) > 2
         if has_more_keys:
             return None
@@ -701,7 +706,7 @@ def _is_bare_call(turn: dict[str, Any]) -> bool:
 
 
 def _with_other_emptiness(turn: dict[str, Any]) -> dict[str, Any]:
-    """Return a turn whose calls have no content with an empty content, or the reverse."""
+    """Return a turn of calls without words, its missing content made empty, or the reverse."""
     if not _is_bare_call(turn):
         return turn
     if "content" in turn:
@@ -746,10 +751,10 @@ class _Part(NamedTuple):
 
 
 def _omissible_parts(turn: dict[str, Any], index: int, text: str) -> Iterator[_Part]:
-    """Yield the parts of a turn that may not be in a rendered conversation.
+    """Yield the parts of a turn that a template may have left out of the rendered conversation.
 
-    Of an assistant's turn these are the last of its calls, and what it says beside them; templates
-    leave old reasoning out.
+    Of an assistant's turn these are the last of its calls, and what it says beside them. Reasoning
+    is not among them, since templates leave that of old turns out on purpose.
 
     Args:
         turn: messages[index].
@@ -802,10 +807,11 @@ def _find_wording(
     Args:
         wordings: what may be in the text.
         text: the whole conversation.
-        head: the turns before this one, as they are rendered alone.
-        through: the turns up to this one, as they are rendered alone.
+        head: the turns before this one, rendered alone.
+        through: the turns up to this one, rendered alone.
     """
-    # The turns before this one may also be rendered differently, from some character on.
+    # In the whole text the turns before this one may be rendered differently. The search begins at
+    # the first character that differs from `head`.
     floor = _common_prefix(text, head)
     found = []
     for wording in wordings:
