@@ -47,6 +47,7 @@ def apply_fp8(model: nn.Module, plan: Plan) -> None:
         Float8LinearConfig.from_recipe_name(options.scaling),
         emulate=plan.device == "cpu",
         enable_fsdp_float8_all_gather=options.gather == "fp8",
+        pad_inner_dim=not _has_aligned_tokens(plan),
     )
     convert_to_float8_training(
         model, config=recipe, module_filter_fn=lambda module, _name: id(module) in chosen
@@ -59,6 +60,23 @@ def _is_fit(module: nn.Module) -> bool:
     if type(module) is not nn.Linear:
         return False
     return all(side % MULTIPLE == 0 for side in module.weight.shape)
+
+
+def _has_aligned_tokens(plan: Plan) -> bool:
+    """Return whether each product takes a multiple of MULTIPLE tokens.
+
+    The gradient of a weight is a sum over tokens, and `torch._scaled_mm` takes only multiples there.
+    Others are padded with zeros, which copies both sides of every product, so it is done if needed.
+    """
+    if not plan.config.packs:
+        # A batch is as wide as its longest row.
+        return False
+    if plan.data is None or plan.data.images:
+        # The patches of an image are tokens of the layers that see it.
+        return False
+    tokens_per_rank, remainder = divmod(plan.config.data.max_length, plan.mesh.cp)
+    widths = [tokens_per_rank, plan.config.memory.mlp_chunk or 0]
+    return remainder == 0 and all(width % MULTIPLE == 0 for width in widths)
 
 
 def gathered_scales(model: nn.Module) -> None:

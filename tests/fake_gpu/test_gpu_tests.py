@@ -23,21 +23,18 @@ pytestmark = [
 ]
 # File of tests/gpu → how many devices it gets.
 DEVICES = {
+    "test_activations.py": 1,
     "test_attention.py": 1,
     "test_calibrate.py": 2,
+    "test_context_parallel.py": 2,
+    "test_data_parallel.py": 2,
+    "test_deepspeed.py": 1,
+    "test_fsdp2.py": 1,
     "test_generate.py": 1,
+    "test_gpu.py": 2,
+    "test_kernels.py": 1,
     "test_losses.py": 1,
     "test_planner.py": 1,
-}
-# Files that have not yet run as a whole over the stand-in.
-NOT_YET = {
-    "test_activations.py",
-    "test_context_parallel.py",
-    "test_data_parallel.py",
-    "test_deepspeed.py",
-    "test_fsdp2.py",
-    "test_gpu.py",
-    "test_kernels.py",
 }
 # Why a test may be skipped.
 REASONS = re.compile(
@@ -61,8 +58,7 @@ def test_a_file_passes_but_for_what_the_stand_in_lacks(name: str, tmp_path: Path
 
 def test_every_file_is_known() -> None:
     there = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
-    assert DEVICES.keys() | NOT_YET == there
-    assert not DEVICES.keys() & NOT_YET
+    assert DEVICES.keys() == there
 
 
 def run_file(name: str, report: Path, base_folder: Path) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from drumline.telemetry.events import last_measurement, read
+from tests.gpu.stand_in import size
 from tests.harness import drumline, losses, write_config
 from tests.tiny import tiny_model_dir
 
@@ -20,7 +21,7 @@ MEMORY: dict[str, dict[str, Any]] = {
     "offload": {"activation_offload": True},
     "full": {"activation_checkpointing": "full"},
     "offload, full": {"activation_offload": True, "activation_checkpointing": "full"},
-    "chunks": {"mlp_chunk": 1024},
+    "chunks": {"mlp_chunk": size(1024, 512)},
 }
 
 
@@ -28,16 +29,23 @@ MEMORY: dict[str, dict[str, Any]] = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs of a model whose activations are most of its memory."""
     root = tmp_path_factory.mktemp("activations")
-    tiny_model_dir(root / "model", hidden=256, layers=12)
+    tiny_model_dir(root / "model", hidden=size(256, 64), layers=12)
     found = {}
     for number, (name, memory) in enumerate(MEMORY.items()):
         folder = root / str(number)
         folder.mkdir()
         run = {"device": "cuda", "steps": 4, "dir": str(folder / "run")}
         path = write_config(
-            folder, root / "model", rows=400, strategy="single", memory=memory, run=run, data={"packing": True, "max_length": 512},
-            batch={"global_samples": 16, "micro_batch": 16}, eval={"at_start": False},
-        )  # fmt: skip
+            folder,
+            root / "model",
+            rows=400,
+            strategy="single",
+            memory=memory,
+            run=run,
+            data={"packing": True, "max_length": size(512, 256)},
+            batch={"global_samples": 16, "micro_batch": 16},
+            eval={"at_start": False},
+        )
         assert drumline("train", path, "precision=fp32", "precision.tf32=false").code == 0
         found[name] = folder / "run"
     return found

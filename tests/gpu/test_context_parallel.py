@@ -71,7 +71,8 @@ def test_two_gpus_train_as_one(tmp_path: Path, strategy: str) -> None:
         tmp_path,
         tiny_model_dir(tmp_path / "model"),
         run={"device": "cuda"},
-        data={"packing": False},
+        # In fp32 the ring's kernel takes multiples of 32 tokens: two ranks hold four parts.
+        data={"packing": False, "max_length": 128},
         precision="fp32",
     )
     for name, options in {

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from drumline.engine.muon import _orthogonal
 from drumline.vendor.torch import FakeStore
+from tests.gpu.stand_in import size
 from tests.harness import drumline, events, losses, weights, write_config
 from tests.tiny import tiny_model_dir
 
@@ -73,7 +74,7 @@ def test_low_precision(folder: Path, precision: str, offload: str) -> None:
 
 def test_offloaded_state_takes_no_gpu_memory(folder: Path, tmp_path: Path) -> None:
     """Weights, gradients and moments of a model with a large embedding: most of them never lie on the GPU together."""
-    tiny_model_dir(tmp_path / "model", hidden=512, layers=8)
+    tiny_model_dir(tmp_path / "model", hidden=size(512, 384), layers=8)
     peaks = {}
     for offload in ("none", "cpu"):
         assert train(tmp_path, offload, {"kind": "fsdp2", "offload": offload}) == 0
@@ -83,7 +84,7 @@ def test_offloaded_state_takes_no_gpu_memory(folder: Path, tmp_path: Path) -> No
 
 def test_an_optimizer_on_the_host_takes_no_gpu_memory(tmp_path: Path) -> None:
     """Weights and gradients are all that is left there: half of it."""
-    tiny_model_dir(tmp_path / "model", hidden=512, layers=8)
+    tiny_model_dir(tmp_path / "model", hidden=size(512, 384), layers=8)
     peaks = {}
     for offload in ("false", "true"):
         assert train(tmp_path, offload, "fsdp2", f"optimizer.offload={offload}") == 0

@@ -120,7 +120,7 @@ def test_steps_parameter_by_parameter_are_those_of_a_whole_step(
     tmp_path: Path, option: str
 ) -> None:
     """On FSDP2's streams, and with copies that run beside steps on the host."""
-    batch = {"micro_batch": 4, "accumulation": 1}
+    batch = {"global_samples": 4 * torch.cuda.device_count(), "micro_batch": 4}
     path = config(
         tmp_path,
         strategy="fsdp2",

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import drumline, losses, write_config
+from tests.gpu.stand_in import COMPILED_CODE, IS_STAND_IN
+from tests.harness import PATIENCE, drumline, losses, write_config
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.skipif(
@@ -51,9 +52,11 @@ def train(folder: Path, name: str, **sections: Any) -> int:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.timeout(450)
+@pytest.mark.timeout(450 * PATIENCE)
 def test_near_a_plain_run(folder: Path, name: str) -> None:
     sections, package, within = KINDS[name]
+    if IS_STAND_IN and "compile" in sections:
+        pytest.skip(f"needs {COMPILED_CODE}")
     pytest.importorskip(package)
     assert train(folder, name, **sections) == 0
     assert losses(folder / name) == pytest.approx(losses(folder / "plain"), rel=within)
