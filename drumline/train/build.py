@@ -75,7 +75,7 @@ def build(
     goodput.end_part("model")
     checkpointer = checkpointer_of(plan, rating_of(plan))
     if memory is not None:
-        memory.begin()
+        memory.open_writer()
     state = TrainState()
     if start is not None:
         with goodput.spend("restore"):

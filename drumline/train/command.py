@@ -367,7 +367,7 @@ def export(run: str, to: Path, which: str, dtype: str, adapter: bool, trust: boo
 
     `which`: last, best, or the number of a step. `dtype`: of the weights.
     """
-    from drumline.checkpoint.remote import at_hand
+    from drumline.checkpoint.remote import local_copy
     from drumline.models.export import Which
     from drumline.models.export import export as write
 
@@ -379,7 +379,7 @@ def export(run: str, to: Path, which: str, dtype: str, adapter: bool, trust: boo
             f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step"
         )
     checkpoint = cast(Which, choice)
-    with at_hand(run, checkpoint) as run_dir, bars(Console(stderr=True)) as on_progress:
+    with local_copy(run, checkpoint) as run_dir, bars(Console(stderr=True)) as on_progress:
         result = write(
             run_dir, to, checkpoint, on_progress, dtype=dtype, adapter=adapter, trust=trust
         )

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 
 from drumline.checkpoint.disks import Disks, Gatherer, fetch
-from drumline.checkpoint.load import Found, check, compensations, load, newest, read_state
+from drumline.checkpoint.load import (
+    FoundCheckpoint,
+    check,
+    load,
+    missing_compensations,
+    newest,
+    read_state,
+)
 from drumline.checkpoint.manifest import make_newest, read_manifest, step_of
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.remote import Store
-from drumline.checkpoint.retention import best_of, recover
+from drumline.checkpoint.retention import best_checkpoint, recover
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.load import refused, saved_config
 from drumline.config.resume import CHECKPOINTS, Resume
@@ -67,9 +74,9 @@ class Start:
             if found.path is None:
                 raise _none_is_whole(found, resume.place)
         elif is_url(resume.place):
-            found = Found(fetch(resume.place, Path(plan.run_dir) / FETCHED), [])
+            found = FoundCheckpoint(fetch(resume.place, Path(plan.run_dir) / FETCHED), [])
         else:
-            found = Found(_check_named(plan, Path(resume.place)), [])
+            found = FoundCheckpoint(_check_named(plan, Path(resume.place)), [])
         skipped = []
         for path, reason in found.skipped:
             skipped.append({"path": str(path), "reason": reason})
@@ -147,7 +154,7 @@ class Start:
 def _load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill tensors from a checkpoint. Sections that only some runs have may be missing there."""
     # What Kahan sums have lost goes into the weights, if this run has no place for it.
-    lost = compensations(path, tensors)
+    lost = missing_compensations(path, tensors)
     wanted = dict(tensors)
     for name, (_, value) in lost.items():
         wanted[name] = value
@@ -173,7 +180,7 @@ def _weights_in(path: Path | None) -> frozenset[str]:
     return frozenset(weights)
 
 
-def _none_is_whole(found: Found, where: str) -> CheckpointError:
+def _none_is_whole(found: FoundCheckpoint, where: str) -> CheckpointError:
     """Return the error that all checkpoints of a folder are damaged, with the reason of each."""
     reasons = "; ".join(reason for _, reason in found.skipped)
     return CheckpointError(
@@ -183,7 +190,7 @@ def _none_is_whole(found: Found, where: str) -> CheckpointError:
     )
 
 
-def _newest_of_run(plan: Plan, memory: Memory | None) -> Found:
+def _newest_of_run(plan: Plan, memory: Memory | None) -> FoundCheckpoint:
     """Return the newest whole checkpoint of a run, on disk, at its URL or in memory. Collective."""
     found = _newest_on_disk(plan)
     if memory is None:
@@ -193,10 +200,10 @@ def _newest_of_run(plan: Plan, memory: Memory | None) -> Found:
         step_on_disk = step_of(found.path.name) or 0
     # Only a state in memory that is newer than the one on disk counts.
     in_memory = memory.newest(step_on_disk, lambda state: _misfit(plan, state))
-    return Found(in_memory.path or found.path, [*in_memory.skipped, *found.skipped])
+    return FoundCheckpoint(in_memory.path or found.path, [*in_memory.skipped, *found.skipped])
 
 
-def _newest_on_disk(plan: Plan) -> Found:
+def _newest_on_disk(plan: Plan) -> FoundCheckpoint:
     """Return the newest whole checkpoint on disk. Collective.
 
     If its files may lie on several disks or at a URL, they are put together on each disk.
@@ -211,7 +218,9 @@ def _newest_on_disk(plan: Plan) -> Found:
         store = Store(options.url)
     gatherer = Gatherer(root, options.verify, store, Disks.find(root, ranks))
     mode = rating_of(plan)
-    return gatherer.newest(lambda known: best_of(known, mode) if options.keep_best else None)
+    return gatherer.newest(
+        lambda known: best_checkpoint(known, mode) if options.keep_best else None
+    )
 
 
 def _check_named(plan: Plan, path: Path) -> Path:
@@ -265,11 +274,11 @@ def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
     )
 
 
-def memory_of(plan: Plan, goes_on: bool) -> Memory | None:
-    """Return where hosts keep states in memory; None if they do not.
+def memory_of(plan: Plan, resumes_newest: bool) -> Memory | None:
+    """Return the checkpoints that hosts keep in memory; None if the plan keeps none there.
 
-    `goes_on`: the run has started before. Collective.
+    `resumes_newest`: as for `Memory`. Collective.
     """
     if not plan.config.checkpoint.in_memory_every:
         return None
-    return Memory(Path(plan.run_dir), goes_on)
+    return Memory(Path(plan.run_dir), resumes_newest)

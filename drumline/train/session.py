@@ -234,7 +234,7 @@ class Session:
         self._note_batch_norms()
         checkpointer = checkpointer_of(self.plan, "min")
         if memory is not None:
-            memory.begin()
+            memory.open_writer()
         self._state = TrainState()
         saved_step = -1
         if start is not None:

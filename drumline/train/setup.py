@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drumline.checkpoint.load import named, state_to_resume
+from drumline.checkpoint.load import named_state, state_to_resume
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import Store, require_unused
 from drumline.checkpoint.retention import recover
@@ -140,7 +140,7 @@ def _check_request(request: Request) -> None:
     config = request.loaded.config
     base_dir = request.loaded.base_dir.absolute()
     if request.resume is not None and request.resume.place is not None:
-        named(request.resume.place)
+        named_state(request.resume.place)
     if config.checkpoint.url:
         # Raises EnvironmentFault if fsspec lacks what the URL requires.
         Store(config.checkpoint.url)
