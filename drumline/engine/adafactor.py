@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from drumline.config.config import OptimizerConfig
-from drumline.engine.norms import Place, local, spread_over
+from drumline.engine.norms import ShardGroups, local, shard_groups
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 # The averages of squared gradients take in the newest ones with the weight step^DECAY.
@@ -62,18 +62,18 @@ class Adafactor(torch.optim.Optimizer):
         Parameters that are cut over the same ranks are stepped together, so that they share the two
         all-reduces. All ranks go through their parameters, and so the collectives, in one order.
         """
-        by_place: dict[Place, list[_Entry]] = {}
+        by_place: dict[ShardGroups, list[_Entry]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                place = spread_over(parameter)
+                place = shard_groups(parameter)
                 entry = _Entry(parameter, local(parameter.grad), group)
                 by_place.setdefault(place, []).append(entry)
         for place, entries in by_place.items():
             self._step_at(place, entries)
 
-    def _step_at(self, place: Place, entries: list[_Entry]) -> None:
+    def _step_at(self, place: ShardGroups, entries: list[_Entry]) -> None:
         """Step the parameters that are cut over the same groups of ranks."""
         parts: list[torch.Tensor] = []
         for entry in entries:
@@ -221,7 +221,7 @@ def _cuts(parameter: torch.Tensor) -> tuple[Cut, Cut]:
     return rows, columns
 
 
-def _all_reduced(parts: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
+def _all_reduced(parts: list[torch.Tensor], place: ShardGroups) -> list[torch.Tensor]:
     """Return the sums of flat tensors over the groups, by one all-reduce a group.
 
     `place`: the groups over which the parameters are cut; none for whole ones, which need no sum.

@@ -16,10 +16,10 @@ from torch.nn import Module
 from drumline.config.config import LoRAConfig
 from drumline.config.model import Head
 from drumline.dist.seeds import derive
-from drumline.engine.engine import POLICY, CompositeEngine, Engine, OpenEngine, of_role
+from drumline.engine.engine import POLICY, CompositeEngine, Engine, OpenEngine, select_role
 from drumline.engine.native import ForwardEngine, NativeEngine, prepare
 from drumline.engine.optimizer import MakeOptimizer
-from drumline.engine.transforms import gathered_in, recomputed_by_blocks
+from drumline.engine.transforms import gather_dtype, recomputed_by_blocks
 from drumline.errors import PlanError
 from drumline.models import adapters
 from drumline.models.attention import attend_by_documents
@@ -67,14 +67,14 @@ def build_engine(
     trainable = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
     names = dict.fromkeys(checkpoint_keys)
     # Each engine gets the keys of its own role, without the role's name.
-    policy_keys = frozenset(of_role(names, POLICY))
+    policy_keys = frozenset(select_role(names, POLICY))
     policy = _build_trainable(plan, device, policy_keys, plan.config.head)
     if not trainable:
         return policy
     engines = {POLICY: policy}
     lr_ratios = {}
     for name, chosen in trainable.items():
-        keys = frozenset(of_role(names, name))
+        keys = frozenset(select_role(names, name))
         engines[name] = _build_trainable(plan.of_role(name), device, keys, chosen.head)
         lr_ratios[name] = chosen.lr_ratio
     return CompositeEngine(engines, lr_ratios)
@@ -112,7 +112,7 @@ def _build_trainable(
         # DeepSpeed keeps all weights low, and fp32 values of the trainable ones besides.
         keep_frozen_low(plan, model)
     if isinstance(adapter, LoRAConfig) and adapter.quantize != "none":
-        dtype = gathered_in(plan)
+        dtype = gather_dtype(plan)
         if dtype is None:
             dtype = LOW_PRECISION.get(plan.precision, torch.float32)
         pack(model, adapter.quantize, dtype)
@@ -254,7 +254,7 @@ def keep_frozen_low(plan: Plan, model: Any) -> None:
     dtype = LOW_PRECISION.get(plan.precision)
     if dtype is not None:
         keep_low([model], dtype)
-        if gathered_in(plan) is None:
+        if gather_dtype(plan) is None:
             give_fp32(model)
 
 
@@ -267,7 +267,7 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
     model, source = _lay_out(plan, device, frozenset(), head, draws=False)
     model.requires_grad_(False)
     dtype = LOW_PRECISION.get(plan.precision)
-    casts = gathered_in(plan) is not None
+    casts = gather_dtype(plan) is not None
     is_pure = (as_deepspeed or plan.pure) and not casts
     if dtype is not None:
         is_all_low = casts or is_pure

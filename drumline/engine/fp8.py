@@ -61,7 +61,7 @@ def _is_fit(module: nn.Module) -> bool:
     return all(side % MULTIPLE == 0 for side in module.weight.shape)
 
 
-def gathered_scales(model: nn.Module) -> None:
+def compute_gather_scales(model: nn.Module) -> None:
     """Compute the scales that FSDP2 will gather weights with. Collective.
 
     It takes one all-reduce in the place of one for each weight.

@@ -23,13 +23,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.dist.mesh import device_mesh
 from drumline.engine.data_parallel import Spread
-from drumline.engine.engine import DeviceSums, Read, Sums, added, reader, total
+from drumline.engine.engine import (
+    DeviceSums,
+    Read,
+    Sums,
+    reading_objective,
+    sum_on_device,
+    sum_to_host,
+)
 from drumline.engine.experts import apply_expert_parallelism
 from drumline.engine.native import ForwardEngine, NativeEngine, full_tensor, spread_over_data
 from drumline.engine.norms import local
 from drumline.engine.stages import Cuts, Stage, find_cuts, rank_part, weights_of_both_ends
 from drumline.engine.tensor_parallel import apply_tp
-from drumline.engine.transforms import apply_compile, apply_memory, gathered_in
+from drumline.engine.transforms import apply_compile, apply_memory, gather_dtype
 from drumline.models import adapters
 from drumline.models.shards import Values, all_tensors, tied_names
 from drumline.plan.plan import Plan
@@ -65,7 +72,7 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     shared = weights_of_both_ends(model, cuts)
     # Hidden states travel in the type of the residual stream. Autocast leaves it in fp32, and
     # weights that FSDP2 casts do not.
-    dtype = gathered_in(plan) or torch.float32
+    dtype = gather_dtype(plan) or torch.float32
     own_part = rank_part(model, cuts, own_layers, dtype)
     if not next(own_part.parameters()).is_meta:
         own_part.to(values.device)
@@ -310,7 +317,7 @@ class ForwardPipeline(PartOfPipeline):
         last = self.stages[-1]
         own_sums: Sums | None = None
         if last.is_last:
-            own_sums = total(last.outs)
+            own_sums = sum_to_host(last.outs)
         sums: Sums = self._object_of_last_rank(own_sums)
         last.outs.clear()
         return sums
@@ -332,7 +339,7 @@ class ForwardPipeline(PartOfPipeline):
         with contextlib.ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(adapters.switched(stage.model, adapter))
-            self.evaluate(micro_batches, reader(read, kept))
+            self.evaluate(micro_batches, reading_objective(read, kept))
         own_forms = [(tensor.shape, tensor.dtype) for tensor in kept]
         forms = self._object_of_last_rank(own_forms)
         last_rank = self.ranks - 1
@@ -353,8 +360,8 @@ class ForwardPipeline(PartOfPipeline):
         dist.broadcast_object_list(box, group=self.group, group_src=self.ranks - 1)
         return box[0]
 
-    def _train(self, mode: bool) -> None:
-        super()._train(mode)
+    def _set_training(self, mode: bool) -> None:
+        super()._set_training(mode)
         # Stages are shallow copies of the model with the same blocks, and have flags of their own.
         for stage in self.stages:
             stage.train(mode)
@@ -466,7 +473,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         self.schedule = self._build_schedule(plan, schedule, len(plan.pipeline.layers))
         # What stages before the last one return; None until the names are known.
         self.sums: DeviceSums | None = None
-        self._train(True)
+        self._set_training(True)
 
     def _build_schedule(self, plan: Plan, name: str, number_of_stages: int) -> Any:
         """Return torch's schedule over this rank's stages.
@@ -532,7 +539,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         Elsewhere they are zeros (−∞ for a key `max_…`), which the loop does not count.
         """
         last = self.stages[-1]
-        own_sums = added(last.outs)
+        own_sums = sum_on_device(last.outs)
         last.outs.clear()
         if self.sums is None:
             self.sums = {}

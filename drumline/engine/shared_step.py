@@ -48,12 +48,12 @@ class SharedStep(Spread):
             part = local(parameter.detach())
             self.own_rows[id(parameter)] = nn.Parameter(self._rows_as_dtensor(parameter, part))
 
-    def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    def optimizer_parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return this rank's rows of each trainable parameter, under the parameter's name."""
-        stepped: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for name, parameter in named.items():
-            stepped[name] = self.own_rows.get(id(parameter), parameter)
-        return stepped
+            parameters[name] = self.own_rows.get(id(parameter), parameter)
+        return parameters
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

@@ -35,7 +35,7 @@ from torch.distributed.tensor import (
 )
 
 from drumline.dist.mesh import first_row
-from drumline.engine.experts import apply_experts, with_weights
+from drumline.engine.experts import apply_experts, replace_weights
 from drumline.engine.norms import local
 from drumline.errors import PlanError
 from drumline.models.blocks import (
@@ -275,7 +275,7 @@ def _cut_stream(model: nn.Module, stream: Stream) -> None:
         for module in block.modules():
             if _has_whole_weight(module):
                 sum_gradient = _with_options(_sum_gradient, stream.mesh)
-                module.forward = with_weights(module, module.forward, sum_gradient)
+                module.forward = replace_weights(module, module.forward, sum_gradient)
         path, _, number = name.rpartition(".")
         is_first = f"{path}.{int(number) - 1}" not in row
         is_last = f"{path}.{int(number) + 1}" not in row
@@ -333,7 +333,7 @@ def _cut(module: nn.Module, style: str, mesh: DeviceMesh, stream: Stream | None)
         # With a stream it is done for all such weights.
         if stream is None:
             sum_gradient = _with_options(_sum_gradient, mesh)
-            module.forward = with_weights(module, module.forward, sum_gradient)
+            module.forward = replace_weights(module, module.forward, sum_gradient)
         return
     if style == "experts":
         apply_experts(module, mesh, shares_tokens=stream is None)
@@ -477,7 +477,7 @@ def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
     own_padding = None
     if padding is not None and first <= padding < first + rows:
         own_padding = padding - first
-    inner = with_weights(embedding, embedding.forward, local)
+    inner = replace_weights(embedding, embedding.forward, local)
 
     def look_up(ids: Tensor) -> Tensor:
         """Return the embedding of each token, summed over the ranks.

@@ -31,7 +31,7 @@ from drumline.config.load import refused, saved_config
 from drumline.config.resume import CHECKPOINTS, Resume
 from drumline.config.run import EvalConfig
 from drumline.config.urls import FETCHED, is_url
-from drumline.engine.engine import OPTIONAL, Engine
+from drumline.engine.engine import OPTIONAL_SECTIONS, Engine
 from drumline.errors import CheckpointError
 from drumline.plan.plan import Plan
 from drumline.system.files import is_own_checkpoint
@@ -162,7 +162,7 @@ def _load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     for name in tensors:
         section = name.partition(".")[0]
         kind = section.rpartition("/")[2]
-        if kind in OPTIONAL:
+        if kind in OPTIONAL_SECTIONS:
             optional.add(section)
     load(path, wanted, optional=frozenset(optional))
     for weight, value in lost.values():

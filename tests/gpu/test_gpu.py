@@ -182,7 +182,7 @@ def test_the_host_does_not_wait_to_know_how_long_copies_did(kind: Any) -> None:
             with spread.micro_batch(last=True):
                 loss = spread.module(torch.ones(4, 64, device="cuda")).sum()
                 torch.cuda._sleep(kernel)
-                with spread.going_back(loss):
+                with spread.backward_context(loss):
                     loss.backward()
             return spread.exposed_communication()
 

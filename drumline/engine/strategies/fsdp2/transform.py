@@ -18,9 +18,9 @@ from torch.distributed.fsdp import (
 
 from drumline.dist.mesh import data_mesh, expert_mesh
 from drumline.engine.data_parallel import Sharded
-from drumline.engine.experts import of_experts
+from drumline.engine.experts import is_expert_shard
 from drumline.engine.native import Plain
-from drumline.engine.transforms import DTYPES, gathered_in
+from drumline.engine.transforms import DTYPES, gather_dtype
 from drumline.models.blocks import blocks, vocabulary
 from drumline.models.containers import each_tensor
 from drumline.models.head import gather_for_objective
@@ -45,7 +45,7 @@ def spread(
     weights is sharded first, then its parts are filled.
     """
     is_own_module = isinstance(roots[0][0], Plain)
-    dtype = gathered_in(plan, is_own_module)
+    dtype = gather_dtype(plan, is_own_module)
     experts = None
     if plan.mesh.ep > 1:
         experts = expert_mesh(whole)
@@ -167,7 +167,7 @@ def _expert_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that hold weights of experts themselves."""
     layers = []
     for module in model.modules():
-        if any(of_experts(parameter) for parameter in module._parameters.values()):
+        if any(is_expert_shard(parameter) for parameter in module._parameters.values()):
             layers.append(module)
     return layers
 

@@ -25,7 +25,7 @@ from torch import nn
 from drumline.dist.reduce import add_up
 from drumline.engine.data_parallel import buckets
 from drumline.engine.native import NativeEngine
-from drumline.engine.optimizer import quantised
+from drumline.engine.optimizer import is_quantised
 from drumline.models.freeze import require_none_late
 from drumline.models.shards import canonical_tensors
 from drumline.plan.plan import Plan
@@ -116,7 +116,7 @@ class LocalEngine(NativeEngine):
             is_moment = name.startswith("optim.") and tensor.is_floating_point()
             if name not in self.apart and not is_moment:
                 continue
-            if quantised(tensor):
+            if is_quantised(tensor):
                 codes[name] = tensor
             else:
                 plain.append(tensor)

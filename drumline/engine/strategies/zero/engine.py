@@ -30,13 +30,13 @@ from torch import nn
 
 from drumline.config.mesh import share
 from drumline.engine.data_parallel import Spread
-from drumline.engine.engine import DeviceSums, added
+from drumline.engine.engine import DeviceSums, sum_on_device
 from drumline.engine.native import ForwardEngine
 from drumline.engine.optimizer import MakeOptimizer, make_state, new_optimizer
 from drumline.engine.plain import Plain, modes_kept
 from drumline.engine.strategies.zero.clock import Clock, clock_of_backend
 from drumline.engine.strategies.zero.fill import (
-    InTurn,
+    ParametersInTurn,
     fill_parameters,
     require_slots,
     shard_of_rank,
@@ -162,7 +162,7 @@ def _fill(
 
         parameters = fill_parameters(plan, model, values, masters, own_shard)
         dtype = LOW_PRECISION.get(plan.precision, torch.float32)
-        in_turn = InTurn(module, parameters)
+        in_turn = ParametersInTurn(module, parameters)
         deepspeed.zero.Init(module=in_turn, config_dict_or_path=options, dtype=dtype)
         return masters
     device = torch.device(get_accelerator().current_device_name())
@@ -322,11 +322,11 @@ class DeepSpeedEngine(ForwardEngine):
                 beat("backward")
                 self.backward(loss_sum, denominator)
             outs.append({"loss": loss_sum.detach(), **sums})
-        return added(outs)
+        return sum_on_device(outs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Run a micro-batch in a `with` block. After the last one DeepSpeed reduces gradients."""
-        self.statistics.note()
+        self.statistics.begin_step()
         self.engine.set_gradient_accumulation_boundary(last)
         return self._measure_waits()
 
@@ -414,7 +414,7 @@ class DeepSpeedEngine(ForwardEngine):
         DeepSpeed decides on the host what it does, so both scalars are read at once.
         """
         require_none_late(self.model, self.initially_trainable)
-        self.statistics.settle(finite)
+        self.statistics.end_step(finite)
         # Waits for the device, as does the norm below.
         if finite:
             self._step(lr, float(grad_norm))

@@ -18,7 +18,7 @@ from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 
 
-class InTurn(nn.Module):
+class ParametersInTurn(nn.Module):
     """A module for zero.Init that yields given parameters.
 
     Each is cut before the next one is made.
