@@ -1,10 +1,8 @@
-"""The pipeline engine: each rank holds some stages of the model.
+"""The engine of a pipeline of a Hugging Face model. Torch's schedules say which stage runs when.
 
-Torch's schedules say which stage runs when.
-
-Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients
-travel between stages. The last stage's forward ends in the objective. Its loss is what the schedule
-differentiates, and its sums go to all ranks afterwards.
+Each rank holds some stages. All ranks of a pipeline are given the same micro-batches, so only
+hidden states and their gradients travel between stages. The forward of the last stage ends in the
+objective: the schedule differentiates its loss.
 """
 
 from __future__ import annotations
@@ -92,11 +90,11 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
 
 
 class StageWithObjective(Stage):
-    """A stage as a schedule runs it; the last one ends in the loss, float32[1].
+    """A stage as a schedule runs it. The last stage returns the loss, float32[1].
 
-    Every schedule runs a stage's micro-batches in their order, so the stage takes them in turn. A
-    number from the schedule would have to be a tensor. FSDP2 would copy that to the device, and the
-    host would wait to read it.
+    Every schedule runs a stage's micro-batches in their order, so the stage takes the next one at
+    each forward. (A schedule could only hand it the number of a micro-batch as a tensor, which FSDP2
+    would copy to the device, and the host would wait to read.)
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -153,10 +151,10 @@ class StageWithObjective(Stage):
         return (answer.loss_sum * scale).reshape(1)
 
     def _loss_with_gradients(self, out: Any, batch: Any) -> torch.Tensor:
-        """Return the loss, and run the objective's backward at once, right behind its forward.
+        """Return the scaled loss, after running the objective's backward at once.
 
-        For a schedule that goes through a stage's graph twice: the chunked cross-entropy makes its
-        gradients in forward and gives them away once.
+        For a schedule that goes through a stage's graph twice (zero bubble): the chunked
+        cross-entropy makes its gradients in forward, and can hand them out only once.
         """
         values: dict[str, torch.Tensor] = {}
         for name in DIFFERENTIABLE:
@@ -210,7 +208,8 @@ class _Form(NamedTuple):
 class PartOfPipeline(ForwardEngine):
     """An engine over some stages of a model, which exchanges tensors with the ranks of the others.
 
-    `rank`, `ranks`: of the pipeline. `group`: its ranks. `place`: the device of this rank.
+    `rank`, `ranks`: this rank's number in the pipeline, and how many ranks it has. `group`: these
+    ranks. `place`: this rank's device.
     """
 
     rank: int
@@ -219,10 +218,10 @@ class PartOfPipeline(ForwardEngine):
     place: torch.device
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See Engine. Each rank of the pipeline in turn sends what its stages hold to all others.
+        """See Engine. Each rank of the pipeline in turn broadcasts the weights of its stages.
 
-        First all ranks learn the names and shapes of all others: each has to make a buffer for what
-        comes, and to go through the same broadcasts in the same order.
+        Before that, all ranks exchange the names and shapes of their weights: each has to make a
+        buffer for what it receives, and to run the same broadcasts in the same order.
         """
         self._prepare_evaluation_weights()
         own_tensors = all_tensors(self.model)
@@ -291,10 +290,9 @@ class ForwardPipeline(PartOfPipeline):
             stage.autocast = self._autocast
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
-        """Return the sums of forwards alone.
+        """See Engine. Micro-batches go through all stages one after another, by forwards alone.
 
-        Each micro-batch goes through all stages. A rank does not wait until its hidden states are
-        sent: the next micro-batch starts behind them.
+        A rank starts the next micro-batch while the hidden states of the one before are being sent.
         """
         batches = list(micro_batches)
         # With each send its tensor, which must live until it has left.
@@ -334,7 +332,7 @@ class ForwardPipeline(PartOfPipeline):
     def infer(
         self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
     ) -> list[torch.Tensor]:
-        """See Engine. The last stage reads its outputs, and sends all ranks what it has read."""
+        """See Engine. The last stage calls `read`, and broadcasts the results to all ranks."""
         kept: list[torch.Tensor] = []
         with contextlib.ExitStack() as stack:
             for stage in self.stages:
@@ -370,9 +368,9 @@ class ForwardPipeline(PartOfPipeline):
 class LeanStage(pipelining.PipelineStage):
     """A stage of torch's schedules whose buffers live only as long as they are needed.
 
-    Before the first micro-batch, torch allocates what all micro-batches of a step receive, both
-    ways. Here each gets its buffer when it is about to receive, and gives it back after its
-    backward. So what 1F1B holds does not grow with accumulation.
+    Before the first micro-batch, torch allocates the buffers that all micro-batches of a step
+    receive into, forward and backward. Here a micro-batch gets its buffer when it is about to
+    receive, and frees it after its backward. So the memory of 1F1B does not grow with accumulation.
     """
 
     def _setup_forward_recv_info(self, *given: Any) -> None:
@@ -428,9 +426,10 @@ class LeanStage(pipelining.PipelineStage):
 
 
 def _move_buffers(infos: Iterable[Any], device: torch.device) -> list[torch.Tensor]:
-    """Give received tensors empty buffers on another device, and return the buffers that they had.
+    """Replace the receive buffers that are not on `device` by empty ones there; return the old ones.
 
-    Those that are on such a device stay, and so does what comes from no other stage (token ids).
+    `infos`: torch's descriptions of what a micro-batch receives. Those without a buffer, such as
+    token ids, which come from no other stage, are left as they are.
     """
     before = []
     for info in infos:
@@ -442,23 +441,22 @@ def _move_buffers(infos: Iterable[Any], device: torch.device) -> list[torch.Tens
 
 
 class PipelineEngine(ForwardPipeline, NativeEngine):
-    """Engine over a rank's stages.
+    """Trains a rank's stages.
 
-    What it does not override is done as on one process, to the parameters that this rank holds.
+    Methods of `NativeEngine` that it does not override act on the parameters that this rank holds.
     """
 
     def __init__(self, plan: Plan, *parts: Any) -> None:
         """`parts`: as of ForwardPipeline."""
         super().__init__(plan, *parts)
         assert plan.pipeline is not None
-        # Weights that both ends hold and that are trained: their gradients are summed after
-        # backward.
+        # From here on `shared` has only the trainable ones, on the two ranks that hold them: their
+        # gradients are summed after backward.
         if self.rank in (0, self.ranks - 1):
             self.shared = [name for name in self.shared if self.named[name].requires_grad]
         else:
             self.shared = []
-        # In the norm the first rank counts the gradients of these weights, or they would count
-        # twice.
+        # In the norm only the first rank counts their gradients, since they would count twice.
         self.counted_elsewhere = frozenset()
         if self.rank != 0:
             self.counted_elsewhere = frozenset(self.shared)
@@ -552,10 +550,10 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         return self.sums
 
     def _sum_shared_gradients(self) -> None:
-        """Give both ends the sum of their gradients of the weights that both hold.
+        """Sum the gradients of the weights that the first and the last stage both hold.
 
-        So both take the same step. It is a message between two ranks, in place of a collective that
-        all ranks of the pipeline would take part in.
+        So both take the same step. The two ranks exchange messages, so that the other ranks of the
+        pipeline need not take part.
         """
         peer = self.ranks - 1 - self.rank
         for name in self.shared:

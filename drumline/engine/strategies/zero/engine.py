@@ -34,7 +34,7 @@ from drumline.engine.engine import DeviceSums, sum_on_device
 from drumline.engine.native import ForwardEngine
 from drumline.engine.optimizer import MakeOptimizer, make_state, new_optimizer
 from drumline.engine.plain import Plain, modes_kept
-from drumline.engine.strategies.zero.clock import Clock, clock_of_backend
+from drumline.engine.strategies.zero.clock import CollectiveClock, clock_of_backend
 from drumline.engine.strategies.zero.fill import (
     ParametersInTurn,
     fill_parameters,
@@ -230,7 +230,7 @@ class DeepSpeedEngine(ForwardEngine):
         self.zero = engine.optimizer
         self.data_ranks = plan.mesh.data_ranks
         self.precision = plan.precision
-        self.clock: Clock | None = None
+        self.clock: CollectiveClock | None = None
         if plan.device == "cpu":
             self.clock = clock_of_backend(deepspeed.comm.comm)
         self.sharded = engine.zero_optimization_partition_weights()
