@@ -1,4 +1,4 @@
-"""The point that a run starts from: a checkpoint on disk, at a URL or in memory, or step 0."""
+"""`Start`: find the checkpoint that a run goes on from, on disk, at a URL or in memory, and load it."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ class Start:
     evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     @classmethod
-    def find(cls, plan: Plan, resume: Resume, memory: Memory | None = None) -> Start:
-        """Find the whole checkpoint that a run resumes from. Collective.
+    def resolve(cls, plan: Plan, resume: Resume, memory: Memory | None = None) -> Start:
+        """Return the start from the checkpoint that a run resumes from. Collective.
 
-        It is one that the user names by its own path, its run's folder or a URL, or else the newest
-        of the run itself. Raises CheckpointError if none is whole.
+        The user may name a checkpoint, a run folder, or a URL. Otherwise it is the newest whole
+        checkpoint of the run itself; `path` is None if that has saved none yet. Raises
+        CheckpointError if there are checkpoints, but none is whole.
         """
         ranks = RankGroup.all(error_type=CheckpointError)
         ranks.each(partial(recover, Path(plan.run_dir) / CHECKPOINTS))
@@ -129,7 +130,7 @@ class Start:
         return state
 
     def _rate_again(self, path: Path, saved_eval: dict[str, Any], state: TrainState) -> None:
-        """Bring the metrics in `state` up to date.
+        """Bring the metrics in `state` up to date: forget those of another metric, and add a later one.
 
         `saved_eval`: the section eval of the checkpoint's config.
         """
@@ -141,19 +142,18 @@ class Start:
             state.mark = None
             state.stale = 0
         manifest = read_manifest(path)
-        # After steps that changed nothing (`skips`) the metric of the same weights was counted
-        # before the save.
+        # An evaluation may have come after the save; its metric was then written into the manifest
+        # (`Checkpointer.write_metric`), but `state` does not have it. If steps were skipped, the
+        # same weights were evaluated before the save, and `state` has that.
         was_rated_later = 0 <= state.evaluated < state.step and not state.skips
         if was_rated_later and manifest.metric is not None and manifest.rated == f"{mode} {metric}":
-            # An evaluation after the save, whose metric was written beside it
-            # (Checkpointer.write_metric).
             rate_evaluation({metric: manifest.metric}, self.evaluation, state)
             state.evaluated = state.step
 
 
 def _load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill tensors from a checkpoint. Sections that only some runs have may be missing there."""
-    # What Kahan sums have lost goes into the weights, if this run has no place for it.
+    # If this run keeps no Kahan compensations, the stored ones are added to the weights.
     lost = missing_compensations(path, tensors)
     wanted = dict(tensors)
     for name, (_, value) in lost.items():
@@ -226,7 +226,8 @@ def _newest_on_disk(plan: Plan) -> FoundCheckpoint:
 def _check_named(plan: Plan, path: Path) -> Path:
     """Check a checkpoint that the user has named, and return its path. Collective.
 
-    One of the run's own becomes its newest: a restart, or a spike, goes back to it, and not beyond.
+    If it is one of the run's own, it is made the newest, so that a restart or a rollback goes back
+    to it, and not to a checkpoint of the branch that the run leaves here.
     """
     check(path, plan.config.checkpoint.verify)
     keeps_files_together = not plan.config.checkpoint.apart
@@ -238,7 +239,7 @@ def _check_named(plan: Plan, path: Path) -> Path:
 def _misfit(plan: Plan, state: dict[str, Any]) -> str | None:
     """Return why a run cannot go on from a state in memory; None if it can.
 
-    Unlike a checkpoint on disk, it was not compared with this start's plan before the ranks began.
+    The launcher has compared checkpoints on disk with the plan, but not the states in memory.
     """
     saved = saved_config(state["config"], plan.config, (), "memory")
     changes, keys = refused(saved, plan.config, ())
@@ -253,12 +254,12 @@ def _misfit(plan: Plan, state: dict[str, Any]) -> str | None:
 
 
 def rating_of(plan: Plan) -> str:
-    """Return what rates the run's checkpoints, as `Retention` takes it: "min loss"."""
+    """Return how checkpoints of the run are compared, as `Retention` takes it: "min loss"."""
     return f"{plan.config.eval.mode} {plan.config.eval.metric}"
 
 
 def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
-    """Return what writes the checkpoints of a run.
+    """Return the Checkpointer of a run.
 
     `mode`: min or max, or as `rating_of` returns it. Collective.
     """
