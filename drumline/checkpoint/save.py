@@ -345,8 +345,8 @@ class Checkpointer:
     def _join(self) -> None:
         """Wait for the save in flight, and keep its result."""
         if self._thread:
-            # The watcher lets the first save take any time, and a later one a multiple of the
-            # longest.
+            # The watcher lets the first save take as long as `health` allows, and a later one a
+            # multiple of the longest.
             patience = math.inf
             if self._longest_seconds:
                 patience = max(PATIENCE_SECONDS, TIMES * self._longest_seconds)

@@ -206,6 +206,16 @@ def sum_on_device(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
     return sums
 
 
+def neutral_sum(name: str) -> float:
+    """Return the value that changes no total: for ranks of a pipeline without the last stage.
+
+    Sums are added up over the ranks, but of a key `max_…` the largest is taken.
+    """
+    if name.startswith("max_"):
+        return -math.inf
+    return 0.0
+
+
 def sum_to_host(outs: list[dict[str, torch.Tensor]]) -> Sums:
     """Return `sum_on_device` as numbers, which one copy brings to the host."""
     sums = sum_on_device(outs)

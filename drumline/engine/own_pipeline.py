@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.dist.mesh import device_mesh
 from drumline.engine import native
-from drumline.engine.engine import DeviceSums, Read, Sums
+from drumline.engine.engine import DeviceSums, Read, Sums, neutral_sum
 from drumline.engine.native import NativeEngine
 from drumline.engine.pipeline import PartOfPipeline
 from drumline.engine.stages import Absent
@@ -481,14 +480,14 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
             return sums
         uncounted = {}
         for name, sum_ in sums.items():
-            uncounted[name] = torch.full_like(sum_, _uncounted(name))
+            uncounted[name] = torch.full_like(sum_, neutral_sum(name))
         return uncounted
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         sums = super().evaluate(micro_batches, objective)
         if self.is_last:
             return sums
-        return {name: _uncounted(name) for name in sums}
+        return {name: neutral_sum(name) for name in sums}
 
     def infer(
         self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
@@ -500,13 +499,3 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
             full = self._broadcast_from(self.ranks - 1, own, tensor.shape, tensor.dtype)
             results.append(full)
         return results
-
-
-def _uncounted(name: str) -> float:
-    """Return the value of a sum on a rank without the last stage, such that it changes no total.
-
-    Sums are added up over the ranks, but of a key `max_…` the largest is taken.
-    """
-    if name.startswith("max_"):
-        return -math.inf
-    return 0.0

@@ -8,7 +8,6 @@ objective: the schedule differentiates its loss.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +24,7 @@ from drumline.engine.engine import (
     DeviceSums,
     Read,
     Sums,
+    neutral_sum,
     reading_objective,
     sum_on_device,
     sum_to_host,
@@ -543,8 +543,8 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
             self.sums = {}
             # Once in a run: the names of the sums do not change.
             for name in self._object_of_last_rank(list(own_sums)):
-                value = -math.inf if name.startswith("max_") else 0.0
-                self.sums[name] = torch.tensor(value, dtype=torch.float64).to(self.place)
+                value = torch.tensor(neutral_sum(name), dtype=torch.float64)
+                self.sums[name] = value.to(self.place)
         if last.is_last:
             return own_sums
         return self.sums

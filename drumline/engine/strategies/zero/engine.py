@@ -77,8 +77,8 @@ _joined: list[dist.ProcessGroup | None] = []
 # What torch's optimizers keep of a parameter.
 ADAM = ("exp_avg", "exp_avg_sq")
 SGD = ("momentum_buffer",)
-# DeepSpeed's names for the first half of measuring the norm in a step: of its optimizer for ZeRO 1
-# and 2, for ZeRO 3, and for ZeRO 1 in bf16.
+# The method that measures the gradient norm in a step of DeepSpeed's optimizers: of that for ZeRO 1
+# and 2, of that for ZeRO 3, and of that for ZeRO 1 in bf16.
 MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
 # Where DeepSpeed's optimizers keep gradients, besides at parameters: ZeRO 1 and 2 (the second with
 # offloading), ZeRO 3, and ZeRO 1 in bf16.
@@ -209,8 +209,8 @@ def join(device: str) -> None:
 class DeepSpeedEngine(ForwardEngine):
     """The Engine protocol over the engine that deepspeed.initialize returns.
 
-    Without gradients its module runs by itself. A checkpoint names each tensor on one rank, its
-    owner: each parameter is gathered by itself, and only the owner keeps it.
+    Evaluations run DeepSpeed's module without its engine. For a checkpoint all ranks gather one
+    parameter after another, and only one rank, its owner, keeps the whole tensor and saves it.
     """
 
     trains = True
@@ -250,7 +250,7 @@ class DeepSpeedEngine(ForwardEngine):
         self.own_norm = 0.0
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.steps = 0
-        # By what gradients are still to be divided (`divide`).
+        # What `divide` leaves to the next step to divide the gradients by.
         self.divisor = 1.0
         # Whether the optimizer has made its moments.
         self.has_state = False
@@ -271,10 +271,10 @@ class DeepSpeedEngine(ForwardEngine):
         return ()
 
     def _add_casts(self, plan: Plan) -> None:
-        """Cast what reaches the model to the type of its weights, where nothing else does.
+        """Let hooks cast the inputs of models that need it to the type of the weights.
 
-        Of the models that are not plain, only those of images need it: texts are embedded in that
-        type.
+        Token ids need no cast, since their embeddings have that type. So only models of images and
+        modules of the user's own need it.
         """
         if plan.precision == "fp32":
             return
@@ -292,7 +292,7 @@ class DeepSpeedEngine(ForwardEngine):
             self.model.register_forward_hook(restore_output)
 
     def _register_borrowed_weights(self) -> None:
-        """Tell ZeRO 3 which weights are used outside of their own module's forward."""
+        """Tell ZeRO 3 which weights are also used outside of their own module's forward."""
         module = self.engine.module
         heads = nn.ModuleList()
         # The objective uses the weights of the heads.
