@@ -230,9 +230,10 @@ def _receive(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
 
 
 def fetch(url: str, root: Path) -> Path:
-    """Copy a checkpoint at a URL, or the newest one of a run there, to `root` on each disk.
+    """Download a checkpoint at a URL to `root` on each disk, and return its folder.
 
-    Returns its folder. Collective; raises CheckpointError.
+    `url`: of a checkpoint, or of a run, whose newest one is taken. Collective; raises
+    CheckpointError.
     """
     ranks = Ranks.all(error_type=CheckpointError)
     disks = Disks.find(root, ranks)

@@ -125,7 +125,7 @@ class Adafactor(torch.optim.Optimizer):
         clip = root_mean_square.clamp(min=1.0)
         weight = local(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        # Of the weight as it was before its decay, as torch has it.
+        # The scale is that of the weight before its decay, as in torch.
         scale = update.scale.clamp(min=LEAST_SCALE)
         weight.sub_(update.direction * (rate * scale / clip))
 

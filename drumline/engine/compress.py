@@ -259,7 +259,7 @@ class ErrorFeedback(Compressor):
 
     def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
         super().__init__(group, options, seed)
-        # Of a parameter: fp32[its entries].
+        # What was not sent of each parameter, fp32[its entries].
         self.errors: dict[torch.Tensor, torch.Tensor] = {}
 
     def add_errors(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:

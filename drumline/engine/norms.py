@@ -16,7 +16,7 @@ from drumline.dist.copies import copied_to
 from drumline.dist.reduce import exact, exact_on
 from drumline.vendor.torch import foreach_mul_, foreach_norm
 
-# As torch.amp.GradScaler: doubled after so many steps without an overflow, halved at one.
+# The loss scale is doubled after so many steps without an overflow, as by torch.amp.GradScaler.
 GROWTH_INTERVAL = 2000
 # The process groups whose ranks hold the other parts of a tensor: one for each axis that cuts it.
 ShardGroups = tuple[dist.ProcessGroup, ...]

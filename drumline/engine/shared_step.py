@@ -140,7 +140,7 @@ class Rows:
     def of(cls, parameter: nn.Parameter, replicas: DeviceMesh) -> Rows:
         """Return the rows of a parameter that this rank steps."""
         rows = local(parameter).shape[0]
-        # As torch's Shard cuts: the same number for each rank, and what is left for the last ones.
+        # As torch's Shard does it: each rank has the same number, and the last ones what is left.
         per_rank = math.ceil(rows / replicas.size())
         first = first_row(rows, replicas)
         return cls(parameter, per_rank, first, min(per_rank, rows - first))

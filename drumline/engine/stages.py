@@ -135,7 +135,7 @@ def trace_cuts(model: Any, ids_BT: torch.Tensor) -> Cuts:
     if between:
         raise NO_STAGES.error(f"{class_name} uses {between[0]} between its blocks")
 
-    # Of a tuple that a block returns, the hidden states are the first part.
+    # If a block returns a tuple, the hidden states are its first part.
     returns = 0
     hidden_BTD = block_output
     if isinstance(block_output, tuple):

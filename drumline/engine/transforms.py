@@ -173,13 +173,14 @@ class SyncBatchNormOnCPU(BatchNorm):
                 # Without a momentum the running statistics are the average over all batches.
                 factor = 1.0 / float(self.num_batches_tracked)
             self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), factor)
-            # As torch has it: normalised by the biased variance, and the unbiased one is kept.
+            # As in torch, the running variance is the unbiased one, although the biased one
+            # normalises.
             unbiased_C = variance_C * (count / (count - 1).clamp_min(1))
             self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), factor)
         return output
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        """Take inputs of any dimensions: the class replaces BatchNorm1d, 2d and 3d alike."""
+        """Accept inputs of any number of dimensions: the class replaces BatchNorm1d, 2d and 3d."""
         assert input.dim() >= 2, input.shape
 
 

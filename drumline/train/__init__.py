@@ -9,5 +9,5 @@ what is raised, `health` faults that raise nothing.
 
 from drumline.system.callable_room import make_callable
 
-# By name: a rank imports the room, and not the launcher.
+# The function is given by name: a rank imports this package, and must not import the launcher.
 make_callable(__name__, "drumline.train.run:train")

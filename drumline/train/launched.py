@@ -43,7 +43,7 @@ from drumline.train.failure import OutOfMemory, exit_on_error, note, release_fra
 from drumline.train.replan import advise
 from drumline.train.setup import Request, claim_run_dir, keep_learning_rate, make_plan
 
-# In the run folder: who launched the run last.
+# The file in the run folder that says who launched the run last.
 LAUNCH = "launch.json"
 # A network file system may take a moment to show another host's file.
 SHARED_SECONDS = 10.0

@@ -554,7 +554,7 @@ class Loop:
             if devices is not None:
                 self.emit(devices)
         tokens_per_s = pending.tokens / seconds
-        # Of waits the mean over the ranks is shown; NaN if communication is not measured.
+        # Means over the ranks. The time of communication is NaN if it is not measured.
         data_s = sum(numbers.data_s) / world_size
         comm_s = sum(numbers.comm_s) / world_size
         compute_s = seconds - data_s
@@ -755,7 +755,7 @@ class Loop:
 
 
 def _add_sums(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Return the sums so far with those of `more` batches added; of a key `max_…` the largest."""
+    """Return `sums` with the sums of `more` added; of a key `max_…` the larger one is taken."""
     added = {}
     for key, value in more.items():
         if key.startswith("max_"):

@@ -562,7 +562,7 @@ def _title_of_row(reader: Reader, seen: Seen) -> str:
         if seen.kept is not None:
             kept = seen.kept.segments
         if kept:
-            # Of a pair the longer side counts, as in `Seen.tokens`.
+            # The longer side of a pair counts, as in `Seen.tokens`.
             longest = max(len(segment.tokens) for segment in kept)
             cut_off = seen.tokens - longest
             if cut_off:
@@ -616,7 +616,7 @@ def histogram(sizes: list[int], limit: int) -> list[str]:
     high = max(within_limit, default=0)
     # Sizes of a range; at least 1 where no row is within the limit.
     step = math.ceil((high - low + 1) / BARS) or 1
-    # By the first length of each range.
+    # The label of each range, by its first length.
     labels = {}
     for first in range(low, high + 1, step):
         last = min(first + step - 1, high)

@@ -52,7 +52,7 @@ class Start:
     skipped: list[dict[str, str]]
     # Names of the models' tensors in the checkpoint, without their section.
     checkpoint_keys: frozenset[str]
-    # Of the plan: its metric and mode rate checkpoints.
+    # The section `eval` of the plan, whose metric and mode rate checkpoints.
     evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     @classmethod

@@ -25,9 +25,9 @@ RETURNED = (0, TrainingStopped.exit_code, Preempted.exit_code)
 
 @dataclass(frozen=True)
 class Run:
-    """A run in a folder, which is read anew at each access.
+    """A run. Each access to a property reads the run folder again.
 
-    `exit_code`: 0 finished; 3 stopped by a policy of the config; 75 saved after a stop signal.
+    `exit_code`: 0: finished; 3: stopped by a policy of the config; 75: saved after a stop signal.
     """
 
     dir: Path
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last number of each name: of steps as `loss`, of evaluations as `eval/loss`."""
+        """The last value of each metric: of steps under its name, of evaluations as `eval/NAME`."""
         metrics: dict[str, float] = {}
         for event in self._read():
             if not isinstance(event, Step | Eval):

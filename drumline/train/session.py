@@ -619,7 +619,7 @@ class Session:
                 values = session_checks.require_measured(measure(batch))
                 for name, value in values.items():
                     scalar = torch.as_tensor(value, device=self.device).double().reshape(())
-                    # Of a sample that several ranks have, only one counts it; on the others `counts` is 0.
+                    # `counts` is 0 for a sample that another rank counts.
                     part = scalar * counts
                     sums[name] = sums.get(name, torch.zeros_like(part)) + part
         return sums

@@ -152,7 +152,7 @@ class PendingStep:
     step: int  # steps done, with this one
     denominator: float = 0.0  # of the loss; 0: the sum `weight` is the denominator
     position: int = 0
-    # Of the global batch, without fillers.
+    # The samples of the global batch, without fillers.
     sample_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     tokens: int = 0
     lr: float = 0.0

@@ -586,7 +586,7 @@ class DeepSpeedEngine(ForwardEngine):
     def _first_step(self) -> None:
         """Take a step with zero gradients at rate zero, which makes the optimizer's state."""
         with modes_kept(self.engine):
-            # In the mode of evaluation batch norms take no statistics.
+            # In evaluation mode, so that batch norms do not update their statistics.
             self.engine.eval()
             if isinstance(self.engine.module, Plain):
                 self._zero_backward_of_any_module()
@@ -658,7 +658,8 @@ class DeepSpeedEngine(ForwardEngine):
             else:
                 safe_set_full_optimizer_state(parameter, full, slot)
             return
-        # By the local call: the one for whole tensors requires sizes that the ranks divide.
+        # By DeepSpeed's local functions: those for whole tensors require sizes that the number of
+        # ranks divides.
         own = shard_of_rank(full, self.rank, dist.get_world_size())
         if slot is None:
             parameter.data.copy_(full)
