@@ -197,12 +197,12 @@ def train(path: Path, steps: int) -> None:
     from drumline.system.signals import StopFlag
     from drumline.telemetry.events import EventLog
     from drumline.train.build import build
-    from drumline.train.failure import watched
+    from drumline.train.failure import convert_out_of_memory
     from drumline.train.state import Goodput
 
     plan = Plan.load(path)
     ranks = start(plan.device, plan.backend, 600.0)
-    with watched(plan, 0) as watch:
+    with convert_out_of_memory(plan, 0) as watch:
         loop = build(
             plan,
             ranks,

@@ -307,10 +307,10 @@ def drumline(bench: dict[str, Any], work: Path) -> None:
     """What `drumline train` does, of a plan that saves nothing."""
     from drumline.launch.early import EarlyRanks
     from drumline.system.process import uncollected
-    from drumline.train.command import requested
+    from drumline.train.command import request_maker
 
     run_dir = work / bench["run"]
-    request = requested(work / "bench.yaml", [f"run.dir={run_dir}"], None, (), None)()
+    request = request_maker(work / "bench.yaml", [f"run.dir={run_dir}"], None, (), None)()
     with EarlyRanks(request.loaded.config) as early:
         with uncollected():
             from drumline.launch.local import LocalRanks, launch

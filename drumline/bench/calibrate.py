@@ -50,7 +50,7 @@ from drumline.system.files import write_whole
 from drumline.system.process import tied
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.traffic import CommunicatedBytes
-from drumline.train.failure import note, recording
+from drumline.train.failure import exit_on_error, note
 
 MIB = 2**20
 # The most ranks on a CPU, unless --nproc says more and there are as many cores.
@@ -363,7 +363,7 @@ def _bytes_table(measured: Calibration) -> Table:
 
 def main() -> None:
     """Measure as one rank."""
-    with recording():
+    with exit_on_error():
         task = Task(**json.loads(Path(sys.argv[1]).read_text()))
         # A rank that hangs in a call of C ends here, whatever the other ranks do.
         faulthandler.dump_traceback_later(task.limits.rank_seconds, exit=True)

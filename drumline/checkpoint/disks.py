@@ -1,7 +1,8 @@
-"""Checkpoints of ranks whose hosts share no disk: which ranks share one, copies of files from disk to
-disk, and a checkpoint put together again.
+"""Checkpoints of hosts that share no disk.
 
-All functions are collective. Files go over a gloo group, in pieces, and are hashed by the receiver.
+`Disks` knows which ranks share a disk, `transfer_files` copies files between disks, and `Gatherer`
+makes a checkpoint whole whose files lie on several disks. All functions are collective. Files go
+over a gloo group, in pieces, and are hashed by the receiver.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from drumline.checkpoint.load import HASHING_THREADS, Found
+from drumline.checkpoint.load import HASHING_THREADS, FoundCheckpoint, first_and_count
 from drumline.checkpoint.manifest import (
     INDEX,
     MANIFEST,
@@ -31,18 +32,18 @@ from drumline.checkpoint.manifest import (
     FileRecord,
     HashingFile,
     Manifest,
+    encode_with_checksum,
     folder_name,
+    hash_file,
     open_regular,
     read_part,
-    record_of,
-    require_plain,
-    sealed,
+    require_safe_names,
     step_of,
     write_manifest,
     write_metric,
 )
 from drumline.checkpoint.ranks import Ranks
-from drumline.checkpoint.remote import Store, choose, copy_here, manifests
+from drumline.checkpoint.remote import Store, choose, download_files, read_remote_manifests
 from drumline.config.mesh import share
 from drumline.config.resume import CHECKPOINTS
 from drumline.errors import CheckpointError
@@ -50,19 +51,22 @@ from drumline.foreign import disk_errors
 from drumline.system.files import sync, take_name
 
 PIECE_BYTES = 16 << 20  # of a file on its way to another disk
-HERE = ".here-"  # the name of a rank's mark begins so
+HERE = ".here-"  # the prefix of the file that a rank makes to find out who sees it
 
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks share a disk. `groups` has the ranks of each disk."""
+    """Which ranks share a disk. `groups`: the ranks of each disk, in the order of their first rank."""
 
     ranks: Ranks
     groups: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def find(root: Path, ranks: Ranks) -> Disks:
-        """Find out which ranks see the same `root`, by a file of each rank there. Collective."""
+        """Find out which ranks see the same folder `root`. Collective.
+
+        Each rank makes a file there, and looks for the files of the others.
+        """
         nonce = ranks.first(lambda: secrets.token_hex(8))
         marks = [root / f"{HERE}{nonce}-{rank}" for rank in range(ranks.size)]
         own_mark = marks[ranks.rank]
@@ -91,23 +95,24 @@ class Disks:
 
     @property
     def mine(self) -> int:
-        """The number of this rank's disk."""
+        """The index of this rank's disk in `groups`."""
         return next(number for number, group in enumerate(self.groups) if self.ranks.rank in group)
 
     @property
     def my_group(self) -> tuple[int, ...]:
-        """The ranks of this rank's disk."""
+        """The ranks that share this rank's disk, with this one."""
         return self.groups[self.mine]
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank acts for its disk."""
         return self.my_group[0] == self.ranks.rank
 
     def copies(self, written: list[dict[str, FileRecord]], replicas: int) -> list[Copy]:
-        """Return the copies that bring the files of each rank to `replicas` disks after its own.
+        """Return the copies that bring each rank's files to the `replicas` disks that follow its own.
 
-        `written` has the files of each rank. The ranks of the other disk share the work.
+        `written`: by rank, the files that it has written. The ranks of a receiving disk share the
+        work.
         """
         count = min(replicas, len(self.groups) - 1)
         copies = []
@@ -125,19 +130,20 @@ class Disks:
 
 @dataclass(frozen=True)
 class Copy:
-    """A file of a checkpoint on its way from one rank's disk to another's."""
+    """A file that is copied from one rank's disk to another's."""
 
-    source: int
-    target: int
+    source: int  # rank
+    target: int  # rank
     name: str
     record: FileRecord
 
 
-def carry(copies: list[Copy], here: Path | None, there: Path | None, ranks: Ranks) -> None:
-    """Copy files from folder `here` on one disk to folder `there` on another; each rank its own.
+def transfer_files(copies: list[Copy], here: Path | None, there: Path | None, ranks: Ranks) -> None:
+    """Copy files between disks: from this rank's folder `here`, and into its folder `there`.
 
-    All ranks walk the same list, and send in one thread and receive in another, so none waits for
-    ever. Collective; raises the ranks' error type on all.
+    All ranks are given the same `copies`, in one order. A rank sends in one thread and receives in
+    another, so no two ranks can wait for each other. Collective; raises the ranks' error type on
+    all.
     """
     if not copies:
         return
@@ -167,7 +173,7 @@ def carry(copies: list[Copy], here: Path | None, there: Path | None, ranks: Rank
 
 
 def _pieces(size: int) -> Iterator[torch.Tensor]:
-    """Yield a buffer uint8 for each piece of a file of `size` bytes; they share their memory."""
+    """Yield a uint8 buffer for each piece of a file of `size` bytes. All share the same memory."""
     buffer = torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8)
     for start in range(0, size, PIECE_BYTES):
         left = size - start
@@ -175,10 +181,10 @@ def _pieces(size: int) -> Iterator[torch.Tensor]:
 
 
 def _send(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
-    """Send a file from a folder and return what went wrong.
+    """Send a file from a folder, and return the errors.
 
-    A file that cannot be read is sent nevertheless, as zeros: the other side waits for its bytes,
-    and refuses them.
+    If the file cannot be read, zeros are sent in its place: the receiver waits for as many bytes,
+    and refuses them by their checksum.
     """
     mistakes: list[Exception] = []
     with ExitStack() as stack:
@@ -199,10 +205,9 @@ def _send(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
 
 
 def _receive(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
-    """Receive a file into a folder and return what went wrong.
+    """Receive a file into a folder, and return the errors.
 
-    If the disk takes no more, the rest is received nevertheless: the other side waits to be rid of
-    it.
+    If the disk is full, the rest is received all the same: the sender waits until it is taken.
     """
     mistakes: list[Exception] = []
     with ExitStack() as stack:
@@ -225,9 +230,10 @@ def _receive(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
 
 
 def fetch(url: str, root: Path) -> Path:
-    """Copy a checkpoint at a URL, or the newest one of a run there, to `root` on each disk.
+    """Download a checkpoint at a URL to `root` on each disk, and return its folder.
 
-    Returns its folder. Collective; raises CheckpointError.
+    `url`: of a checkpoint, or of a run, whose newest one is taken. Collective; raises
+    CheckpointError.
     """
     ranks = Ranks.all(error_type=CheckpointError)
     disks = Disks.find(root, ranks)
@@ -240,11 +246,12 @@ def fetch(url: str, root: Path) -> Path:
     folder = root / folder_name(manifest.step)
 
     def copy() -> None:
-        if disks.leads:
+        if disks.is_leader:
             # A start that was killed may have left it.
             shutil.rmtree(folder, ignore_errors=True)
-            _link_files(folder, folder, set(), manifest)
-            copy_here(Store(place), "", manifest, folder, manifest.files)
+            _require_space(root, manifest, present=set())
+            folder.mkdir()
+            download_files(Store(place), "", manifest, folder, manifest.files)
             write_manifest(folder, manifest)
 
     ranks.each(copy)
@@ -253,33 +260,38 @@ def fetch(url: str, root: Path) -> Path:
 
 @dataclass(frozen=True)
 class Offer:
-    """A checkpoint that hosts, or a store, hold whole or in parts."""
+    """A checkpoint that disks or the store hold, whole or in parts."""
 
     manifest: Manifest
     folder: str  # its name on a disk
 
 
 class Inspection(NamedTuple):
-    """The good files of a checkpoint on a disk, and what is wrong with the rest."""
+    """What a rank has found in a checkpoint's folder: the good files, and what is wrong with others."""
 
     good: set[str]
     mistakes: list[str]
 
 
 class Transfers(NamedTuple):
-    """How files come to the disks that lack them: from other disks, and from the store to this one."""
+    """How disks get the files that they lack: copies between disks, and downloads to this one."""
 
     copies: list[Copy]
     downloads: set[str]
 
 
 class Gatherer:
-    """Finds out which checkpoints all disks and the store hold together, and makes them whole on each disk."""
+    """Finds the checkpoints that the disks and the store hold together, and makes them whole on each disk."""
 
     def __init__(
-        self, root: Path, verify: bool, store: Store | None, disks: Disks, first_alone: bool = False
+        self,
+        root: Path,
+        verify: bool,
+        store: Store | None,
+        disks: Disks,
+        only_first_disk: bool = False,
     ) -> None:
-        """`first_alone`: only the disk of rank 0 gets them whole."""
+        """`verify`: shards are hashed, too. `only_first_disk`: only rank 0's disk gets whole checkpoints."""
         self.root = root
         self.verify = verify
         self.store = store
@@ -288,16 +300,17 @@ class Gatherer:
         self.at_store: dict[str, Manifest] = {}
         # The groups of the disks that get checkpoints whole.
         self.wanted = disks.groups
-        if first_alone:
+        if only_first_disk:
             self.wanted = disks.groups[:1]
 
     def newest(
-        self, best: Callable[[list[Manifest]], Manifest | None] = lambda known: None
-    ) -> Found:
-        """Make the newest checkpoint that can be had whole on all disks, and return it.
+        self, best: Callable[[list[Manifest]], Manifest | None] | None = None
+    ) -> FoundCheckpoint:
+        """Make the newest checkpoint whole of which no file is lost, and return it.
 
-        Also makes the one that `best` chooses, if it can be had. Collective. Raises CheckpointError
-        on all ranks if copying fails, or if the store does not answer.
+        `best`: chooses one more of all known checkpoints, which is made whole too if it can be.
+        Collective. Raises CheckpointError on all ranks if copying fails, or if the store does not
+        answer.
         """
         offers, skipped = self._offers()
         made: Path | None = None
@@ -308,14 +321,14 @@ class Gatherer:
                 made = folder
                 break
             skipped.append((folder, "; ".join(reasons)))
-        if made is not None:
+        if made is not None and best is not None:
             chosen = best([offer.manifest for offer in offers])
             if chosen is not None and folder_name(chosen.step) != made.name:
                 self._make_whole(Offer(chosen, folder_name(chosen.step)))
-        return Found(made, skipped)
+        return FoundCheckpoint(made, skipped)
 
     def _offers(self) -> tuple[list[Offer], list[tuple[Path, str]]]:
-        """Return all checkpoints that a disk or the store has something of, newest first.
+        """Return all checkpoints of which a disk or the store has some file, newest first.
 
         Also returns the folders that cannot be read, each with the reason.
         """
@@ -324,7 +337,7 @@ class Gatherer:
         skipped = []
         for manifests_here, unreadable in self.ranks.each(self._manifests_here):
             for key, manifest in manifests_here.items():
-                # A kill may have come before the metric was written everywhere.
+                # A kill may have kept the metric from being written on every disk.
                 if key not in known or known[key].metric is None:
                     known[key] = manifest
             skipped += unreadable
@@ -336,56 +349,60 @@ class Gatherer:
     def _manifests_here(self) -> tuple[dict[str, Manifest], list[tuple[Path, str]]]:
         """Return the manifests on this disk, and the folders that cannot be read with the reason.
 
-        Only the rank that acts for the disk looks.
+        Both are empty on ranks that do not act for their disk.
         """
         readable: dict[str, Manifest] = {}
         unreadable: list[tuple[Path, str]] = []
-        if not self.disks.leads or not self.root.is_dir():
+        if not self.disks.is_leader or not self.root.is_dir():
             return readable, unreadable
         for path in sorted(self.root.iterdir(), reverse=True):
             if step_of(path.name) is None:
                 continue
             try:
                 manifest, _ = read_part(path)
-                require_plain(manifest, str(path))
+                require_safe_names(manifest, str(path))
             except CheckpointError as error:
                 unreadable.append((path, error.line()))
             else:
-                readable[_key(manifest)] = manifest
+                readable[_identity_of_save(manifest)] = manifest
         return readable, unreadable
 
     def _manifests_at_store(self) -> dict[str, Manifest]:
-        """Return the manifests at the store, by their keys. Raises CheckpointError."""
+        """Return the manifests at the store, by the identities of their saves. Raises CheckpointError."""
         if self.store is None:
             return {}
         with disk_errors("cannot be read", self.store.url, CheckpointError):
-            return {_key(manifest): manifest for manifest in manifests(self.store).values()}
+            known = read_remote_manifests(self.store)
+        return {_identity_of_save(manifest): manifest for manifest in known.values()}
 
     def _make_whole(self, offer: Offer) -> list[str]:
-        """Make a checkpoint whole on each disk. Returns the reasons if it cannot be had.
+        """Make a checkpoint whole on each disk that wants it, and return [].
 
-        Nothing is done then.
+        If files are lost, do nothing, and return the reasons.
         """
         manifest = offer.manifest
         folder = self.root / offer.folder
         inspections = self.ranks.each(lambda: self._inspect(folder, manifest))
-        good = []
+        # For each disk, the good files on it.
+        good: list[set[str]] = []
         for group in self.disks.groups:
             good.append(set().union(*(inspections[rank].good for rank in group)))
         lost = sorted(manifest.files.keys() - set().union(*good))
-        if lost and _key(manifest) not in self.at_store:
+        if lost and _identity_of_save(manifest) not in self.at_store:
             return _reasons_of_loss(folder, lost, inspections)
         transfers = self._plan_transfers(manifest, good)
-        mine = good[self.disks.mine]
-        is_wanted = self.disks.leads and self.disks.my_group in self.wanted
-        is_incomplete = mine < manifest.files.keys() or not (folder / MANIFEST).exists()
+        present = good[self.disks.mine]
+        is_wanted = self.disks.is_leader and self.disks.my_group in self.wanted
+        is_incomplete = present < manifest.files.keys() or not (folder / MANIFEST).exists()
+        # The whole checkpoint is made here, and renamed at the end.
         fresh: Path | None = None
         if is_wanted and is_incomplete:
             fresh = self.root / f"{UNFINISHED}{folder.name}-{secrets.token_hex(4)}"
 
-        def begin() -> None:
+        def make_folder() -> None:
             if fresh is not None:
-                _link_files(fresh, folder, mine, manifest)
+                _require_space(self.root, manifest, present)
+                _link_files(fresh, folder, present)
 
         def finish() -> None:
             if fresh is not None:
@@ -395,17 +412,17 @@ class Gatherer:
             if is_wanted:
                 self._write_missing_metric(folder, manifest)
 
-        self.ranks.each(begin)
-        carry(transfers.copies, folder, fresh, self.ranks)
+        self.ranks.each(make_folder)
+        transfer_files(transfers.copies, folder, fresh, self.ranks)
         self.ranks.each(finish)
         self.ranks.each(write_missing_metric)
         return []
 
     def _plan_transfers(self, manifest: Manifest, good: list[set[str]]) -> Transfers:
-        """Decide from where each wanted disk gets the files that it lacks.
+        """Decide from where each disk that wants a whole checkpoint gets the files that it lacks.
 
-        `good` has the good files of each disk. A file comes from the next disk that has it, else
-        from the store.
+        `good`: for each disk, the good files on it. A file comes from the next disk that has it, or
+        else from the store.
         """
         count = len(self.disks.groups)
         copies = []
@@ -427,28 +444,28 @@ class Gatherer:
         return Transfers(copies, downloads)
 
     def _finish(self, fresh: Path, offer: Offer, downloads: set[str]) -> None:
-        """Complete a folder that has the files of all disks, and give it its name. Raises OSError."""
+        """Download what no disk has, write the manifest, and rename the folder. Raises OSError."""
         if downloads:
             assert self.store is not None
             place = f"{CHECKPOINTS}/{offer.folder}"
-            copy_here(self.store, place, offer.manifest, fresh, sorted(downloads))
+            download_files(self.store, place, offer.manifest, fresh, sorted(downloads))
         write_manifest(fresh, offer.manifest)
         sync(fresh)
         trash = self.root / f"{TRASH}{offer.folder}-{secrets.token_hex(4)}"
         take_name(fresh, self.root / offer.folder, trash, durable=True)
 
     def _write_missing_metric(self, folder: Path, manifest: Manifest) -> None:
-        """Write the metric that another disk, or the store, has of a checkpoint that is whole here."""
+        """Write the metric into this disk's manifest if only other disks, or the store, have it."""
         if manifest.metric is not None and manifest.rated is not None:
             write_metric(folder, manifest.metric, manifest.rated)
 
     def _inspect(self, folder: Path, manifest: Manifest) -> Inspection:
-        """Return the good files on this disk, of this rank's share, and what is wrong with the rest."""
+        """Check this rank's share of a checkpoint's files on this disk."""
         try:
             manifest_here, present = read_part(folder)
         except CheckpointError:
             return Inspection(set(), [])
-        is_older_save = _key(manifest_here) != _key(manifest)
+        is_older_save = _identity_of_save(manifest_here) != _identity_of_save(manifest)
         if is_older_save:
             return Inspection(set(), [])
         group = self.disks.my_group
@@ -474,7 +491,7 @@ class Gatherer:
         """
         try:
             if self.verify or path.name in (INDEX, STATE):
-                is_good = record_of(path) == record
+                is_good = hash_file(path) == record
             else:
                 with open_regular(path) as file:
                     is_good = file.seek(0, 2) == record.bytes
@@ -494,40 +511,38 @@ def _reasons_of_loss(folder: Path, lost: list[str], inspections: list[Inspection
         damaged += inspection.mistakes
     if damaged:
         return damaged
-    names = lost[0]
-    if len(lost) > 1:
-        names += f" and {len(lost) - 1} more"
-    return [f"{folder}: {names} on no host that is here"]
+    return [f"{folder}: {first_and_count(lost)} on no host that is here"]
 
 
-def _key(manifest: Manifest) -> str:
-    """Return a hash of what manifests of the same save have in common.
+def _identity_of_save(manifest: Manifest) -> str:
+    """Return a hash that is the same for all manifests of one save.
 
-    That is all but the metric, which may be written later.
+    It covers all but the metric, which may be written later, and not on every disk.
     """
     unrated = manifest.model_copy(update={"metric": None, "rated": None})
-    return hashlib.sha256(sealed(unrated)).hexdigest()
+    return hashlib.sha256(encode_with_checksum(unrated)).hexdigest()
 
 
-def _link_files(fresh: Path, folder: Path, names: set[str], manifest: Manifest) -> None:
-    """Make the folder `fresh` with the good files of `folder`. The rest of the checkpoint follows.
-
-    Raises CheckpointError if the rest would not fit.
-    """
+def _require_space(root: Path, manifest: Manifest, present: set[str]) -> None:
+    """Raise CheckpointError if the files of a checkpoint that are not `present` would not fit."""
     needed = 0
     for name, record in manifest.files.items():
-        if name not in names:
+        if name not in present:
             needed += record.bytes
-    free = shutil.disk_usage(fresh.parent).free
+    free = shutil.disk_usage(root).free
     if free < needed:
         raise CheckpointError(
             f"no space to put a checkpoint together: {needed:,} bytes needed, {free:,} free",
-            where=str(fresh.parent),
+            where=str(root),
         )
+
+
+def _link_files(fresh: Path, folder: Path, names: set[str]) -> None:
+    """Make the folder `fresh` with files of `folder`, as hard links if the file system has them."""
     fresh.mkdir()
     for name in names:
         try:
             os.link(folder / name, fresh / name, follow_symlinks=False)
-        # The file system may lack hard links.
+        # The file system may have no hard links.
         except OSError:
             shutil.copyfile(folder / name, fresh / name, follow_symlinks=False)

@@ -1,9 +1,8 @@
-"""Loads checkpoints: one must be whole, unchanged and of the run's shapes before anything of it is read
-into a run.
+"""Load checkpoints, each only after checks that it is whole, unchanged and of the run's shapes.
 
-`check`, `newest` and `load` are collective if torch.distributed is initialised: the ranks divide
-the hashing and get the same answer. With `alone=True` this process acts by itself nevertheless (an
-export on rank 0).
+`check`, `newest` and `load` are collective if torch.distributed is initialised: the ranks share the
+hashing and get the same answer. With `alone=True` one process can call them by itself, as an export
+on rank 0 does.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from drumline.checkpoint.manifest import (
     STATE,
     TEMP,
     Manifest,
+    hash_file,
     open_regular,
     read_manifest,
     read_part,
-    record_of,
     step_of,
 )
 from drumline.checkpoint.ranks import Ranks, describe_error
-from drumline.checkpoint.remote import choose_or_none, state_at
+from drumline.checkpoint.remote import find_newest_or_none, read_remote_state
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.config.mesh import share
 from drumline.config.resume import CHECKPOINTS, Resume, is_run_folder
@@ -47,28 +46,32 @@ from drumline.foreign import disk_errors
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HASHING_THREADS = 8
-# Older checkpoints call compensation.<name> so.
-BEFORE = re.compile(r"^optim\.(.+)\.compensation$")
+# What Drumline named compensation.<name> in older checkpoints.
+OLD_COMPENSATION = re.compile(r"^optim\.(.+)\.compensation$")
 WEIGHTS_ONLY = "weights_only"  # a key of the state: only the weights were saved
-SAME = "load it with the model and optimizer it was saved with"
+FIX_MISFIT = "load it with the model and optimizer it was saved with"
 
 
 @dataclass(frozen=True)
-class Found:
-    """The newest whole checkpoint (None if there is none), and the newer ones that were skipped, each with the reason."""
+class FoundCheckpoint:
+    """The newest whole checkpoint, and what was skipped in looking for it."""
 
+    # None if no checkpoint is whole.
     path: Path | None
+    # Damaged checkpoints, each with the reason.
     skipped: list[tuple[Path, str]]
 
 
-def newest(root: Path, verify: bool, alone: bool = False, to_train: bool = False) -> Found:
+def newest(
+    root: Path, verify: bool, alone: bool = False, to_train: bool = False
+) -> FoundCheckpoint:
     """Return the newest checkpoint under `root` that passes `check`.
 
-    With `to_train` it has more than the weights. Collective unless `alone`. Raises CheckpointError
-    for a `root` that may not be read.
+    With `to_train` a checkpoint of the weights alone is skipped. Collective unless `alone`. Raises
+    CheckpointError for a `root` that may not be read.
     """
     ranks = Ranks.all(alone, CheckpointError)
-    candidates, skipped = ranks.first(lambda: _by_age(root))
+    candidates, skipped = ranks.first(lambda: _list_newest_first(root))
     for path in candidates:
         try:
             check(path, verify, alone)
@@ -77,24 +80,24 @@ def newest(root: Path, verify: bool, alone: bool = False, to_train: bool = False
         except CheckpointError as error:
             skipped.append((path, error.line()))
         else:
-            return Found(path, skipped)
-    return Found(None, skipped)
+            return FoundCheckpoint(path, skipped)
+    return FoundCheckpoint(None, skipped)
 
 
 def newest_state(root: Path, url: str | None) -> tuple[str, dict[str, Any]] | None:
-    """Return (the place, the run's state) of the newest checkpoint on this disk or at a URL.
+    """Return (folder or URL, the run's state) of the newest checkpoint on this disk or at a URL.
 
-    The disk may hold only a part of it. None if there is no checkpoint. Only a look: nothing is
-    verified but the state itself. Raises CheckpointError for a URL that does not answer.
+    None if there is no checkpoint. The disk may hold only a part of it: nothing is verified but the
+    state itself. Raises CheckpointError for a URL that does not answer.
     """
     here = _newest_here(root)
     if url is not None:
-        chosen = choose_or_none(url)
+        chosen = find_newest_or_none(url)
         if chosen is not None:
             store, folder, manifest = chosen
             is_newer = here is None or read_part(here)[0].serial < manifest.serial
             if is_newer:
-                return state_at(f"{store.url}/{folder}")
+                return read_remote_state(f"{store.url}/{folder}")
     if here is None:
         return None
     return str(here), read_state(here)
@@ -103,33 +106,34 @@ def newest_state(root: Path, url: str | None) -> tuple[str, dict[str, Any]] | No
 def state_to_resume(
     resume: Resume, root: Path, url: str | None
 ) -> tuple[str, dict[str, Any]] | None:
-    """Return the place of the checkpoint that a run resumes from, and its state; None if it has saved none yet.
+    """Return (folder or URL, the run's state) of the checkpoint that a run resumes from.
 
-    `root`: the run's own checkpoints, and `url` the place of their copies. Only a look, as
-    `newest_state`. Raises CheckpointError.
+    None if the run has saved none yet. Only the state is verified, as by `newest_state`.
+    `root`: the folder of the run's own checkpoints. `url`: of their copies. Raises CheckpointError.
     """
     if resume.place is None:
         return newest_state(root, url)
-    return named(resume.place)
+    return named_state(resume.place)
 
 
 def _newest_here(root: Path) -> Path | None:
-    """Return the newest checkpoint that this disk has, whole or in part; None if there is none."""
+    """Return the newest checkpoint on this disk, whole or in part; None if there is none."""
     whole = newest(root, verify=False, alone=True, to_train=True).path
-    parts = [path for path in _by_age(root)[0] if (path / PART).exists()]
+    parts = [path for path in _list_newest_first(root)[0] if (path / PART).exists()]
     candidates = parts[:1]
     if whole is not None:
         candidates.insert(0, whole)
     return max(candidates, key=lambda path: read_part(path)[0].serial, default=None)
 
 
-def named(place: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder or URL of a checkpoint, or of the newest one of a run, and its state.
+def named_state(place: str) -> tuple[str, dict[str, Any]]:
+    """Return (folder or URL, the run's state) of the checkpoint at a place that the user names.
 
-    Only a look, as `newest_state`. Raises CheckpointError for any other place.
+    `place`: folder or URL of a checkpoint, or of a run, whose newest one is taken. Only the state
+    is verified, as by `newest_state`. Raises CheckpointError for any other place.
     """
     if is_url(place):
-        return state_at(place)
+        return read_remote_state(place)
     with disk_errors("cannot be read", place, CheckpointError):
         path = Path(place)
         checkpoint: Path | None = None
@@ -143,8 +147,8 @@ def named(place: str) -> tuple[str, dict[str, Any]]:
         return str(checkpoint), read_state(checkpoint)
 
 
-def pointed(root: Path, pointer: Literal["latest", "best"]) -> Path | None:
-    """Return the folder that a pointer file names; None if there is no such pointer or folder."""
+def read_pointer(root: Path, pointer: Literal["latest", "best"]) -> Path | None:
+    """Return the checkpoint that the pointer `latest` or `best` names; None if there is none."""
     try:
         name = (root / pointer).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -157,18 +161,18 @@ def pointed(root: Path, pointer: Literal["latest", "best"]) -> Path | None:
 
 def best_or_latest(root: Path) -> Path | None:
     """Return the best checkpoint of a run, else the newest one; None if nothing was saved."""
-    return pointed(root, "best") or pointed(root, "latest")
+    return read_pointer(root, "best") or read_pointer(root, "latest")
 
 
 def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
-    """Return the manifest of a checkpoint whose files are all there, plain and of the right size.
+    """Check that a checkpoint is whole, and return its manifest.
 
-    Always hashes the state and the index; with `verify` the shards too. Collective unless `alone`.
-    Raises CheckpointError that names the file and the reason, also for a shard that does not belong
-    to it.
+    All its files must be there, be plain files of the right size, and no other shard beside them.
+    The state and the index are always hashed, with `verify` the shards too. Collective unless
+    `alone`. Raises CheckpointError that names the file and the reason.
     """
     ranks = Ranks.all(alone, CheckpointError)
-    manifest = ranks.first(lambda: _structure(path))
+    manifest = ranks.first(lambda: _check_files(path))
     if verify:
         sizes = {name: record.bytes for name, record in manifest.files.items()}
         owners = share(sizes, ranks.size)
@@ -184,7 +188,7 @@ def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the run's state, as `save` got it, also of a part of a checkpoint.
+    """Return the run's state that was saved with a checkpoint, of which `path` may hold a part.
 
     Not collective. Raises CheckpointError.
     """
@@ -208,9 +212,10 @@ def load(
     The checkpoint may be of any number of ranks. Shapes and dtypes must be the stored ones.
 
     A section of names (`model.`, `optim.`) is loaded whole or not at all: the ranks together must
-    name all tensors of a section, unless `partly`, for readers that do not train. If the checkpoint
-    lacks an `optional` section, its tensors stay as they are, and so do moments of a weight that
-    learned but had not been stepped.
+    name all tensors of a section. With `partly`, for readers that do not train, they need not.
+
+    Tensors stay as they are if their section is `optional` and not in the checkpoint, or if they
+    are the moments of a weight that had not been stepped when the checkpoint was saved.
 
     Collective unless `alone`. Raises CheckpointError on every rank: before it reads anything if
     names, shapes or dtypes differ; if it is raised later, `tensors` must not be used.
@@ -219,18 +224,18 @@ def load(
     wanted: dict[str, Tensor] = {}
 
     def match() -> list[str]:
-        manifest = _structure(path)
+        manifest = _check_files(path)
         wanted.update(_match_names(manifest, tensors, optional))
         misfit = _misfit(manifest, wanted)
         if misfit:
-            raise CheckpointError(misfit, where=str(path), fix=SAME)
+            raise CheckpointError(misfit, where=str(path), fix=FIX_MISFIT)
         return list(wanted)
 
     def read() -> None:
         reader = Reader(path, read_index(path, read_manifest(path)))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            # `ranks` makes the ranks agree on the outcome.
+            # Without dcp's own collectives: `ranks.each` makes the ranks agree on the outcome.
             dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as failure:
             raise CheckpointError(
@@ -248,7 +253,10 @@ def load(
 def _match_names(
     manifest: Manifest, tensors: dict[str, Tensor], optional: frozenset[str]
 ) -> dict[str, Tensor]:
-    """Return the tensors to fill, by their names in the checkpoint. See `load`."""
+    """Return the tensors to fill by their names in the checkpoint, without those that stay as they are.
+
+    See `load`.
+    """
     stored = {_current_name(name): name for name in manifest.tensors}
     absent = optional - {_section(name) for name in stored}
     stepped = {_weight(name) for name in stored if _is_moment(name)}
@@ -265,10 +273,10 @@ def _match_names(
     return wanted
 
 
-def _by_age(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """Return the committed checkpoints under `root`, newest first, and those with an unreadable manifest.
+def _list_newest_first(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """Return the committed checkpoints under `root`, newest first, and those that cannot be read.
 
-    Each of the latter comes with the reason.
+    A checkpoint whose manifest cannot be read comes with the reason.
     """
     readable: list[tuple[int, Path]] = []
     unreadable: list[tuple[Path, str]] = []
@@ -289,8 +297,8 @@ def _by_age(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
     return paths, unreadable
 
 
-def _structure(path: Path) -> Manifest:
-    """Return the manifest, after all checks but those of the shards' content. Raises CheckpointError."""
+def _check_files(path: Path) -> Manifest:
+    """Return the manifest after all checks but hashing the shards. Raises CheckpointError."""
     with disk_errors("cannot be read", str(path), CheckpointError):
         _require_committed(path)
         manifest = read_manifest(path)
@@ -318,7 +326,7 @@ def _structure(path: Path) -> Manifest:
 def _require_committed(path: Path) -> None:
     """Raise CheckpointError unless `path` is a folder that a save has finished.
 
-    The error names the nearest whole checkpoint.
+    The error names a whole checkpoint in this folder, below it or beside it.
     """
     is_named = not path.name.startswith(TEMP)
     if is_named and path.is_dir() and (path / MANIFEST).exists():
@@ -373,7 +381,7 @@ def _require_file(path: Path, name: str, manifest: Manifest) -> None:
     if name not in manifest.files:
         raise CheckpointError(f"the manifest has no {name}", where=str(path / MANIFEST))
     with disk_errors("cannot be read", place, CheckpointError):
-        record = record_of(path / name)
+        record = hash_file(path / name)
     if record != manifest.files[name]:
         raise CheckpointError(
             "damaged: its content is not what was written (sha256 differs)", where=place
@@ -381,10 +389,10 @@ def _require_file(path: Path, name: str, manifest: Manifest) -> None:
 
 
 def _misfit(manifest: Manifest, tensors: dict[str, Tensor]) -> str | None:
-    """Return why this rank's tensors cannot be filled; None if they can."""
+    """Return why this rank's tensors cannot be filled from a checkpoint; None if they can."""
     missing = [name for name in tensors if name not in manifest.tensors]
     if missing:
-        return f"holds no {_some(missing)}"
+        return f"holds no {first_and_count(missing)}"
     for name, tensor in tensors.items():
         stored = manifest.tensors[name]
         shape = list(tensor.shape)
@@ -399,8 +407,8 @@ def _misfit(manifest: Manifest, tensors: dict[str, Tensor]) -> str | None:
 def _require_whole_sections(path: Path, names: set[str]) -> None:
     """Raise CheckpointError if `names` has only a part of a section.
 
-    Trained tensors would be lost silently. Older checkpoints hold moments of weights that were
-    frozen, and so are not in the checkpoint: these moments are zeros and may be left out.
+    Otherwise trained tensors would be lost silently. One case is allowed: older checkpoints hold
+    moments of frozen weights, without the weights themselves. These moments are zeros.
     """
     sections = {_section(name) for name in names}
     stored = read_manifest(path).tensors
@@ -411,14 +419,17 @@ def _require_whole_sections(path: Path, names: set[str]) -> None:
             left.append(name)
     if left:
         raise CheckpointError(
-            f"holds {_some(left)}, which this run has no place for", where=str(path), fix=SAME
+            f"holds {first_and_count(left)}, which this run has no place for",
+            where=str(path),
+            fix=FIX_MISFIT,
         )
 
 
-def compensations(path: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-    """Return places for stored compensations of Kahan sums that `tensors` have no place for.
+def missing_compensations(path: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    """Return buffers for the stored Kahan compensations that `tensors` do not include.
 
-    The result maps their names to (name of the weight, zeros like it).
+    A compensation is what rounding to bfloat16 took from a weight. The result maps its name to
+    (name of the weight in `tensors`, zeros like that weight).
     """
     names = set()
     for name in read_manifest(path).tensors:
@@ -434,7 +445,7 @@ def compensations(path: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[str
 
 
 def _is_moment(name: str) -> bool:
-    """Return whether a tensor is a moment of an optimizer, also of an auxiliary model's."""
+    """Return whether a tensor is an optimizer's state: of the section `optim` or `ROLE/optim`."""
     return _section(name).rpartition("/")[2] == "optim"
 
 
@@ -444,8 +455,8 @@ def _weight(moment: str) -> str:
 
 
 def _current_name(name: str) -> str:
-    """Return the name that a tensor has today, of its name in a checkpoint."""
-    return BEFORE.sub(r"compensation.\1", name)
+    """Return the name that a tensor of a checkpoint has in this version of Drumline."""
+    return OLD_COMPENSATION.sub(r"compensation.\1", name)
 
 
 def _section(name: str) -> str:
@@ -453,8 +464,8 @@ def _section(name: str) -> str:
     return _current_name(name).partition(".")[0]
 
 
-def _some(names: list[str]) -> str:
-    """Return the first name, and how many there are besides."""
+def first_and_count(names: list[str]) -> str:
+    """Return the first name, and how many more there are: "NAME and 3 more"."""
     if len(names) == 1:
         return names[0]
     return f"{names[0]} and {len(names) - 1} more"

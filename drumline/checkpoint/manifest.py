@@ -2,15 +2,15 @@
 
 step-00000020/
     __<rank>_<n>.distcp   tensors, in the format of torch.distributed.checkpoint
-    .metadata             which tensor lies where (of the same)
+    .metadata             its index: which part of which tensor lies in which file
     state.json            the run's own state: position, schedule, config
     manifest.json         {"sha256": of the rest, "manifest": Manifest}
 
-If several hosts share no disk, a folder may hold a part of these files: then part.json is in the
-manifest's place, and names them.
+If hosts share no disk, a host's folder may hold only some of these files. It then has part.json
+instead of manifest.json, which also names the files that are present.
 
-The files must survive a power cut: they are hashed while they are written, flushed to the device,
-and opened without following links.
+The files must survive a power cut, so they are flushed to the device. They are hashed while they
+are written, and opened without following links.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INDEX = ".metadata"
 PART = "part.json"  # {"sha256": of the rest, "manifest": Part}
 UNFINISHED = ".tmp-"
 TRASH = ".trash-"
-TEMP = (UNFINISHED, TRASH)  # folders whose names begin so are no checkpoints
+TEMP = (UNFINISHED, TRASH)  # prefixes of folders that are not checkpoints
 SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -70,9 +70,11 @@ class TensorRecord(Record):
 class Manifest(Record):
     """The contents of a committed checkpoint.
 
-    `serial` counts the saves of a run folder. It tells which checkpoint is the newest; the step
-    does not, once a run resumed from an older step. `metric` is the value that decides on `best`.
-    `rated` is min or max, and the name of the metric (None: of an older version, or not known).
+    `serial`: a count of the saves of a run folder. The largest one is the newest checkpoint; the
+    step does not say so, once a run was resumed from an older step.
+    `metric`: the value by which the best checkpoint is chosen; None if it is not known.
+    `rated`: how the metric is compared and its name, such as "min loss"; None for a checkpoint
+    without a metric or of an older version.
     """
 
     format: Literal[1] = 1
@@ -93,7 +95,7 @@ class Manifest(Record):
 
 
 class Part(Record):
-    """A part of a checkpoint. `present`: the files that lie on this host's disk."""
+    """A checkpoint of which this host has some files. `present`: the names of these files."""
 
     manifest: Manifest
     present: list[str]
@@ -114,7 +116,7 @@ def step_of(name: str) -> int | None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json with its own checksum, durably. Raises OSError."""
-    write_durable(folder / MANIFEST, sealed(manifest))
+    write_durable(folder / MANIFEST, encode_with_checksum(manifest))
 
 
 def write_part(folder: Path, manifest: Manifest, present: set[str]) -> None:
@@ -123,10 +125,10 @@ def write_part(folder: Path, manifest: Manifest, present: set[str]) -> None:
         write_manifest(folder, manifest)
     else:
         part = Part(manifest=manifest, present=sorted(present))
-        write_durable(folder / PART, sealed(part))
+        write_durable(folder / PART, encode_with_checksum(part))
 
 
-def sealed(record: Record) -> bytes:
+def encode_with_checksum(record: Record) -> bytes:
     """Return a record as JSON with its own checksum."""
     content = record.model_dump()
     outer = {"sha256": json_digest(content), "manifest": content}
@@ -134,9 +136,10 @@ def sealed(record: Record) -> bytes:
 
 
 def make_newest(folder: Path) -> None:
-    """Number a checkpoint as the last save among its neighbours.
+    """Give a checkpoint the largest serial in its run folder, so that it counts as the newest.
 
-    What was saved after it is a branch that the run has left. Raises CheckpointError.
+    Called as a run goes back to it. Checkpoints that were saved after it then belong to a branch
+    that the run has left (`retention.current_branch`). Raises CheckpointError.
     """
     largest = 0
     for entry in folder.parent.iterdir():
@@ -151,24 +154,24 @@ def make_newest(folder: Path) -> None:
     renewed = manifest.model_copy(update={"serial": largest + 1})
     path = folder / MANIFEST
     with disk_errors("cannot be written", str(path), CheckpointError, "free some space"):
-        write_whole(path, sealed(renewed).decode(), durable=True)
+        write_whole(path, encode_with_checksum(renewed).decode(), durable=True)
 
 
 def write_metric(folder: Path, metric: float, rated: str) -> Manifest:
-    """Write the metric of a committed checkpoint's weights, and return the new manifest.
+    """Write a metric into manifest.json or part.json of a checkpoint, and return the new manifest.
 
-    It goes into manifest.json, or part.json. The old file stays until the new one is whole and on
-    the device; no other file changes. Raises CheckpointError and OSError.
+    The old file stays until the new one is whole and on the device; no other file changes. Raises
+    CheckpointError and OSError.
     """
     manifest, present = read_part(folder)
     renewed = manifest.model_copy(update={"metric": metric, "rated": rated})
     if renewed == manifest:
         return manifest
     if (folder / MANIFEST).exists():
-        write_whole(folder / MANIFEST, sealed(renewed).decode(), durable=True)
+        write_whole(folder / MANIFEST, encode_with_checksum(renewed).decode(), durable=True)
     else:
         part = Part(manifest=renewed, present=sorted(present))
-        write_whole(folder / PART, sealed(part).decode(), durable=True)
+        write_whole(folder / PART, encode_with_checksum(part).decode(), durable=True)
     return renewed
 
 
@@ -178,13 +181,13 @@ def read_manifest(folder: Path) -> Manifest:
     Raises CheckpointError that names the file and the reason.
     """
     path = folder / MANIFEST
-    manifest = unsealed(_content(path), Manifest, str(path))
+    manifest = decode_with_checksum(_read_file(path), Manifest, str(path))
     _require_step_of_folder(manifest, path)
     return manifest
 
 
 def read_part(folder: Path) -> tuple[Manifest, set[str]]:
-    """Return the manifest of a folder that may hold a part of a checkpoint, and the files there.
+    """Return (manifest, names of the files present) of a folder with all or some of a checkpoint.
 
     Raises CheckpointError.
     """
@@ -194,12 +197,12 @@ def read_part(folder: Path) -> tuple[Manifest, set[str]]:
     if is_whole:
         manifest = read_manifest(folder)
         return manifest, set(manifest.files)
-    part = unsealed(_content(path), Part, str(path))
+    part = decode_with_checksum(_read_file(path), Part, str(path))
     _require_step_of_folder(part.manifest, path)
     return part.manifest, set(part.present) & part.manifest.files.keys()
 
 
-def unsealed(raw: bytes, kind: type[R], place: str) -> R:
+def decode_with_checksum(raw: bytes, kind: type[R], place: str) -> R:
     """Return the record in the JSON text `raw`, with its checksum verified.
 
     Raises CheckpointError that names `place` and the reason.
@@ -222,10 +225,11 @@ def unsealed(raw: bytes, kind: type[R], place: str) -> R:
         ) from error
 
 
-def require_plain(manifest: Manifest, place: str) -> Manifest:
-    """Return the manifest, whose files were not looked at yet.
+def require_safe_names(manifest: Manifest, place: str) -> Manifest:
+    """Return the manifest, after a check of the file names in it.
 
-    Raises CheckpointError if a file's name could lead out of the checkpoint's folder.
+    Raises CheckpointError for a name that could lead out of the checkpoint's folder, and if the
+    state or the index is missing.
     """
     for name in manifest.files:
         if name not in (STATE, INDEX) and not SHARD_NAME.fullmatch(name):
@@ -235,7 +239,7 @@ def require_plain(manifest: Manifest, place: str) -> Manifest:
     return manifest
 
 
-def _content(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     """Return the content of a plain file. Raises CheckpointError."""
     with disk_errors("cannot be read", str(path), CheckpointError):
         with open_regular(path) as file:
@@ -243,7 +247,7 @@ def _content(path: Path) -> bytes:
 
 
 def _require_step_of_folder(manifest: Manifest, path: Path) -> None:
-    """Raise CheckpointError if the folder of a manifest's file is named after another step."""
+    """Raise CheckpointError if a manifest's folder is named after another step. `path`: its file."""
     step = step_of(path.parent.name)
     if step is not None and step != manifest.step:
         raise CheckpointError(
@@ -252,10 +256,10 @@ def _require_step_of_folder(manifest: Manifest, path: Path) -> None:
 
 
 class HashingFile(io.BufferedWriter):
-    """A new file that hashes the bytes before the disk gets them, and is on the device once it is closed.
+    """A new file that hashes what is written to it, and flushes it to the device when it is closed.
 
-    The file must not exist. `failures` gets each OSError, since torch.save turns one into a message
-    without its errno.
+    The file must not exist. Each OSError is also appended to `failures`, since torch.save turns it
+    into a message without its errno.
     """
 
     def __init__(self, path: Path, failures: list[OSError] | None = None) -> None:
@@ -328,7 +332,7 @@ def open_regular(path: Path) -> io.BufferedReader:
     return os.fdopen(handle, "rb")
 
 
-def record_of(path: Path) -> FileRecord:
+def hash_file(path: Path) -> FileRecord:
     """Return the size and the checksum of a file. Raises OSError."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256")

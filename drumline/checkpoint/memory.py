@@ -1,10 +1,12 @@
 """Checkpoints in the memory of hosts: files in /dev/shm, which outlive a killed rank and its launcher.
 
-They are made, hashed, copied to a neighbour host's memory and put together again as those on disk
-are (save.py, disks.py). So they are canonical, and none is torn: the new one has its name before
-the old one is removed. The memory belongs to one run from one start on: RUN/memory.json names it,
-and a start that does not go on from the newest state draws another name. What a dead launcher of
-another run has left is removed.
+They are written, hashed, copied to another host and made whole again by the code for checkpoints on
+disk (save.py, disks.py). So any number of ranks can load them, and a kill leaves the old one or the
+new one whole.
+
+The memory of a run is a folder with a random name, which RUN/memory.json holds. A start that does
+not go on from the newest state draws a new name, so that it finds nothing of what was kept before.
+Folders of dead launchers of other runs are removed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from drumline.checkpoint.disks import Disks, Gatherer
-from drumline.checkpoint.load import Found, read_state
+from drumline.checkpoint.load import FoundCheckpoint, read_state
 from drumline.checkpoint.manifest import step_of
 from drumline.checkpoint.ranks import Ranks
 from drumline.checkpoint.save import Checkpointer, SaveResult
@@ -31,49 +33,48 @@ from drumline.system.files import write_whole
 from drumline.system.process import named, process
 
 HOST_MEMORY = Path("/dev/shm")
-NAME = "memory.json"  # of the file in the run folder
-OWNER = "owner"  # the file that names the launcher of the memory's run
-PREFIX = "drumline-"  # of the memory's folder
+NAME = "memory.json"  # the file in the run folder
+OWNER = "owner"  # the file that names the process of the run's launcher
+PREFIX = "drumline-"  # of the name of a run's folder in HOST_MEMORY
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
 class Memory:
-    """Where the ranks of a run keep checkpoints in memory: `root`, on each host.
+    """The checkpoints that a run keeps in memory: in the folder `root`, on each host.
 
-    All methods are collective.
+    All methods but `wait` are collective.
     """
 
-    writer: Checkpointer | None = None  # once `begin` was called
+    writer: Checkpointer | None = None  # once `open_writer` was called
 
-    def __init__(self, run_dir: Path, goes_on: bool) -> None:
+    def __init__(self, run_dir: Path, resumes_newest: bool) -> None:
         """Claim the run's memory on each host.
 
-        `goes_on`: the run goes on from the newest state, in memory or on disk; otherwise what is
-        there is not this run's. Raises CheckpointError.
+        `resumes_newest`: the run goes on from its newest state, in memory or on disk, so what is in
+        memory is kept. Otherwise it is removed. Raises CheckpointError.
         """
         self.ranks = Ranks.all(error_type=CheckpointError)
         disks = Disks.find(run_dir, self.ranks)
         path = run_dir / NAME
 
         def draw_name() -> None:
-            if not disks.leads:
+            if not disks.is_leader:
                 return
             old = _token(path)
-            if goes_on and old is not None:
+            if resumes_newest and old is not None:
                 return
             write_whole(path, json.dumps({"token": secrets.token_hex(16)}), private=True)
             if old is not None:
                 shutil.rmtree(HOST_MEMORY / f"{PREFIX}{old}", ignore_errors=True)
 
         self.ranks.each(draw_name)
-        # Hosts with run folders of their own have drawn a name each; any will do, if all take the
-        # same.
+        # If hosts have run folders of their own, each host has drawn a name for itself.
         self.folder = HOST_MEMORY / f"{PREFIX}{_token(path)}"
         self.root = self.folder / "checkpoints"
         self.ranks.each(self._claim)
 
     def _claim(self) -> None:
-        """Make the folder, and write who owns it. Raises CheckpointError and OSError."""
+        """Make the folder, and write which launcher owns it. Raises CheckpointError and OSError."""
         if not HOST_MEMORY.is_dir():
             raise CheckpointError(
                 "this system has no /dev/shm", where="checkpoint.in_memory_every", fix="take it out"
@@ -85,8 +86,8 @@ class Memory:
         launcher = process(os.getppid())
         write_whole(self.folder / OWNER, launcher.name, shared=True)
 
-    def begin(self) -> None:
-        """Keep states from now on, on this host and on the next one."""
+    def open_writer(self) -> None:
+        """Let `keep` be called from now on. It keeps states on this host and on the next one."""
         self.writer = Checkpointer(
             self.root, keep=1, keep_best=False, mode="min", asynchronous=True, replicas=1
         )
@@ -94,30 +95,32 @@ class Memory:
     def keep(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]
     ) -> list[SaveResult]:
-        """Begin to keep a state (Checkpointer.save). Returns the results of earlier ones."""
-        assert self.writer is not None, "begin was called"
+        """Begin to save a state (see `Checkpointer.save`). Returns the results of earlier saves."""
+        assert self.writer is not None, "open_writer was called"
         ended = self.writer.wait()
         self.writer.save(step, tensors, state, None)
         return ended
 
-    def newest(self, beyond: int, misfit: Callable[[dict[str, Any]], str | None]) -> Found:
+    def newest(
+        self, beyond: int, misfit: Callable[[dict[str, Any]], str | None]
+    ) -> FoundCheckpoint:
         """Return the newest whole state, if it is of a later step than `beyond`.
 
-        It is skipped if `misfit` returns a reason against it.
+        `misfit`: returns why the run cannot go on from a state, or None. Such a state is skipped.
         """
         if not any(self.ranks.each(self.root.is_dir)):
-            return Found(None, [])
+            return FoundCheckpoint(None, [])
         disks = Disks.find(self.root, self.ranks)
         found = Gatherer(self.root, True, None, disks).newest()
         path = found.path
         if path is None:
-            return Found(None, [])
+            return FoundCheckpoint(None, [])
         step = step_of(path.name) or 0
         if step <= beyond:
-            return Found(None, [])
+            return FoundCheckpoint(None, [])
         reason = self.ranks.first(lambda: misfit(read_state(path)))
         if reason is not None:
-            return Found(None, [(path, f"{path}: {reason}")])
+            return FoundCheckpoint(None, [(path, f"{path}: {reason}")])
         return found
 
     def wait(self) -> None:
@@ -126,7 +129,7 @@ class Memory:
             self.writer.wait()
 
     def forget(self) -> None:
-        """Remove the states that are kept; later ones will come."""
+        """Remove the states that are kept. `keep` may be called again."""
         self.wait()
 
         def remove() -> None:
@@ -136,7 +139,7 @@ class Memory:
         self.ranks.each(remove)
 
     def clear(self) -> None:
-        """Remove the memory: the run has ended, and its last checkpoint is on disk."""
+        """Remove the folder. Called when the run has ended, and its last checkpoint is on disk."""
         self.wait()
         self.ranks.each(lambda: shutil.rmtree(self.folder, ignore_errors=True))
 
@@ -159,7 +162,7 @@ def require_room(nbytes: int) -> None:
 
 
 def _token(path: Path) -> str | None:
-    """Return the name of a run's memory; None if there is none."""
+    """Return the random name in a run's memory.json; None if there is no such file or name."""
     try:
         token = json.loads(path.read_text())["token"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -170,7 +173,7 @@ def _token(path: Path) -> str | None:
 
 
 def _remove_stale(own: Path) -> None:
-    """Remove what launchers of this user left that are gone; `own` stays."""
+    """Remove the folders of this user whose launchers are dead, but not `own`."""
     for folder in HOST_MEMORY.glob(f"{PREFIX}*"):
         # A run that ends at this moment may remove its folder.
         with suppress(OSError):

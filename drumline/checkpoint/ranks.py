@@ -1,4 +1,7 @@
-"""Runs steps that all ranks take together: if one rank fails, all fail, so that none waits for ever."""
+"""Run a function on all ranks so that it succeeds or fails on all of them.
+
+If it fails on one rank, all ranks raise an error, so none waits for a rank that has given up.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ T = TypeVar("T")
 # A collective of a save waits for the slowest writer, such as one with a large shard on a slow
 # network disk.
 SAVE_TIMEOUT = timedelta(hours=2)
-# Mistakes of a program: they come again, however often it is tried. Disks and networks raise
-# OSError, torch RuntimeError.
-LASTING = (
+# Errors in the program, which come again however often it is tried. The errors that may pass are
+# OSError (disks and networks) and RuntimeError (torch).
+PERMANENT_ERRORS = (
     TypeError,
     ValueError,
     LookupError,
@@ -33,16 +36,17 @@ LASTING = (
 
 
 class RanksError(Exception):
-    """At least one rank failed in a common step.
+    """A function failed on at least one rank.
 
-    The text is the same on every rank and names the ranks. `lasting`: another try would fail alike.
+    The text is the same on every rank and names the ranks that failed. `lasting`: trying again
+    would fail for the same reason.
     """
 
     lasting = False
 
 
 class Outcome(NamedTuple):
-    """The outcome of a step on one rank: its result, or the text of its error."""
+    """The outcome of a function on one rank: its result, or the text of its error."""
 
     result: Any
     error: str | None
@@ -52,7 +56,7 @@ class Outcome(NamedTuple):
 class Ranks:
     """The processes that act together; without a process group only this one.
 
-    `error_type` is what a common step raises on all of them.
+    `error_type`: what `each` and `first` raise on all ranks if a function fails on one.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Ranks:
     def all(alone: bool = False, error_type: type[Exception] = RanksError) -> Ranks:
         """Return all ranks, over the default group.
 
-        They are only this process if there is no group, or if it acts `alone`.
+        Without a process group, or with `alone`, this process acts by itself.
         """
         if alone or not dist.is_initialized():
             return Ranks(None, error_type)
@@ -80,7 +84,7 @@ class Ranks:
     def all_apart() -> Ranks:
         """Return all ranks, over a new gloo group.
 
-        The collectives of a background thread never mix with those of training.
+        For a background thread, whose collectives must not mix with those of training.
         """
         if not dist.is_initialized():
             return Ranks(None)
@@ -88,9 +92,9 @@ class Ranks:
         return Ranks(group)
 
     def each(self, step: Callable[[], T]) -> list[T]:
-        """Run `step` on every rank and return the results of all, in order of ranks, on all ranks.
+        """Run `step` on every rank, and return the results of all ranks in their order.
 
-        Raises `error_type` on all ranks if it failed on any.
+        Raises `error_type` on all ranks if it failed on any. Collective.
         """
         try:
             mine = Outcome(step(), None, False)
@@ -131,10 +135,10 @@ class Ranks:
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Return whether another try would fail alike."""
+    """Return whether trying again would fail for the same reason."""
     if isinstance(error, RanksError):
         return error.lasting
-    return isinstance(error, LASTING)
+    return isinstance(error, PERMANENT_ERRORS)
 
 
 def describe_error(error: BaseException) -> str:

@@ -1,15 +1,15 @@
 """Checkpoints at a URL (s3://, gs://, file:// and whatever else fsspec knows).
 
-As on a disk, the manifest comes last.
+As on a disk, a checkpoint's manifest is written last.
 
-URL/plan.json, config.yaml, events.jsonl      copies of the run folder's
+URL/plan.json, config.yaml, events.jsonl      copies of the run folder's files
 URL/owner.json                                which start of which run writes here: the last one
 URL/checkpoints/latest, best                  names of checkpoints
 URL/checkpoints/step-00000020/manifest.json   without it nothing in that folder counts
 
-An object appears whole under its name or not at all, also one that is sent in parts. Nothing can be
-renamed there: a checkpoint of the same step loses its manifest before the files of the new one
-come. s3fs finds the credentials; no URL that holds any comes here.
+An object appears whole under its name or not at all, even if it is sent in parts. Nothing can be
+renamed at a store, so an older checkpoint of the same step loses its manifest before the files of
+the new one are uploaded. s3fs finds the credentials itself: a URL that holds some is refused.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from drumline.checkpoint.manifest import (
     STATE,
     HashingFile,
     Manifest,
+    decode_with_checksum,
+    encode_with_checksum,
     folder_name,
-    require_plain,
-    sealed,
+    require_safe_names,
     step_of,
-    unsealed,
 )
 from drumline.checkpoint.retention import BEST, LATEST, Retention
 from drumline.config.resume import CHECKPOINTS
@@ -51,10 +51,10 @@ from drumline.system.redact import redact
 
 OWNER = "owner.json"
 RUN_INPUTS = ("plan.json", "config.yaml")
-COPIED = (*RUN_INPUTS, "events.jsonl")  # files of the run folder
-# Seconds before a request is made again, besides the repetitions that s3fs makes by itself.
+COPIED_RUN_FILES = (*RUN_INPUTS, "events.jsonl")
+# Seconds to wait before each repetition of a failed request. s3fs also repeats requests by itself.
 PAUSES = [1.0, 3.0, 9.0]
-# Protocols whose files appear before they are whole, and can be renamed.
+# Protocols of file systems: a file is visible before it is whole, and can be renamed.
 FILE_SYSTEMS = {"file", "local", "sftp", "ssh"}
 MOST_HOST_CHARACTERS = 100  # of a host's name in a message
 PART_BYTES = 16 << 20  # of an object that is sent or read in parts
@@ -66,7 +66,8 @@ T = TypeVar("T")
 class Store:
     """A folder at a URL.
 
-    Requests that fail are made again; then OSError is raised, FileNotFoundError at once.
+    A request that fails is repeated after each of `PAUSES`, and then raises OSError. A missing file
+    raises FileNotFoundError at once.
     """
 
     def __init__(self, url: str) -> None:
@@ -100,9 +101,9 @@ class Store:
         self._repeat(name, lambda: self.fs.pipe_file(self._path(name), data))
 
     def replace_bytes(self, data: bytes, name: str) -> None:
-        """Put a file in the place of one that is there: as a whole, whenever the process is killed.
+        """Replace a file. If the process is killed, the old file or the new one is there, whole.
 
-        An object store does that by itself; a file system gets a new file, which is renamed.
+        An object store guarantees that itself. On a file system a new file is written and renamed.
         """
         protocol = self.fs.protocol
         if isinstance(protocol, str):
@@ -160,7 +161,7 @@ class Store:
         return sorted(names)
 
     def _entries(self, name: str) -> list[dict[str, Any]]:
-        """Return what fsspec tells of each entry of a folder; nothing if there is no folder."""
+        """Return fsspec's description of each entry of a folder; [] if there is no folder."""
         try:
             return self._repeat(
                 name, lambda: self.fs.ls(self._path(name), detail=True, refresh=True)
@@ -185,7 +186,7 @@ class Store:
         return f"{self.root}/{name}"
 
     def _repeat(self, name: str, request: Callable[[], T]) -> T:
-        """Make a request, again after each of `PAUSES`. `name` stands in its errors."""
+        """Make a request, and repeat it as `Store` says. `name`: the file that errors name."""
         place = f"{self.url}/{name}"
         for pause in [*PAUSES, math.inf]:
             try:
@@ -207,7 +208,7 @@ def _last_part(path: str) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether a store refuses a request, so that repeating it is useless."""
+    """Return whether a store has refused a request, so that repeating it is useless."""
     return isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
 
 
@@ -229,14 +230,17 @@ class Remote(Retention):
         return self.store.url
 
     def open(self) -> None:
-        """Take the URL over, read the manifests there, and remove what was not finished. Raises OSError."""
+        """Become the owner of the URL, read the manifests there, and remove unfinished checkpoints.
+
+        Raises OSError.
+        """
         owner = this_process()
         record = {"token": owner.name, **asdict(owner), "since": time.time()}
         self.store.put_bytes(json.dumps(record).encode(), OWNER)
         for name in self.store.folders(CHECKPOINTS):
             if step_of(name) is None:
                 continue
-            # A checkpoint that cannot be read is not ours to delete.
+            # A checkpoint that cannot be read is not deleted.
             with suppress(CheckpointError):
                 manifest = self.manifest(name)
                 if manifest is None:
@@ -249,23 +253,26 @@ class Remote(Retention):
 
         Raises CheckpointError for a damaged one, OSError.
         """
-        return manifest_at(self.store, f"{CHECKPOINTS}/{name}")
+        return read_remote_manifest(self.store, f"{CHECKPOINTS}/{name}")
 
-    def begin(self, step: int) -> None:
-        """Make room for a checkpoint: one of the same step is removed. Raises OSError."""
+    def make_room(self, step: int) -> None:
+        """Remove an older checkpoint of a step that is about to be uploaded. Raises OSError."""
         require_owner(self.store)
         self.known.pop(step, None)
         self.remove(step)
 
     def send(self, folder: Path, names: Iterable[str]) -> None:
-        """Copy files of a checkpoint that lies whole or in part in `folder`. Raises OSError."""
+        """Upload some files of the checkpoint in `folder`. Raises OSError."""
         place = f"{CHECKPOINTS}/{folder.name}"
         with ThreadPoolExecutor(THREADS) as pool:
             # `list` waits for all files and raises the first error.
             list(pool.map(lambda name: self.store.put(folder / name, f"{place}/{name}"), names))
 
     def finish(self, folder: Path, manifest: Manifest) -> None:
-        """Copy the other files of a checkpoint, the manifest last. Raises OSError."""
+        """Upload the index, the state and last the manifest, once all shards are there.
+
+        Raises OSError.
+        """
         self.send(folder, [INDEX, STATE])
         place = f"{CHECKPOINTS}/{folder.name}"
         sizes = self.store.sizes(place)
@@ -277,23 +284,23 @@ class Remote(Retention):
                 )
                 raise OSError(errno.EIO, what, f"{self.url}/{place}/{name}")
         copy_run_files(self.store, folder.parent.parent)
-        self.store.put_bytes(sealed(manifest), f"{place}/{MANIFEST}")
+        self.store.put_bytes(encode_with_checksum(manifest), f"{place}/{MANIFEST}")
         self.known[manifest.step] = manifest
 
     def replace_manifest(self, manifest: Manifest) -> None:
-        """Put another manifest beside the files of a finished checkpoint. Raises OSError."""
+        """Replace the manifest of a finished checkpoint. Raises OSError."""
         require_owner(self.store)
         place = f"{CHECKPOINTS}/{folder_name(manifest.step)}"
         if not self.has(manifest.step):
             what = "no finished checkpoint of this step"
             raise OSError(errno.ENOENT, what, f"{self.url}/{place}")
-        self.store.replace_bytes(sealed(manifest), f"{place}/{MANIFEST}")
+        self.store.replace_bytes(encode_with_checksum(manifest), f"{place}/{MANIFEST}")
         self.known[manifest.step] = manifest
 
     def has(self, step: int) -> bool:
         return MANIFEST in self.store.sizes(f"{CHECKPOINTS}/{folder_name(step)}")
 
-    def point(self, pointer: str, step: int) -> None:
+    def write_pointer(self, pointer: str, step: int) -> None:
         self.store.put_bytes(f"{folder_name(step)}\n".encode(), f"{CHECKPOINTS}/{pointer}")
 
     def remove(self, step: int) -> None:
@@ -302,7 +309,7 @@ class Remote(Retention):
         self.store.remove_folder(folder)
 
 
-def manifest_at(store: Store, folder: str) -> Manifest | None:
+def read_remote_manifest(store: Store, folder: str) -> Manifest | None:
     """Return the manifest of a checkpoint's folder; None if there is none.
 
     Raises CheckpointError for a damaged one, OSError.
@@ -313,30 +320,30 @@ def manifest_at(store: Store, folder: str) -> Manifest | None:
         raw = store.read(name)
     except FileNotFoundError:
         return None
-    manifest = unsealed(raw, Manifest, place)
-    return require_plain(manifest, place)
+    manifest = decode_with_checksum(raw, Manifest, place)
+    return require_safe_names(manifest, place)
 
 
-def manifests(store: Store) -> dict[str, Manifest]:
-    """Return folder → manifest of each finished checkpoint of a run at a URL.
+def read_remote_manifests(store: Store) -> dict[str, Manifest]:
+    """Return the manifest of each finished checkpoint of a run at a URL, by the folder's name.
 
-    Damaged ones are left out. Raises OSError.
+    Checkpoints with a damaged manifest are left out. Raises OSError.
     """
     found = {}
     for name in store.folders(CHECKPOINTS):
         if step_of(name) is None:
             continue
         with suppress(CheckpointError):
-            manifest = manifest_at(store, f"{CHECKPOINTS}/{name}")
+            manifest = read_remote_manifest(store, f"{CHECKPOINTS}/{name}")
             if manifest is not None:
                 found[name] = manifest
     return found
 
 
-def copy_here(
+def download_files(
     store: Store, folder: str, manifest: Manifest, to: Path, names: Iterable[str]
 ) -> None:
-    """Copy files of a checkpoint into folder `to`, each compared with the manifest.
+    """Download files of a checkpoint into the folder `to`, and compare each with the manifest.
 
     Raises CheckpointError.
     """
@@ -350,10 +357,10 @@ def copy_here(
 
 
 def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
-    """Return (store, folder in it, manifest) of a checkpoint.
+    """Return (store, folder in it, manifest) of a checkpoint at a URL.
 
-    `url` is a checkpoint, or a run: then `which` is `last`, `best`, a step, or the folder's name.
-    Raises CheckpointError, also for a store that does not answer.
+    `url`: of a checkpoint, or of a run. Of a run `which` names the checkpoint: `last`, `best`, a
+    step, or the folder's name. Raises CheckpointError, also for a store that does not answer.
     """
     mistake = url_mistake(url)
     if mistake and not url.startswith("memory://"):
@@ -362,30 +369,35 @@ def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
         )
     with disk_errors("cannot be read", url, CheckpointError):
         store = Store(url)
-        own = manifest_at(store, "")
+        own = read_remote_manifest(store, "")
         if own is not None:
             return store, "", own
-        known = manifests(store)
-        name = _choose_name(store, known, which)
+        known = read_remote_manifests(store)
+        name = ""
+        if known:
+            name = _name_of_choice(store, known, which)
     if name not in known:
-        what = f"holds no {name}, but {', '.join(known)}"
-        if not known:
-            what = "holds no finished checkpoint"
+        what = "holds no finished checkpoint"
+        if known:
+            what = f"holds no {name}, but {', '.join(known)}"
         raise CheckpointError(
             what, where=url, fix="name a checkpoint, or the run's URL as checkpoint.url has it"
         )
     return store, f"{CHECKPOINTS}/{name}", known[name]
 
 
-def _choose_name(store: Store, known: dict[str, Manifest], which: str | int) -> str:
-    """Return the name of the chosen checkpoint of a run, see `choose`. Raises OSError."""
+def _name_of_choice(store: Store, known: dict[str, Manifest], which: str | int) -> str:
+    """Return the folder name of the checkpoint that `which` names (see `choose`). Raises OSError.
+
+    `known`: the finished checkpoints, at least one. The returned name need not be among them.
+    """
     if isinstance(which, int):
         return folder_name(which)
-    newest = max(known, key=lambda name: known[name].serial, default=which)
-    if which in (LATEST, "last"):
-        return newest
-    if which != BEST:
+    if which not in (LATEST, "last", BEST):
         return which
+    newest = max(known, key=lambda name: known[name].serial)
+    if which != BEST:
+        return newest
     with suppress(FileNotFoundError):
         pointer = store.read(f"{CHECKPOINTS}/{BEST}").decode(errors="replace").strip()
         if pointer in known:
@@ -393,13 +405,13 @@ def _choose_name(store: Store, known: dict[str, Manifest], which: str | int) -> 
     return newest
 
 
-def choose_or_none(url: str) -> tuple[Store, str, Manifest] | None:
-    """Return the newest checkpoint of a run at a URL, see `choose`; None if there is none.
+def find_newest_or_none(url: str) -> tuple[Store, str, Manifest] | None:
+    """Return what `choose` returns of a run's newest checkpoint; None if the run has none.
 
     Raises CheckpointError.
     """
     with disk_errors("cannot be read", url, CheckpointError):
-        if not manifests(Store(url)):
+        if not read_remote_manifests(Store(url)):
             return None
         return choose(url)
 
@@ -408,7 +420,7 @@ def require_unused(url: str) -> None:
     """Raise EnvironmentFault for a URL that holds checkpoints, or that cannot be used."""
     fix = "look at the bucket's name, the credentials in the environment, and the endpoint"
     with disk_errors("cannot be used", f"checkpoint.url {url}", EnvironmentFault, fix):
-        found = manifests(Store(url))
+        found = read_remote_manifests(Store(url))
     if found:
         raise EnvironmentFault(
             f"the URL holds the checkpoints of a run ({', '.join(found)})",
@@ -417,8 +429,8 @@ def require_unused(url: str) -> None:
         )
 
 
-def state_at(url: str, which: str | int = "last") -> tuple[str, dict[str, Any]]:
-    """Return (the place, the run's state) of a checkpoint at a URL. Raises CheckpointError."""
+def read_remote_state(url: str, which: str | int = "last") -> tuple[str, dict[str, Any]]:
+    """Return (its own URL, the run's state) of a checkpoint at a URL. Raises CheckpointError."""
     store, folder, _ = choose(url, which)
     place = f"{store.url}/{folder}"
     with disk_errors("cannot be read", place, CheckpointError):
@@ -429,18 +441,19 @@ def state_at(url: str, which: str | int = "last") -> tuple[str, dict[str, Any]]:
 
 
 @contextmanager
-def at_hand(place: str | Path, which: str | int = "best") -> Iterator[Path]:
-    """Give a folder of this machine: `place` itself, or of a URL a copy that is there within.
+def local_copy(place: str | Path, which: str | int = "best") -> Iterator[Path]:
+    """Return a context with a local folder that holds what is at `place`.
 
-    The copy of a run has its plan and checkpoint `which`. Raises CheckpointError and
-    EnvironmentFault.
+    For a folder it is `place` itself. For a URL it is a copy, which is deleted when the context
+    ends: of a checkpoint, or of a run its plan, its config and the checkpoint `which`. Raises
+    CheckpointError and EnvironmentFault.
     """
     if not is_url(str(place)):
         yield Path(place)
         return
     store, folder, manifest = choose(str(place), which)
     with tempfile.TemporaryDirectory(prefix="drumline-") as temporary:
-        # The path of the copy says where it is from.
+        # The path of the copy contains the URL, which errors then show.
         run_dir = Path(temporary) / store.url.replace("://", "/")
         run_dir.mkdir(parents=True)
         free = shutil.disk_usage(run_dir).free
@@ -452,8 +465,8 @@ def at_hand(place: str | Path, which: str | int = "best") -> Iterator[Path]:
             )
         checkpoint = run_dir / CHECKPOINTS / folder_name(manifest.step)
         checkpoint.mkdir(parents=True)
-        copy_here(store, folder, manifest, checkpoint, manifest.files)
-        (checkpoint / MANIFEST).write_bytes(sealed(manifest))
+        download_files(store, folder, manifest, checkpoint, manifest.files)
+        (checkpoint / MANIFEST).write_bytes(encode_with_checksum(manifest))
         is_run = folder != ""
         if not is_run:
             yield checkpoint
@@ -469,7 +482,7 @@ def at_hand(place: str | Path, which: str | int = "best") -> Iterator[Path]:
 def copy_run_files(store: Store, run_dir: Path) -> None:
     """Copy plan, config and events of a run to its URL. Raises OSError."""
     require_owner(store)
-    for name in COPIED:
+    for name in COPIED_RUN_FILES:
         path = run_dir / name
         if path.is_file():
             store.put(path, name)
@@ -501,9 +514,9 @@ def copy_run_files_within(url: str, run_dir: Path, seconds: float) -> None:
 
 
 def require_owner(store: Store) -> None:
-    """Raise OSError if another start has taken the URL over.
+    """Raise OSError if another start of the run has become the owner of the URL.
 
-    This process is cut off then, or was taken for dead.
+    That happens if this process was cut off from the network, or taken for dead.
     """
     owner = json.loads(store.read(OWNER))
     if owner.get("token") != this_process().name:

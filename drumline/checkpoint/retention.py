@@ -1,6 +1,6 @@
-"""Decides which checkpoints of a run are kept.
+"""Decide which checkpoints of a run are kept, and keep the pointers `latest` and `best`.
 
-Only one rank of a disk acts here (rank 0 for a URL), after the new checkpoint is durable.
+On each disk one rank does this (for a URL rank 0), after the new checkpoint is durable.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ BEST = "best"
 
 
 class Retention:
-    """The committed checkpoints under `root`: the newest `keep`, and with `keep_best` the best by metric.
+    """The committed checkpoints under `root`, of which the newest `keep` are kept.
 
-    Two pointers name the newest and the best. `mode` is min or max, and behind it the name of the
-    metric. `serial` is the smallest serial of a new checkpoint.
+    `keep_best`: the best one by metric is kept besides them.
+    `mode`: how checkpoints are compared: min or max, and the name of the metric ("min loss").
+    `serial`: the smallest serial that a new checkpoint may have.
+    `known`: the manifest of each checkpoint, by step.
     """
 
     def __init__(self, root: Path, keep: int, keep_best: bool, mode: str, serial: int = 1) -> None:
@@ -43,7 +45,7 @@ class Retention:
         self.known: dict[int, Manifest] = {}
 
     def open(self) -> None:
-        """Make the folder, remove unfinished folders of dead runs, and read the manifests.
+        """Make `root`, remove unfinished folders that a killed run left there, and read the manifests.
 
         Raises OSError.
         """
@@ -52,8 +54,8 @@ class Retention:
             if entry.name.startswith(TEMP):
                 remove(entry)
             elif step_of(entry.name) is not None:
-                # A checkpoint that cannot be read is not ours to delete: `newest` names it, and a
-                # later save of its step replaces it.
+                # A checkpoint that cannot be read is not deleted: `load.newest` reports it, and a
+                # later save of the same step replaces it.
                 with suppress(CheckpointError):
                     manifest, _ = read_part(entry)
                     self.known[manifest.step] = manifest
@@ -66,7 +68,10 @@ class Retention:
         return serial
 
     def commit(self, unfinished: Path, manifest: Manifest) -> Path:
-        """Give a finished folder its name, durably, in place of an older one. Raises OSError."""
+        """Rename a finished folder to its checkpoint's name, durably, and return the new path.
+
+        An older checkpoint of the same step is replaced. Raises OSError.
+        """
         final = self.root / folder_name(manifest.step)
         sync(unfinished)
         take_name(unfinished, final, self._trash(final), durable=True)
@@ -74,7 +79,7 @@ class Retention:
         return final
 
     def write_metric(self, step: int, metric: float) -> Manifest:
-        """Write a metric of `mode` into the manifest of a committed checkpoint.
+        """Write the metric that `mode` names into the manifest of a committed checkpoint.
 
         Raises CheckpointError and OSError.
         """
@@ -82,26 +87,26 @@ class Retention:
         self.known[step] = manifest
         return manifest
 
-    def settle(self, newest: Manifest) -> None:
+    def tidy_up(self, newest: Manifest) -> None:
         """Move the pointers, then remove the checkpoints that are not kept. Raises OSError.
 
         `newest` is the manifest of the newest checkpoint, which is committed.
         """
         self.known = {step: known for step, known in self.known.items() if self.has(step)}
-        self.point(LATEST, newest.step)
+        self.write_pointer(LATEST, newest.step)
         by_age = sorted(self.known.values(), key=lambda manifest: manifest.serial)
         steps_to_keep = {manifest.step for manifest in by_age[-self.keep :]}
         if self.keep_best:
-            best = best_of(self.known.values(), self.mode)
+            best = best_checkpoint(self.known.values(), self.mode)
         else:
-            # The best of those that are kept anyway.
-            best = best_of((self.known[step] for step in steps_to_keep), self.mode)
+            # The pointer names the best of the checkpoints that are kept anyway.
+            best = best_checkpoint((self.known[step] for step in steps_to_keep), self.mode)
         if best is not None:
             steps_to_keep.add(best.step)
-            self.point(BEST, best.step)
+            self.write_pointer(BEST, best.step)
         elif any(manifest.rated for manifest in self.known.values()):
-            # No checkpoint has a value of this metric yet.
-            self.point(BEST, newest.step)
+            # The metric has changed, and no checkpoint has a value of the new one yet.
+            self.write_pointer(BEST, newest.step)
         for step in sorted(set(self.known) - steps_to_keep):
             self.remove(step)
             del self.known[step]
@@ -110,8 +115,8 @@ class Retention:
         """Return whether a checkpoint is still there."""
         return (self.root / folder_name(step)).is_dir()
 
-    def point(self, pointer: str, step: int) -> None:
-        """Let a pointer name the checkpoint of a step. Raises OSError."""
+    def write_pointer(self, pointer: str, step: int) -> None:
+        """Write which step's checkpoint `latest` or `best` is. Raises OSError."""
         write_whole(self.root / pointer, folder_name(step) + "\n", durable=True)
 
     def remove(self, step: int) -> None:
@@ -125,10 +130,11 @@ class Retention:
 
 
 def recover(root: Path) -> None:
-    """Give checkpoints their names if a kill came between the two renames of `take_name`.
+    """Rename folders back that lost their names to a kill between the two renames of `take_name`.
 
-    The new folder gets the name if it is whole, else the folder that made way. Only the holder of
-    the run folder may call it, on several ranks at once.
+    The new folder gets the name if it is whole, otherwise the old folder that it was to replace.
+    Only a process that holds the lease of the run folder may call this; several of its ranks may
+    call it at once.
     """
     for mark in TEMP:
         for folder in sorted(root.glob(f"{mark}step-*")):
@@ -142,7 +148,7 @@ def recover(root: Path) -> None:
 
 
 def _is_whole(folder: Path, step: int) -> bool:
-    """Return whether an unnamed folder has all that it is to hold of the checkpoint of a step, by sizes."""
+    """Return whether all files that a folder should have of a step's checkpoint have their size."""
     try:
         manifest, present = read_part(folder)
         if manifest.step != step:
@@ -155,14 +161,15 @@ def _is_whole(folder: Path, step: int) -> bool:
     return True
 
 
-def best_of(known: Iterable[Manifest], mode: str) -> Manifest | None:
-    """Return the best checkpoint by metric, of equal ones the earlier; None if none has that metric.
+def best_checkpoint(known: Iterable[Manifest], mode: str) -> Manifest | None:
+    """Return the best checkpoint by the metric of `mode`; None if no checkpoint has it.
 
-    Values of another metric do not count, nor does a branch that the run has left.
+    Of equal ones the earlier is the best. Checkpoints of a branch that the run has left do not
+    count (`current_branch`).
     """
     best: Manifest | None = None
     best_value = math.inf
-    for manifest in sorted(on_branch(known), key=lambda manifest: manifest.serial):
+    for manifest in sorted(current_branch(known), key=lambda manifest: manifest.serial):
         is_of_metric = manifest.rated in (None, mode)
         if not is_of_metric or manifest.metric is None or not math.isfinite(manifest.metric):
             continue
@@ -175,11 +182,11 @@ def best_of(known: Iterable[Manifest], mode: str) -> Manifest | None:
     return best
 
 
-def on_branch(known: Iterable[Manifest]) -> list[Manifest]:
+def current_branch(known: Iterable[Manifest]) -> list[Manifest]:
     """Return the newest checkpoint and those before it, newest first.
 
-    A checkpoint that was saved earlier with a later step is of a branch that the run has left
-    (`make_newest`).
+    If a run went back to an earlier step, checkpoints of later steps that were saved before that
+    belong to a branch that the run has left (`manifest.make_newest`). They are left out.
     """
     branch: list[Manifest] = []
     for manifest in sorted(known, key=lambda manifest: -manifest.serial):

@@ -1,18 +1,21 @@
 """Saves checkpoints: every file is written, hashed and on the device before the folder gets its name.
 
-A save has five steps, each with one outcome on all ranks (see ranks.py):
+A save has five steps. Each step succeeds on all ranks or fails on all of them (see ranks.py):
 
-    share out   decide which rank stores what; each rank checks the free space; copy for the
-    background (an asynchronous save blocks up to here) folder      rank 0 makes
-    `.tmp-step-00000020-<nonce>` shards      torch.distributed.checkpoint writes; each rank hashes
-    its files while it writes them commit      rank 0 writes state.json and manifest.json, and
-    renames the folder settle      rank 0 moves `latest` and `best`, then prunes
+1. Prepare: decide which rank stores which tensor, check the free space, and copy the tensors if
+   the save is asynchronous. Training waits up to here.
+2. Folder: rank 0 makes `.tmp-step-00000020-<nonce>`.
+3. Shards: torch.distributed.checkpoint writes; each rank hashes its files while it writes them.
+4. Commit: rank 0 writes state.json and manifest.json, and renames the folder.
+5. Tidy up: rank 0 updates the pointers `latest` and `best`, then removes old checkpoints.
 
-A kill at any moment leaves the named folders whole, and at most one folder more. If it comes while
-a step that is already there is saved again, the next start gives one of the two its name
-(`retention.recover`). If hosts share no disk (disks.py), one rank of each disk does rank 0's part
-there, and each file goes to `replicas` further disks before the commit. With a URL (remote.py) each
-rank then copies its files there; the manifest goes last.
+A kill at any moment leaves the named folders whole, and at most one unfinished folder besides. If
+it comes while the checkpoint of a step is being replaced, the next start gives the old or the new
+folder its name back (`retention.recover`).
+
+If hosts share no disk (disks.py), one rank of each disk does rank 0's part there, and each file is
+copied to `replicas` further disks before the commit. With a URL (remote.py) each rank then uploads
+its files; the manifest goes last.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from drumline.checkpoint.disks import Disks, Gatherer, carry
+from drumline.checkpoint.disks import Disks, Gatherer, transfer_files
 from drumline.checkpoint.load import WEIGHTS_ONLY
 from drumline.checkpoint.manifest import (
     INDEX,
@@ -51,9 +54,9 @@ from drumline.checkpoint.manifest import (
 )
 from drumline.checkpoint.ranks import Ranks, RanksError, describe_error, is_lasting
 from drumline.checkpoint.remote import Remote
-from drumline.checkpoint.retention import Retention, best_of
+from drumline.checkpoint.retention import Retention, best_checkpoint
 from drumline.checkpoint.staging import Staging
-from drumline.checkpoint.storage import Writer, records_of
+from drumline.checkpoint.storage import Writer, read_tensor_records
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.system.heartbeat import TIMES, alive
 from drumline.system.threads import on_this_gpu
@@ -64,8 +67,8 @@ HEADROOM = 1.2
 # Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index);
 # measured 1.6 KB.
 OVERHEAD_BYTES = 2048
-# The watcher waits at least so long for a save in the background before it takes this rank for
-# hung.
+# How long, at least, this rank may wait for a save in the background before the watcher takes the
+# rank for hung.
 PATIENCE_SECONDS = 60.0
 
 
@@ -74,9 +77,12 @@ class SaveResult:
     """How a save ended.
 
     It is the same on every rank, apart from the seconds, and from the path if hosts have folders of
-    their own. `path` is None if nothing was committed. `error` beside a path: the checkpoint is
-    whole, but a pointer or the pruning failed. `begun` is false if the disk lacked room, and
-    nothing was written. `lasting`: another try would fail alike.
+    their own.
+
+    `path`: the checkpoint; None if nothing was committed.
+    `error`: why the save failed. With a `path` the checkpoint is whole, and tidying up failed.
+    `begun`: False if the disk had too little space, so nothing was written.
+    `lasting`: trying again would fail for the same reason.
     """
 
     step: int
@@ -106,12 +112,12 @@ class _Job:
     started: float  # time.monotonic()
     tensors: dict[str, Tensor] = field(default_factory=dict)  # this rank's share
     estimate: int = 0  # bytes, of all ranks together
-    # Seconds that training waited for it; None: it waits until the end.
+    # Seconds that training waited for an asynchronous save; None: training waits to the end.
     blocked_seconds: float | None = None
 
 
 class _Written(NamedTuple):
-    """The shards that a rank has written, by file name, and the serial that its disks allow next."""
+    """The shards that a rank has written, by file name, and the next serial as far as it knows."""
 
     records: dict[str, FileRecord]
     serial: int
@@ -160,8 +166,10 @@ class Checkpointer:
             self.remote = Remote(url, keep, keep_best, mode)
         self.staging = Staging()
         self._thread: threading.Thread | None = None
-        self._longest = 0.0  # seconds of a save that was written in the background
+        self._longest_seconds = 0.0  # of any save so far
+        # The result of the save in flight, once it has ended; `_join` moves it to `_results`.
         self._ended: SaveResult | None = None
+        # Results that `poll` has not returned yet.
         self._results: list[SaveResult] = []
         try:
             if url or replicas:
@@ -183,7 +191,7 @@ class Checkpointer:
         """
 
         def step_of_leader() -> T | None:
-            if self.disks.leads:
+            if self.disks.is_leader:
                 return step()
             return None
 
@@ -205,12 +213,12 @@ class Checkpointer:
         job = _Job(step, json.dumps(state).encode(), metric, started=time.monotonic())
         self._join()
         try:
-            lacking = self._prepare(job, tensors)
+            space_error = self._prepare(job, tensors)
         except Exception as failure:  # noqa: BLE001 - a failed save is a result
             self._ended = _failed(job, failure)
             return
-        if lacking is not None:
-            self._ended = replace(_result(job, None, 0, lacking), begun=False)
+        if space_error is not None:
+            self._ended = replace(_result(job, None, 0, space_error), begun=False)
             return
         if not self.asynchronous:
             self._run(job)
@@ -226,10 +234,10 @@ class Checkpointer:
 
         Returns the error if a disk lacks space, else None. Collective; raises RanksError.
         """
-        job.tensors, job.estimate = share_out(tensors, self.ranks)
-        for lacking in self.ranks.each(lambda: self._lacking(job)):
-            if lacking is not None:
-                return lacking
+        job.tensors, job.estimate = assign_tensors(tensors, self.ranks)
+        for space_error in self.ranks.each(lambda: self._space_error(job)):
+            if space_error is not None:
+                return space_error
         if self.asynchronous:
             copies: dict[str, Tensor] = {}
             # A common step: a rank without memory for its copies must not leave the others waiting.
@@ -238,12 +246,13 @@ class Checkpointer:
         return None
 
     def write_metric(self, step: int, metric: float) -> str | None:
-        """Write the metric of a checkpoint's weights beside it, on each disk and at the URL.
+        """Write the metric of a checkpoint's weights into its manifests, on each disk and at the URL.
 
-        Keeps checkpoints accordingly. No tensor is written. Each manifest is replaced by a whole
-        new one, so a kill leaves the checkpoint readable, with its metric or without. Waits for a
-        save in flight first. Collective. Returns why it could not be done; None if it was done, or
-        if the metric is not finite and counts as none.
+        Then the best checkpoint is chosen anew, and old ones are removed. No tensor is written.
+        Each manifest is replaced by a whole new one, so a kill leaves the checkpoint readable, with
+        its metric or without. Waits for a save in flight first. Collective.
+
+        Returns the error; None if the metric was written, or is not finite and counts as none.
         """
         self._join()
         if not math.isfinite(metric):
@@ -255,9 +264,9 @@ class Checkpointer:
             if remote is not None:
                 self.ranks.first(lambda: remote.replace_manifest(manifest))
             # Nothing is removed before all have the metric.
-            self._each_disk(lambda: self.retention.settle(manifest))
+            self._each_disk(lambda: self.retention.tidy_up(manifest))
             if remote is not None:
-                self.ranks.first(lambda: remote.settle(manifest))
+                self.ranks.first(lambda: remote.tidy_up(manifest))
         # The checkpoint itself is whole; the caller may save it anew.
         except Exception as failure:  # noqa: BLE001
             return describe_error(failure)
@@ -271,10 +280,10 @@ class Checkpointer:
         state: dict[str, Any],
         metric: float | None,
     ) -> tuple[SaveResult, bool]:
-        """Store a checkpoint in `folder` instead. Collective.
+        """Save to another `folder`, after `root` has failed. Collective.
 
-        Returns the result, and whether it is of the whole checkpoint: if that does not fit, only
-        the weights are stored.
+        If the whole checkpoint does not fit there, only its weights are saved. Returns the result,
+        and whether the whole checkpoint was saved.
         """
         try:
             rescuer = Checkpointer(
@@ -293,7 +302,7 @@ class Checkpointer:
             return result, True
         weights = {}
         for name, tensor in tensors.items():
-            # An auxiliary model's section ends so too.
+            # The section of an auxiliary model is ROLE/model.
             section = name.partition(".")[0]
             if section.endswith("model"):
                 weights[name] = tensor
@@ -304,17 +313,18 @@ class Checkpointer:
     def gather(self) -> None:
         """Make the newest checkpoint and the best one whole on rank 0's disk.
 
-        Nothing to do unless hosts have only parts of them. Collective; raises CheckpointError.
+        Collective; raises CheckpointError.
         """
         copies = self.replicas + 1
-        if len(self.disks.groups) <= copies:
+        every_disk_has_all_files = len(self.disks.groups) <= copies
+        if every_disk_has_all_files:
             return
         disks = Disks(Ranks(self.ranks.group, CheckpointError), self.disks.groups)
         store = None
         if self.remote is not None:
             store = self.remote.store
-        gatherer = Gatherer(self.root, False, store, disks, first_alone=True)
-        gatherer.newest(lambda known: best_of(known, self.retention.mode))
+        gatherer = Gatherer(self.root, False, store, disks, only_first_disk=True)
+        gatherer.newest(lambda known: best_checkpoint(known, self.retention.mode))
 
     def poll(self) -> list[SaveResult]:
         """Return the results of the saves that ended since the last call, oldest first.
@@ -335,16 +345,17 @@ class Checkpointer:
     def _join(self) -> None:
         """Wait for the save in flight, and keep its result."""
         if self._thread:
-            # A disk may be slower than it was, but not without end.
+            # The watcher lets the first save take as long as `health` allows, and a later one a
+            # multiple of the longest.
             patience = math.inf
-            if self._longest:
-                patience = max(PATIENCE_SECONDS, TIMES * self._longest)
+            if self._longest_seconds:
+                patience = max(PATIENCE_SECONDS, TIMES * self._longest_seconds)
             alive(patience)
             self._thread.join()
             self._thread = None
             alive()
         if self._ended:
-            self._longest = max(self._longest, self._ended.seconds)
+            self._longest_seconds = max(self._longest_seconds, self._ended.seconds)
             self._results.append(self._ended)
             self._ended = None
 
@@ -355,7 +366,7 @@ class Checkpointer:
             folder = self._make_folder(job)
             committed = self._commit(job, folder)
         except (Exception, CheckpointException) as failure:  # noqa: BLE001 - a failed save is a result
-            if folder and self.disks.leads:
+            if folder and self.disks.is_leader:
                 # The rest is removed at the next start; the result reports the failure itself.
                 shutil.rmtree(folder, ignore_errors=True)
             self._ended = _failed(job, failure)
@@ -363,7 +374,7 @@ class Checkpointer:
         manifest = committed.manifest
         errors = []
         try:
-            self._each_disk(lambda: self.retention.settle(manifest))
+            self._each_disk(lambda: self.retention.tidy_up(manifest))
         except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
             errors.append(describe_error(failure))
         try:
@@ -381,13 +392,11 @@ class Checkpointer:
             tidying_error = f"the checkpoint is whole, but tidying up after it failed: {reasons}"
         self._ended = _result(job, committed.path, manifest.bytes, tidying_error)
 
-    def _lacking(self, job: _Job) -> str | None:
-        """Return the error if the disk lacks space for this save, else None.
-
-        Makes a removed root again. Raises OSError.
-        """
+    def _space_error(self, job: _Job) -> str | None:
+        """Return the error if the disk lacks space for this save, else None. Raises OSError."""
+        # Somebody may have removed the folder since the last save.
         self.root.mkdir(parents=True, exist_ok=True)
-        # The part of all files that comes to this disk, with replicas of others.
+        # The part of all files that this disk gets: those of its own ranks, and replicas.
         share = min(1.0, (1 + self.replicas) / len(self.disks.groups))
         needed = int(HEADROOM * (share * job.estimate + len(job.state)))
         free = free_bytes(self.root)
@@ -416,7 +425,7 @@ class Checkpointer:
         written = [part.records for part in parts]
         serial = max(part.serial for part in parts)
         copies = self.disks.copies(written, self.replicas)
-        carry(copies, folder, folder, self.ranks)
+        transfer_files(copies, folder, folder, self.ranks)
         index, state = self._index_and_state(job, folder)
 
         def finish() -> Manifest:
@@ -445,9 +454,9 @@ class Checkpointer:
         return _Committed(path, manifest, written[self.ranks.rank])
 
     def _index_and_state(self, job: _Job, folder: Path) -> tuple[bytes, bytes]:
-        """Return the index and the run's state of rank 0, which alone has both. Collective.
+        """Return the index (.metadata) and the run's state of rank 0, which alone has both.
 
-        If all ranks share a disk, the index is there already, and empty here.
+        If all ranks share a disk, the index is on it already, and b"" is returned. Collective.
         """
         if len(self.disks.groups) == 1:
             return b"", job.state
@@ -469,11 +478,11 @@ class Checkpointer:
             torch=torch.__version__,
             world_size=self.ranks.size,
             files=files,
-            tensors=records_of(folder),
+            tensors=read_tensor_records(folder),
         )
 
     def _next_serial(self) -> int:
-        """Return the serial of the next save, by this disk and the URL."""
+        """Return the serial of the next save: above all on this disk and at the URL."""
         serial = self.retention.next_serial()
         if self.remote is not None:
             serial = max(serial, self.remote.next_serial())
@@ -488,12 +497,12 @@ class Checkpointer:
         manifest = committed.manifest
         names = committed.written.keys() - {INDEX, STATE}
         try:
-            self.ranks.first(lambda: remote.begin(manifest.step))
+            self.ranks.first(lambda: remote.make_room(manifest.step))
             self.ranks.each(lambda: remote.send(folder, names))
             self.ranks.first(lambda: remote.finish(folder, manifest))
         except RanksError as failure:
             raise _NotUploaded(failure) from failure
-        self.ranks.first(lambda: remote.settle(manifest))
+        self.ranks.first(lambda: remote.tidy_up(manifest))
 
     def is_kept(self, path: Path) -> bool:
         """Return whether a checkpoint lies under this root, and at the URL if there is one. Collective."""
@@ -509,10 +518,10 @@ class Checkpointer:
         return self.ranks.first(is_known)
 
     def _write_shards(self, job: _Job, folder: Path) -> dict[str, FileRecord]:
-        """Store this rank's share and return the files that it wrote. Raises the error of this rank.
+        """Write this rank's shards, and return the record of each file. Raises this rank's error.
 
-        If dcp.save fails on one rank, all get a CheckpointException: the others return nothing, so
-        that only the failed rank reports.
+        If dcp.save fails on one rank, it raises CheckpointException on all. The ranks that did not
+        fail return {}, so that only the failed rank reports its error.
         """
         writer = Writer(folder)
         try:
@@ -539,14 +548,16 @@ class _Size(NamedTuple):
     is_sharded: bool
 
 
-def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], int]:
+def assign_tensors(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], int]:
     """Return the tensors that this rank stores, and the bytes that all ranks store together.
 
-    The bytes are an upper estimate. Every rank that names a plain tensor has all of it, so one of
-    them stores it: the largest first, each to the rank with the fewest bytes. All ranks compute the
-    same answer. DTensors stay with every rank: each has its shard, and the planner of
-    torch.distributed.checkpoint leaves replicas of a shard out. Since this comes before staging,
-    eight replicas on a host need the memory of one. Collective; raises RanksError.
+    The bytes are an upper estimate. A plain tensor is whole on every rank that names it, so one of
+    these ranks stores it. The largest tensor is assigned first, each to the rank with the fewest
+    bytes so far; all ranks compute the same answer. A DTensor stays with every rank: each has its
+    shard, and the planner of torch.distributed.checkpoint leaves replicas of a shard out.
+
+    Tensors are assigned before they are copied for the background, so that eight replicas on a host
+    need the memory of one. Collective; raises RanksError.
     """
     mine = {}
     for name, tensor in tensors.items():
@@ -567,7 +578,7 @@ def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tenso
 
 
 def _owners(sizes: dict[str, int], everyone: list[dict[str, _Size]]) -> dict[str, int]:
-    """Return the rank that stores each plain tensor. `everyone` has the tensors of each rank."""
+    """Return the rank that stores each plain tensor. `everyone`: by rank, what that rank names."""
     owners = {}
     bytes_of_rank = [0] * len(everyone)
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

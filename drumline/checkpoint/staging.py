@@ -1,4 +1,4 @@
-"""Host memory for the copies that a save in the background writes."""
+"""Copies of tensors in host memory, from which an asynchronous save writes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ ALIGNED = 64  # bytes: a buffer begins at a multiple of it
 
 
 class Staging:
-    """Keeps copies of tensors, which each save makes in the same place.
+    """Copies tensors into one block of host memory, the arena, which all saves use again.
 
-    The place is one arena, pinned for tensors on a GPU. (torch rounds each piece of its own pinned
-    memory up to a power of two.)
+    The arena is pinned if tensors lie on a GPU. (torch's own pinned memory would round each piece
+    up to a power of two.)
     """
 
     def __init__(self) -> None:
-        # Each buffer has a storage of its own: dcp copies again what is cut from a larger one.
+        # Each buffer is a tensor with a storage of its own over its part of the arena: dcp would
+        # copy a view of a larger storage once more.
         self.buffers: dict[str, Tensor] = {}
         self.arena: Tensor | None = None
         self.pinned = False
@@ -35,9 +36,9 @@ class Staging:
         return self.arena.nbytes
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of plain tensors, and of the local shards of DTensors.
+        """Return copies of all tensors by name, after they have been made.
 
-        The copy of a DTensor is a DTensor of the same layout. Waits for the copies.
+        Of a DTensor only the local shard is copied, into a DTensor of the same layout.
         """
         shards = {name: _shard_of(tensor) for name, tensor in tensors.items()}
         if not self._fits(shards):
@@ -63,7 +64,7 @@ class Staging:
         return True
 
     def _allocate(self, shards: dict[str, Tensor]) -> None:
-        """Make an arena for these shards. The memory of the arena before is given back first."""
+        """Make an arena with a buffer for each shard. The old arena is freed first."""
         if self.arena is not None and self.pinned:
             unpin_memory(self.arena.data_ptr())
         self.buffers = {}

@@ -1,7 +1,7 @@
-"""The file layer of torch.distributed.checkpoint with what it lacks.
+"""The file layer of torch.distributed.checkpoint, made safe.
 
-When writing, these are checksums and the true errno; when reading, an index that cannot run code
-and file names that cannot leave the folder.
+Written files get checksums, and errors keep their errno. Reading an index cannot run code, and the
+file names in it cannot leave the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 
 
 class Files(FileSystem):
-    """The files of one folder, which follows no links.
+    """A file system for torch that follows no links, and hashes and flushes what is written.
 
-    Written files are hashed and flushed. `records` has them by file name, `failures` every OSError.
+    `records`: size and checksum of each written file, by its name. `failures`: every OSError.
     """
 
     def __init__(self) -> None:
@@ -96,12 +96,12 @@ class Writer(FileSystemWriter):
         self.fs = self.files
 
     def storage_meta(self) -> StorageMeta | None:
-        # It would hold the path of the temporary folder, which is no part of the checkpoint.
+        # torch's would hold the path of the temporary folder, which is about to be renamed.
         return None
 
 
 class Reader(FileSystemReader):
-    """Reads tensors by an index that `read_index` has checked."""
+    """Reads tensors of a folder by an `index` that `read_index` has checked."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -112,7 +112,7 @@ class Reader(FileSystemReader):
         return self.index
 
 
-NAMES = (
+METADATA_CLASSES = (
     "Metadata",
     "MetadataIndex",
     "TensorStorageMetadata",
@@ -120,7 +120,12 @@ NAMES = (
     "ChunkStorageMetadata",
     "StorageMeta",
 )
-CLASSES = [*(getattr(metadata, name) for name in NAMES), MEM_FORMAT_ENCODING, StorageInfo]
+CLASSES = [
+    *(getattr(metadata, name) for name in METADATA_CLASSES),
+    MEM_FORMAT_ENCODING,
+    StorageInfo,
+]
+# All that a pickled index may name, by (module, name), besides torch's dtypes.
 ALLOWED = {(kind.__module__, kind.__name__): kind for kind in CLASSES}
 ALLOWED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): get_layout}
 
@@ -141,7 +146,7 @@ ALLOWED["builtins", "getattr"] = _memory_format
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows only the classes of an index. A pickle that names anything else is refused before it runs."""
+    """Refuses a pickle that names anything but the classes of an index, before that is called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
@@ -154,14 +159,14 @@ class _IndexUnpickler(pickle.Unpickler):
 def read_index(folder: Path, manifest: Manifest) -> Metadata:
     """Return the index in .metadata, read without running any code in it.
 
-    It describes the manifest's tensors in the manifest's files. Raises CheckpointError that names
-    the file and the reason.
+    Raises CheckpointError, with the file and the reason, unless it describes exactly the manifest's
+    tensors, within the manifest's files.
     """
     place = str(folder / INDEX)
     try:
         with open_regular(folder / INDEX) as file:
             index = _IndexUnpickler(file).load()
-        reason = _mistake(index, manifest)
+        reason = _reason_to_refuse(index, manifest)
     except Exception as error:  # a hostile pickle may raise anything
         raise CheckpointError(f"refused: {error}", where=place) from error
     if reason:
@@ -169,7 +174,7 @@ def read_index(folder: Path, manifest: Manifest) -> Metadata:
     return cast(Metadata, index)
 
 
-def records_of(folder: Path) -> dict[str, TensorRecord]:
+def read_tensor_records(folder: Path) -> dict[str, TensorRecord]:
     """Return the unsharded tensors of a folder that dcp.save has just written, from its index."""
     with open_regular(folder / INDEX) as file:
         index = _IndexUnpickler(file).load()
@@ -192,7 +197,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mistake(index: Any, manifest: Manifest) -> str | None:
+def _reason_to_refuse(index: Any, manifest: Manifest) -> str | None:
     """Return the reason to refuse an index; None if there is none."""
     if type(index) is not Metadata:
         return "not an index"
@@ -201,14 +206,17 @@ def _mistake(index: Any, manifest: Manifest) -> str | None:
     for key, info in index.storage_data.items():
         if type(key) is not MetadataIndex or type(info) is not StorageInfo:
             return "not an index"
-        reason = _mistake_of_entry(key.fqn, info, manifest)
+        reason = _reason_to_refuse_entry(key.fqn, info, manifest)
         if reason is not None:
             return reason
     return None
 
 
-def _mistake_of_entry(name: str, info: StorageInfo, manifest: Manifest) -> str | None:
-    """Return the reason to refuse the place of a tensor's part; None if there is none."""
+def _reason_to_refuse_entry(name: str, info: StorageInfo, manifest: Manifest) -> str | None:
+    """Return the reason to refuse an entry of the index, the place of a part of a tensor.
+
+    None if there is no reason.
+    """
     path = info.relative_path
     if type(path) is not str or not SHARD_NAME.fullmatch(path) or path not in manifest.files:
         return f"{name} lies in {path!r}, which is no file of this checkpoint"

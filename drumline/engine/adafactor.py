@@ -1,6 +1,7 @@
-"""Adafactor over parts of matrices.
+"""Adafactor for sharded matrices.
 
-What it keeps of a matrix are sums over rows and columns, which the ranks add up together.
+Its state of a matrix are averages over rows and over columns, for which the ranks sum up their
+parts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from drumline.config.config import OptimizerConfig
-from drumline.engine.norms import Place, local, spread_over
+from drumline.engine.norms import ShardGroups, local, shard_groups
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
-# The averages of squared gradients take in the newest ones with the weight step^DECAY.
+# The weight of the newest squared gradients in their averages is step^DECAY.
 DECAY = -0.8
 # A rate is multiplied by the root mean square of its weight, or by this number if that is smaller.
 LEAST_SCALE = 1e-3
@@ -42,14 +43,13 @@ class _Update(NamedTuple):
 class Adafactor(torch.optim.Optimizer):
     """Adafactor (Shazeer & Stern 2018), with the numbers of torch.optim.Adafactor.
 
-    torch's takes no parts of tensors. Of a tensor of shape [..., R, C] the state is
-    float32[..., R, 1] and float32[..., 1, C], equal on all ranks; of a vector it is the average of
-    its squared gradients, cut as the vector is. An update is as large as `lr` times the root mean
-    square of the weight.
+    torch's own takes no sharded tensors. The state of a tensor of shape [..., R, C] is
+    float32[..., R, 1] and float32[..., 1, C], equal on all ranks. The state of a vector is the
+    average of its squared gradients, cut as the vector is. An update is as large as `lr` times the
+    root mean square of the weight.
 
-    A step makes two all-reduces over the ranks that hold parts. The first sums squares of weights
-    and gradients; the second sums squares of the directions, which can only be computed from the
-    first.
+    A step makes two all-reduces over the ranks that hold parts. The first sums the squares of
+    weights and gradients. From these the directions follow, whose squares the second one sums.
     """
 
     def __init__(self, groups: list[dict[str, Any]], options: OptimizerConfig) -> None:
@@ -62,23 +62,23 @@ class Adafactor(torch.optim.Optimizer):
         Parameters that are cut over the same ranks are stepped together, so that they share the two
         all-reduces. All ranks go through their parameters, and so the collectives, in one order.
         """
-        by_place: dict[Place, list[_Entry]] = {}
+        by_groups: dict[ShardGroups, list[_Entry]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                place = spread_over(parameter)
+                groups = shard_groups(parameter)
                 entry = _Entry(parameter, local(parameter.grad), group)
-                by_place.setdefault(place, []).append(entry)
-        for place, entries in by_place.items():
-            self._step_at(place, entries)
+                by_groups.setdefault(groups, []).append(entry)
+        for groups, entries in by_groups.items():
+            self._step_together(groups, entries)
 
-    def _step_at(self, place: Place, entries: list[_Entry]) -> None:
+    def _step_together(self, groups: ShardGroups, entries: list[_Entry]) -> None:
         """Step the parameters that are cut over the same groups of ranks."""
         parts: list[torch.Tensor] = []
         for entry in entries:
             parts += _parts_of_sums(entry)
-        sums = iter(_all_reduced(parts, place))
+        sums = iter(_all_reduced(parts, groups))
 
         updates: list[_Update] = []
         squares: list[torch.Tensor] = []
@@ -99,7 +99,7 @@ class Adafactor(torch.optim.Optimizer):
                 kept.lerp_(gradient.square(), new)
                 # A copy, because the direction is computed in place from it.
                 variance = kept.clone()
-            # Squared, since the root is taken after it: a root is then at least epsilon.
+            # Epsilon is squared, because the root is taken afterwards.
             epsilon = torch.finfo(gradient.dtype).eps
             variance.clamp_(min=epsilon**2)
             direction = variance.rsqrt_().mul_(gradient)
@@ -107,12 +107,12 @@ class Adafactor(torch.optim.Optimizer):
             square = direction.square().sum()
             squares.append(square.reshape(1))
 
-        squares = _all_reduced(squares, place)
+        squares = _all_reduced(squares, groups)
         for entry, update, square in zip(entries, updates, squares, strict=True):
             self._apply(entry, update, square)
 
     def _apply(self, entry: _Entry, update: _Update, square: torch.Tensor) -> None:
-        """Change a weight.
+        """Update a weight.
 
         `square`: float32[1], the sum of the squared direction over all ranks.
         """
@@ -125,12 +125,12 @@ class Adafactor(torch.optim.Optimizer):
         clip = root_mean_square.clamp(min=1.0)
         weight = local(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        # Of the weight as it was before its decay, as torch has it.
+        # The scale is that of the weight before its decay, as in torch.
         scale = update.scale.clamp(min=LEAST_SCALE)
         weight.sub_(update.direction * (rate * scale / clip))
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the state of a parameter, made of zeros in its first step.
+        """Return the state of a parameter; in its first step it is made, of zeros.
 
         The averages of a matrix are whole on each rank. That of a vector is cut as the vector is.
         """
@@ -146,10 +146,11 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _parts_of_sums(entry: _Entry) -> list[torch.Tensor]:
-    """Return this rank's share of a parameter's sums, each flat.
+    """Return this rank's share of the sums over a parameter, as flat tensors.
 
-    The first is the sum of the weight's squares, [1]. A matrix adds the sums of the gradient's
-    squares over columns and over rows, in their full size and zero where another rank has the part.
+    The first one, of one entry, is the sum of the weight's squares. For a matrix two more follow:
+    the sums of the gradient's squares over columns, and over rows. They have an entry for each row
+    or column of the whole matrix, which is 0 if this rank has no part of it.
     """
     parameter, gradient, _ = entry
     square_of_weight = local(parameter).square().sum()
@@ -172,12 +173,12 @@ def _variance_of_matrix(
     row_sums: torch.Tensor,
     column_sums: torch.Tensor,
 ) -> torch.Tensor:
-    """Take the sums of a step into the averages, and return the variance of this rank's part.
+    """Update the averages by the sums of a step, and return the variance for this rank's part.
 
-    The variance is the outer product of rows and columns over the mean of the rows (section 3 of
-    the paper, with means in place of sums as torch has them).
+    The variance is the outer product of the averages of rows and columns, divided by the mean of
+    the rows (section 3 of the paper, with means in place of sums as in torch).
 
-    `new`: the weight of the sums in the averages. `row_sums`, `column_sums`: flat, over all ranks.
+    `new`: the weight of the new sums. `row_sums`, `column_sums`: flat, over all ranks.
     """
     row_var = state["row_var"]
     row_means = row_sums.view_as(row_var) / parameter.shape[-1]
@@ -203,9 +204,9 @@ def _column_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _cuts(parameter: torch.Tensor) -> tuple[Cut, Cut]:
-    """Return the place of this rank's part among the sums over columns, and over rows.
+    """Return the indices of this rank's part of a matrix.
 
-    Both are indices: one of a tensor in `_row_shape`, one of a tensor in `_column_shape`.
+    The first is for a tensor of shape `_row_shape`, the second for one of `_column_shape`.
     """
     shape = tuple(parameter.shape)
     offset = (0,) * parameter.ndim
@@ -221,13 +222,13 @@ def _cuts(parameter: torch.Tensor) -> tuple[Cut, Cut]:
     return rows, columns
 
 
-def _all_reduced(parts: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
-    """Return the sums of flat tensors over the groups, by one all-reduce a group.
+def _all_reduced(parts: list[torch.Tensor], groups: ShardGroups) -> list[torch.Tensor]:
+    """Return flat tensors summed over groups of ranks, by one all-reduce for each group.
 
-    `place`: the groups over which the parameters are cut; none for whole ones, which need no sum.
+    `groups`: those over which the parameters are cut; () for whole parameters.
     """
     whole = torch.cat(parts)
-    for group in place:
+    for group in groups:
         dist.all_reduce(whole, group=group)
     sizes = [part.numel() for part in parts]
     return list(whole.split(sizes))

@@ -17,10 +17,10 @@ from torch.nn import Module
 from drumline.config.config import LoRAConfig
 from drumline.config.model import Head
 from drumline.dist.seeds import derive
-from drumline.engine.engine import POLICY, CompositeEngine, Engine, OpenEngine, of_role
+from drumline.engine.engine import POLICY, CompositeEngine, Engine, OpenEngine, select_role
 from drumline.engine.native import ForwardEngine, NativeEngine, prepare
 from drumline.engine.optimizer import MakeOptimizer
-from drumline.engine.transforms import gathered_in, recomputed_by_blocks
+from drumline.engine.transforms import gather_dtype, recomputed_by_blocks
 from drumline.errors import PlanError
 from drumline.models import adapters
 from drumline.models.attention import attend_by_documents
@@ -38,8 +38,8 @@ from drumline.plan.plan import Plan
 from drumline.plan.strategy_engine import engine_of
 from drumline.telemetry.memory_tracker import MemoryStats
 
-# Frozen models of this process that are in use. Closures all over a run call them, and
-# `stats_with_frozen` counts their weights.
+# The engines of frozen models that are in use in this process. They are held by closures all over a
+# run, so `stats_with_frozen` finds them here.
 frozen_engines: WeakSet[ForwardEngine] = WeakSet()
 
 
@@ -57,25 +57,26 @@ def build_engine(
 ) -> Engine:
     """Return the engine of this rank: the model is sharded as planned, then filled. Collective.
 
-    Each rank reads or draws what it holds. If other roles are trained beside the policy, the engine
-    is a `CompositeEngine` of them.
-    `device`: cpu, or cuda:N. `checkpoint_keys`: names of tensors that a checkpoint fills, so
-    nothing else does; a role's are ROLE/NAME. `role`: one of `plan.roles` by itself; the engine of
-    a frozen one can only evaluate, infer, and return its weights.
+    Each rank reads or draws only the weights that it holds. If other roles are trained beside the
+    policy, the engine is a `CompositeEngine` of all of them.
+
+    `device`: cpu, or cuda:N. `checkpoint_keys`: names of tensors that a checkpoint will fill, so
+    they are not filled here; those of a role are ROLE/NAME. `role`: build only this one of
+    `plan.roles`; the engine of a frozen role can only evaluate, infer, and return its weights.
     """
     if role is not None:
         return _build_role(plan, device, checkpoint_keys, role)
     trainable = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
     names = dict.fromkeys(checkpoint_keys)
     # Each engine gets the keys of its own role, without the role's name.
-    policy_keys = frozenset(of_role(names, POLICY))
+    policy_keys = frozenset(select_role(names, POLICY))
     policy = _build_trainable(plan, device, policy_keys, plan.config.head)
     if not trainable:
         return policy
     engines = {POLICY: policy}
     lr_ratios = {}
     for name, chosen in trainable.items():
-        keys = frozenset(of_role(names, name))
+        keys = frozenset(select_role(names, name))
         engines[name] = _build_trainable(plan.of_role(name), device, keys, chosen.head)
         lr_ratios[name] = chosen.lr_ratio
     return CompositeEngine(engines, lr_ratios)
@@ -96,12 +97,12 @@ def _build_role(plan: Plan, device: str, checkpoint_keys: frozenset[str], role: 
 def _build_trainable(
     plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head
 ) -> Engine:
-    """Return the engine of a trainable model: laid out, adapted, frozen in part, and sharded."""
+    """Return the engine of one trainable model, with its adapter, and sharded as planned."""
     config = plan.config
     is_deepspeed = plan.engine == "deepspeed"
     if is_deepspeed:
-        # DeepSpeed moves to the device what belongs there. Its optimizer makes its state by a step,
-        # which needs weights, so no key is left for the checkpoint.
+        # DeepSpeed itself moves weights to the device. Its optimizer makes its state by a step, for
+        # which all weights have to be filled, even if a checkpoint is loaded afterwards.
         device = "cpu"
         checkpoint_keys = frozenset()
     model, source = _lay_out(plan, device, checkpoint_keys, head)
@@ -110,10 +111,10 @@ def _build_trainable(
     if adapter.kind == "lora":
         adapters.inject(model, adapter, config.run.seed)
     if not is_deepspeed:
-        # DeepSpeed keeps all weights low, and fp32 values of the trainable ones besides.
+        # DeepSpeed keeps all weights in low precision, and an fp32 copy of the trainable ones.
         keep_frozen_low(plan, model)
     if isinstance(adapter, LoRAConfig) and adapter.quantize != "none":
-        dtype = gathered_in(plan)
+        dtype = gather_dtype(plan)
         if dtype is None:
             dtype = LOW_PRECISION.get(plan.precision, torch.float32)
         pack(model, adapter.quantize, dtype)
@@ -125,7 +126,11 @@ def _build_trainable(
 def _prepare_native(
     plan: Plan, model: Any, values: Values, trains: bool = True, **options: Any
 ) -> Any:
-    """Return Drumline's own engine, for strategies without one; `trains` False: a frozen model."""
+    """Return Drumline's own engine, for a strategy without an engine of its own.
+
+    `trains` False: the model is frozen. `options`: as of `native.prepare`; if there are any, the
+    model is a module of the user's own.
+    """
     if plan.engine != "pipeline":
         engine: type[ForwardEngine] = ForwardEngine
         if trains:
@@ -169,11 +174,16 @@ def build_module(
 ) -> OpenEngine:
     """Return the engine of any module: sharded as planned, then filled. Collective.
 
-    Each rank draws what it holds.
+    Each rank draws only the weights that it holds.
 
-    `device`, `checkpoint_keys`: as in `build_engine`. `make_optimizer`: in place of the plan's.
-    `overlaps`: see native.prepare. `unfrozen`: weights that learn although `build` has them frozen.
-    Raises PlanError for a strategy that a module by itself cannot be spread by, ModelError if ranks
+    Args:
+        device, checkpoint_keys: As of `build_engine`.
+        make_optimizer: Makes the optimizer in place of the plan's.
+        parts: How the module may be divided.
+        overlaps: As of native.prepare.
+        unfrozen: Names of weights that are trained although `build` has them frozen.
+
+    Raises PlanError for a strategy by which such a module cannot be spread, and ModelError if ranks
     build different weights.
     """
     if plan.engine == "deepspeed":
@@ -199,10 +209,9 @@ def build_module(
 def lay_out_spreadable(
     plan: Plan, build: Build, device: str, parts: ModuleParts
 ) -> tuple[Module, Source]:
-    """Return a module by itself, laid out, and where its first weights come from.
+    """Return a module of the user's own without its weights, and where these come from.
 
-    Raises PlanError if it lacks what spreading it as planned requires, ModelError if `build` makes
-    none.
+    Raises PlanError if it cannot be spread as planned, and ModelError if `build` makes no module.
     """
     _require_degrees(plan, has_tp_plan=bool(parts.tp_plan))
     if plan.stream_parts > 1:
@@ -233,7 +242,7 @@ def lay_out_spreadable(
 
 
 def _require_degrees(plan: Plan, has_tp_plan: bool) -> None:
-    """Raise PlanError for parallelism that does not work for a module by itself."""
+    """Raise PlanError for parallelism that works only with a Hugging Face model."""
     mesh = plan.mesh
     or_else = "ddp, fsdp2 or zero3"
     if mesh.tp > 1 and not has_tp_plan:
@@ -257,9 +266,9 @@ def _require_degrees(plan: Plan, has_tp_plan: bool) -> None:
 
 
 def keep_frozen_low(plan: Plan, model: Any) -> None:
-    """Keep frozen weights in the type that native engines compute in; in pure bf16 all weights.
+    """Cast frozen weights to the type that native engines compute in; in pure bf16 all weights.
 
-    It is called before the model is sharded.
+    Called before the model is sharded.
     """
     if plan.pure:
         cast_frozen([model], LOW_PRECISION["bf16"], vectors=True, trainable=True)
@@ -267,28 +276,28 @@ def keep_frozen_low(plan: Plan, model: Any) -> None:
     dtype = LOW_PRECISION.get(plan.precision)
     if dtype is not None:
         cast_frozen([model], dtype)
-        if gathered_in(plan) is None:
+        if gather_dtype(plan) is None:
             return_fp32_embeddings(model)
 
 
 def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardEngine:
     """Return the engine of a frozen model.
 
-    `as_deepspeed`: unless the engine casts the weights as it gathers them, all are kept in the low
-    type, and there is no autocast.
+    `as_deepspeed`: all weights are kept in low precision, and there is no autocast, as in
+    DeepSpeed's engine; but not if the strategy casts weights as it gathers them.
     """
     model, source = _lay_out(plan, device, frozenset(), head, draws=False)
     model.requires_grad_(False)
     dtype = LOW_PRECISION.get(plan.precision)
-    casts = gathered_in(plan) is not None
+    casts = gather_dtype(plan) is not None
     is_pure = (as_deepspeed or plan.pure) and not casts
     if dtype is not None:
         is_all_low = casts or is_pure
         if is_all_low:
             cast_frozen([model], dtype, vectors=is_pure)
         else:
-            # In blocks autocast would round at each use, so no number changes: the trainable copy
-            # of the same weights starts equal.
+            # Within blocks autocast would round the weights at each use, so this changes no result:
+            # the frozen model computes the same as the trainable one does before its first step.
             cast_frozen(blocks(model), dtype, vectors=False)
             return_fp32_embeddings(model)
     values = Values(source, device, plan.config.run.seed)
@@ -301,9 +310,9 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
 def _lay_out(
     plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head, draws: bool = True
 ) -> tuple[Any, Source]:
-    """Return the model of a plan without its weights, and where they come from.
+    """Return the model of a plan without its weights, and where these come from.
 
-    `draws`: weights that no file has are drawn; otherwise that is an error.
+    `draws`: whether weights that no file has are drawn. False: a missing weight is an error.
     """
     config = plan.config
     place = device
@@ -323,10 +332,10 @@ def _lay_out(
         attend_by_documents(model, plan)
     predicts_tokens = head in LM
     if predicts_tokens and device != "cpu":
-        # On a CPU the launcher has tried it. A GPU has kernels of its own.
+        # On a CPU the launcher has checked it. A GPU has other kernels.
         require_next_token(model, device, config.packs)
-    # On a GPU a call for each document may cost more than the tokens that are spared: nobody has
-    # measured it.
+    # Sharing a prompt between answers takes a call of attention for each document. On a GPU that may
+    # cost more than the tokens it saves, which nobody has measured.
     may_share = device == "cpu" and predicts_tokens and config.algorithm.shares_prompts
     model._drumline_shares = may_share and shares_prompts(model, device)
     return model, source

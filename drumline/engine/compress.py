@@ -1,11 +1,12 @@
-"""What DDP sends in place of fp32 gradients.
+"""Compression of the gradients that DDP averages.
 
-A compressor takes a bucket, and leaves the average of all ranks in it.
+A compressor is given a bucket of gradients, and replaces them by their average over the ranks, or
+nearly. The gradients are accumulated over the micro-batches, and scaled to a mean over the global
+batch.
 
-Gradients arrive accumulated over the micro-batches and scaled as the engine scales them (mean over
-the global batch), so errors that are kept from one step to the next are in the units of an update.
-They are kept per parameter, because DDP may deal its buckets anew. They belong to this rank, are
-not saved, and start from zero when a run resumes from a checkpoint.
+Some compressors keep the error of a step, and add it to the gradients of the next. Errors are kept
+per parameter, because DDP may move a parameter to another bucket. They belong to this rank, are not
+saved, and start from zero when a run resumes.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from torch.nn.parallel import DistributedDataParallel
 from drumline.config.strategy import Compression
 from drumline.plan.wire import BLOCK, is_halved
 
-# Entries that a CPU codes at once: few enough blocks to stay in its cache.
+# Entries that are coded at once on a CPU, so that they stay in its cache.
 PIECE = 2**16
 # The largest code of a signed byte.
 LARGEST_CODE = 127
 # A block's scale is an fp32 number.
 SCALE_BYTES = 4
-# Its name from torch 2.13 on, and before.
+# torch 2.13 has renamed it.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def compress_ddp(
     ddp: DistributedDataParallel, options: Compression, seed: int
 ) -> Compressor | None:
-    """Let DDP average its buckets by a compressor and return it, or None if none is set.
+    """Let DDP average its buckets by a compressor, and return that; None if `options` sets none.
 
-    `options`: the section `compression` of the strategy. `seed`: the same on all ranks, since
-    random bases have to be.
+    `options`: the section `compression` of the strategy. `seed`: of random bases, the same on all
+    ranks.
     """
     if options.kind == "none":
         return None
@@ -50,11 +51,13 @@ def compress_ddp(
 
 
 class Compressor:
-    """One way to average over the ranks of `group`.
+    """One way to average gradients over the ranks of `group`. Subclasses implement `average`.
 
-    `step` is the number of steps of the run that are done; the caller sets it. Collectives are
-    waited for where they are called: over gloo, callbacks would start the next ones in another
-    order on each rank. On a GPU they run on a stream of their own, so that backward goes on.
+    `step`: how many steps of the run are done; the caller sets it.
+
+    Each collective has ended when its call returns: with callbacks, gloo would start the next
+    collectives in another order on each rank. On a GPU they run on a stream of their own, so
+    backward goes on meanwhile.
     """
 
     def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
@@ -79,8 +82,8 @@ class Compressor:
         flat = bucket.buffer()
         devices: list[int | str | torch.device] = []
         if flat.is_cuda:
-            # Such a future notes the stream on which it is set, and DDP's stream waits for that
-            # one.
+            # A future with a device records the stream on which it is set, and DDP waits for that
+            # stream.
             devices.append(flat.device)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         with self._own_stream(flat), torch.no_grad():
@@ -116,7 +119,7 @@ class Compressor:
 
     @contextlib.contextmanager
     def _own_stream(self, flat: torch.Tensor) -> Iterator[None]:
-        """On a GPU, run what is within on the compressor's stream, behind the current one."""
+        """Run a `with` block on the compressor's stream, after the work of the current stream."""
         if not flat.is_cuda:
             yield
             return
@@ -130,9 +133,9 @@ class Compressor:
 
 
 class Cast(Compressor):
-    """Half the bytes: gradients are summed in bf16 or fp16.
+    """Sums gradients in bf16 or fp16, which halves the bytes.
 
-    They are divided first, so that the sum stays in fp16's range.
+    They are divided before they are summed, so that the sum stays in fp16's range.
     """
 
     def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
@@ -145,16 +148,18 @@ class Cast(Compressor):
 
 
 class Int8(Compressor):
-    """A quarter of the bytes: both halves of an all-reduce run in 8 bits.
+    """Averages gradients in 8 bits, which takes a quarter of the bytes.
 
-    ZeRO++ (Wang et al. 2023) does the first half, the reduce-scatter, in 4 bits. The codes are
-    block-wise after Dettmers 2016, with even steps: blocks of 256 entries are coded as round(x / s)
-    with s = max |x| / 127 in fp32. That is 1.0156 bytes an entry and an error of at most s / 2.
+    Blocks of 256 entries are coded as round(x / s) with s = max |x| / 127 in fp32 (after Dettmers
+    2016, with even steps). That takes 1.0156 bytes an entry, with an error of at most s / 2.
 
-    Rank r gets every rank's code of the r-th part (all-to-all), adds up in fp32, divides, codes the
-    average and hands it to all (all-gather): two roundings an entry, whatever the number of ranks.
-    All ranks decode the same bytes, so weights stay equal. Nothing is kept from step to step. A
-    block with an entry that is not finite comes out as NaN.
+    Both halves of an all-reduce are coded. By an all-to-all, rank r gets the r-th part of every
+    rank's gradients, decodes them, and averages them in fp32. It codes the average, and an
+    all-gather hands it to all. So an entry is rounded twice, whatever the number of ranks. (ZeRO++,
+    Wang et al. 2023, codes the first half in 4 bits.)
+
+    All ranks decode the same bytes, so weights stay equal. No error is kept. A block with an entry
+    that is not finite comes out as NaN.
     """
 
     def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
@@ -172,8 +177,8 @@ class Int8(Compressor):
         sums = decode(received).sum(0, keepdim=True)
         average = sums.div_(self.size)
 
-        # The all-gather. This rank decodes its own part from the codes too, as the others do: its
-        # copy of the weights would differ from theirs otherwise.
+        # The all-gather. Like the other ranks, this one decodes its own part too: otherwise its
+        # copy of the weights would differ from theirs.
         own_part = encode(average)
         all_parts = torch.empty_like(sent)
         self._call(ALL_GATHER, all_parts, own_part)
@@ -182,9 +187,9 @@ class Int8(Compressor):
 
 
 def encode(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows in 8 bits: fp32[R, C] → uint8[R, C + C / 64], C in whole blocks.
+    """Return rows coded in 8 bits: fp32[R, C] → uint8[R, C + C / 64]. C is a multiple of BLOCK.
 
-    A row has its codes, and behind them the scales of its blocks.
+    A coded row has the codes of its entries, followed by the scales of its blocks.
     """
     columns = rows.shape[1]
     scales_bytes = columns // (BLOCK // SCALE_BYTES)
@@ -246,16 +251,15 @@ def by_parameter(
 
 
 class ErrorFeedback(Compressor):
-    """A base of compressors that add what a step did not send to the next step's gradient.
+    """A base of compressors that add what a step did not send to the next step's gradients.
 
-    So nothing is lost but time (Stich et al. 2018, Karimireddy et al. 2019). It costs 4 bytes a
-    parameter on each rank. The errors are by parameter, since a parameter may move to another
-    bucket.
+    So no gradient is lost, only delayed (Stich et al. 2018, Karimireddy et al. 2019). The errors
+    take 4 bytes a parameter on each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
         super().__init__(group, options, seed)
-        # Of a parameter: fp32[its entries].
+        # What was not sent of each parameter, fp32[its entries].
         self.errors: dict[torch.Tensor, torch.Tensor] = {}
 
     def add_errors(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
@@ -267,17 +271,17 @@ class ErrorFeedback(Compressor):
     def keep_errors(self, unsent: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         """Keep what this step did not send.
 
-        A step with NaN is passed over by all ranks, and must not be remembered for ever.
+        NaN and infinity are kept as 0: all ranks skip such a step, and later ones must not suffer.
         """
         finite = unsent.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         self.errors |= by_parameter(finite, parameters)
 
 
 class TopK(ErrorFeedback):
-    """The largest entries of each bucket by magnitude, `ratio` of them, as index and value.
+    """Sends the largest entries of each bucket, a share `ratio` of them, as index and value.
 
-    Lin et al. 2018, without their momentum correction. 8 bytes an entry are sent and gathered from
-    all ranks: (ranks − 1) × 8 × ratio bytes a parameter.
+    From Lin et al. 2018, without their momentum correction. Each rank gathers the entries of all
+    others, 8 bytes each: (ranks − 1) × 8 × ratio bytes a parameter.
     """
 
     def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
@@ -302,12 +306,14 @@ class TopK(ErrorFeedback):
 
 
 class PowerSGD(ErrorFeedback):
-    """Each gradient matrix M[n, m] as P[n, rank] Qᵀ, by one step of subspace iteration.
+    """Sends each gradient matrix M[n, m] as P[n, rank] Qᵀ, found by one step of subspace iteration.
 
     The iteration starts from the Q of the step before (Vogels et al. 2019, algorithm 1). Vectors,
-    and matrices that this would not halve, are sent whole. This is torch's powerSGD_hook, but its
-    state is kept per parameter and not per bucket: it need not wait two steps for DDP to rebuild
-    its buckets, and works over gloo.
+    and matrices that would not take half the bytes, are sent whole.
+
+    torch's powerSGD_hook does the same with a state for each bucket. Here there is one for each
+    parameter, so this need not wait two steps until DDP has rebuilt its buckets. It also runs over
+    gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
@@ -341,7 +347,7 @@ class PowerSGD(ErrorFeedback):
             own_rights.append(matrix.T @ left)
         rights = self._average_together(own_rights)
 
-        # The bucket gets the averages: what this rank had in it before, less these, is its error.
+        # The bucket gets the averages. What was in it before, minus these, is this rank's error.
         error = flat.clone()
         for part, average in zip(sent_whole, averages_of_whole, strict=True):
             part.copy_(average)
@@ -377,10 +383,10 @@ class PowerSGD(ErrorFeedback):
 
 
 def orthonormal(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return Q of each matrix's QR decomposition.
+    """Return Q of each matrix's QR decomposition, in the order of `matrices`.
 
-    Matrices of one shape are decomposed in one batch, since a small QR is mostly the start of its
-    kernels. The results are in the order of `matrices`.
+    Matrices of one shape are decomposed in one batch, since starting the kernels takes most of the
+    time of a small one.
     """
     by_shape: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):

@@ -1,13 +1,15 @@
 """Context parallelism: each rank runs the model on its part of every sequence; only attention sees the whole.
 
-Ulysses (Jacobs et al. 2023): before attention the ranks exchange parts of the sequence for heads
-(one all-to-all), attention runs over whole sequences for a share of the heads, and a second
-all-to-all changes back. Ring (Liu et al. 2023): each rank keeps its queries, and keys and values go
-round. It is torch's own `context_parallel`, which has kernels for GPUs and takes no mask but the
-causal one.
+There are two methods:
 
-Either is put under a model by transformers' own interface, as an attention function and a mask
-function under a name of ours. So the model decides which tokens may meet (causal, sliding windows,
+- Ulysses (Jacobs et al. 2023): an all-to-all before attention gives each rank whole sequences for
+  a share of the heads, and one after attention gives it back its part of the sequence for all
+  heads.
+- Ring (Liu et al. 2023): each rank keeps its queries, and keys and values go from rank to rank.
+  This is torch's own `context_parallel`, which has kernels for GPUs, and takes only a causal mask.
+
+Either is registered with transformers as an attention function and a mask function, under a name of
+ours. So the model itself still decides which tokens may attend to which (causal, sliding windows,
 chunks).
 
 Shapes: B rows, T tokens of a sequence, t = T / N of a part, N ranks; H heads, of size D.
@@ -36,7 +38,7 @@ from drumline.plan.attention import RING_CHUNK, by_documents
 from drumline.plan.rules import NO_PARTS
 from drumline.vendor.torch import all_to_all_single_autograd
 
-# Numbers for the names of attention functions.
+# The numbers at the end of the names of attention functions.
 NUMBERS = itertools.count()
 # Tokens of a rank's part in the trial, which is in fp32. In a ring it has two chunks.
 TRIAL_TOKENS = 8
@@ -56,8 +58,8 @@ def apply_context_parallel(
 ) -> None:
     """Cut the sequences of `module`'s batches over the ranks of `mesh` (one dimension). Collective.
 
-    Forward and backward must run in `module.sequence.around`.
-    Raises PlanError for a model whose tokens meet elsewhere than in attention, or whose attention
+    Forward and backward must run in the context `module.sequence.around`.
+    Raises PlanError for a model that mixes tokens elsewhere than in attention, or whose attention
     is not transformers' own.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -93,10 +95,7 @@ def apply_context_parallel(
 
 
 def _replace_if_cut(part: SequencePart, whole: Function, cut: Callable[..., Any]) -> Function:
-    """Return a function of transformers' interface that calls `cut(part, whole, …)` on cut sequences.
-
-    On whole sequences it calls `whole` itself.
-    """
+    """Return a function for transformers: `cut(part, whole, …)` while sequences are cut, else `whole`."""
 
     def run(*given: Any, **options: Any) -> Any:
         if part.active:
@@ -207,9 +206,9 @@ def ring(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Run attention as `ulysses` does, within torch's ring.
+    """Run attention with the arguments and results of `ulysses`, but by torch's ring.
 
-    Every rank has all heads, and sdpa itself is torch's ring.
+    Within `_torch_ring`, sdpa itself is the ring. Every rank computes all heads.
     """
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, 1)
@@ -247,8 +246,9 @@ def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
 def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, tokens: int) -> bool:
     """Return whether the model's hidden states come out the same in parts as whole. Collective.
 
-    It is tried on `tokens` tokens a rank; two documents if rows are packs. State-space and other
-    recurrent layers mix tokens without attention, and no flag of a class shows it.
+    A small copy of the model is tried on `tokens` tokens for each rank; with `packing` they are two
+    documents. Only a trial shows whether layers mix tokens without attention, as state-space and
+    other recurrent ones do.
     """
 
     def trial(small: Any, ids_BT: Tensor) -> bool:

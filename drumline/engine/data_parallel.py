@@ -1,6 +1,6 @@
-"""How the native engine spreads a module over data ranks.
+"""How the native engine spreads a module over data ranks: one subclass of `Spread` for each way.
 
-This decides when gradients are reduced, and which module evaluates.
+A subclass decides when gradients are reduced, and which module runs in training and evaluation.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from drumline.engine.compress import Compressor
-from drumline.engine.experts import of_experts
+from drumline.engine.experts import is_expert_shard
 from drumline.engine.norms import local
 from drumline.errors import ModelError
 from drumline.plan.wire import BUCKET
 from drumline.vendor.torch import DefaultAllGather, DefaultReduceScatter, queue_callback
 
-# Measurements that a clock keeps until somebody asks for the seconds.
+# The most measurements that a clock keeps until somebody asks for the seconds.
 MOST_UNDER_WAY = 16
 T = TypeVar("T", bound=torch.Tensor)
 logger = logging.getLogger(__name__)
@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 class Spread:
     """How a module is spread over the data ranks.
 
-    `module` runs a forward of training. `inner` runs one without gradients. `reads` is like
-    `inner`, but calls the objective once with all rows of the batch.
+    `module`: what runs in training. `inner`: what runs without gradients; by default `module`.
+    `reads`: as `inner`, but the objective is called once for all rows of a batch, and not once for
+    the rows of each GPU (nn.DataParallel); by default `inner`.
     """
 
     def __init__(
@@ -52,16 +53,16 @@ class Spread:
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return a context for a micro-batch's forward and backward.
 
-        When the context of the last one ends, gradients must be reduced.
+        When the context of a global batch's last micro-batch ends, gradients are reduced.
         """
         return contextlib.nullcontext()
 
-    def going_back(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    def backward_context(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         """Return a context for a backward from `loss`."""
         return contextlib.nullcontext()
 
-    def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Return what an optimizer steps in place of the model's parameters, by name."""
+    def optimizer_parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return what the optimizer steps, by name: the model's parameters, or parts of them."""
         return named
 
     def after_step(self) -> None:
@@ -84,7 +85,7 @@ def trainable_ids(module: nn.Module) -> set[int]:
 
 
 class Unreplicated(Spread):
-    """One process."""
+    """No other rank has a copy of the module, so gradients need no averaging."""
 
     def exposed_communication(self) -> float:
         return 0.0
@@ -98,13 +99,16 @@ class _Gradient(NamedTuple):
 
 
 class Replicated(Spread):
-    """DDP. Evaluation runs on the module within it: nothing is to be reduced there.
+    """DDP. Evaluation runs on the module within it, since there is nothing to reduce.
 
-    DDP averages in a backward that follows a forward of its own. If the last backward follows none
-    (a loss of a method of the module's, a second backward of one forward), the gradients are
-    averaged once more: averages of averages are averages. DDP waits for the weights that learned
-    when it was made. If a loop has frozen or unfrozen weights since, all are averaged after
-    backward.
+    DDP averages gradients during a backward, but only if that follows a call of DDP's forward, and
+    only of the weights that were trainable when DDP was made. In two cases the gradients are
+    averaged after backward instead:
+
+    - The last backward follows no such call: the loss is of another method of the module, or it is
+      the second backward of one forward. Averaging gradients that are averages already changes
+      nothing.
+    - The user's loop has frozen or unfrozen weights since.
     """
 
     def __init__(
@@ -115,30 +119,30 @@ class Replicated(Spread):
         self.compressor = compressor
         # DDP records a static graph in the first backward.
         self.records_graph = module.static_graph
-        self.by_hand = BucketedAllReduce(module.module, module.process_group)
-        self.initially_trainable = self.by_hand.initially_trainable
-        self.clock = self.by_hand.clock
+        self.fallback = BucketedAllReduce(module.module, module.process_group)
+        self.initially_trainable = self.fallback.initially_trainable
+        self.clock = self.fallback.clock
         self.device = next(module.parameters()).device.type
-        # DDP's forward ran since the last backward.
-        self.called = False
-        # The last backward averaged the gradients.
-        self.averaged = False
-        # The log says that gradients are averaged after backward.
-        self.reported = False
-        # This is the last micro-batch of the global batch.
+        # Whether DDP's forward ran since the last backward.
+        self.was_called = False
+        # Whether the last backward averaged the gradients.
+        self.has_averaged = False
+        # Whether the log says already that gradients are averaged after backward.
+        self.has_warned = False
+        # Whether this is the last micro-batch of the global batch.
         self.last = False
         module.register_forward_pre_hook(self._note_call)
 
     def _note_call(self, *_: object) -> None:
         """Note a forward of DDP, and keep DDP from waiting for weights that were frozen."""
         if torch.is_grad_enabled():
-            self.called = True
+            self.was_called = True
             if trainable_ids(self.inner) != self.initially_trainable:
-                # As within no_sync.
+                # As `no_sync` does it: DDP would wait for gradients that never come.
                 self.ddp.require_backward_grad_sync = False
 
     @contextlib.contextmanager
-    def going_back(self, loss: torch.Tensor) -> Iterator[None]:
+    def backward_context(self, loss: torch.Tensor) -> Iterator[None]:
         """See Spread. Measures how long the last backward of a step waits for the averages."""
 
         def start_clock() -> None:
@@ -150,8 +154,8 @@ class Replicated(Spread):
             loss.register_hook(lambda _: queue_callback(start_clock))
         yield
         self.clock.stop()
-        self.averaged = self.called
-        self.called = False
+        self.has_averaged = self.was_called
+        self.was_called = False
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -164,12 +168,12 @@ class Replicated(Spread):
         before: dict[str, _Gradient | None] = {}
         if checks_gradients:
             before = self._gradients()
-        self.called = False
-        self.averaged = False
+        self.was_called = False
+        self.has_averaged = False
         self.last = last
         if last or self.records_graph:
-            # The backward that records a static graph has to reduce: averages of averages are
-            # averages.
+            # DDP records a static graph in a backward that reduces. If that is not the last
+            # micro-batch, the last one averages again, which does not change the averages.
             yield
         else:
             with self.ddp.no_sync():
@@ -177,10 +181,10 @@ class Replicated(Spread):
         self.ddp.require_backward_grad_sync = True
         self.records_graph = False
         if last and trainable_ids(self.inner) != self.initially_trainable:
-            # So that the next forward brings the buffers up to date.
+            # DDP broadcasts buffers in the next forward only if this backward was synchronised.
             self.ddp.require_forward_param_sync = True
             self._average("other weights learn than when the model was spread")
-        elif last and not self.averaged:
+        elif last and not self.has_averaged:
             self._average("the last backward of a step follows no call of the model")
         elif checks_gradients:
             self._require_gradients(before)
@@ -188,11 +192,11 @@ class Replicated(Spread):
             self.compressor.step += 1
 
     def _average(self, why: str) -> None:
-        """Average the gradients after backward. `why`: of the log's one line about it."""
-        if not self.reported:
+        """Average the gradients after backward. `why`: the reason, which is logged once."""
+        if not self.has_warned:
             logger.warning("%s: gradients are averaged after backward, not during it", why)
-        self.reported = True
-        self.by_hand.average()
+        self.has_warned = True
+        self.fallback.average()
 
     def _gradients(self) -> dict[str, _Gradient | None]:
         """Return the gradient of each weight that learns, by the weight's name."""
@@ -209,14 +213,15 @@ class Replicated(Spread):
     def _require_gradients(self, before: dict[str, _Gradient | None]) -> None:
         """Raise ModelError for weights that this backward has not reached.
 
-        DDP would leave others unaveraged, and say so a step later.
+        DDP would wait for their gradients, leave those of other weights unaveraged, and report it
+        only in the next step.
         """
         after = self._gradients()
         without: list[str] = []
         for name, gradient in after.items():
             if gradient == before[name]:
                 without.append(name.replace("_orig_mod.", "").removeprefix("model."))
-        # None has a gradient if weights step within backward, or if nothing was learned.
+        # If no weight has a gradient, the weights step within backward, or the loss needs none.
         if 0 < len(without) < len(after):
             listed = ", ".join(without[:3])
             if len(without) > 3:
@@ -249,8 +254,9 @@ class Sharded(Spread):
     ) -> None:
         """`casts`: weights are gathered in a lower precision than they are kept in.
 
-        `more_roots`: further roots (stages of one rank). `timed`: all communication is gathers and
-        scattered sums that have ended when they return, as on a CPU: it is exposed, and measured.
+        `more_roots`: further roots, if this rank has several stages of a pipeline. `timed`: whether
+        to measure collectives. That makes sense only on a CPU, where each has ended when the call
+        returns, so its time is all exposed.
         """
         assert isinstance(module, nn.Module)
         super().__init__(module)
@@ -261,7 +267,7 @@ class Sharded(Spread):
         self.sync_each_micro_batch = sync_each_micro_batch
         self.timed = timed
         self.trains = False
-        # Seconds in collectives of training since the last question.
+        # Seconds in collectives of training since the last call of `exposed_communication`.
         self.waited = 0.0
         if timed:
             gathers: Any = Timed(DefaultAllGather(), self._count_seconds)
@@ -277,10 +283,7 @@ class Sharded(Spread):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See Spread.
-
-        Until the last micro-batch gradients stay whole, unless each is reduced at once.
-        """
+        """See Spread. Without `sync_each_micro_batch` gradients stay whole until the last one."""
         self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)
         self.trains = True
         try:
@@ -324,10 +327,10 @@ class Timed:
 class BucketedAllReduce(Spread):
     """Copies that average their gradients after the last micro-batch.
 
-    They may be what DDP does not take: copies whose parameters are themselves spread (tensor
-    parallel, a pipeline's stage). This rank's parts of the gradients are averaged over `group`, the
-    ranks that hold the same parts and see other tokens. `experts`: that group for experts, if they
-    are cut over data ranks.
+    For copies that DDP does not take, because their parameters are themselves cut (tensor parallel)
+    or are a stage of a pipeline. This rank's parts of the gradients are averaged over `group`: the
+    ranks that hold the same parts and see other tokens. `experts`: the same for the weights of
+    experts, if these are cut over data ranks.
     """
 
     def __init__(
@@ -353,17 +356,17 @@ class BucketedAllReduce(Spread):
     def average(self) -> None:
         """Average all gradients over the group, in flat buckets. Collective over the group.
 
-        A gradient that only other ranks have counts as zero here and is made; one that no rank has
-        stays None.
+        If only other ranks have a gradient, this rank counts as zero, and gets the average too. A
+        gradient that no rank has stays None.
         """
         has_own_group = self.group_of_experts is not self.group
         experts: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
         for parameter in self.module.parameters():
-            # What was frozen since may have a gradient still.
+            # A weight that was frozen since may still have a gradient.
             if not parameter.requires_grad and id(parameter) not in self.initially_trainable:
                 continue
-            if has_own_group and of_experts(parameter):
+            if has_own_group and is_expert_shard(parameter):
                 experts.append(parameter)
             else:
                 rest.append(parameter)
@@ -379,7 +382,7 @@ class BucketedAllReduce(Spread):
             under_way: list[_Bucket] = []
             for bucket in buckets(parameters, self.bucket_bytes):
                 under_way.append(_Bucket(bucket, group))
-                # One is on its way while the next is packed: more would only take memory.
+                # One bucket is on its way while the next is packed. More would only take memory.
                 if len(under_way) > 1:
                     under_way.pop(0).unpack(ranks)
             for last in under_way:
@@ -392,9 +395,8 @@ class BucketedAllReduce(Spread):
 class _Bucket:
     """Gradients of some parameters end to end, summed over the group.
 
-    Behind them is a 1 for each gradient that this rank has. The host reads the sums of the ones,
-    and waits for the device, only if this rank lacks a gradient: it has to know whether another has
-    it.
+    Behind them is a 1 for each gradient that this rank has, so the sum counts the ranks that have
+    it. Only a rank that lacks a gradient needs that count on the host, and waits for the device.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -437,9 +439,9 @@ class _Bucket:
 
 
 def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
-    """Yield neighbours of one dtype, up to `bucket_bytes` together.
+    """Yield lists of consecutive tensors of one dtype, each of at most `bucket_bytes`.
 
-    A tensor that is larger than that comes by itself.
+    A larger tensor is in a list of its own.
     """
     bucket: list[T] = []
     filled = 0
@@ -466,9 +468,9 @@ def _event() -> torch.cuda.Event:
 
 
 class Clock:
-    """Measures the seconds of some work, on a GPU by events in its stream.
+    """Measures how long some work takes that is done again and again, on a GPU by events.
 
-    Nothing waits for the work: the seconds are those of the last one that has ended.
+    Nothing waits for the work: `seconds` is the duration of the last one that has ended.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The interface between the training loop and the engine that spreads a model.
 
-The loop sees only this. Trainable models side by side (a policy, and a value model of its own) are
-one engine, `CompositeEngine`.
+The loop sees only this. If several models are trained (a policy, and a value model of its own),
+their engines together are one engine, `CompositeEngine`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from drumline.dist.reduce import exact
 from drumline.telemetry.memory_tracker import MemoryStats
 
 Sums = dict[str, float]
-# Of fp64 scalars on this rank's device.
+# The same as fp64 scalars on this rank's device.
 DeviceSums = dict[str, torch.Tensor]
-# Called with the outputs of a model and the batch.
+# (outputs of a model, batch) → what `Engine.infer` returns of them.
 Read = Callable[[Any, Any], torch.Tensor]
-# Sections of tensors, of any role, that only some runs have. What they hold is lost if a run
-# without them resumes. A run that has them, and resumes from a checkpoint without, starts them
-# afresh.
-OPTIONAL = ("outer", "compensation")
+# Sections of a checkpoint that only some runs have, of any role. A run that does not have such a
+# section drops it as it resumes. A run that has it, and whose checkpoint does not, starts it afresh.
+OPTIONAL_SECTIONS = ("outer", "compensation")
 POLICY = "policy"
 T = TypeVar("T")
 N = TypeVar("N", float, torch.Tensor)
@@ -35,9 +34,9 @@ N = TypeVar("N", float, torch.Tensor)
 class Engine(Protocol):
     """Owns the model, its gradients and its optimizer on this rank.
 
-    Sums are those of this rank's samples. Ranks that share samples (pp, cp, tp) all return the same
-    ones, and the loop counts them once. Those of a training step come from the last stage of a
-    pipeline alone; other stages return zeros.
+    Sums are over this rank's samples. Ranks that share samples (pp, cp, tp) all return the same
+    sums, and the loop counts them once. In a training step of a pipeline only the last stage
+    returns sums, and the other stages return zeros.
 
     No call of a training step makes the host wait for the device, with four exceptions: DeepSpeed's
     calls, fp16 (its next scale depends on this step's norm), an optimizer without a fused kernel,
@@ -45,9 +44,9 @@ class Engine(Protocol):
     """
 
     def begin_step(self, lr: float) -> None:
-        """Set the learning rate of the step that begins, if weights are updated in backward.
+        """Set the learning rate of a step that begins.
 
-        Other engines get it by `step`.
+        Only engines that update weights in backward need it so early; others get it by `step`.
         """
 
     def forward_backward(
@@ -66,27 +65,30 @@ class Engine(Protocol):
     ) -> list[torch.Tensor]:
         """Return `read(outputs, batch)` of each micro-batch, computed without gradients.
 
-        It is the same on all ranks that share the samples. All ranks come with as many
-        micro-batches. The model is left in training mode. `adapter` False: without LoRA's product,
-        so the model is what it was before training.
+        Ranks that share samples return the same. All ranks must bring the same number of
+        micro-batches. The model is left in training mode.
+
+        `adapter` False: LoRA's product is left out, so the model is what it was before training.
         """
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of each weight and each persistent buffer, whole, on every rank.
 
-        Frozen weights are among them. They come one after the other, in the same order on all
-        ranks, on this rank's device. Names are those of the Hugging Face model (with an adapter, of
-        PEFT's). A tensor may be the engine's own: copy it, do not change it. A tied weight comes
-        once under each of its names, one after the other: a reader that does not tie it (vLLM, as
-        it reloads) needs them all. Collective: all ranks go through to the end.
-        Raises ModelError if weights are packed in 4 or 8 bits.
+        Frozen weights are included. The order is the same on all ranks, the tensors are on this
+        rank's device, and the names are those of the Hugging Face model (with an adapter, of PEFT's
+        model). A tensor may be the engine's own, so it must not be changed. A tied weight is
+        yielded once under each of its names: a reader that does not tie weights (vLLM, as it
+        reloads) needs them all.
+
+        Collective: all ranks must iterate to the end. Raises ModelError if weights are packed in 4
+        or 8 bits.
         """
 
     def unsharded_model(self) -> nn.Module | None:
-        """Return the whole Hugging Face model if this rank has one that can be called as it is.
+        """Return the Hugging Face model if this rank has all of it, and can call it as it is.
 
-        None if the model is cut or sharded. What is changed on it (mode, cache) must be put back;
-        its weights must not be changed. Collective.
+        None if the model is cut or sharded. A caller that changes its mode or cache must put them
+        back, and must not change its weights. Collective.
         """
 
     def grad_norm(self) -> torch.Tensor:
@@ -96,36 +98,37 @@ class Engine(Protocol):
         """
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
-        """Clip by the norm given, update the weights, and delete the gradients.
+        """Clip the gradients by `grad_norm`, update the weights, and delete the gradients.
 
-        If `finite`, a bool scalar of the device, does not hold, weights and moments stay as they
-        are. `lr` None: at the rates that the optimizer has.
+        `lr`: None for the rates that the optimizer has. `finite`: a bool scalar on the device; if it
+        is False, weights and moments stay as they are.
         """
 
     def rescales(self) -> bool:
-        """Return whether a non-finite gradient is an overflow of fp16.
+        """Return whether the loss is scaled, as in fp16.
 
-        `step` answers it with a smaller loss scale.
+        Then a gradient that is not finite is an overflow, after which `step` lowers the scale.
         """
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return weights and optimizer state as they are now, by their canonical names.
 
-        These are `model.<fqn>` and `optim.<fqn>.<slot>`. Between them the ranks name all; a rank
-        may name a part. A checkpoint is saved from these tensors; loading fills them and hands them
-        to `load_state`. Collective.
+        Names are `model.<fqn>` and `optim.<fqn>.<slot>`. A rank may return only some of the tensors;
+        all ranks together return all. A checkpoint is saved from these tensors. To load one, they
+        are filled and handed to `load_state`. Collective.
         """
 
     def state(self) -> dict[str, Any]:
-        """Return what else must survive, as JSON."""
+        """Return what a checkpoint holds of the engine besides `tensors`, as JSON."""
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Go on from a checkpoint.
 
-        `tensors`: what `tensors()` returned, filled by the checkpoint. `state`: what `state()`
-        returned when it was saved, with `step`, the number of steps done. The checkpoint may be
-        another engine's: of `state` nothing but `step` is certain, and sections in `OPTIONAL` may
-        not be filled.
+        `tensors`: what `tensors()` returned, filled from the checkpoint. `state`: what `state()`
+        returned when it was saved, with `step`, the number of steps done.
+
+        The checkpoint may be another engine's. Then `state` may lack everything but `step`, and
+        tensors of `OPTIONAL_SECTIONS` may not be filled.
         """
 
     def memory_stats(self) -> MemoryStats:
@@ -142,13 +145,13 @@ class Engine(Protocol):
 
 
 class OpenEngine(Engine, Protocol):
-    """An engine for a loop of the user's own.
+    """An engine for a training loop that the user has written.
 
-    The loop calls the model, and comes with a loss for each micro-batch.
+    The loop calls the model itself, and hands a loss to `backward` for each micro-batch.
 
-    `named`: the parameters as the optimizer has them, whatever a forward puts in their place.
+    `named`: the model's parameters by name. A forward may put other tensors in their place.
     `initially_trainable`: the names of those that were trainable when the model was spread.
-    `is_whole`: each rank has all of the model, and calls it as it is.
+    `is_whole`: whether each rank has all of the model, and calls it as it is.
     """
 
     model: nn.Module
@@ -161,32 +164,30 @@ class OpenEngine(Engine, Protocol):
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context for the forwards and backwards of a micro-batch.
 
-        `last`: of the global batch. At the end of its context all gradients are reduced.
+        `last`: whether it is the last one of the global batch. When its context ends, all gradients
+        are reduced.
         """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns; its floating-point tensors are in fp32 or more."""
+        """Call the module, and return its result with floating-point tensors in fp32 or more."""
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         """Accumulate the gradients of Σ loss_sum / denominator over all ranks."""
 
     def divide(self, by: torch.Tensor) -> None:
-        """Divide the gradients of the global batch by a scalar of the device.
-
-        Called before `grad_norm`.
-        """
+        """Divide the gradients of the global batch by a scalar on the device, before `grad_norm`."""
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context to evaluate the model in: one state on all ranks, no gradients.
+        """Return a context to evaluate the model in, without gradients.
 
-        Collective.
+        On entering, the ranks agree on weights and statistics that may differ. Collective.
         """
 
 
-def added(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
-    """Return the sums over micro-batches, or for a key `max_…` the largest.
+def sum_on_device(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
+    """Return the sums over micro-batches, of a key `max_…` the largest, as scalars on the device.
 
-    Each of `outs` has the same keys, with a scalar each.
+    `outs`: for each micro-batch a scalar by name; all have the same names.
     """
     if not outs:
         return {}
@@ -205,19 +206,29 @@ def added(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
     return sums
 
 
-def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
-    """Return the sums over micro-batches as numbers, brought to the host by one copy."""
-    sums = added(outs)
+def neutral_sum(name: str) -> float:
+    """Return the value that changes no total: for ranks of a pipeline without the last stage.
+
+    Sums are added up over the ranks, but of a key `max_…` the largest is taken.
+    """
+    if name.startswith("max_"):
+        return -math.inf
+    return 0.0
+
+
+def sum_to_host(outs: list[dict[str, torch.Tensor]]) -> Sums:
+    """Return `sum_on_device` as numbers, which one copy brings to the host."""
+    sums = sum_on_device(outs)
     if not sums:
         return {}
     values = torch.stack(list(sums.values())).tolist()
     return dict(zip(sums, values, strict=True))
 
 
-def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
-    """Return an objective for `Engine.evaluate` that keeps what `read` returns of a micro-batch.
+def reading_objective(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
+    """Return an objective that appends what `read` returns of each micro-batch to `kept`.
 
-    It appends to `kept`.
+    With it `Engine.infer` runs as an evaluation does. Its loss is 0.
     """
 
     def objective(outputs: Any, batch: Any) -> Any:
@@ -228,20 +239,20 @@ def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
 
 
 class CompositeEngine:
-    """An Engine over the engines of several roles.
+    """An Engine over the engines of several roles. See `Engine` for what each method does.
 
-    Objectives are by role (role → objective) and sums are added up. The norm, by which gradients
-    are clipped, is that of all gradients together. What each method does is described in `Engine`.
+    There is an objective for each role (role → objective), and the sums of the roles are added up.
+    Gradients are clipped by the norm of all roles' gradients together.
 
-    Calls for one model (infer, whole_weights, unsharded_model, an objective that is no mapping) go
-    to the policy. Canonical names of another role's tensors have the role before them:
-    `value/model.<fqn>`. So an export, or a run without that role, finds the policy's alone.
+    Calls for one model go to the policy: infer, whole_weights, unsharded_model, and evaluate with an
+    objective that is no mapping. The names of another role's tensors begin with the role:
+    `value/model.<fqn>`. So an export, or a run without that role, finds the policy's tensors alone.
     """
 
     def __init__(self, engines: dict[str, Engine], rates: Mapping[str, float]) -> None:
         """`engines`: by role, `policy` among them.
 
-        `rates`: learning rate of a role as a part of the policy's; 1 for a role that is missing.
+        `rates`: what the learning rate is multiplied by for each role; 1 for a role that is missing.
         """
         self.engines = engines
         self.rates = rates
@@ -262,7 +273,7 @@ class CompositeEngine:
         for role, engine in self.engines.items():
             sums = engine.forward_backward(micro_batches, objective[role], denominator)
             sums_of_roles.append(sums)
-        return _added(sums_of_roles)
+        return _sum_over_roles(sums_of_roles)
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         if not isinstance(objective, Mapping):
@@ -271,7 +282,7 @@ class CompositeEngine:
         sums_of_roles = []
         for role, role_objective in objective.items():
             sums_of_roles.append(self.engines[role].evaluate(batches, role_objective))
-        return _added(sums_of_roles)
+        return _sum_over_roles(sums_of_roles)
 
     def grad_norm(self) -> torch.Tensor:
         # The roles' parameters are disjoint, so the squares of their norms add up.
@@ -291,7 +302,7 @@ class CompositeEngine:
     def tensors(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for role, engine in self.engines.items():
-            # As `of_role` takes them apart again.
+            # `select_role` undoes this.
             prefix = ""
             if role != POLICY:
                 prefix = f"{role}/"
@@ -313,7 +324,7 @@ class CompositeEngine:
                 role_state = state
             else:
                 role_state = {**roles.get(role, {}), "step": state["step"]}
-            engine.load_state(role_state, of_role(tensors, role))
+            engine.load_state(role_state, select_role(tensors, role))
 
     def memory_stats(self) -> MemoryStats:
         stats = MemoryStats(0, 0, 0)
@@ -322,16 +333,19 @@ class CompositeEngine:
         return stats
 
     def exposed_communication(self) -> float | None:
-        # All engines are asked, whatever the first answers: the answer sets some of their clocks to
-        # 0.
+        # All engines are asked, even if the first one returns None: asking also sets their clocks
+        # back to 0.
         waits = [engine.exposed_communication() for engine in self.engines.values()]
         if None in waits:
             return None
         return math.fsum(seconds for seconds in waits if seconds is not None)
 
 
-def of_role(named: Mapping[str, T], role: str) -> dict[str, T]:
-    """Return what belongs to a role, under the names that the role's own engine has."""
+def select_role(named: Mapping[str, T], role: str) -> dict[str, T]:
+    """Return the values of one role, by the names that the role's own engine uses.
+
+    `named`: values by the names that `CompositeEngine.tensors` gives.
+    """
     if role == POLICY:
         return {name: value for name, value in named.items() if "/" not in name}
     prefix = f"{role}/"
@@ -342,11 +356,8 @@ def of_role(named: Mapping[str, T], role: str) -> dict[str, T]:
     return found
 
 
-def _added(parts: Iterable[dict[str, N]]) -> dict[str, N]:
-    """Return the sums of several roles as one.
-
-    The losses of all roles, and sums that share a name, are added up.
-    """
+def _sum_over_roles(parts: Iterable[dict[str, N]]) -> dict[str, N]:
+    """Return the sums of all roles together: those that share a name, as the losses do, are added."""
     total: dict[str, N] = {}
     for sums in parts:
         for key, value in sums.items():

@@ -1,11 +1,16 @@
 """Expert parallelism: each rank holds some whole experts of a mixture.
 
-It cuts the modules that hold all of a layer's experts in tensors of [experts, …]. Ranks that see
-different tokens (`ep`; `tp` with the stream cut by tokens) exchange them: each choice of a token
-goes to the rank of its expert by an all-to-all, and what the expert made of it comes back (GShard,
-Lepikhin et al. 2021). Ranks that see the same tokens (`tp`) compute the choices of their own
-experts each, and sum. An expert's rows are computed by transformers' own code for the class:
-grouped products if they run, else a loop.
+The experts of a layer are one module with weights of shape [experts, …], which is cut along that
+dimension. There are two cases:
+
+- The ranks see different tokens (`ep`, or `tp` with the stream cut by tokens). An all-to-all sends
+  each choice of a token to the rank of its expert, and another one returns what the expert has
+  computed (GShard, Lepikhin et al. 2021).
+- The ranks see the same tokens (`tp`). Each computes the choices of its own experts, and the
+  results are summed.
+
+An expert's rows are computed by the forward of the module's own class in transformers: by grouped
+products if these run, otherwise in a loop.
 
 Shapes: N tokens, k choices of each, S rows (choices) on a rank, R ranks, E experts, D the width.
 """
@@ -37,9 +42,9 @@ def apply_experts(
 ) -> None:
     """Cut the experts of a module evenly over the ranks of `mesh` (one dimension), in place.
 
-    `shares_tokens`: all ranks have the same tokens. `averaged_over`: what gradients are divided by.
-    Those of data ranks are averaged, and an expert's gradient is the sum over the ranks that send
-    tokens to it.
+    `shares_tokens`: whether all ranks have the same tokens. `averaged_over`: what gradients are
+    divided by. An expert's gradient is a sum over all ranks that send tokens to it; if these are
+    data ranks, whose gradients are averaged, the sum has to be divided.
     """
     inner = module.forward
     experts = module.num_experts // mesh.size()
@@ -55,7 +60,7 @@ def apply_experts(
             part.register_hook(lambda gradient: gradient / averaged_over)
         return part
 
-    compute = with_weights(module, inner, own_part)
+    compute = replace_weights(module, inner, own_part)
 
     def run(rows_SD: Tensor, expert_S: Tensor) -> Tensor:
         """Return what this rank's experts make of a row each, float[S, D].
@@ -66,7 +71,7 @@ def apply_experts(
         inputs_SD = rows_SD
         expert_S1 = expert_S[:, None]
         if rows == 0:
-            # The weights have to take part in the graph also without rows: compute one of zeros.
+            # Without rows one row of zeros is computed, since the weights must be in the graph.
             inputs_SD = rows_SD.new_zeros(1, rows_SD.shape[1])
             expert_S1 = expert_S.new_zeros(1, 1)
         out: Tensor = compute(inputs_SD, expert_S1, inputs_SD.new_ones(expert_S1.shape))
@@ -80,7 +85,7 @@ def apply_experts(
         `chosen_Nk`: the numbers of the experts that the router has chosen. `weights_Nk`: their
         weights.
         """
-        load_E = load_of(chosen_Nk, experts * mesh.size())
+        load_E = count_choices(chosen_Nk, experts * mesh.size())
         # The router's metrics read it.
         module.load_E = load_E
         if shares_tokens:
@@ -92,15 +97,15 @@ def apply_experts(
     module.forward = forward
 
 
-def of_experts(parameter: Any) -> bool:
-    """Return whether a parameter is cut over the ranks of `ep`."""
+def is_expert_shard(parameter: Any) -> bool:
+    """Return whether a parameter holds some of a layer's experts: it is cut over the axis `ep`."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
     return "ep" in names
 
 
-def load_of(chosen_Nk: Tensor, experts: int) -> Tensor:
+def count_choices(chosen_Nk: Tensor, experts: int) -> Tensor:
     """Return how many choices fall on each expert, int64[E]."""
     chosen_S = chosen_Nk.flatten()
     load_E = torch.zeros(experts, dtype=chosen_S.dtype, device=chosen_S.device)
@@ -108,9 +113,10 @@ def load_of(chosen_Nk: Tensor, experts: int) -> Tensor:
 
 
 class _OwnExperts(NamedTuple):
-    """The experts of one rank: `number` of them, of `mesh.size()` times as many.
+    """The experts of one rank.
 
     `run`: (rows float[S, D], numbers of their experts on this rank int64[S]) → float[S, D].
+    `number`: how many experts each rank has.
     """
 
     run: Callable[[Tensor, Tensor], Tensor]
@@ -132,12 +138,14 @@ class _OwnExperts(NamedTuple):
         sent_RE = load_E.view(ranks, self.number)
         arriving_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(arriving_RE, sent_RE, group=group)
-        # The layer's one wait. The host has to know how many rows come, to make room for them and
-        # because NCCL takes the sizes of an all-to-all from it. Room for the most that may come
-        # would spare the wait, and send and multiply up to `ranks` times the rows. Where weights
-        # are not bf16 (under autocast they are fp32), torch's grouped products wait as well: they
-        # multiply expert by expert then, by bounds that the host reads, two in a forward and four
-        # in a backward.
+        # Here the host waits for the device. It has to know how many rows come, to make room for
+        # them, and because NCCL takes the sizes of an all-to-all from the host. Always making room
+        # for the most rows that may come would spare the wait, but send and multiply up to `ranks`
+        # times the rows.
+        #
+        # If weights are not bf16 (under autocast they are fp32), torch's grouped products wait as
+        # well, two in a forward and four in a backward: they then multiply expert by expert, and
+        # the host reads the bounds.
         rows_each_way = torch.stack([sent_RE.sum(1), arriving_RE.sum(1)])
         sends, arrives = rows_each_way.tolist()
         rows_SD = all_to_all_single_autograd(hidden_ND[order_S // choices], arrives, sends, group)
@@ -181,17 +189,17 @@ class _OwnExperts(NamedTuple):
         return placed.to_local(grad_placements=[Partial()])
 
 
-def with_weights(
+def replace_weights(
     module: nn.Module, forward: Callable[..., Any], change: Callable[[Any], Tensor]
 ) -> Callable[..., Any]:
-    """Return `forward` with `change(weight)` in the place of each of the module's own weights.
+    """Return a forward that runs `forward` with each of the module's own weights replaced.
 
-    The weights are taken from the module at each call: FSDP2 puts others there while a forward
-    runs.
+    `change(weight)` returns what replaces a weight. It is called in each forward, because FSDP2
+    puts other weights into the module while a forward runs.
     """
 
     def run(*inputs: Any, **options: Any) -> Any:
-        """Run `forward` with the changed weights, and put the module's own back at any end."""
+        """Run `forward` with the changed weights, and put the module's own back afterwards."""
         own = {name: weight for name, weight in module._parameters.items() if weight is not None}
         changed = {name: change(weight) for name, weight in own.items()}
         module._parameters.update(changed)  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ def _has_aligned_tokens(plan: Plan) -> bool:
     return remainder == 0 and all(width % MULTIPLE == 0 for width in widths)
 
 
-def gathered_scales(model: nn.Module) -> None:
+def compute_gather_scales(model: nn.Module) -> None:
     """Compute the scales that FSDP2 will gather weights with. Collective.
 
     It takes one all-reduce in the place of one for each weight.

@@ -1,7 +1,7 @@
-"""Muon over parts of matrices.
+"""Muon for sharded matrices.
 
-Ranks that hold parts of a matrix bring it to an owner, which makes it orthogonal and returns the
-parts.
+The ranks that hold parts of a matrix send them to one of them, its owner. The owner makes the whole
+matrix orthogonal, and sends the parts back.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ADAMW_RATIO = 0.2
 class _Mask(NamedTuple):
     """Whether a step is taken, as scalars on one device, so that the host need not know.
 
-    `is_passed_over` is a bool and `is_taken` is 1.0 or 0.0; both are None if the step is taken
-    anyway. `shrinks_by` is what weights are multiplied by for their decay.
+    `is_skipped`: a bool. `is_taken`: 1.0 or 0.0. Both are None if the step is taken in any case.
+    `shrinks_by`: what weights are multiplied by for their decay, 1 in a skipped step.
     """
 
-    is_passed_over: torch.Tensor | None
+    is_skipped: torch.Tensor | None
     is_taken: torch.Tensor | None
     shrinks_by: torch.Tensor | float
 
@@ -41,8 +41,8 @@ class _Mask(NamedTuple):
     def make(cls, found_inf: torch.Tensor | None, device: torch.device, decay: float) -> _Mask:
         """Return the mask of a step for weights on a device.
 
-        `found_inf`: 1.0 if the step is not taken; None if nobody asks. `decay`: learning rate times
-        weight decay.
+        `found_inf`: 1.0 if the step is skipped; None if it is taken in any case. `decay`: learning
+        rate times weight decay.
         """
         if found_inf is None:
             return cls(None, None, 1 - decay)
@@ -54,15 +54,19 @@ class _Mask(NamedTuple):
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024), with the numbers of torch.optim.Muon.
 
-    Nesterov momentum is fp32, cut as the weight is. Newton-Schulz runs in bf16 on the whole matrix.
-    The rate is multiplied by 0.2 √(larger side), so that it is AdamW's (Liu et al. 2025).
+    Nesterov momentum is fp32, sharded as the weight is. Newton-Schulz runs in bf16 on the whole
+    matrix. The rate is multiplied by 0.2 √(larger side), so that rates of AdamW can be used (Liu et
+    al. 2025).
 
-    Matrices of one shape are dealt to owners, one to each: two all-to-alls in bf16. If each rank
-    has the whole matrix, each computes all. If a matrix is cut along two axes of the mesh, each
-    rank gathers it.
+    How many ranks hold parts decides how a matrix becomes whole:
 
-    `found_inf`: a scalar on the device of the weights. If it is 1, a step leaves all as it is, as
-    the fused optimizers of torch do.
+    - Every rank has all of it: each rank computes it by itself.
+    - It is sharded along one axis of the mesh: matrices of one shape are stepped together, and each
+      rank along the axis is the owner of one of them. Two all-to-alls in bf16 carry the parts.
+    - It is sharded along two axes: each rank gathers it.
+
+    `found_inf`: a scalar on the device of the weights. If it is 1, a step changes nothing, as with
+    the fused optimizers of torch.
     """
 
     found_inf: torch.Tensor | None = None
@@ -74,13 +78,11 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step, some matrices at a time. Collective over the ranks that hold parts.
-
-        The flag is brought to each device once, not once for each matrix.
-        """
+        """Take one step, some matrices at a time. Collective over the ranks that hold parts."""
         for group in self.param_groups:
             decay = group["lr"] * group["weight_decay"]
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            # For each device, so that the flag is copied there once.
             masks: dict[torch.device, _Mask] = {}
             for together in _rounds(parameters):
                 device = local(together[0]).device
@@ -103,19 +105,17 @@ class Muon(torch.optim.Optimizer):
             weight.add_(update, alpha=-rate)
 
     def _average(self, parameter: torch.Tensor, momentum: float, mask: _Mask) -> torch.Tensor:
-        """Take the gradient into its momentum, and return this rank's part of the Nesterov average.
-
-        It is bfloat16, as Newton-Schulz takes it.
-        """
+        """Update the momentum, and return this rank's part of the Nesterov average in bfloat16."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
         mean = local(state["momentum_buffer"])
         gradient = local(parameter.grad)
-        if mask.is_passed_over is not None:
-            # The mean of the mean and itself is the mean, and finite.
-            gradient = torch.where(mask.is_passed_over, mean, gradient)
+        if mask.is_skipped is not None:
+            # In a skipped step the momentum takes the gradient's place, so the average below leaves
+            # it as it is.
+            gradient = torch.where(mask.is_skipped, mean, gradient)
         mean.lerp_(gradient, 1 - momentum)
         return gradient.lerp(mean, momentum).bfloat16()
 
@@ -128,9 +128,9 @@ class _Cut(NamedTuple):
 
 
 def _cuts(parameter: torch.Tensor) -> list[_Cut]:
-    """Return along which axes of its mesh a parameter is cut; none if each rank has all of it.
+    """Return along which axes of its mesh a parameter is cut; [] if each rank has all of it.
 
-    Axes of a single rank, and those with copies, cut nothing.
+    Axes of a single rank, and axes of copies, cut nothing.
     """
     if not isinstance(parameter, DTensor):
         return []
@@ -143,9 +143,10 @@ def _cuts(parameter: torch.Tensor) -> list[_Cut]:
 
 
 def _rounds(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield parameters that are stepped at once: of one shape, cut alike, at most one an owner.
+    """Yield lists of parameters that are stepped together: of one shape, cut in the same way.
 
-    They come in the order of `parameters`, the same on all ranks, since each round is collective.
+    A list has at most as many as there are ranks that can own one. The order is the same on all
+    ranks, since stepping each list is collective.
     """
     alike: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -206,8 +207,9 @@ def _orthogonal_by_owners(
 ) -> list[torch.Tensor]:
     """Return this rank's parts of matrices that are cut along one axis, made orthogonal.
 
-    The i-th rank along that axis owns the i-th matrix. Parts travel as rows of the cut dimension;
-    each is filled up to `most_rows`, so that all are of one size.
+    The i-th rank along that axis owns the i-th matrix. If columns are cut, parts are sent transposed,
+    so that what is cut are always rows. Each part is padded to `most_rows`, so that all are of one
+    size.
 
     `parts`: bfloat16, one for each matrix, at most as many as there are ranks along the axis.
     Collective: two all-to-alls over the ranks along the axis.
@@ -223,31 +225,31 @@ def _orthogonal_by_owners(
     rows_here = parts[0].shape[cut.dim]
 
     sent = parts[0].new_zeros(len(parts), most_rows, columns)
-    for filled, part in zip(sent, parts, strict=True):
+    for padded, part in zip(sent, parts, strict=True):
         if is_cut_by_columns:
-            filled[:rows_here] = part.T
+            padded[:rows_here] = part.T
         else:
-            filled[:rows_here] = part
-    # One part to each rank that owns a matrix, and one from each rank if this one does.
+            padded[:rows_here] = part
+    # This rank sends one part to each owner. If it is an owner, it gets one part from each rank.
     to_owners = [int(owner < len(parts)) for owner in range(ranks)]
     from_owners = [int(rank < len(parts))] * ranks
     received = sent.new_empty(sum(from_owners), most_rows, columns)
     _exchange(received, sent, from_owners, to_owners, group)
 
     if len(received):
-        # The parts lie in the order of the ranks, and only the last ones are filled up: the matrix
-        # is the first `rows` rows of them.
+        # The parts lie in the order of the ranks, and only the last ones are padded: so the first
+        # `rows` rows are the matrix.
         whole = received.view(-1, columns)
         if is_cut_by_columns:
             whole[:rows] = _newton_schulz(whole[:rows].T).T
         else:
             whole[:rows] = _newton_schulz(whole[:rows])
 
-    # Back the way they came, with the sizes exchanged.
+    # The parts go back the way they came.
     _exchange(sent, received, to_owners, from_owners, group)
     if is_cut_by_columns:
-        return [filled[:rows_here].T for filled in sent]
-    return [filled[:rows_here] for filled in sent]
+        return [padded[:rows_here].T for padded in sent]
+    return [padded[:rows_here] for padded in sent]
 
 
 def _exchange(
@@ -257,44 +259,7 @@ def _exchange(
     sent_sizes: list[int],
     group: dist.ProcessGroup,
 ) -> None:
-    """Run an all-to-all of whole rows, as bytes: gloo has none of bf16."""
+    """Run an all-to-all of whole rows, as bytes: gloo's does not take bf16."""
     dist.all_to_all_single(
         out.view(torch.uint8), sent.view(torch.uint8), out_sizes, sent_sizes, group=group
     )
-
-
-class Joined:
-    """Several optimizers as one, with the attributes and methods of an optimizer that engines use.
-
-    `found_inf`: the flag that a fused optimizer among them reads in its step.
-    """
-
-    found_inf: torch.Tensor | None = None
-
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self.parts = parts
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts. They are the parts' own, so a rate that is set here counts."""
-        groups: list[dict[str, Any]] = []
-        for part in self.parts:
-            groups += part.param_groups
-        return groups
-
-    @property
-    def state(self) -> dict[torch.Tensor, Any]:
-        """The state of all parts by parameter. Each parameter belongs to one part."""
-        states: dict[torch.Tensor, Any] = {}
-        for part in self.parts:
-            states.update(part.state)
-        return states
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.found_inf = self.found_inf  # type: ignore[attr-defined]
-            part.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)

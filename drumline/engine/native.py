@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from drumline.dist.copies import LateCopy
 from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.dist.seeds import derive
+from drumline.engine.bf16_adamw import BFloat16AdamW
 from drumline.engine.compress import compress_ddp
 from drumline.engine.context_parallel import apply_context_parallel
 from drumline.engine.data_parallel import (
@@ -28,11 +29,16 @@ from drumline.engine.data_parallel import (
     Spread,
     Unreplicated,
 )
-from drumline.engine.engine import DeviceSums, Read, Sums, added, reader, total
+from drumline.engine.engine import (
+    DeviceSums,
+    Read,
+    Sums,
+    reading_objective,
+    sum_on_device,
+    sum_to_host,
+)
 from drumline.engine.experts import apply_expert_parallelism
-from drumline.engine.fp8 import apply_fp8, gathered_scales
-from drumline.engine.in_turn import InBackward, OnHost
-from drumline.engine.low import LowAdamW
+from drumline.engine.fp8 import apply_fp8, compute_gather_scales
 from drumline.engine.norms import LossScale, global_norm, local, total_norm
 from drumline.engine.optimizer import (
     MakeOptimizer,
@@ -42,16 +48,17 @@ from drumline.engine.optimizer import (
     load_numbers,
     load_saved,
     optimizer_tensors,
-    scalars,
+    schedule_free_scalars,
     set_rate,
     take_step,
     use_averaged_weights,
 )
+from drumline.engine.per_parameter import OptimizerInBackward, OptimizerOnHost
 from drumline.engine.plain import Plain, modes_kept
 from drumline.engine.shared_step import SharedStep
 from drumline.engine.tensor_parallel import apply_tp
 from drumline.engine.transforms import (
-    Statistics,
+    RunningStatistics,
     agree_on_statistics,
     apply_compile,
     apply_ddp,
@@ -99,14 +106,16 @@ def prepare(
 ) -> E:
     """Spread a model as planned, fill its weights, and return the engine over it. Collective.
 
-    The order of the transforms counts: `transforms` says why.
+    The docstring of `transforms` says why they are applied in this order.
 
-    `engine`: builds the engine of (plan, model, spread, context of a forward). `plain`: any module,
-    not a Hugging Face model. `overlaps` False: copies are averaged without DDP, which has to see
-    each forward that a backward goes through. `make_optimizer`: in place of the plan's.
+    `engine`: called as engine(plan, model, spread, context of a forward).
+    `plain`: the model is any module, not a Hugging Face model.
+    `overlaps`: whether DDP may average copies during backward. For that it has to see each forward
+    that a backward goes through. False: they are averaged after backward, without DDP.
+    `make_optimizer`: makes the optimizer in place of the plan's.
     """
     config = plan.config
-    # FSDP2 has work for one process alone, too: to keep its weights in host memory.
+    # FSDP2 is also used by a single process, to keep its weights in host memory.
     is_spread = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
     mesh = device_mesh(plan.mesh, plan.device) if is_spread else None
     _apply_to_layers(plan, model, mesh)
@@ -160,9 +169,9 @@ def spread_over_data(
 ) -> Spread:
     """Fill a model's weights, and spread it over the data ranks. Collective.
 
-    Data parallelism goes on last, around everything: the strategy's own, or copies of `module`.
-    `whole`: the mesh of all ranks, or None for one process alone. `roots`: see
-    StrategyConfig.spread.
+    This is the last transform, around all others. If the strategy has code of its own
+    (`StrategyEngine.spread`), that does it; otherwise each data rank has a copy of `module`.
+    `whole`: the mesh of all ranks; None for one process alone. `roots`: as of `spread` there.
     """
     strategy = plan.config.strategy
     own: Spread | None = engine_of(strategy).spread(plan, whole, model, roots, values)
@@ -185,10 +194,10 @@ def spread_over_data(
 
 
 class ForwardEngine:
-    """A module that is spread over ranks, and runs without gradients.
+    """An engine over a model that is not trained. `NativeEngine` adds training to it.
 
-    Its forward runs model and objective together, so that wrappers' hooks see all uses of a weight.
-    Methods without a description do what `Engine` and `OpenEngine` say.
+    A forward runs model and objective together, so that the hooks of wrappers (DDP, FSDP2) see all
+    uses of a weight. Methods without a docstring are described in `Engine` and `OpenEngine`.
     """
 
     trains = False
@@ -201,13 +210,13 @@ class ForwardEngine:
         self.spread = spread
         self.around = around
         self.device = plan.place
-        # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
+        # FSDP2 casts weights as it gathers them. Other strategies leave casting to autocast.
         casts_weights = isinstance(spread, Sharded) and spread.casts
         self.autocast_dtype: torch.dtype | None = None
         if not (plan.pure or casts_weights):
             self.autocast_dtype = LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
-        self.statistics = Statistics(self.batch_norms)
+        self.statistics = RunningStatistics(self.batch_norms)
         # Whether this rank has all weights of the model in their usual form: no strategy that cuts
         # them, and no axis of the mesh besides the data ranks.
         keeps_copies = isinstance(
@@ -220,20 +229,20 @@ class ForwardEngine:
             self.model.train()
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
-        """See Engine. DDP and the like are left out: there are no gradients to reduce."""
-        return total(self._evaluated(self.spread.inner, micro_batches, objective))
+        """See Engine. The module runs without DDP, since there are no gradients to reduce."""
+        return sum_to_host(self._evaluate_batches(self.spread.inner, micro_batches, objective))
 
     def infer(
         self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
     ) -> list[torch.Tensor]:
-        """See Engine. `reader` wraps `read` as an objective, and keeps what it returns."""
+        """See Engine. `reading_objective` wraps `read` as an objective, and keeps what it returns."""
         kept: list[torch.Tensor] = []
         with adapters.switch_adapters(self.model, adapter):
-            self._evaluated(self.spread.reads, micro_batches, reader(read, kept))
+            self._evaluate_batches(self.spread.reads, micro_batches, reading_objective(read, kept))
         return kept
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See Engine. One weight at a time is whole: all at once may not fit."""
+        """See Engine. Only one weight at a time is gathered: all of them may not fit."""
         self._prepare_evaluation_weights()
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
@@ -284,19 +293,19 @@ class ForwardEngine:
         self._prepare_evaluation_weights()
         was_training = self.model.training
         with modes_kept(self.model):
-            self._train(False)
+            self._set_training(False)
             try:
                 with torch.no_grad(), self.around():
                     yield
             finally:
-                self._train(was_training)
+                self._set_training(was_training)
                 if isinstance(self.spread, Sharded):
                     self.spread.reshard()
 
-    def _evaluated(
+    def _evaluate_batches(
         self, module: nn.Module, micro_batches: Iterable[Any], objective: Any
     ) -> list[dict[str, torch.Tensor]]:
-        """Return the sums of each micro-batch, `loss` among them, as scalars of the device."""
+        """Return the sums of each micro-batch, `loss` among them, as schedule_free_scalars of the device."""
         outs = []
         with self.evaluating(), self._autocast():
             for batch in micro_batches:
@@ -306,14 +315,15 @@ class ForwardEngine:
         return outs
 
     def _prepare_evaluation_weights(self) -> None:
-        """Put the weights and statistics in place that an evaluation or an export reads.
+        """Put the weights and statistics in place that an evaluation or an export reads. Collective.
 
-        Collective. Batch norms agree on their running statistics here; engines whose weights differ
-        between ranks or from the averaged ones override this, and switch first.
+        Here the batch norms agree on their running statistics. An engine overrides this to switch
+        weights first: those of ranks that differ to their mean (local SGD), or those of a
+        schedule-free optimizer to their average.
         """
         agree_on_statistics(self.batch_norms)
 
-    def _train(self, mode: bool) -> None:
+    def _set_training(self, mode: bool) -> None:
         """Set the model to training mode or out of it."""
         self.model.train(mode)
 
@@ -327,13 +337,13 @@ class ForwardEngine:
 class NativeEngine(ForwardEngine):
     """Engine over a trainable model.
 
-    `named` has the model's parameters, `stepped` what the optimizer steps in their place: with a
-    shared step this rank's rows of them, otherwise the parameters themselves.
+    `named`: the model's parameters by name. `optimizer_parameters`: what the optimizer steps, by the
+    same names. With SharedStep these are this rank's rows, otherwise the parameters themselves.
     """
 
     trains = True
-    group: Any = None  # of a pipeline: the process group of the ranks with the other stages
-    # Tied weights whose gradients count on another of them.
+    group: Any = None  # the process group of a pipeline's ranks; None without a pipeline
+    # Names of tied weights whose gradients another rank of the pipeline counts in the norm.
     counted_elsewhere: frozenset[str] = frozenset()
 
     def __init__(
@@ -354,14 +364,14 @@ class NativeEngine(ForwardEngine):
         self.named = dict(model.named_parameters())
         # A loop of the user's own may freeze some of these later, and unfreeze others.
         self.initially_trainable = set(trainable_names(model))
-        self.stepped = spread.stepped(self.named)
+        self.optimizer_parameters = spread.optimizer_parameters(self.named)
         self.optimizer: Any = self._build_optimizer(plan, make_optimizer)
         if plan.config.compile.optimizer:
             compile_step(self.optimizer)
         self.gathers_fp8 = plan.config.precision.gather == "fp8"
         # Whether the optimizer skips a step by itself if a flag on the device says so. Otherwise
         # the host has to wait for the flag before each step.
-        self.handles_found_inf = isinstance(self.optimizer, OnHost) or handles_found_inf(
+        self.handles_found_inf = isinstance(self.optimizer, OptimizerOnHost) or handles_found_inf(
             self.optimizer, self.device
         )
 
@@ -371,23 +381,23 @@ class NativeEngine(ForwardEngine):
         own: torch.optim.Optimizer | None = None
         if make_optimizer is not None:
             own = make_optimizer(self.model)
-        if own is not None and self.stepped is not self.named:
+        if own is not None and self.optimizer_parameters is not self.named:
             raise PlanError(
                 "it steps the model's own parameters, and shard_optimizer parts of them",
                 where="make_optimizer",
                 fix="use strategy=fsdp2, or leave make_optimizer out",
             )
         if own is None and options.in_backward:
-            return InBackward(self.named, lambda some: build_optimizer(some, options))
+            return OptimizerInBackward(self.named, lambda some: build_optimizer(some, options))
         if own is None and options.offload:
-            return OnHost(self.named, lambda some: build_optimizer(some, options))
+            return OptimizerOnHost(self.named, lambda some: build_optimizer(some, options))
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
         if plan.pure:
-            make = partial(_low_adamw, plan=plan)
+            make = partial(_bfloat16_adamw, plan=plan)
         matrices = frozenset[str]()
         if options.kind == "muon":
             matrices = self._matrices_in_blocks()
-        return build_optimizer(self.stepped, options, own, matrices, make)
+        return build_optimizer(self.optimizer_parameters, options, own, matrices, make)
 
     def _matrices_in_blocks(self) -> frozenset[str]:
         """Return the names of the two-dimensional parameters within blocks, which Muon steps."""
@@ -416,24 +426,21 @@ class NativeEngine(ForwardEngine):
                 beat("backward")
                 self.backward(loss_sum, denominator)
             outs.append({"loss": loss_sum.detach(), **sums})
-        return added(outs)
+        return sum_on_device(outs)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See OpenEngine.
-
-        An evaluation may have left averaged weights, which are not those to train.
-        """
+        """See OpenEngine. If an evaluation has left averaged weights in place, switch back first."""
         self._use_averaged_weights(False)
-        self.statistics.note()
+        self.statistics.begin_step()
         with self.around(), self.spread.micro_batch(last):
             yield
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
-        # Gradients are averaged over ranks, and a sum over ranks is wanted: scaling the loss gives
-        # it without a second pass.
+        # Gradients are averaged over ranks, but their sum is wanted. Scaling the loss by the number
+        # of ranks gives the sum without a second pass over the gradients.
         scale = self.loss_scale.scale(self.averaged_over / denominator)
-        with self.spread.going_back(loss_sum):
+        with self.spread.backward_context(loss_sum):
             scaled_loss = loss_sum * scale
             scaled_loss.backward()
 
@@ -443,18 +450,18 @@ class NativeEngine(ForwardEngine):
             foreach_mul_(gradients, (1.0 / by).to(gradients[0]))
 
     def begin_step(self, lr: float) -> None:
-        """See Engine. An optimizer that steps within backward requires the rate before it."""
-        if isinstance(self.optimizer, InBackward):
+        """See Engine. An optimizer that steps within backward needs the rate now."""
+        if isinstance(self.optimizer, OptimizerInBackward):
             set_rate(cast(Any, self.optimizer), lr)
 
     def grad_norm(self) -> torch.Tensor:
         """See Engine. Gradients of fp16 are divided by their loss scale here, once a step."""
-        if isinstance(self.optimizer, InBackward):
-            # Its gradients are gone: their squares were added up as they came.
+        if isinstance(self.optimizer, OptimizerInBackward):
+            # The gradients are deleted already; their squares were added up during backward.
             return total_norm(self.optimizer.squares, self.device)
         self.loss_scale.unscale(self._local_gradients())
         counted: list[torch.Tensor] = []
-        for name, parameter in self.stepped.items():
+        for name, parameter in self.optimizer_parameters.items():
             if parameter.grad is not None and name not in self.counted_elsewhere:
                 counted.append(parameter.grad)
         return global_norm(counted, self.device, self.group)
@@ -464,17 +471,17 @@ class NativeEngine(ForwardEngine):
 
         An optimizer that handles `found_inf` steps without the host knowing `finite`.
         """
-        self.statistics.settle(finite)
-        # If the host has to know, it asks before it clips: the device is clipping while the answer
-        # comes.
+        self.statistics.end_step(finite)
+        # If the host has to know whether to step, it asks for the flag before clipping, so that the
+        # device has work while the answer is on its way.
         late_finite: LateCopy | None = None
         if not self.handles_found_inf:
             late_finite = LateCopy(finite)
         gradients = self._local_gradients()
         # A pipeline's stage may have nothing trainable.
         if self.max_grad_norm is not None and gradients:
-            # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded
-            # gradients are scaled alike.
+            # The formula of torch.nn.utils.clip_grad_norm_, applied to plain and sharded gradients
+            # alike.
             factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             foreach_mul_(gradients, factor.to(gradients[0]))
         if late_finite is None or late_finite.read():
@@ -488,8 +495,8 @@ class NativeEngine(ForwardEngine):
         if self.loss_scale.enabled:
             self.loss_scale.update(is_stepped=finite, is_overflow=~torch.isfinite(grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
-        # Also of parameters that the optimizer lacks: it may step parts of them, or they are
-        # frozen.
+        # The optimizer may step only parts of the model's parameters, or a parameter may be frozen:
+        # it then does not delete the model's own gradients.
         for parameter in self.named.values():
             parameter.grad = None
 
@@ -505,16 +512,16 @@ class NativeEngine(ForwardEngine):
             self._weights_changed()
 
     def _weights_changed(self) -> None:
-        """Make the scales anew that FSDP2 gathers weights in fp8 by. Collective."""
+        """Compute the scales again by which FSDP2 gathers weights in fp8. Collective."""
         if self.gathers_fp8:
-            gathered_scales(self.model)
+            compute_gather_scales(self.model)
 
     def _prepare_evaluation_weights(self) -> None:
         self._use_averaged_weights(True)
         super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See Engine. Checkpoints hold averaged weights, as an export of them does."""
+        """See Engine. Checkpoints and exports hold the averaged weights of a schedule-free run."""
         self._use_averaged_weights(True)
         agree_on_statistics(self.batch_norms)
         return {name: as_saved(tensor) for name, tensor in self._kept().items()}
@@ -522,24 +529,21 @@ class NativeEngine(ForwardEngine):
     def state(self) -> dict[str, Any]:
         return {
             "scaler": self.loss_scale.state(),
-            "optimizer": scalars(self.optimizer),
+            "optimizer": schedule_free_scalars(self.optimizer),
             "modules": extra_states(self.model),
         }
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """See Engine.
-
-        What is derived from weights (fp8 scales, copies on the host) is made anew.
-        """
-        # The tensors are the engine's own, already filled, or copies of what is quantised or in
-        # bf16.
+        """See Engine. What is derived from weights (fp8 scales, copies on the host) is updated."""
+        # A tensor is the engine's own, so it is filled already. Or it is the fp32 copy of a
+        # quantised or bf16 tensor (`as_saved`), which still has to get the values.
         for name, tensor in self._kept().items():
             load_saved(tensor, tensors.get(name, tensor))
-        load_numbers(self.optimizer, self.stepped, tensors)
+        load_numbers(self.optimizer, self.optimizer_parameters, tensors)
         set_extra_states(self.model, state.get("modules", {}))
         for group in self.optimizer.param_groups:
             group.update(state.get("optimizer", {}))
-        if isinstance(self.optimizer, OnHost):
+        if isinstance(self.optimizer, OptimizerOnHost):
             self.optimizer.refresh()
         self._weights_changed()
         self.loss_scale.load(state.get("scaler", {}))
@@ -549,17 +553,17 @@ class NativeEngine(ForwardEngine):
     def _kept(self) -> dict[str, torch.Tensor]:
         """Return weights and optimizer state by canonical name.
 
-        Weights that a loop has frozen since the model was spread are among them.
+        Includes weights that the user's loop has frozen since the model was spread.
         """
         frozen: dict[str, torch.Tensor] = {}
         for name, parameter in self.named.items():
             if name in self.initially_trainable and not parameter.requires_grad:
                 frozen[f"model.{name}"] = parameter.data
         weights = canonical_tensors(self.model)
-        return frozen | weights | optimizer_tensors(self.optimizer, self.stepped)
+        return frozen | weights | optimizer_tensors(self.optimizer, self.optimizer_parameters)
 
     def memory_stats(self) -> MemoryStats:
-        """See Engine. Of sharded tensors the bytes of this rank's parts count."""
+        """See Engine. Of a sharded tensor this rank's part counts."""
         parameters = [*self.named.values(), *scales_of(self.model)]
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         states = tensors_in(*self.optimizer.state.values())
@@ -568,20 +572,19 @@ class NativeEngine(ForwardEngine):
 
     def _local_gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts of the gradients."""
-        return [local(p.grad) for p in self.stepped.values() if p.grad is not None]
+        return [local(p.grad) for p in self.optimizer_parameters.values() if p.grad is not None]
 
 
-def _low_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+def _bfloat16_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
     """Return the optimizer of a run in pure bfloat16."""
     config = plan.config
-    return LowAdamW(groups, config.optimizer, config.precision, config.run.seed)
+    return BFloat16AdamW(groups, config.optimizer, config.precision, config.run.seed)
 
 
 def full_tensor(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """Return all of a tensor on `device`. Collective over the ranks that hold parts.
+    """Return the whole tensor on `device`. Collective over the ranks that hold parts of it.
 
-    Parts in host memory are brought to the device first. Raises ModelError for a weight that is
-    packed in 4 or 8 bits.
+    Raises ModelError for a weight that is packed in 4 or 8 bits.
     """
     if name.endswith(".packed"):
         raise ModelError(

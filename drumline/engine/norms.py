@@ -1,6 +1,6 @@
-"""Gradients before a step: their global norm, whatever holds them, and the loss scale of fp16.
+"""The global norm of gradients, the loss scale of fp16, and helpers for tensors that may be DTensors.
 
-Gradients may be whole tensors, shards on one mesh, or shards on several.
+Gradients may be whole tensors, shards on one mesh, or shards on several meshes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from drumline.dist.copies import copied_to
 from drumline.dist.reduce import exact, exact_on
 from drumline.vendor.torch import foreach_mul_, foreach_norm
 
-# As torch.amp.GradScaler: doubled after so many steps without an overflow, halved at one.
+# The loss scale is doubled after so many steps without an overflow, as by torch.amp.GradScaler.
 GROWTH_INTERVAL = 2000
-Place = tuple[dist.ProcessGroup, ...]
-# By the groups that hold the other parts: the sum of this rank's squares, fp64.
-Squares = dict[Place, torch.Tensor]
+# The process groups whose ranks hold the other parts of a tensor: one for each axis that cuts it.
+ShardGroups = tuple[dist.ProcessGroup, ...]
+# The sum of the squared entries that this rank holds, fp64, for tensors that are cut alike.
+Squares = dict[ShardGroups, torch.Tensor]
 
 
 def global_norm(
@@ -28,23 +29,24 @@ def global_norm(
     device: str | torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return the L2 norm over all entries of all gradients, each counted once: an fp64 scalar.
+    """Return the L2 norm over all entries of all gradients, each counted once. Collective.
 
-    It is on `device`, the one of the mesh. `group`: ranks that hold other layers (pipeline stages).
-    Entries are squared and summed in fp32 where they lie, then summed on `device` over the groups
-    that hold the other parts, then added: gradients may lie in host memory, and a rank may have
-    none. Collective.
+    It is an fp64 scalar on `device`, which is that of the mesh. Entries are squared and summed in
+    fp32 on the device of their tensor, which may be the host. The sums go to `device`, and are
+    added up over the groups that hold the other parts. A rank may have no gradient.
+
+    `group`: the ranks that hold other layers (pipeline stages).
     """
-    found: Squares = {}
-    add_squares(found, gradients)
-    return total_norm(found, device, group)
+    squares: Squares = {}
+    add_squares(squares, gradients)
+    return total_norm(squares, device, group)
 
 
 def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
-    """Add this rank's squares of gradients to those that were found before."""
-    parts_by_place: dict[Place, list[torch.Tensor]] = {}
+    """Add the squared entries of gradients, of the parts on this rank, to the sums in `found`."""
+    parts_by_place: dict[ShardGroups, list[torch.Tensor]] = {}
     for gradient in gradients:
-        parts_by_place.setdefault(spread_over(gradient), []).append(local(gradient))
+        parts_by_place.setdefault(shard_groups(gradient), []).append(local(gradient))
     for groups, parts in parts_by_place.items():
         # A rank may hold none: a head of one row has one shard.
         not_empty = [part for part in parts if part.numel()]
@@ -53,7 +55,7 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
             device = exact_on(parts[0].device)
             found[groups] = torch.zeros((), device=device, dtype=torch.float64)
         for dtype, same in _by_type_of_norm(not_empty).items():
-            # One kernel for many tensors, of which each gives its norm; the squares add up in fp64.
+            # One kernel computes the norms of many tensors; their squares are added up in fp64.
             norms_N = torch.stack(foreach_norm(same, 2.0, dtype=dtype))
             squares = exact(norms_N).square().sum()
             if groups in found:
@@ -63,7 +65,7 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
 
 
 def _by_type_of_norm(parts: list[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
-    """Return tensors by the type that they are squared in: fp32, or fp64 for fp64."""
+    """Return tensors by the type in which they are squared: fp64 for fp64, fp32 for all others."""
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for part in parts:
         dtype = torch.promote_types(part.dtype, torch.float32)
@@ -74,9 +76,10 @@ def _by_type_of_norm(parts: list[torch.Tensor]) -> dict[torch.dtype, list[torch.
 def total_norm(
     found: Squares, device: str | torch.device, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Return the norm of all ranks' squares, as `global_norm` does. Collective.
+    """Return the norm of the squares that all ranks have found. Collective.
 
-    All ranks have found the same places, in the same order: each place is an all-reduce.
+    `device`, `group`: as of `global_norm`. All ranks of a group must have the same keys in the same
+    order, since each is an all-reduce.
     """
     total = torch.zeros((), device=exact_on(device), dtype=torch.float64)
     for groups, here in found.items():
@@ -101,20 +104,18 @@ def nonfinite_weight(model: nn.Module) -> str | None:
     """Return the name of a weight with NaN or infinity on this rank; None without one."""
     for name, weight in model.named_parameters():
         own_part = local(weight.detach())
-        # Types of fewer bits are codes, and have no test for NaN.
+        # Smaller types are codes of packed weights, and have no test for NaN.
         is_plain = own_part.dtype in (torch.float32, torch.float16, torch.bfloat16)
         if is_plain and not bool(torch.isfinite(own_part).all()):
             return name
     return None
 
 
-def cut_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part as a tensor that is cut as `like` is.
+def wrap_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part as a DTensor with the layout of `like`, on the device of the part.
 
-    It is the part itself if `like` is whole.
-
-    The part stays where it lies, on the host for example: DTensor.from_local would move it to the
-    device of the mesh, as `distribute_alike` does.
+    If `like` is whole, the part itself is returned. `distribute_alike` does the same on the device
+    of the mesh, to which DTensor.from_local moves the part.
     """
     if not isinstance(like, DTensor):
         return part
@@ -126,9 +127,9 @@ def distribute_alike(part: torch.Tensor, like: DTensor) -> DTensor: ...
 @overload
 def distribute_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
 def distribute_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part as a tensor that is cut as `like` is, on the device of its mesh.
+    """Return this rank's part as a DTensor with the layout of `like`, on the device of its mesh.
 
-    It is the part itself if `like` is whole.
+    If `like` is whole, the part itself is returned. `wrap_like` leaves the part where it lies.
     """
     if not isinstance(like, DTensor):
         return part
@@ -142,8 +143,8 @@ def distribute_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     )
 
 
-def spread_over(tensor: torch.Tensor) -> Place:
-    """Return the groups over which a tensor is cut; those with copies of it are not counted."""
+def shard_groups(tensor: torch.Tensor) -> ShardGroups:
+    """Return the groups of ranks over which a tensor is cut; () if this rank has all of it."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
@@ -156,12 +157,13 @@ def spread_over(tensor: torch.Tensor) -> Place:
 
 
 class LossScale:
-    """Loss scaling for fp16 (Micikevicius et al. 2018): it keeps small gradients above fp16's zero.
+    """Loss scaling for fp16 (Micikevicius et al. 2018), so that small gradients do not become zero.
 
-    torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each of its ranks
-    would judge by its own part. Here the global norm shows an overflow, the same on all ranks.
-    Scale and count lie on the device, so that the host waits for neither. If not `enabled`, nothing
-    is scaled.
+    torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each rank would judge
+    by its own part. Here an overflow shows in the global norm, which is the same on all ranks. The
+    scale and the count of steps lie on the device, so the host never waits for them.
+
+    If not `enabled`, nothing is scaled.
     """
 
     def __init__(self, initial: float, enabled: bool, device: str) -> None:
@@ -171,7 +173,7 @@ class LossScale:
         self.good_steps = torch.tensor(0, dtype=torch.int64, device=device)
 
     def scale(self, factor: float) -> float | torch.Tensor:
-        """Return what a loss is multiplied by before backward; without a scale it is `factor`."""
+        """Return `factor` times the scale, by which a loss is multiplied before backward."""
         if self.enabled:
             return factor * self.value
         return factor
@@ -182,10 +184,10 @@ class LossScale:
             foreach_mul_(gradients, (1.0 / self.value).to(gradients[0]))
 
     def update(self, is_stepped: torch.Tensor, is_overflow: torch.Tensor) -> None:
-        """Double the scale after so many good steps, halve it after an overflow.
+        """Double the scale after GROWTH_INTERVAL steps without an overflow, halve it after one.
 
-        A step that is passed over for another reason changes nothing. Both arguments: bool, on the
-        device.
+        `is_stepped`, `is_overflow`: bool scalars on the device. A step that was skipped for another
+        reason, so that both are False, changes nothing.
         """
         if not self.enabled:
             return

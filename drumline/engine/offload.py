@@ -1,11 +1,13 @@
-"""Move what blocks keep for their backward to host memory, and back, beside computing.
+"""Activation offload: what blocks keep for backward is moved to host memory, and fetched again.
 
-This is `memory.activation_offload`. The activations of two blocks are on the device at once. In
-forward these are the block that computes and the one before, whose copies are on their way; in
-backward the block that computes and the one that is fetched ahead. The last two blocks keep theirs
-where it is. torch's saved-tensor hooks say what a block keeps: with full checkpointing its input. A
-storage is moved once, however many views of it are kept. On a GPU, copies go to pinned memory on a
-stream of their own; on a CPU the same code runs without streams.
+This is `memory.activation_offload`. At most two blocks have their activations on the device at
+once. In forward these are the block that computes, and the one before it, whose copies are on their
+way to the host. In backward these are the block that computes, and the one that is fetched ahead.
+The last two blocks keep their activations on the device.
+
+torch's saved-tensor hooks say what a block keeps (with full checkpointing, its input). A storage is
+moved once, however many views of it are kept. On a GPU, copies go to pinned memory on a stream of
+their own; on a CPU the same code runs without streams.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from torch import Tensor, nn
 from drumline.models.blocks import blocks
 from drumline.vendor.torch import FakeTensor, tree_leaves
 
-# Bytes of a storage; smaller ones stay on the device.
+# The fewest bytes of a storage that is moved.
 LEAST_MOVED = 2**14
-# Classes of tensors whose storage may be moved: subclasses may hold several, or none.
+# The classes of tensors that have one storage. Other subclasses may have several, or none.
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class ActivationOffload:
-    """The offload of all blocks of a model, which are changed in place.
+    """Offloads the activations of all blocks of a model, whose forwards are replaced in place.
 
-    `moved_bytes`: bytes that went to the host, in all. `device_bytes`: bytes of what is moved that
-    are on the device now. `most_device_bytes`: the most that were there at once.
+    `moved_bytes`: bytes that were copied to the host so far. `device_bytes`: bytes of such storages
+    that are on the device now. `most_device_bytes`: the most that were there at once.
     """
 
     def __init__(self, model: nn.Module, device: str) -> None:
@@ -46,7 +48,7 @@ class ActivationOffload:
         for index, block in enumerate(found):
             name = "forward"
             if getattr(block, "gradient_checkpointing", False):
-                # What is checkpointed keeps its input outside of the checkpoint.
+                # The input of a checkpointed block is saved outside of its forward, by this function.
                 name = "_gradient_checkpointing_func"
             setattr(block, name, partial(self.run, index, block, getattr(block, name)))
 
@@ -92,11 +94,10 @@ class ActivationOffload:
 
 
 def _storages_that_stay(block: nn.Module, args: Any, kwargs: Any) -> set[int]:
-    """Return the storages of a block's weights and of inputs that all blocks share.
+    """Return the storages that are not moved: those of a block's weights, and of shared inputs.
 
-    Such inputs are masks and positions.
-
-    The first tensor among the inputs is what the block works on.
+    All blocks share the masks and positions: all tensors among the inputs but the first one, the
+    hidden states.
     """
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     storages: set[int] = set()
@@ -165,9 +166,9 @@ class _Run:
         self.owner = owner
         self.index = index
         self.stays = stays
-        # By storage, and version of the tensor.
+        # By the storage's address and the tensor's version.
         self.moved: dict[tuple[int, int], _Moved] = {}
-        # Of the last copy of this run, either way.
+        # Recorded after the last copy of this run, to the host or back.
         self.event: Any = None
 
     @torch.no_grad()
@@ -178,7 +179,7 @@ class _Run:
         """
         if not self._is_movable(tensor):
             return tensor
-        # An operator in place makes another tensor of it.
+        # The version, because an in-place operation puts other values into the same storage.
         key = tensor.untyped_storage()._cdata, tensor._version
         if key not in self.moved:
             self._move(key, tensor)

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from drumline.config.config import OptimizerConfig
 from drumline.engine.adafactor import Adafactor
-from drumline.engine.muon import Joined, Muon
+from drumline.engine.joined import JoinedOptimizer
+from drumline.engine.muon import Muon
 from drumline.engine.norms import distribute_alike, local
 from drumline.errors import PlanError
 from drumline.foreign import class_and_line, first_line
@@ -27,7 +28,7 @@ SCHEDULE_FREE_SCALARS = ("k", "weight_sum", "lr_max")
 
 
 class _GroupKey(NamedTuple):
-    """What parameters have in common that share a group of the optimizer."""
+    """What all parameters of one group of the optimizer have in common."""
 
     mesh: DeviceMesh | None
     weight_decay: float
@@ -50,7 +51,7 @@ def new_optimizer(
     `named`: parameters by name. `matrices`: the names of two-dimensional parameters within blocks,
     which Muon steps. `make`: builds the optimizer in place of `options.kind`.
     """
-    # No more groups than differ: ZeRO gathers each by itself.
+    # As few groups as possible: ZeRO gathers each one separately.
     groups: dict[_GroupKey, dict[str, Any]] = {}
     for name, parameter in named.items():
         if not parameter.requires_grad:
@@ -112,8 +113,8 @@ def _sgd(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=fused)
 
 
-def _quantised(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return torchao's AdamW with moments in 8 or 4 bits."""
+def _torchao_adamw(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return torchao's AdamW, whose moments are quantised to 8 or 4 bits."""
     from torchao import optim
 
     kinds = {"adamw_8bit": optim.AdamW8bit, "adamw_4bit": optim.AdamW4bit}
@@ -135,11 +136,11 @@ def _muon(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
         parts.append(_adamw(other_groups, options))
     if len(parts) == 1:
         return parts[0]
-    return Joined(*parts)  # type: ignore[return-value]
+    return JoinedOptimizer(*parts)  # type: ignore[return-value]
 
 
 def _schedule_free(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return schedule-free AdamW, at the weights that it is trained at."""
+    """Return schedule-free AdamW, with the weights in place at which gradients are taken."""
     from schedulefree import AdamWScheduleFree
 
     optimizer: torch.optim.Optimizer = AdamWScheduleFree(
@@ -189,8 +190,8 @@ MAKERS: dict[str, Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]] = 
     "adamw": _adamw,
     "sgd": _sgd,
     "lion": Lion,
-    "adamw_8bit": _quantised,
-    "adamw_4bit": _quantised,
+    "adamw_8bit": _torchao_adamw,
+    "adamw_4bit": _torchao_adamw,
     "adafactor": Adafactor,
     "muon": _muon,
     "schedule_free": _schedule_free,
@@ -240,16 +241,20 @@ def _is_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def handles_found_inf(optimizer: torch.optim.Optimizer, device: str) -> bool:
-    """Return whether a step leaves all as it is if the optimizer's `found_inf`, on `device`, is 1.
+    """Return whether the optimizer's step changes nothing if its `found_inf`, on `device`, is 1.
 
-    The host then need not know whether the step is taken. Fused kernels do so, and Muon; but
-    kernels of another device read what may not have arrived there yet. For the others the host
-    decides, because a flag on the device would win nothing. Lion, Adafactor and AdamW in pure bf16
-    are bound by memory: they would read and write each gradient once more, which for large weights
-    takes longer than the wait should. The latter two also count their steps on the host, for rates
-    and noise. The optimizers of torchao and schedulefree, and a user's own, cannot be told.
+    Then the host need not know whether the step is taken, and does not wait for the device. Fused
+    kernels of torch read that flag, and so does Muon. All parameters must lie on `device`: on
+    another device the flag may not have arrived when it is read.
+
+    For all other optimizers the host reads the flag, and decides:
+
+    - Lion, Adafactor and AdamW in pure bf16 could only apply it by reading and writing each
+      gradient once more, which for large weights takes longer than the host waits. The latter two
+      also count their steps on the host.
+    - The optimizers of torchao and schedulefree, and a user's own, do not take a flag.
     """
-    if isinstance(optimizer, Joined):
+    if isinstance(optimizer, JoinedOptimizer):
         return all(handles_found_inf(part, device) for part in optimizer.parts)
     for group in optimizer.param_groups:
         if any(local(parameter).device.type != device for parameter in group["params"]):
@@ -274,15 +279,14 @@ def _set_group_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None = None) -> None:
-    """Let an optimizer make its state, and set the state back to before any step.
+    """Let an optimizer make its state, as it is before the first step.
 
-    The optimizer makes its state by a step at rate zero: `step`, or by default a step of zero
-    gradients. Frozen parameters get no state. A zero momentum buffer is what SGD's first step
-    starts from; quantised moments are zero already, and the `z` of a schedule-free optimizer begins
-    as the weights.
+    Optimizers make their state within a step. So one is taken at rate zero (`step`, or by default
+    one with zero gradients), and then undone: state is set to zero, and numbers in the groups to
+    what they were. Quantised moments are zero already, and the `z` of a schedule-free optimizer
+    begins as the weights. Frozen parameters get no state.
     """
-    # Besides its state, a step may change numbers in the groups, such as schedulefree's count of
-    # steps.
+    # A step may change numbers in the groups, such as schedulefree's count of steps.
     options_before = []
     rates_before = []
     for group in optimizer.param_groups:
@@ -318,7 +322,7 @@ def _reset_state(state: dict[str, Any]) -> None:
     """Set the state of one parameter to zero, in place."""
     for slot, value in state.items():
         if isinstance(value, torch.Tensor):
-            if slot != SCHEDULE_FREE_WEIGHTS and not quantised(value):
+            if slot != SCHEDULE_FREE_WEIGHTS and not is_quantised(value):
                 value.zero_()
         elif isinstance(value, int | float):
             state[slot] = type(value)(0)
@@ -336,15 +340,16 @@ def use_averaged_weights(optimizer: torch.optim.Optimizer, averaged: bool) -> bo
         switch = getattr(optimizer, "train", None)
     if switch is None:
         return False
-    # In training mode the averaged weights are not in place, and the other way round.
-    in_training_mode = optimizer.param_groups[0].get("train_mode", averaged)
-    has_changed: bool = in_training_mode == averaged
+    # Averaged weights are in place exactly if the optimizer is not in its training mode.
+    first_group = optimizer.param_groups[0]
+    wants_training_mode = not averaged
+    is_in_training_mode: bool = first_group.get("train_mode", averaged)
     switch()
-    return has_changed
+    return is_in_training_mode != wants_training_mode
 
 
-def scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the numbers that a schedule-free optimizer keeps besides tensors; empty for others.
+def schedule_free_scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the numbers that a schedule-free optimizer keeps in its groups; {} for any other.
 
     They are the same in all groups.
     """
@@ -355,8 +360,8 @@ def scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
     """Raise PlanError for an optimizer whose state does not begin with zeros.
 
-    A new optimizer's state is set to zeros. Two steps of a small matrix show whether that is right:
-    after a state of zeros, the step must be that of a fresh optimizer.
+    `make_state` sets the state to zeros. A trial shows whether that is right: one step of a small
+    matrix must come out the same from a state of zeros as from no state.
     """
     kind = type(optimizer)
     try:
@@ -395,10 +400,10 @@ def _trial_step(
     """
     parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
     options = optimizer.defaults | optimizer.param_groups[0]
-    # Without its constructor, which may take anything.
+    # Made without calling its constructor, whose arguments are not known.
     kind = type(optimizer)
     probe = kind.__new__(kind)
-    # A `step` among the attributes is one that was laid over the optimizer's own.
+    # A `step` among the attributes was put over the class's own, for the original optimizer.
     attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}
     attributes["state"] = defaultdict(dict)
     attributes["param_groups"] = [{**options, "params": [parameter]}]
@@ -450,10 +455,11 @@ def load_numbers(
                 state[slot] = type(value)(saved.item())
 
 
-def quantised(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds codes and scales of torchao.
+def is_quantised(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is quantised by torchao, into codes and scales.
 
-    If a part is small, another rank's may be quantised and this one not.
+    torchao leaves small tensors as they are, so of one sharded tensor some ranks' parts may be
+    quantised and others not.
     """
     return hasattr(local(tensor), "codes")
 
@@ -462,12 +468,12 @@ def quantised(tensor: torch.Tensor) -> bool:
 def as_saved(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a checkpoint saves of a tensor.
 
-    That is an fp32 copy in host memory for a quantised or bfloat16 tensor, and the tensor itself
-    otherwise. A quantised tensor is then quantised again from that copy, as in a run that begins
-    with it (`load_saved`), so that both runs continue alike.
+    Of a quantised or bfloat16 tensor that is an fp32 copy in host memory, otherwise the tensor
+    itself. A quantised tensor is changed too: it is quantised again from the copy, as it will be by
+    `load_saved` in a run that resumes, so that both runs continue in the same way.
     """
     part: Any = local(tensor)
-    if quantised(tensor):
+    if is_quantised(tensor):
         whole = part.dequantize()
         part.copy_(whole)
     elif tensor.dtype == torch.bfloat16:

@@ -1,18 +1,20 @@
 """A pipeline of any module, by the stages that it names.
 
-The module's own forward runs on every rank, with the stages of other ranks replaced. A stage before
-the rank's own returns zeros, but the last of them returns what the rank before has sent. The stage
-behind the rank's own sends on what it is given. So what the module returns is real on the last rank
-alone, elsewhere it is zeros of the same form, and backward starts from the loss there. A rank runs
-a backward as soon as it has as many micro-batches in flight as the schedule allows, whoever drives
-the loop.
+The module's own forward runs on every rank, with the stages of other ranks replaced:
+
+- The stage right before the rank's own receives hidden states from the rank before.
+- The stage right behind the rank's own sends what it is given to the next rank.
+- All others return zeros of the right shape.
+
+So only on the last rank does the module return real values, and backward starts from the loss
+there. A rank runs a backward as soon as it has as many micro-batches in flight as the schedule
+allows. So the schedule is kept in the loop of a config and in a loop of the user's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -26,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.dist.mesh import device_mesh
 from drumline.engine import native
-from drumline.engine.engine import DeviceSums, Read, Sums
+from drumline.engine.engine import DeviceSums, Read, Sums, neutral_sum
 from drumline.engine.native import NativeEngine
 from drumline.engine.pipeline import PartOfPipeline
 from drumline.engine.stages import Absent
@@ -52,8 +54,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> Own
     if not next(model.parameters()).is_meta:
         # A model that was built whole lies on the host. Only the rank's own stages are left of it.
         model.to(values.device)
-    # DDP has to see each forward that a backward goes through. Here a backward begins at what was
-    # sent to the next rank, and not at what the module has returned.
+    # DDP has to see each forward that a backward goes through. Here a backward does not begin at
+    # what the module returned to DDP, but at what was sent to the next rank.
     options["overlaps"] = False
     return native.prepare(plan, model, values, partial(OwnPipeline, link), **options)
 
@@ -130,13 +132,13 @@ def _require_stateless(model: nn.Module) -> None:
 
 
 def cut(model: nn.Module, ranks: int) -> list[Range]:
-    """Return the stages of each rank as (first, stop), as equal in parameters as can be.
+    """Return the stages of each rank as (first, stop), with parameters as equal as can be.
 
-    Each rank has stages with weights. Raises PlanError as `stages_of`, and for too few stages.
+    Each rank gets stages with weights. Raises PlanError as `stages_of` does, and for too few stages.
     """
     stages = list(stages_of(model).values())
-    # A part begins at each stage with weights but the first one. Stages without weights stay with
-    # those before them.
+    # The parts that are dealt to ranks: each begins at a stage with weights, and has the stages
+    # without weights that follow it. The first part also has those before it.
     with_weights: list[int] = []
     for index, stage in enumerate(stages):
         if next(stage.parameters(), None) is not None:
@@ -178,8 +180,10 @@ class Call(NamedTuple):
 class Link:
     """What a rank's forwards and backwards receive from its neighbours and send to them.
 
-    `rank`, `ranks`: of the pipeline. `first`, `stop`: this rank's stages. `calls`: forwards whose
-    backward is still to come. `sends`: what is on its way.
+    `rank`, `ranks`: this rank's number in the pipeline, and how many ranks it has.
+    `first`, `stop`: this rank's stages.
+    `calls`: the forwards of this micro-batch, for their backward.
+    `sends`: sends that may not have ended yet.
     """
 
     def __init__(
@@ -193,17 +197,18 @@ class Link:
         self.rank = pp.get_local_rank()
         self.ranks = pp.size()
         self.device = device
-        # Hidden states and gradients have a group each. Over one group a rank's sends would wait
-        # for its receives on a GPU.
-        # A row for each pipeline: `pp` is the first axis of the mesh.
+        # Hidden states and gradients each have a group: over one group a rank's sends would wait
+        # for its receives on a GPU. Each row has the ranks of one pipeline, since `pp` is the first
+        # axis of the mesh.
         ranks_by_pipeline = mesh.mesh.movedim(0, -1).reshape(-1, self.ranks)
         pipelines = ranks_by_pipeline.tolist()
         self.group_of_hidden = pp.get_group()
         self.group_of_gradients = dist.new_subgroups_by_enumeration(pipelines)[0]
         self.first, self.stop = bounds[self.rank]
         self.model_on_meta = _without_memory(model)
-        # Form of the inputs → what each stage returns, on the meta device.
+        # What each stage returns, on the meta device, by the shapes of the module's inputs.
         self.traced: dict[str, list[torch.Tensor]] = {}
+        # The same for the inputs of the current forward.
         self.forms: list[torch.Tensor] = []
         self.calls: list[Call] = []
         # With each send its tensor, which must live until it has left.
@@ -259,19 +264,18 @@ class Link:
 
     def send(self, hidden: torch.Tensor) -> torch.Tensor:
         """Send hidden states to the next rank, and return zeros in place of what it computes."""
-        # Under autocast the stage may return another type here than on the meta device, and the
-        # next rank makes its buffer by the latter.
+        # Under autocast a stage may return another type than it did on the meta device, by which
+        # the next rank makes its buffer.
         sent = hidden.to(self.forms[self.stop - 1].dtype).contiguous()
         self.calls[-1] = self.calls[-1]._replace(sent=sent)
         self._start_send(sent.detach(), self.group_of_hidden, self.rank + 1)
         return self._zeros(self.stop)
 
     def run_backward(self, calls: list[Call]) -> None:
-        """Run the backward of some forwards.
+        """Run the backward of some forwards: receive gradients from the next rank, send them to the one before.
 
-        Gradients come from the rank behind and go to the one before. On the last rank the loss has
-        made them already. `calls`: in the order of their forwards, the same on both sides of a
-        send.
+        On the last rank the loss has made the gradients already, and nothing is received.
+        `calls`: in the order of the forwards, which is the same on both ranks of a send.
         """
         sent = [call.sent for call in calls if call.sent is not None]
         gradients = [torch.empty_like(hidden) for hidden in sent]
@@ -476,14 +480,14 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
             return sums
         uncounted = {}
         for name, sum_ in sums.items():
-            uncounted[name] = torch.full_like(sum_, _uncounted(name))
+            uncounted[name] = torch.full_like(sum_, neutral_sum(name))
         return uncounted
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         sums = super().evaluate(micro_batches, objective)
         if self.is_last:
             return sums
-        return {name: _uncounted(name) for name in sums}
+        return {name: neutral_sum(name) for name in sums}
 
     def infer(
         self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
@@ -495,13 +499,3 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
             full = self._broadcast_from(self.ranks - 1, own, tensor.shape, tensor.dtype)
             results.append(full)
         return results
-
-
-def _uncounted(name: str) -> float:
-    """Return the value of a sum on a rank that has not the last stage: its samples are zeros.
-
-    It is nothing when it is added, or when the largest is taken for a key `max_…`.
-    """
-    if name.startswith("max_"):
-        return -math.inf
-    return 0.0

@@ -1,16 +1,13 @@
-"""The pipeline engine: each rank holds some stages of the model.
+"""The engine of a pipeline of a Hugging Face model. Torch's schedules say which stage runs when.
 
-Torch's schedules say which stage runs when.
-
-Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients
-travel between stages. The last stage's forward ends in the objective. Its loss is what the schedule
-differentiates, and its sums go to all ranks afterwards.
+Each rank holds some stages. All ranks of a pipeline are given the same micro-batches, so only
+hidden states and their gradients travel between stages. The forward of the last stage ends in the
+objective: the schedule differentiates its loss.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -23,13 +20,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.dist.mesh import device_mesh
 from drumline.engine.data_parallel import Spread
-from drumline.engine.engine import DeviceSums, Read, Sums, added, reader, total
+from drumline.engine.engine import (
+    DeviceSums,
+    Read,
+    Sums,
+    neutral_sum,
+    reading_objective,
+    sum_on_device,
+    sum_to_host,
+)
 from drumline.engine.experts import apply_expert_parallelism
 from drumline.engine.native import ForwardEngine, NativeEngine, full_tensor, spread_over_data
 from drumline.engine.norms import local
 from drumline.engine.stages import Cuts, Stage, find_cuts, rank_part, weights_of_both_ends
 from drumline.engine.tensor_parallel import apply_tp
-from drumline.engine.transforms import apply_compile, apply_memory, gathered_in
+from drumline.engine.transforms import apply_compile, apply_memory, gather_dtype
 from drumline.models import adapters
 from drumline.models.shards import Values, all_tensors, tied_names
 from drumline.plan.plan import Plan
@@ -65,7 +70,7 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     shared = weights_of_both_ends(model, cuts)
     # Hidden states travel in the type of the residual stream. Autocast leaves it in fp32, and
     # weights that FSDP2 casts do not.
-    dtype = gathered_in(plan) or torch.float32
+    dtype = gather_dtype(plan) or torch.float32
     own_part = rank_part(model, cuts, own_layers, dtype)
     if not next(own_part.parameters()).is_meta:
         own_part.to(values.device)
@@ -85,11 +90,11 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
 
 
 class StageWithObjective(Stage):
-    """A stage as a schedule runs it; the last one ends in the loss, float32[1].
+    """A stage as a schedule runs it. The last stage returns the loss, float32[1].
 
-    Every schedule runs a stage's micro-batches in their order, so the stage takes them in turn. A
-    number from the schedule would have to be a tensor. FSDP2 would copy that to the device, and the
-    host would wait to read it.
+    Every schedule runs a stage's micro-batches in their order, so the stage takes the next one at
+    each forward. (A schedule could only hand it the number of a micro-batch as a tensor, which FSDP2
+    would copy to the device, and the host would wait to read.)
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -146,10 +151,10 @@ class StageWithObjective(Stage):
         return (answer.loss_sum * scale).reshape(1)
 
     def _loss_with_gradients(self, out: Any, batch: Any) -> torch.Tensor:
-        """Return the loss, and run the objective's backward at once, right behind its forward.
+        """Return the scaled loss, after running the objective's backward at once.
 
-        For a schedule that goes through a stage's graph twice: the chunked cross-entropy makes its
-        gradients in forward and gives them away once.
+        For a schedule that goes through a stage's graph twice (zero bubble): the chunked
+        cross-entropy makes its gradients in forward, and can hand them out only once.
         """
         values: dict[str, torch.Tensor] = {}
         for name in DIFFERENTIABLE:
@@ -203,7 +208,8 @@ class _Form(NamedTuple):
 class PartOfPipeline(ForwardEngine):
     """An engine over some stages of a model, which exchanges tensors with the ranks of the others.
 
-    `rank`, `ranks`: of the pipeline. `group`: its ranks. `place`: the device of this rank.
+    `rank`, `ranks`: this rank's number in the pipeline, and how many ranks it has. `group`: these
+    ranks. `place`: this rank's device.
     """
 
     rank: int
@@ -212,10 +218,10 @@ class PartOfPipeline(ForwardEngine):
     place: torch.device
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See Engine. Each rank of the pipeline in turn sends what its stages hold to all others.
+        """See Engine. Each rank of the pipeline in turn broadcasts the weights of its stages.
 
-        First all ranks learn the names and shapes of all others: each has to make a buffer for what
-        comes, and to go through the same broadcasts in the same order.
+        Before that, all ranks exchange the names and shapes of their weights: each has to make a
+        buffer for what it receives, and to run the same broadcasts in the same order.
         """
         self._prepare_evaluation_weights()
         own_tensors = all_tensors(self.model)
@@ -284,10 +290,9 @@ class ForwardPipeline(PartOfPipeline):
             stage.autocast = self._autocast
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
-        """Return the sums of forwards alone.
+        """See Engine. Micro-batches go through all stages one after another, by forwards alone.
 
-        Each micro-batch goes through all stages. A rank does not wait until its hidden states are
-        sent: the next micro-batch starts behind them.
+        A rank starts the next micro-batch while the hidden states of the one before are being sent.
         """
         batches = list(micro_batches)
         # With each send its tensor, which must live until it has left.
@@ -310,7 +315,7 @@ class ForwardPipeline(PartOfPipeline):
         last = self.stages[-1]
         own_sums: Sums | None = None
         if last.is_last:
-            own_sums = total(last.outs)
+            own_sums = sum_to_host(last.outs)
         sums: Sums = self._object_of_last_rank(own_sums)
         last.outs.clear()
         return sums
@@ -327,12 +332,12 @@ class ForwardPipeline(PartOfPipeline):
     def infer(
         self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
     ) -> list[torch.Tensor]:
-        """See Engine. The last stage reads its outputs, and sends all ranks what it has read."""
+        """See Engine. The last stage calls `read`, and broadcasts the results to all ranks."""
         kept: list[torch.Tensor] = []
         with contextlib.ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(adapters.switch_adapters(stage.model, adapter))
-            self.evaluate(micro_batches, reader(read, kept))
+            self.evaluate(micro_batches, reading_objective(read, kept))
         own_forms = [(tensor.shape, tensor.dtype) for tensor in kept]
         forms = self._object_of_last_rank(own_forms)
         last_rank = self.ranks - 1
@@ -353,8 +358,8 @@ class ForwardPipeline(PartOfPipeline):
         dist.broadcast_object_list(box, group=self.group, group_src=self.ranks - 1)
         return box[0]
 
-    def _train(self, mode: bool) -> None:
-        super()._train(mode)
+    def _set_training(self, mode: bool) -> None:
+        super()._set_training(mode)
         # Stages are shallow copies of the model with the same blocks, and have flags of their own.
         for stage in self.stages:
             stage.train(mode)
@@ -363,9 +368,9 @@ class ForwardPipeline(PartOfPipeline):
 class LeanStage(pipelining.PipelineStage):
     """A stage of torch's schedules whose buffers live only as long as they are needed.
 
-    Before the first micro-batch, torch allocates what all micro-batches of a step receive, both
-    ways. Here each gets its buffer when it is about to receive, and gives it back after its
-    backward. So what 1F1B holds does not grow with accumulation.
+    Before the first micro-batch, torch allocates the buffers that all micro-batches of a step
+    receive into, forward and backward. Here a micro-batch gets its buffer when it is about to
+    receive, and frees it after its backward. So the memory of 1F1B does not grow with accumulation.
     """
 
     def _setup_forward_recv_info(self, *given: Any) -> None:
@@ -421,9 +426,10 @@ class LeanStage(pipelining.PipelineStage):
 
 
 def _move_buffers(infos: Iterable[Any], device: torch.device) -> list[torch.Tensor]:
-    """Give received tensors empty buffers on another device, and return the buffers that they had.
+    """Replace the receive buffers that are not on `device` by empty ones there; return the old ones.
 
-    Those that are on such a device stay, and so does what comes from no other stage (token ids).
+    `infos`: torch's descriptions of what a micro-batch receives. Those without a buffer, such as
+    token ids, which come from no other stage, are left as they are.
     """
     before = []
     for info in infos:
@@ -435,23 +441,22 @@ def _move_buffers(infos: Iterable[Any], device: torch.device) -> list[torch.Tens
 
 
 class PipelineEngine(ForwardPipeline, NativeEngine):
-    """Engine over a rank's stages.
+    """Trains a rank's stages.
 
-    What it does not override is done as on one process, to the parameters that this rank holds.
+    Methods of `NativeEngine` that it does not override act on the parameters that this rank holds.
     """
 
     def __init__(self, plan: Plan, *parts: Any) -> None:
         """`parts`: as of ForwardPipeline."""
         super().__init__(plan, *parts)
         assert plan.pipeline is not None
-        # Weights that both ends hold and that are trained: their gradients are summed after
-        # backward.
+        # From here on `shared` has only the trainable ones, on the two ranks that hold them: their
+        # gradients are summed after backward.
         if self.rank in (0, self.ranks - 1):
             self.shared = [name for name in self.shared if self.named[name].requires_grad]
         else:
             self.shared = []
-        # In the norm the first rank counts the gradients of these weights, or they would count
-        # twice.
+        # In the norm only the first rank counts their gradients, since they would count twice.
         self.counted_elsewhere = frozenset()
         if self.rank != 0:
             self.counted_elsewhere = frozenset(self.shared)
@@ -466,7 +471,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         self.schedule = self._build_schedule(plan, schedule, len(plan.pipeline.layers))
         # What stages before the last one return; None until the names are known.
         self.sums: DeviceSums | None = None
-        self._train(True)
+        self._set_training(True)
 
     def _build_schedule(self, plan: Plan, name: str, number_of_stages: int) -> Any:
         """Return torch's schedule over this rank's stages.
@@ -532,23 +537,23 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         Elsewhere they are zeros (−∞ for a key `max_…`), which the loop does not count.
         """
         last = self.stages[-1]
-        own_sums = added(last.outs)
+        own_sums = sum_on_device(last.outs)
         last.outs.clear()
         if self.sums is None:
             self.sums = {}
             # Once in a run: the names of the sums do not change.
             for name in self._object_of_last_rank(list(own_sums)):
-                value = -math.inf if name.startswith("max_") else 0.0
-                self.sums[name] = torch.tensor(value, dtype=torch.float64).to(self.place)
+                value = torch.tensor(neutral_sum(name), dtype=torch.float64)
+                self.sums[name] = value.to(self.place)
         if last.is_last:
             return own_sums
         return self.sums
 
     def _sum_shared_gradients(self) -> None:
-        """Give both ends the sum of their gradients of the weights that both hold.
+        """Sum the gradients of the weights that the first and the last stage both hold.
 
-        So both take the same step. It is a message between two ranks, in place of a collective that
-        all ranks of the pipeline would take part in.
+        So both take the same step. The two ranks exchange messages, so that the other ranks of the
+        pipeline need not take part.
         """
         peer = self.ranks - 1 - self.rank
         for name in self.shared:

@@ -1,4 +1,4 @@
-"""A wrapper that gives any module the interface that engines call."""
+"""`Plain` wraps any module so that engines can call it as they call a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ logger = logging.getLogger(__name__)
 
 
 class Plain(nn.Module):
-    """Any module, with the interface that engines call.
+    """Any module, with the interface that engines call: that of `ForwardWithObjective`.
 
-    An objective runs it on a batch, or it is called with arguments of its own.
+    A forward either hands the module to an objective, or calls it with arguments of its own.
     """
 
-    # It has no head that could be split off, and its sequences are not cut.
+    # Engines ask for these: there is no head to split off, and sequences are not cut.
     splits = False
     sequence = None
 
     def __init__(self, model: nn.Module, batch: BatchPlan) -> None:
-        """`batch`: of the plan. If it cuts a global batch, the log names the buffers that the first
-        forward changes.
+        """`batch`: of the plan. If a global batch is cut into several micro-batches, the log names
+        the buffers that the first forward changes.
         """
         super().__init__()
         self.model = model
         self.names_changed = batch.global_samples > batch.micro_batch
-        # What is called in the place of the model.
+        # What is called in place of the model if it runs on several GPUs (nn.DataParallel).
         self.over_devices: nn.Module | None = None
 
     def forward(self, batch: Any, objective: Any = None) -> Any:

@@ -1,6 +1,6 @@
-"""Copies of a model whose optimizer step is shared out over the data ranks (ZeRO-1).
+"""ZeRO-1 (Rajbhandari et al. 2020): data ranks have copies of a model, and each steps a part of it.
 
-See Rajbhandari et al. 2020. It goes with tensor and pipeline parallelism, or without.
+It can be combined with tensor and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from drumline.vendor.torch import StridedShard
 class SharedStep(Spread):
     """Each rank along `replicate` averages and steps some rows of each parameter.
 
-    Then all ranks gather the rows of the others. The optimizer is given parameters of its own:
-    views of the rank's rows as DTensors, cut as FSDP2 cuts. So each state lies on one rank, and a
-    checkpoint has it as FSDP2's. Gradients stay whole until the step; only a rank's rows of them
-    are averaged.
+    After the step all ranks gather the rows of the others. The optimizer gets parameters of its
+    own: views of this rank's rows, as DTensors that are cut as FSDP2 would cut them. So each part
+    of its state lies on one rank, and checkpoints are the same as FSDP2's. Gradients stay whole,
+    but only this rank's rows of them are averaged.
     """
 
     def __init__(self, module: nn.Module, whole: DeviceMesh, bucket_bytes: int) -> None:
@@ -48,12 +48,12 @@ class SharedStep(Spread):
             part = local(parameter.detach())
             self.own_rows[id(parameter)] = nn.Parameter(self._rows_as_dtensor(parameter, part))
 
-    def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    def optimizer_parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return this rank's rows of each trainable parameter, under the parameter's name."""
-        stepped: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for name, parameter in named.items():
-            stepped[name] = self.own_rows.get(id(parameter), parameter)
-        return stepped
+            parameters[name] = self.own_rows.get(id(parameter), parameter)
+        return parameters
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -75,7 +75,7 @@ class SharedStep(Spread):
                 grad = rows.parameter.grad
                 own_grad: DTensor | None = None
                 if grad is not None:
-                    # A view: what the engine scales here, it scales in the whole gradient's memory.
+                    # A view: scaling or clipping it changes the rows of the whole gradient.
                     own_grad = self._rows_as_dtensor(rows.parameter, local(grad))
                 self.own_rows[id(rows.parameter)].grad = own_grad
 
@@ -126,9 +126,9 @@ class SharedStep(Spread):
 class Rows:
     """The rows of a parameter that one data rank averages and steps.
 
-    `per_rank`: rows of each data rank, of which the last ones may have fewer. `first`, `number`:
-    the first of this rank's rows, and how many it has. All are rows of the part of the parameter
-    that lies on this rank.
+    `per_rank`: the most rows that a data rank has; the last ranks may have fewer. `first`,
+    `number`: the first of this rank's rows, and how many it has. If tensor parallelism has cut the
+    parameter, all of these are rows of this rank's part.
     """
 
     parameter: nn.Parameter
@@ -140,14 +140,14 @@ class Rows:
     def of(cls, parameter: nn.Parameter, replicas: DeviceMesh) -> Rows:
         """Return the rows of a parameter that this rank steps."""
         rows = local(parameter).shape[0]
-        # As torch's Shard cuts: the same number for each rank, and what is left for the last ones.
+        # As torch's Shard does it: each rank has the same number, and the last ones what is left.
         per_rank = math.ceil(rows / replicas.size())
         first = first_row(rows, replicas)
         return cls(parameter, per_rank, first, min(per_rank, rows - first))
 
     @property
     def entries(self) -> int:
-        """The entries of `per_rank` rows."""
+        """How many entries `per_rank` rows have."""
         part = local(self.parameter)
         # A part may have no rows at all, and then has no entries.
         entries_per_row = part.numel() // max(1, part.shape[0])
@@ -160,7 +160,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Slot:
-    """The columns [start, stop) that some rows have in a bucket's message."""
+    """Where in a bucket's message the rows of one parameter lie: columns [start, stop)."""
 
     rows: Rows
     start: int
@@ -168,10 +168,10 @@ class _Slot:
 
 
 class Bucket:
-    """Some parameters, whose rows travel at once.
+    """Some parameters whose rows are sent together.
 
-    The message to each data rank is its rows of all these parameters end to end. Each parameter has
-    as many columns in it for every rank, since a reduce-scatter takes messages of one size.
+    The message for a data rank has its rows of all these parameters end to end. The messages for
+    all ranks have the same layout, since a reduce-scatter takes messages of one size.
     """
 
     def __init__(self, rows: list[Rows], replicas: DeviceMesh) -> None:
@@ -208,7 +208,7 @@ class Bucket:
         for index, slot in enumerate(self.slots):
             parameter = slot.rows.parameter
             if parameter.grad is None:
-                # The host waits for the device here, for such a parameter alone.
+                # Only for a parameter without a gradient does the host wait for the device.
                 has_other_rank_one = bool(sums_N[self.size + index])
                 if not has_other_rank_one:
                     continue
@@ -245,9 +245,9 @@ def _unpack(columns_RN: Tensor, tensor: Tensor, per_rank: int) -> None:
 
 
 def _pairs(columns_RN: Tensor, tensor: Tensor, per_rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give views of a message and of a tensor that hold the same entries.
+    """Yield pairs of views, of a message and of a tensor, that stand for the same entries.
 
-    One pair is of the ranks that have `per_rank` rows, one of the rank that has fewer.
+    The first pair is of the ranks with `per_rank` rows, the second of the rank with fewer rows.
     """
     if not tensor.numel():
         return

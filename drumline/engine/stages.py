@@ -1,11 +1,11 @@
 """Cut any causal language model of Hugging Face into pipeline stages, without knowing its class.
 
-A stage is the model itself with the parts that it lacks replaced. Every stage is given the ids and
-positions, so the model's own forward makes masks and rotary embeddings from them. Each block of
-another stage is replaced by an `Absent` module, which hands its input on. The one right before the
-stage's own blocks returns the hidden states that came from the stage before, whatever the trunk
-made up to there. The one right behind them notes the hidden states that go to the next stage.
-Weights keep the names that they have in the whole model.
+A stage is the model itself, in which the parts of other stages are replaced. Every stage is given
+the token ids and positions, from which the model's own forward makes masks and rotary embeddings.
+Each block of another stage is replaced by an `Absent` module, which returns its input. Two of these
+do more: the one right before the stage's own blocks returns the hidden states that the stage before
+has sent, and the one right behind them keeps the hidden states for the next stage. Weights keep the
+names that they have in the whole model.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def trace_cuts(model: Any, ids_BT: torch.Tensor) -> Cuts:
     if events.count(FIRST_BLOCK_BEGINS) != 1 or events.count(LAST_BLOCK_ENDS) != 1:
         raise NO_STAGES.error(f"{class_name} runs its blocks more than once")
 
-    # A module runs before the blocks if it is done when they begin, and behind them if it has not
-    # ended until they are done. One that is neither is used between the blocks.
+    # A module runs before the blocks if it has ended when they begin, and behind them if it ends
+    # only when they are done. Any other module is used between the blocks.
     first = events.index(FIRST_BLOCK_BEGINS)
     last = events.index(LAST_BLOCK_ENDS)
     before: list[str] = []
@@ -130,12 +130,12 @@ def trace_cuts(model: Any, ids_BT: torch.Tensor) -> Cuts:
             after.append(name)
     between = sorted(set(outside) - set(before) - set(after))
     if not between:
-        # A module around the blocks ends behind them, but has begun before.
+        # A module that contains the blocks ends behind them too, but begins before they end.
         between = [name for name in after if _Event(BEGINS, name) in events[:last]]
     if between:
         raise NO_STAGES.error(f"{class_name} uses {between[0]} between its blocks")
 
-    # Of a tuple that a block returns, the hidden states are the first part.
+    # If a block returns a tuple, the hidden states are its first part.
     returns = 0
     hidden_BTD = block_output
     if isinstance(block_output, tuple):
@@ -273,9 +273,9 @@ def rank_part(
 ) -> Any:
     """Return the part of a model that a rank holds; the model itself is left as it is.
 
-    These are the blocks of `ranges`, what comes before the first block if that is among them, and
-    what comes behind the last one likewise. Weights that both ends share (a tied head) are held by
-    both. `dtype`: the type that hidden states travel in.
+    A rank holds the blocks of `ranges`. If the first block is among them, it also holds what runs
+    before it, and if the last block is, what runs behind it. Weights that both ends share (a tied
+    head) are held by both. `dtype`: the type in which hidden states are sent.
     """
     own_blocks: set[int] = set()
     for first, stop in ranges:
@@ -307,13 +307,13 @@ def rank_part(
 def _replacement(
     module: nn.Module, held_weights: Collection[int], is_before: bool, dtype: torch.dtype
 ) -> nn.Module | None:
-    """Return what takes the place of a module of an end that a rank does not have; None: it stays.
+    """Return what replaces a module before or behind the blocks; None if the module stays.
 
     `held_weights`: ids of the parameters that the rank holds. `is_before`: whether the module runs
     ahead of the blocks.
     """
-    # Of an adapted layer the base counts: its factors, and rows of tokens, belong to the layer that
-    # they are laid over.
+    # If an adapter is laid over the layer, the layer below it decides: LoRA's factors and added rows
+    # of tokens belong to that layer.
     base = find_base_layer(module)
     own_weights = {id(parameter) for parameter in base.parameters(recurse=False)}
     if not own_weights:

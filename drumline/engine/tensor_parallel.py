@@ -1,15 +1,15 @@
 """Tensor parallelism (Megatron-LM, Shoeybi et al. 2019) by a plan of styles.
 
 The plan comes with the Hugging Face model, or `models.blocks` has one for it. It names a style for
-each module that is cut; all other modules are held whole on each rank and computed alike. Weights
-become DTensors, so a checkpoint holds them whole, under their own names. Between modules there are
-plain tensors, whole or this rank's part, as the next module expects them.
-transformers.distributed.tensor_parallel explains the styles.
+each module that is cut (transformers.distributed.tensor_parallel explains the styles). All other
+modules are whole on each rank, and all ranks compute the same in them. Weights become DTensors, so
+a checkpoint holds them whole, under their own names. What passes between modules are plain tensors:
+whole, or this rank's part, as the next module expects them.
 
 With sequence parallelism (Korthikanti et al. 2022) the same ranks also cut the norms and the
-residual stream by tokens. A region (attention, a feed-forward) gathers the tokens that it begins
-with, and reduces and scatters what it ends with. Each rank's backward is then one summand of each
-gradient of a weight that is not cut, so these gradients are summed over the ranks.
+residual stream by tokens. A region (attention, a feed-forward) gathers its inputs over the tokens,
+and reduces and scatters its outputs. A weight that is not cut then sees other tokens on each rank,
+so its gradients are summed over the ranks.
 
 Shapes: B rows, T tokens, t of them on this rank.
 """
@@ -35,7 +35,7 @@ from torch.distributed.tensor import (
 )
 
 from drumline.dist.mesh import first_row
-from drumline.engine.experts import apply_experts, with_weights
+from drumline.engine.experts import apply_experts, replace_weights
 from drumline.engine.norms import local
 from drumline.errors import PlanError
 from drumline.models.blocks import (
@@ -59,9 +59,11 @@ def apply_tp(
 ) -> None:
     """Cut the model over `mesh` (one dimension) in place.
 
-    Before, all ranks hold the same weights, or meta tensors; LoRA may be in place. `keeps_parts`:
-    with sequence parallelism, what a region gathers is gathered again for its backward, because no
-    block is recomputed. A compiled region keeps it whole.
+    All ranks come with the same weights, or with meta tensors. LoRA may be in place.
+    `keeps_parts`: with sequence parallelism autograd keeps only this rank's part of what a region
+    gathers, and gathers it again in backward. False if blocks are checkpointed, which has the same
+    effect. A compiled region always keeps the whole tensor.
+
     Raises PlanError for a model without a plan, and for a style that is not known here.
     """
     plan = tensor_plan(model)
@@ -147,8 +149,7 @@ def _redistribute(
 class Stream:
     """The residual stream, cut by tokens over the ranks of `mesh`.
 
-    `rows`, `length`: B and T of the current batch. They are 0 until a block has begun; until then
-    the stream is whole, as in trials.
+    `rows`, `length`: B and T of the current batch; 0 before the first one.
     """
 
     def __init__(self, mesh: DeviceMesh, keeps_parts: bool) -> None:
@@ -184,17 +185,16 @@ class Stream:
 
 
 class _SavedPart:
-    """What autograd keeps in the place of a gathered tensor: this rank's part.
-
-    It is gathered again when backward asks for it.
-    """
+    """Lets autograd keep this rank's part of a gathered tensor, and gather it again in backward."""
 
     def __init__(self, part: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
         self.part = part.detach()
         self.gather = gather
-        # Storage of the gathered tensor, only while a forward runs: autograd keeps this object.
+        # The storage of the gathered tensor, while its forward runs. It must not stay here longer:
+        # autograd keeps this object until backward.
         self.storage: Any = None
-        # How many saved tensors are views of the gathered one, and how many are still to be read.
+        # How many saved tensors are views of the gathered one, and how many of these backward has
+        # still to read.
         self.saved = 0
         self.left = 0
         self.gathered_again: Tensor | None = None
@@ -210,7 +210,7 @@ class _SavedPart:
             self.storage = None
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps of a tensor: of a view of the gathered one, only its form."""
+        """Return what autograd keeps of a tensor: of a view of the gathered one only its geometry."""
         if tensor.untyped_storage() is not self.storage:
             return tensor
         self.saved += 1
@@ -263,7 +263,7 @@ def _on_all_tokens(stream: Stream, forward: Callable[..., Any]) -> Callable[...,
 
 
 def _cut_stream(model: nn.Module, stream: Stream) -> None:
-    """Let blocks in a row hand on this rank's tokens: the first block cuts them, the last gathers.
+    """Let consecutive blocks pass on this rank's tokens: the first cuts them, the last gathers them.
 
     In a pipeline these are the blocks of a stage.
     """
@@ -275,7 +275,7 @@ def _cut_stream(model: nn.Module, stream: Stream) -> None:
         for module in block.modules():
             if _has_whole_weight(module):
                 sum_gradient = _with_options(_sum_gradient, stream.mesh)
-                module.forward = with_weights(module, module.forward, sum_gradient)
+                module.forward = replace_weights(module, module.forward, sum_gradient)
         path, _, number = name.rpartition(".")
         is_first = f"{path}.{int(number) - 1}" not in row
         is_last = f"{path}.{int(number) + 1}" not in row
@@ -315,10 +315,9 @@ def _gather_outputs(stream: Stream, _block: Any, _given: Any, result: Any) -> An
 
 
 def _sum_gradient(mesh: DeviceMesh, weight: Tensor) -> Tensor:
-    """Return a weight with its gradient summed over the ranks.
+    """Return a weight whose gradient is summed over the ranks; a weight that is cut, as it is.
 
-    For a weight that each rank uses on tokens or heads of its own. A weight that is cut stays as it
-    is.
+    For a whole weight that each rank uses on tokens or heads of its own.
     """
     if isinstance(weight, DTensor):
         return weight
@@ -333,7 +332,7 @@ def _cut(module: nn.Module, style: str, mesh: DeviceMesh, stream: Stream | None)
         # With a stream it is done for all such weights.
         if stream is None:
             sum_gradient = _with_options(_sum_gradient, mesh)
-            module.forward = with_weights(module, module.forward, sum_gradient)
+            module.forward = replace_weights(module, module.forward, sum_gradient)
         return
     if style == "experts":
         apply_experts(module, mesh, shares_tokens=stream is None)
@@ -369,10 +368,10 @@ def _cut_linear(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None)
 
 
 def _with_options(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
-    """Return `function` with its first arguments, as functools.partial does.
+    """Return `function` with its first arguments set, as functools.partial does.
 
-    torch.compile takes two partials for different code, so each block would be compiled anew; two
-    of these it compares by what they do and hold.
+    torch.compile takes any two partials for different code, and would compile each block anew. Two
+    results of this function it takes for the same if their arguments are alike.
     """
 
     def run(*inputs: Any) -> Any:
@@ -477,7 +476,7 @@ def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
     own_padding = None
     if padding is not None and first <= padding < first + rows:
         own_padding = padding - first
-    inner = with_weights(embedding, embedding.forward, local)
+    inner = replace_weights(embedding, embedding.forward, local)
 
     def look_up(ids: Tensor) -> Tensor:
         """Return the embedding of each token, summed over the ranks.

@@ -1,11 +1,10 @@
-"""Transforms: they change a model in place, and `native.prepare` applies them in one order.
+"""Transforms, which change a model in place. `native.prepare` applies them in this order:
 
-1. Batch norms, whose statistics become those of several ranks' samples (Ioffe & Szegedy 2015, over
-   one larger batch).
-2. Activation checkpointing, since it re-enters a block's forward.
-3. Compile, around the block as it will be run again.
-4. The data-parallel wrapper, around everything, so that it sees the parameters as they will be
-   used.
+1. Batch norms: their statistics become those of several ranks' samples together (Ioffe & Szegedy
+   2015, over one larger batch).
+2. Activation checkpointing, which runs a block's forward again in backward.
+3. Compiling, of a block with its checkpointing.
+4. The data-parallel wrapper, around everything, so that it sees the parameters as they are used.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from drumline.vendor.torch import BatchNorm, TorchDispatchMode, foreach_copy_, t
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATEN = torch.ops.aten
-# Attention by its kernels on each device. The plain one consists of smaller operations, which are
-# computed again.
+# The operations of attention that have a kernel. Attention without one consists of smaller
+# operations, which selective checkpointing computes again.
 _ATTENTION_NAMES = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -46,19 +45,19 @@ _ATTENTION_NAMES = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 ATTENTION = {getattr(_ATEN, name).default for name in _ATTENTION_NAMES if hasattr(_ATEN, name)}
-# The libraries of operations that are attention over sequences of different lengths.
+# Namespaces of operations, all of which are attention over sequences of different lengths.
 KERNELS = ("torch_attn", "flash_attn", "flash_attn_3", "drumline")
 PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 # The same products as compiled code calls them.
-WRITTEN = {_ATEN.mm.out, _ATEN.addmm.out}
+COMPILED_PRODUCTS = {_ATEN.mm.out, _ATEN.addmm.out}
 
 
 def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> None:
     """Let all batch norms of a model share their statistics over groups of `ranks` neighbours.
 
-    Collective. `ranks` None: over all ranks. The model is changed in place, under the same names:
-    to torch's SyncBatchNorm on a GPU and to `OnCPU` on a CPU, whose tensors torch's does not take.
-    Running statistics of ranks in different groups differ until `agree_on_statistics`.
+    Collective. `ranks` None: over all ranks. The modules get another class in place, so names stay:
+    torch's SyncBatchNorm on a GPU, and on a CPU, for which torch has none, `SyncBatchNormOnCPU`.
+    Running statistics differ between groups until `agree_on_statistics`.
     """
     group = dist.group.WORLD
     if ranks is not None:
@@ -66,9 +65,9 @@ def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> No
         group = dist.new_subgroups(ranks)[0]
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            # The classes of batch norm hold the same state; the group is all that this one adds.
+            # All classes of batch norms have the same attributes; these two add only the group.
             if device == "cpu":
-                module.__class__ = OnCPU
+                module.__class__ = SyncBatchNormOnCPU
             else:
                 module.__class__ = nn.SyncBatchNorm
             module.process_group = group
@@ -86,7 +85,7 @@ def batch_norms(model: nn.Module) -> list[BatchNorm]:
 def agree_on_statistics(norms: list[BatchNorm]) -> None:
     """Average the running statistics of batch norms over all ranks, in fp64. Collective.
 
-    All ranks then evaluate and save the same. One all-reduce carries those of all norms.
+    Then all ranks evaluate and save the same. One all-reduce carries the statistics of all norms.
     """
     if not norms or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -104,10 +103,10 @@ def agree_on_statistics(norms: list[BatchNorm]) -> None:
         buffer.copy_(mean.view_as(buffer))
 
 
-class Statistics:
-    """The running statistics of batch norms, which are put back if a step is passed over.
+class RunningStatistics:
+    """Puts the running statistics of batch norms back if a step is skipped.
 
-    The host waits for nothing.
+    The host does not wait for the device.
     """
 
     def __init__(self, norms: list[BatchNorm]) -> None:
@@ -115,14 +114,14 @@ class Statistics:
         # The buffers as they were before the step, end to end, a tensor for each type.
         self.before: list[torch.Tensor] | None = None
 
-    def note(self) -> None:
-        """Keep the statistics as they are before a step; later micro-batches of it keep nothing."""
+    def begin_step(self) -> None:
+        """Copy the statistics as they are before a step. Further calls in the step do nothing."""
         if self.norms and self.before is None:
             self.before = [_end_to_end(buffers) for buffers in self._buffers()]
 
     @torch.no_grad()
-    def settle(self, finite: torch.Tensor) -> None:
-        """End a step: put back the statistics from before it, unless `finite` (bool[]) holds."""
+    def end_step(self, finite: torch.Tensor) -> None:
+        """Put the statistics from before the step back if `finite`, a bool scalar, is False."""
         if self.before is not None:
             for buffers, before in zip(self._buffers(), self.before, strict=True):
                 now = _end_to_end(buffers)
@@ -135,7 +134,7 @@ class Statistics:
         self.before = None
 
     def _buffers(self) -> list[list[torch.Tensor]]:
-        """Return the buffers by type: counts are no floats."""
+        """Return the buffers of all norms, in a list for each dtype: counts are integers."""
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for norm in self.norms:
             for buffer in norm.buffers(recurse=False):
@@ -148,8 +147,8 @@ def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-class OnCPU(BatchNorm):
-    """nn.SyncBatchNorm in plain operations."""
+class SyncBatchNormOnCPU(BatchNorm):
+    """nn.SyncBatchNorm for tensors on a CPU, written in plain operations."""
 
     process_group: Any
 
@@ -174,13 +173,14 @@ class OnCPU(BatchNorm):
                 # Without a momentum the running statistics are the average over all batches.
                 factor = 1.0 / float(self.num_batches_tracked)
             self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), factor)
-            # As torch has it: normalised by the biased variance, and the unbiased one is kept.
+            # As in torch, the running variance is the unbiased one, although the biased one
+            # normalises.
             unbiased_C = variance_C * (count / (count - 1).clamp_min(1))
             self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), factor)
         return output
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        """Take inputs of any dimensions: the class replaces BatchNorm1d, 2d and 3d alike."""
+        """Accept inputs of any number of dimensions: the class replaces BatchNorm1d, 2d and 3d."""
         assert input.dim() >= 2, input.shape
 
 
@@ -226,7 +226,7 @@ class _Normalise(torch.autograd.Function):
         if bias_C is not None:
             out_CM = out_CM + bias_C[:, None]
         ctx.mark_non_differentiable(mean_C, variance_C, count_C)
-        return _back(out_CM, input), mean_C, variance_C, count_C
+        return _restore_shape(out_CM, input), mean_C, variance_C, count_C
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -236,8 +236,8 @@ class _Normalise(torch.autograd.Function):
         grad_CM = grad.transpose(0, 1).flatten(1).to(normal_CM.dtype)
         grad_bias_C = grad_CM.sum(1)
         grad_weight_C = (grad_CM * normal_CM).sum(1)
-        # The weights' gradients are this rank's, summed later like all others. What flows back
-        # through the statistics is the group's.
+        # The gradients of weight and bias stay this rank's own: they are averaged later with all
+        # others. What flows back through the statistics is summed over the group now.
         through = torch.stack([grad_bias_C, grad_weight_C])
         dist.all_reduce(through, group=ctx.group)
         mean_CM, slope_CM = (through / count_C)[:, :, None]
@@ -245,7 +245,7 @@ class _Normalise(torch.autograd.Function):
         if weight_C is not None:
             factor_C = scale_C * weight_C
         grad_input_CM = (grad_CM - mean_CM - normal_CM * slope_CM) * factor_C[:, None]
-        grad_input = _back(grad_input_CM, grad)
+        grad_input = _restore_shape(grad_input_CM, grad)
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_weight: torch.Tensor | None = None
         if needs_weight and weight_C is not None:
@@ -256,10 +256,10 @@ class _Normalise(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _back(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _restore_shape(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return float[C, N·…] in the shape and type of `like`, float[N, C, …].
 
-    It is a copy, even if N is 1: an activation behind may work in place.
+    It is always a copy, because a following activation may work in place.
     """
     channels_first = like.transpose(0, 1).shape
     x_CN = x_CM.to(like.dtype).view(channels_first)
@@ -267,7 +267,7 @@ def _back(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def apply_memory(model: Any, plan: Plan) -> None:
-    """Apply what the section `memory` sets, from the inside of a block to what goes around it."""
+    """Apply the options of the section `memory`, those inside of a block first."""
     memory = plan.config.memory
     if memory.mlp_chunk:
         apply_mlp_chunks(model, memory.mlp_chunk)
@@ -279,17 +279,17 @@ def apply_memory(model: Any, plan: Plan) -> None:
 def apply_activation_checkpointing(
     model: Any, kind: Literal["none", "selective", "full"], number: int | None = None
 ) -> None:
-    """Let blocks compute their activations again in backward.
+    """Let blocks compute their activations again in backward (Chen et al. 2016).
 
-    `full` keeps the input of each block and computes the rest again (Chen et al. 2016). RNG is
-    replayed, so dropout agrees. `selective` keeps more, see the function of that name. `number`:
-    how many of the first blocks do so; None: all.
+    `full` keeps only the input of each block. `selective` keeps more: see `selective_contexts`. The
+    random numbers are replayed, so dropout agrees. `number`: only the first so many blocks are
+    checkpointed; None: all.
     """
     if kind == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
-        options["context_fn"] = selective
+        options["context_fn"] = selective_contexts
     if recomputed_by_blocks(model):
         for block in blocks(model)[:number]:
             block.forward = functools.partial(checkpoint, block.forward, **options)
@@ -307,23 +307,22 @@ def apply_activation_checkpointing(
 def apply_mlp_chunks(model: nn.Module, tokens: int) -> None:
     """Let the feed-forward part of each block work on at most `tokens` of a micro-batch at once.
 
-    It is computed again in backward. So tensors as wide as its inside never exist for all of a long
-    row (tiled MLP of Arctic Long Sequence Training, Bekman et al. 2025).
+    It is computed again in backward. So the wide tensors inside of it never exist for all tokens of
+    a long row (tiled MLP of Arctic Long Sequence Training, Bekman et al. 2025).
     """
     parts: list[Any] = [getattr(block, "mlp", None) for block in blocks(model)]
     if not parts or None in parts:
         raise NO_CHUNKS.error("its blocks have no part of the name mlp")
     for part in parts:
-        part.forward = functools.partial(_in_chunks, part.forward, tokens)
+        part.forward = functools.partial(_run_in_chunks, part.forward, tokens)
 
 
-def _in_chunks(
+def _run_in_chunks(
     inner: Any, tokens: int, hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Return `inner(hidden_BTD, *args, **kwargs)`, computed by chunks of at most `tokens` tokens.
+    """Return `inner(hidden_BTD, *args, **kwargs)`, computed in chunks of at most `tokens` tokens.
 
-    `args` and `kwargs` are what else `inner` takes, such as Bloom's residual. Of a tensor with the
-    same tokens each chunk gets its own.
+    A tensor of shape [B, T, …] among `args` and `kwargs`, such as Bloom's residual, is cut too.
     """
     rows, length = hidden_BTD.shape[:2]
     width = max(1, tokens // rows)
@@ -345,7 +344,7 @@ def _in_chunks(
 
 
 def recomputed_by_blocks(model: Any) -> bool:
-    """Return whether blocks are computed again one by one, not as the model's own class does it.
+    """Return whether Drumline checkpoints the blocks itself; False: the model's own class does it.
 
     Raises PlanError if neither is possible.
     """
@@ -359,12 +358,12 @@ def recomputed_by_blocks(model: Any) -> bool:
     return by_blocks
 
 
-def selective() -> tuple[Any, Any]:
-    """Return the contexts of one checkpointed region, of its forward and of its recomputation.
+def selective_contexts() -> tuple[Any, Any]:
+    """Return the contexts (of the forward, of the recomputation) of one checkpointed region.
 
-    The results of attention and of every second matrix product are kept. They cost most to compute
-    again; every second product is a fair trade for memory (as in torchtitan). The products are
-    counted alike in the forward and in the recomputation, so that both mean the same ones.
+    The results of attention and of every second matrix product are kept, since these cost most to
+    compute again; keeping all products would take too much memory (as in torchtitan). Products are
+    numbered in the same way in the forward and in the recomputation.
     """
     # Products so far, by whether they belong to the recomputation.
     products = {False: 0, True: 0}
@@ -385,10 +384,10 @@ def selective() -> tuple[Any, Any]:
 
 
 class _Selective(TorchDispatchMode):
-    """torch's mode of one pass, `inner`, which also keeps products of compiled code.
+    """Wraps torch's mode for one pass, `inner`, to also keep the products of compiled code.
 
-    Compiled code writes products into memory of its own, which it uses again later. So every second
-    one is kept as a copy. If `is_recompute`, it is written from that copy.
+    Compiled code writes products into memory that it uses again later. So a copy of every second
+    product is kept in the forward, and copied into its place in the recomputation.
     """
 
     supports_higher_order_operators = True
@@ -403,16 +402,15 @@ class _Selective(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True as torch's modes for this do: below others blocks would not be compiled."""
+        """Return True, as torch's own checkpointing modes do; otherwise blocks are not compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of the region, or take its kept result.
 
-        The products are counted from 1 in both passes, so the odd ones that the first pass keeps
-        are the odd ones of the recomputation.
+        Products are numbered from 1 in both passes; those with odd numbers are kept.
         """
-        if func not in WRITTEN:
+        if func not in COMPILED_PRODUCTS:
             self.inner.ac_graph_id = self.ac_graph_id
             return self.inner.__torch_dispatch__(func, types, args, kwargs)
         self.products += 1
@@ -426,12 +424,12 @@ class _Selective(TorchDispatchMode):
 
 
 def apply_compile(model: nn.Module, options: CompileConfig) -> None:
-    """Compile each block in place, and what the cross-entropy does with logits, as `options` set.
+    """Compile each block in place, and the part of the cross-entropy that works on logits.
 
-    Names of parameters stay. Equal blocks share one compilation.
+    `options` may switch off either. Names of parameters stay. Equal blocks share one compilation.
     """
     if options.loss and not hasattr(losses._sums, "_torchdynamo_orig_callable"):
-        # The last chunk of a batch is shorter.
+        # Dynamic shapes, because the last chunk of a batch is shorter.
         losses._sums = torch.compile(losses._sums, dynamic=True)
     if not options.enabled:
         return
@@ -455,31 +453,28 @@ def _compile_in_checkpoint(block: Any, mode: str | None) -> None:
     compiled = torch.compile(_call, mode=mode)
 
     def run(forward: functools.partial[Any], *inputs: Any) -> Any:
-        # Not `forward` itself: each call has another, and would be compiled anew.
+        # `forward` is a new partial in each call, which would be compiled anew. Its parts are not.
         return checkpoint_block(compiled, forward.func, forward.args, forward.keywords, *inputs)
 
     block._gradient_checkpointing_func = run
 
 
 def _call(function: Any, first: tuple[Any, ...], options: dict[str, Any], *inputs: Any) -> Any:
-    """Return what `function` returns. It is the one thing compiled for all calls of a block."""
+    """Call a function. Compiling this one function serves all calls of a block."""
     return function(*first, *inputs, **options)
 
 
 def compile_step(optimizer: torch.optim.Optimizer) -> None:
-    """Compile an optimizer's step.
-
-    Its rates become tensors: each new number would be compiled anew.
-    """
+    """Compile an optimizer's step, with rates as tensors: each new number would be compiled anew."""
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"])
     optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign, assignment]
 
 
-def gathered_in(plan: Plan, plain: bool = False) -> torch.dtype | None:
-    """Return the low type in which weights are gathered, or None if they are used as they are kept.
+def gather_dtype(plan: Plan, plain: bool = False) -> torch.dtype | None:
+    """Return the low-precision type in which the strategy gathers weights; None if it casts none.
 
-    `plain`: any module, whose inputs may be fp32 as images are.
+    `plain`: the model is any module, whose inputs may be fp32 as those of image models are.
     """
     may_have_fp32_inputs = plan.config.images_alone or plain
     low = plan.config.strategy.gathered_in(plan.precision, may_have_fp32_inputs)
@@ -495,8 +490,8 @@ def apply_ddp(
 
     It averages gradients over the ranks of `group` while backward still runs.
     """
-    # Named only if it is switched off: torch 2.13 warns about the name, and older ones know no
-    # other.
+    # Passed only if it is False: torch 2.13 warns about this argument, and older versions have no
+    # other for it.
     buffers: dict[str, Any] = {}
     if not options.broadcast_buffers:
         buffers["broadcast_buffers"] = False
@@ -533,12 +528,12 @@ class _LoggerWithoutTimings:
 
 
 def _lay_out_buckets(ddp: DistributedDataParallel) -> None:
-    """Run DDP's first backward, of zeros, so that it lays out its buckets.
+    """Run a backward of zeros, after which DDP lays out its buckets for good.
 
     After its first backward DDP lays out its buckets anew, in the order in which gradients came.
-    The order in which three ranks and more are summed depends on the place in a bucket, so the
-    first step of a resumed run would differ in its last bits. This backward reaches the last
-    parameter first, as that of a step does.
+    The order in which three or more ranks are summed depends on an entry's place in a bucket. So
+    the first step of a resumed run, with the old layout, would differ in its last bits. As in a
+    real step, the last parameter gets its gradient first here.
     """
     parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
     with torch.enable_grad():

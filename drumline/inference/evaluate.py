@@ -24,9 +24,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from drumline.checkpoint.load import check, newest, pointed
+from drumline.checkpoint.load import check, newest, read_pointer
 from drumline.checkpoint.manifest import step_of
-from drumline.checkpoint.remote import at_hand, choose_or_none
+from drumline.checkpoint.remote import find_newest_or_none, local_copy
 from drumline.config.data import PROMPT_FORMS, TasksSource
 from drumline.config.load import Loaded, load, override
 from drumline.config.rollouts import HFGenerator, TaskReward
@@ -167,7 +167,7 @@ def fetch_checkpoint(
     if checkpoint is None:
         yield None
         return
-    with at_hand(checkpoint) as folder:
+    with local_copy(checkpoint) as folder:
         yield folder
 
 
@@ -181,7 +181,7 @@ def _url_of_run(config_path: Path, overrides: list[str]) -> str | None:
     # The run folder is asked first: the URL costs a request.
     if url is None or best_or_newest(run_folder(config_path, overrides)) is not None:
         return None
-    if choose_or_none(url) is None:
+    if find_newest_or_none(url) is None:
         return None
     return url
 
@@ -298,7 +298,7 @@ def best_or_newest(run_dir: Path) -> Path | None:
     None if there is none.
     """
     root = run_dir / "checkpoints"
-    best = pointed(root, "best")
+    best = read_pointer(root, "best")
     if best is not None:
         return best
     return newest(root, verify=False, alone=True).path

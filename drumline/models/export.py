@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from drumline.checkpoint.load import check, load, newest, pointed
+from drumline.checkpoint.load import check, load, newest, read_pointer
 from drumline.checkpoint.manifest import folder_name, read_manifest
 from drumline.config.config import LoRAConfig
 from drumline.config.model import Head, ModelConfig
@@ -251,10 +251,10 @@ def find_or_export(run_dir: Path, adapter: bool, progress: OnProgress, trust: bo
         which = "last"
     checkpoint = None
     if which == "best":
-        checkpoint = pointed(root, "best")
+        checkpoint = read_pointer(root, "best")
     if checkpoint is None:
-        # The run exports its newest checkpoint, or has not measured which is the best.
-        checkpoint = pointed(root, "latest")
+        # The run exports its newest one, or nothing was measured.
+        checkpoint = read_pointer(root, "latest")
     own_name = "merged"
     if adapter:
         own_name = "adapter"
@@ -491,7 +491,7 @@ def _choose_checkpoint(root: Path, which: Which) -> Path:
     if isinstance(which, int):
         path = root / folder_name(which)
     elif which == "best":
-        path = pointed(root, "best")
+        path = read_pointer(root, "best")
     if path is not None:
         check(path, verify=True, alone=True)
         return path

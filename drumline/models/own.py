@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_model
 from torch import nn
 
-from drumline.checkpoint.load import best_or_latest, check, load, pointed, read_state
+from drumline.checkpoint.load import best_or_latest, check, load, read_pointer, read_state
 from drumline.config.model import ModelConfig
 from drumline.config.registry import find_function, imported
 from drumline.dist.seeds import derive
@@ -160,7 +160,7 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     if which == "best":
         checkpoint = best_or_latest(root)
     else:
-        checkpoint = pointed(root, "latest")
+        checkpoint = read_pointer(root, "latest")
     if checkpoint is None:
         raise CheckpointError("nothing was saved", where=str(run_dir))
     seed = derive(plan.config.run.seed, "weights")

@@ -1,4 +1,4 @@
-"""The composition root: the only place where the names in a plan become objects."""
+"""The composition root: it builds a rank's `Loop` from a plan, with everything that the loop needs."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def build(
     start: Start | None = None
     if resume is not None:
         with goodput.spend("restore"):
-            start = Start.find(plan, resume, memory)
+            start = Start.resolve(plan, resume, memory)
     search_seconds = time.time() - began
     checkpoint_keys = start.checkpoint_keys if start is not None else frozenset()
     engine = _build_engine(plan, device, checkpoint_keys)
     goodput.end_part("model")
     checkpointer = checkpointer_of(plan, rating_of(plan))
     if memory is not None:
-        memory.begin()
+        memory.open_writer()
     state = TrainState()
     if start is not None:
         with goodput.spend("restore"):
@@ -139,7 +139,7 @@ class Training:
 
     algorithm: Algorithm
     stream: Iterable[GlobalBatch]
-    # For each evaluation set, by name, what gives its batches.
+    # For each evaluation set, by name: a function that returns its batches.
     held_out: dict[str, Batches]
     rollouts: Any = None
     # Restores the newest checkpoint, and returns the batches from there on; None for rollouts,
@@ -157,15 +157,17 @@ def _build_training(
     emit: Emit,
     stop_flag: StopFlag,
 ) -> Training:
-    """Return the objective and the batches from `state` on.
+    """Return the objective and the batches from `state` on. Collective.
 
-    Collective. `is_new`: the policy is untrained.
+    `is_new`: whether the policy is untrained.
     """
     rollout = plan.config.algorithm.rollout
     if rollout is not None:
-        from drumline.train.reinforced import reinforced  # importing the generators takes a second
+        from drumline.train.build_rollouts import (
+            build_rollouts,  # importing the generators takes a second
+        )
 
-        algorithm, rollouts, stream = reinforced(
+        algorithm, rollouts, stream = build_rollouts(
             plan, rollout, ranks, engine, state, gather.device, emit
         )
         return Training(algorithm, stream, {}, rollouts)
@@ -189,7 +191,7 @@ class DataSource:
     stop_flag: StopFlag
 
     def streams_from(self, position: int, is_new: bool) -> Streams:
-        """Return the streams from a position on, with the passes that come before the loss.
+        """Return the streams from a position on, with what a reference or a first pass adds to them.
 
         Collective.
         """
@@ -215,13 +217,13 @@ class DataSource:
                 self.emit,
                 self.stop_flag,
             )
-            streams = reference.prepared()
+            streams = reference.add_to_streams()
         read = self.algorithm.first_pass
         if read is not None:
             first_pass = FirstPass(
                 self.algorithm, read, self.engine, self.gather.counts, self.gather.device
             )
-            streams = first_pass.prepared(streams)
+            streams = first_pass.add_to(streams)
         return streams
 
     def rewind(self) -> Iterable[GlobalBatch]:
@@ -229,9 +231,9 @@ class DataSource:
 
         Collective.
         """
-        start = Start.find(self.plan, Resume())
+        start = Start.resolve(self.plan, Resume())
         if start.path is None:
-            # The save that was on its way has failed.
+            # The loop has asked for this only because a save was in flight, which has failed.
             raise CheckpointError(
                 "no checkpoint to go back to",
                 where=self.plan.run_dir,
@@ -260,7 +262,7 @@ def _build_samplers(plan: Plan, engine: Engine, rollouts: Any, device: str, emit
 
     tokenizer = sampling.tokenizer_of(plan)
     if rollouts is None:
-        sample = sampling.of_evaluation(plan, engine, tokenizer, device)
+        sample = sampling.sampling_of_evaluation(plan, engine, tokenizer, device)
     else:
         sample = rollouts.sample
     answers: Any = None
@@ -308,13 +310,10 @@ def _verify_caches(plan: Plan, ranks: Ranks) -> Future[None]:
 
 
 def set_kernels(plan: Plan) -> None:
-    """Set the kernels of a plan.
+    """Switch kernels of torch on or off: TF32, and cuDNN's attention.
 
-    TF32 is set in products and in convolutions, and cuDNN's attention if all batches have one
-    width.
-
-    On Hopper torch prefers cuDNN's attention, which makes a plan for each new shape; rollouts grow
-    by a token, and rows vary.
+    On Hopper torch prefers cuDNN's attention, which has to prepare for each new shape. So it is used
+    only if all batches have one width, and not with rollouts, which grow by a token at a time.
     """
     torch.backends.cuda.matmul.allow_tf32 = plan.config.precision.tf32
     torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32

@@ -1,7 +1,4 @@
-"""The commands train, convert, prepare and export: the order of their steps.
-
-Each step lives elsewhere.
-"""
+"""The commands train, prepare and export: the order of their steps, which other modules take."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ def train(
     if srun and _trains_in_tasks(config_path, overrides, resume, accelerate_config):
         become([*srun, sys.executable, "-m", *own_command])
     die_with_launchers()
-    make_request = requested(config_path, overrides, resume, allow, accelerate_config)
+    make_request = request_maker(config_path, overrides, resume, allow, accelerate_config)
     torchrun = torchrun_of_node(lambda: _ranks_of_node(make_request))
     if torchrun:
         become([*torchrun, *own_command])
@@ -102,23 +99,24 @@ def _train_by_own_launcher(request: Request, dry_run: bool, watch: bool, everyth
 def _trains_in_tasks(
     config_path: Path, overrides: list[str], resume: Resume | None, accelerate_config: Path | None
 ) -> bool:
-    """Return whether the tasks of srun are the ranks of a config.
+    """Whether the tasks of srun become the ranks, and not a launcher that the config names.
 
-    Otherwise its launcher starts the ranks. A config with a mistake counts as one of ranks: task 0
-    reports the mistake.
+    True also for a config with a mistake, which task 0 then reports.
     """
     read_config = reader(config_path)
     try:
-        loaded = read_config(overrides, _laid_over(accelerate_config), trusted=resume is None)
+        loaded = read_config(
+            overrides, _strategy_of_launcher(accelerate_config), trusted=resume is None
+        )
     except UserError:
         return True
     return loaded.config.launch.kind in ("local", "slurm")
 
 
 def _ranks_of_node(make_request: Callable[..., Request]) -> int:
-    """Return how many ranks our own launcher would start here.
+    """Return how many ranks our own launcher would start on this host.
 
-    It is 1 for a config with a mistake, which rank 0 reports.
+    It is 1 for a config with a mistake, which rank 0 then reports.
     """
     try:
         config = make_request().loaded.config
@@ -128,12 +126,10 @@ def _ranks_of_node(make_request: Callable[..., Request]) -> int:
     return default_processes(config, gpus)
 
 
-def _laid_over(accelerate_config: Path | None) -> Sheet | None:
-    """Return the strategy of another launcher; None without one.
+def _strategy_of_launcher(accelerate_config: Path | None) -> Sheet | None:
+    """Return the strategy that accelerate's config file or its variables set; None without either.
 
-    It comes from the launcher's file, or from the variables that it has set.
-
-    Only then are its keys imported.
+    `drumline.compat` is imported only if there is one.
     """
     is_accelerate = any(name.startswith("ACCELERATE_") for name in os.environ)
     if accelerate_config is None and not is_accelerate:
@@ -145,14 +141,14 @@ def _laid_over(accelerate_config: Path | None) -> Sheet | None:
     return from_environment(os.environ)
 
 
-def requested(
+def request_maker(
     config: str | Path | Mapping[str, Any],
     overrides: list[str],
     resume: Resume | None,
     allow: tuple[str, ...],
     accelerate_config: Path | None = None,
 ) -> Callable[..., Request]:
-    """Return a function that makes the request, once it is known how many processes there are.
+    """Return a function that makes the request, once the number of processes is known.
 
     Args:
         config: A file, or its keys.
@@ -161,12 +157,12 @@ def requested(
     """
 
     def make_request(world_size: int | None = None) -> Request:
-        strategy = _laid_over(accelerate_config)
+        strategy = _strategy_of_launcher(accelerate_config)
         read_config = reader(config)
         loaded = read_config(overrides, strategy)
         start = resume or loaded.resume
         if start is not None:
-            # The run may be a stranger's.
+            # The run may be somebody else's, so its code is not trusted.
             loaded = read_config(overrides, strategy, trusted=False)
         if requeued():
             run_dir = Path(loaded.config.run.dir or default_run_dir(loaded.path))
@@ -176,13 +172,14 @@ def requested(
 
     if launched_by():
         return make_request
-    return _joined(make_request())
+    return _request_of_rank(make_request())
 
 
-def _joined(request: Request) -> Callable[..., Request]:
-    """Return a function that makes the request, if a launcher of the user's own may have started this process as a rank.
+def _request_of_rank(request: Request) -> Callable[..., Request]:
+    """Return a function that makes the request on a rank that the config's launcher may have started.
 
-    Raises EnvironmentFault if it is one of several that do not know of each other.
+    The variables by which that launcher tells a rank its number are translated into torchrun's.
+    Raises EnvironmentFault if this is one of several processes that do not know of each other.
     """
     os.environ.update(request.loaded.config.launch.rank_variables(os.environ))
     require_rendezvous()
@@ -193,10 +190,11 @@ def _joined(request: Request) -> Callable[..., Request]:
     return make_request
 
 
-def _placed(request: Request) -> Request:
-    """Return the request, planned for the hosts that the launcher starts ranks on.
+def _with_machine(request: Request) -> Request:
+    """Return the request with the machine that the launcher will start ranks on.
 
-    Ranks of another program's launcher are planned for the hosts that they are on.
+    If another program has started the ranks, the request is returned as it is: the plan is then for
+    the machine that they are on.
     """
     if launched_by():
         return request
@@ -207,16 +205,16 @@ def _placed(request: Request) -> Request:
 def _dry_run(request: Request, everything: bool) -> int:
     """Print the plan as comments, and the config below it; return the exit code.
 
-    Of the config the keys are printed that differ from their defaults, or `everything`.
+    Keys with their default values are printed only with `everything`.
     """
-    from drumline.train.setup import as_before, make_plan, resume_from
+    from drumline.train.setup import keep_learning_rate, make_plan, resume_from
 
-    request = _placed(request)
+    request = _with_machine(request)
     with bars(Console(stderr=True)) as on_progress:
         plan = make_plan(request, on_progress=on_progress, dry_run=True)
     notes(plan.data.notes if plan.data else ())
-    start = resume_from(Path(plan.run_dir), request, plan)
-    plan = as_before(plan, request)
+    start = resume_from(request, plan)
+    plan = keep_learning_rate(plan, request)
     lines = [f"# {plan_line(plan)}"]
     for line in explain(plan).splitlines():
         lines.append(f"#   {line}")
@@ -258,7 +256,7 @@ def launch_ranks(
         watch: Serve the page of `drumline watch` meanwhile.
         change: Is applied to the plan before anything is written.
     """
-    request = _placed(request)
+    request = _with_machine(request)
     config = request.loaded.config
     run_dir = Path(config.run.dir or default_run_dir(request.loaded.path))
     with ExitStack() as stack:
@@ -268,7 +266,7 @@ def launch_ranks(
         early = stack.enter_context(config.launch.early(config, run_dir / "plan.json"))
         with uncollected():
             from drumline.train.replan import Replanner
-            from drumline.train.setup import as_before, claim_run_dir, make_plan
+            from drumline.train.setup import claim_run_dir, keep_learning_rate, make_plan
 
         with aside(display) as on_progress:
             plan = make_plan(request, on_progress=on_progress)
@@ -281,10 +279,10 @@ def launch_ranks(
             address = stack.enter_context(serve_new_run(run_dir, rank_phases))
             print(f"watch: {address}", flush=True)
         with ExitStack() as claim:
-            # A job elsewhere takes the lease itself, so this process gives it back.
+            # A job elsewhere takes the lease itself, so this process releases it before.
             holder = claim if launcher.elsewhere else stack
             holder.enter_context(Lease(run_dir))
-            plan = as_before(plan, request)
+            plan = keep_learning_rate(plan, request)
             launcher.compare(plan, early)
             plan_path, start = claim_run_dir(plan, request)
         on_event: Callable[[Event], None] = _ignore
@@ -311,7 +309,7 @@ def launch_ranks(
 
 
 def _ignore(event: Event) -> None:
-    """Nobody looks at the run."""
+    """Do nothing with an event: there is no display."""
 
 
 def waits(run_dir: Path) -> Waits:
@@ -365,7 +363,7 @@ def export(run: str, to: Path, which: str, dtype: str, adapter: bool, trust: boo
 
     `which`: last, best, or the number of a step. `dtype`: of the weights.
     """
-    from drumline.checkpoint.remote import at_hand
+    from drumline.checkpoint.remote import local_copy
     from drumline.models.export import Which
     from drumline.models.export import export as write
 
@@ -377,7 +375,7 @@ def export(run: str, to: Path, which: str, dtype: str, adapter: bool, trust: boo
             f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step"
         )
     checkpoint = cast(Which, choice)
-    with at_hand(run, checkpoint) as run_dir, bars(Console(stderr=True)) as on_progress:
+    with local_copy(run, checkpoint) as run_dir, bars(Console(stderr=True)) as on_progress:
         result = write(
             run_dir, to, checkpoint, on_progress, dtype=dtype, adapter=adapter, trust=trust
         )

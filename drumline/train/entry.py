@@ -46,7 +46,7 @@ from drumline.telemetry.events import (
 from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.telemetry.watched import Devices
-from drumline.train.failure import note, recording, watched
+from drumline.train.failure import convert_out_of_memory, exit_on_error, note
 from drumline.train.state import Goodput
 from drumline.version import __version__
 
@@ -62,12 +62,12 @@ LAST_COPY_SECONDS = 60.0
 def main(
     arguments: list[str] | None = None, work: Callable[[Plan, Resume | None], None] | None = None
 ) -> None:
-    """Run the worker process of our own launcher. `work`: is called in place of `run`."""
+    """Run one rank of our own launcher. `work`: called in place of `run`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
     parser.add_argument("--resume")
     options = parser.parse_args(arguments)
-    with recording():
+    with exit_on_error():
         plan = Plan.load(options.plan)
         if plan.device == "cpu":
             hide_gpus()
@@ -119,7 +119,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
             stop()
             reporter.export()
         except BaseException as raised:
-            # Noted before anything is taken down: the peers' errors that follow are consequences.
+            # Before anything is taken down: errors of other ranks that follow are consequences.
             note(raised)
             error = raised
             raise
@@ -139,7 +139,7 @@ def train_on(
     past: list[Event],
     goodput: Goodput,
 ) -> str | None:
-    """Build and run one plan in the process group that is there.
+    """Build the loop of a plan, and run it in the existing process group.
 
     Returns why the run ended before its last step; None if it did not.
     """
@@ -148,7 +148,7 @@ def train_on(
     emit(run_start(plan, resume))
     if plan.predicted.estimate is not None:
         emit(planned(plan.predicted.estimate))
-    with watched(plan, ranks.rank) as watch:
+    with convert_out_of_memory(plan, ranks.rank) as watch:
         loop = build(plan, ranks, resume, emit, stop_flag, past, goodput)
         watch.built(loop.engine)
         why = loop.run()
@@ -159,9 +159,9 @@ def train_on(
 
 
 def watch(plan: Plan) -> None:
-    """Let the launcher notice if this rank hangs.
+    """Send heartbeats, so that the launcher notices if this rank hangs.
 
-    If the launcher is another program, a watcher of ours does.
+    If another program has started the ranks, a watcher of ours is started to do that.
     """
     has_own_launcher = heartbeat.VARIABLE in os.environ
     is_launched = launched_by() or "TORCHELASTIC_ERROR_FILE" in os.environ
@@ -180,7 +180,7 @@ def watch(plan: Plan) -> None:
 
 
 def run_start(plan: Plan, resume: Resume | None) -> RunStart:
-    """Return the first event of each start."""
+    """Return the event that each start of a run begins with."""
     return RunStart(
         world_size=plan.mesh.world_size,
         steps=plan.steps,
@@ -198,7 +198,7 @@ def run_start(plan: Plan, resume: Resume | None) -> RunStart:
 
 
 def _environment(plan: Plan) -> dict[str, str]:
-    """Return the versions and the machine that a run has."""
+    """Return what an event says of the machine and the versions of packages."""
     import torch  # imported by now
 
     found = {
@@ -234,10 +234,10 @@ class Reporter:
         self.callbacks.event(event)
 
     def export(self) -> None:
-        """Only rank 0 exports."""
+        """Do nothing: only rank 0 exports."""
 
     def close(self, error: BaseException | None, goodput: Goodput) -> None:
-        """Emit the last event of this process: how it ended."""
+        """Emit the last event, which says how this process ended."""
         if error is None:
             status = "finished"
             code = 0
@@ -265,9 +265,9 @@ def _error_line(error: BaseException) -> str:
 
 
 class MainReporter(Reporter):
-    """Takes the events of rank 0, and gives them to all who listen.
+    """Takes the events of rank 0, and gives them to all that listen.
 
-    These are events.jsonl, the trackers of `run.report_to`, callbacks, and a listener.
+    These are events.jsonl, the trackers of `run.report_to`, the listener, and the callbacks.
     """
 
     def __init__(
@@ -297,10 +297,10 @@ class MainReporter(Reporter):
         super().emit(event)
 
     def export(self) -> None:
-        """Write the Hugging Face folder at the end of a finished run.
+        """Write the Hugging Face folder of a finished run.
 
-        The run is finished and its weights are saved by now. So an export that fails is reported,
-        and fails nothing else: a restart would come to the same export.
+        The weights are saved by now. So if the export fails, that is reported and the run still
+        counts as finished: a restart would only fail in the same way.
         """
         if self.plan.config.checkpoint.export == "none":
             return
@@ -320,7 +320,7 @@ class MainReporter(Reporter):
             )
 
     def _export(self) -> None:
-        """Write the folder; of a module of the user's own, a file of its weights."""
+        """Write the folder, or for a module of the user's own a file with its weights."""
         config = self.plan.config
         which = config.checkpoint.export
         assert which != "none", "the caller has looked"

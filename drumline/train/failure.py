@@ -1,8 +1,7 @@
-"""How a rank ends when something is raised.
+"""How a rank ends when something is raised: it reports the error once, and exits with its code.
 
-It reports the error once, notes it for the launcher, and exits with its code.
-
-Memory that runs out is recognised and measured at once. `train.replan` finds what to change.
+The error is also written for the launcher. If memory has run out, it is measured at once, and
+`train.replan` finds out what to change.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ CUDA_NUMBERS = {
     "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
 NO_LIMIT = 2**62  # bytes
-# Name of a function → what it is about. Of the functions on a stack the innermost one that stands
-# here counts.
-DOING = {
+# Name of a function → what a message says was going on. Of the functions on a stack the innermost
+# one of these counts.
+ACTIVITIES = {
     "build": "loading",
     "restore": "loading",
     "forward_backward": "forward",
@@ -74,10 +73,10 @@ class OutOfMemory(DrumlineError):
         self.exhausted = exhausted
 
 
-class Watched:
-    """Measures a rank's memory when it runs out.
+class MemoryWatch:
+    """Measures a rank's memory when it has run out.
 
-    That needs the engine, and what the process had before the model came.
+    For that it has to know the engine, and what the process holds besides the model.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -87,10 +86,9 @@ class Watched:
         self.before = process_bytes()
 
     def built(self, engine: Engine) -> None:
-        """Take the engine, once it is built.
+        """Take the engine that was built, and count what the process holds besides the model.
 
-        What the process holds besides the model is counted from now on: building has imported a
-        lot.
+        It is counted only now, because building an engine imports a lot.
         """
         self.engine = engine
         states = sum(engine.memory_stats())
@@ -105,13 +103,13 @@ class Watched:
             known = reported_by_cuda(str(error))
         else:
             known = self._measure_host(str(error))
-        during = doing(error.__traceback__)
+        during = describe_stack(error.__traceback__)
         return Exhausted(rank=self.rank, during=during, memory_stats=stats, **known)
 
     def _measure_host(self, message: str) -> dict[str, int]:
-        """Return what the kernel counts of this process, in bytes.
+        """Return the bytes of this process, as the kernel counts them.
 
-        Tensors took the difference between its largest resident set and its first. `message`: of
+        What was allocated is the largest resident set minus that without the model. `message`: of
         the error.
         """
         now = process_bytes()
@@ -132,12 +130,12 @@ class Watched:
 
 
 @contextmanager
-def watched(plan: Plan, rank: int) -> Iterator[Watched]:
-    """Raise memory that runs out during a rank's work as OutOfMemory.
+def convert_out_of_memory(plan: Plan, rank: int) -> Iterator[MemoryWatch]:
+    """Return a context that raises OutOfMemory in place of the error of memory that has run out.
 
-    It is measured before anything is taken down.
+    Memory is measured first, while the model is still there.
     """
-    watch = Watched(plan, rank)
+    watch = MemoryWatch(plan, rank)
     try:
         yield watch
     except Exception as error:
@@ -147,10 +145,10 @@ def watched(plan: Plan, rank: int) -> Iterator[Watched]:
         raise OutOfMemory(watch.measured(error), first_line) from error
 
 
-def let_go(error: BaseException | None) -> None:
-    """Free what the frames of an error, and of those it came from, hold.
+def release_frames(error: BaseException | None) -> None:
+    """Free what the stack frames of an error and of its causes hold.
 
-    That is the model, its gradients, and a batch's activations.
+    That is the model, its gradients, and the activations of a batch.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -159,12 +157,12 @@ def let_go(error: BaseException | None) -> None:
     gc.collect()
 
 
-def doing(stack: TracebackType | None) -> str:
-    """Return what the code at the end of a stack was about."""
+def describe_stack(stack: TracebackType | None) -> str:
+    """Return what was going on at the end of a stack, one of `ACTIVITIES`."""
     message = "loading"
     while stack is not None:
         name = stack.tb_frame.f_code.co_name
-        message = DOING.get(name, message)
+        message = ACTIVITIES.get(name, message)
         stack = stack.tb_next
     return message
 
@@ -187,12 +185,12 @@ def reported_by_cuda(message: str) -> dict[str, int]:
     return known
 
 
-# Whether `note` has had the first error of this process, or of its session.
+# Whether `note` was called in this process, or since its session began.
 _noted = False
 
 
-def fresh() -> None:
-    """Begin a session in this process: `note` takes its first error again."""
+def forget_first_error() -> None:
+    """Let `note` take a first error again. Called when a session begins in this process."""
     global _noted
     _noted = False
 
@@ -243,11 +241,9 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _write(path: Path, facts: dict[str, object]) -> None:
-    """Write a failure in the form of the elastic agent.
+    """Write a failure to the file that torch's elastic agent reads.
 
-    The agent reads `message.message` and the call stack.
-
-    The launcher reads our own part, `message.drumline`.
+    The agent reads `message.message` and the call stack. Our launcher reads `message.drumline`.
     """
     extra = {
         "py_callstack": facts["traceback"] or facts["message"],
@@ -262,8 +258,8 @@ def _write(path: Path, facts: dict[str, object]) -> None:
 
 
 @contextmanager
-def recording() -> Iterator[None]:
-    """Note whatever is raised in a rank's work, and end the process with its exit code."""
+def exit_on_error() -> Iterator[None]:
+    """Return a context that reports an error by `note`, and ends the process with its exit code."""
     try:
         with redacted_streams():
             yield

@@ -1,7 +1,7 @@
 """Python's garbage collector, run by all ranks after the same steps.
 
-Left to itself it runs on each rank at a moment of its own, and all other ranks wait for that rank
-in their next collective: the more ranks, the more often. torchtitan takes it in hand likewise.
+By itself it would run on each rank at another moment, and all other ranks would wait for that rank
+in their next collective. With more ranks that happens more often. torchtitan does the same.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 from typing import Self
 
-YOUNG = 1  # objects that have survived at most one collection; the model is not among them
-WHOLE = 10  # each so many collections one looks at all objects, which takes tenths of a second
+YOUNG = 1  # generation of objects that survived at most one collection; the model is older
+WHOLE = 10  # every so many collections all objects are looked at, which takes tenths of a second
 
 
 class GarbageCollection:
-    """A context in which Python collects cycles of objects only when `after` says so."""
+    """A context in which Python collects cycles of objects only when `after` is called."""
 
     def __init__(self, every: int) -> None:
         """`every`: steps between two collections; 0: Python decides, as it does without this."""
@@ -33,7 +33,7 @@ class GarbageCollection:
             gc.enable()
 
     def after(self, step: int) -> None:
-        """Collect, where it is time.
+        """Collect if it is time.
 
         `step`: steps done since the run began, the same on all ranks.
         """

@@ -1,9 +1,10 @@
 """Checks for faults that raise no error.
 
-These are a loss that jumps, weights that differ between ranks, and collectives out of step.
+These are a loss that jumps (`Spikes`), copies of weights that differ between ranks (`WeightCheck`),
+and ranks that begin different collectives (`CollectiveCheck`).
 
-Checking changes no number of a run. Only a policy for spikes (`health.on_spike`) other than `note`
-skips updates.
+Checking changes no number of a run, except that a policy for spikes (`health.on_spike`) other than
+`note` skips updates.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Spike, WeightsDiffer
 from drumline.train.state import PendingStep
 
-# Losses that a mean and a deviation need at least.
+# The fewest losses by which a spike is judged.
 FEWEST = 20
-# Of the mean. A loss that hardly moves has almost no deviation, and any step would stand out from
-# it.
+# The least standard deviation, as a part of the mean. Otherwise any change of a loss that hardly
+# moves would be a spike.
 LEAST_DEVIATION = 0.01
-# For the bytes of an element: the integer type that holds its bits.
+# Bytes of an element → the integer type that holds its bits.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The odd multiplier of SplitMix64, from the golden ratio, as an int64.
 ODD = 0x9E3779B97F4A7C15 - 2**64
@@ -75,7 +76,7 @@ class Spikes:
         self.rollbacks = known.get("rollbacks", 0)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, as functions: they are called when it is saved."""
+        """Return what a checkpoint holds, as functions that `TrainState.dump` calls."""
         if self.health.on_spike == "none":
             return {}
         return {
@@ -85,10 +86,7 @@ class Spikes:
         }
 
     def limit(self) -> float | None:
-        """Return the largest loss that is not a spike.
-
-        None if nothing is watched, or too few losses are known.
-        """
+        """Return the largest loss that is not a spike; None if spikes are not looked for, or not yet."""
         if self.health.on_spike == "none" or len(self.losses) < FEWEST:
             return None
         mean = statistics.fmean(self.losses)
@@ -101,10 +99,8 @@ class Spikes:
     ) -> torch.Tensor:
         """Return whether the update may be made, as a bool scalar on the device.
 
-        The host waits for nothing.
-
-        The limit in force is stored in `pending`. `finite`: bool scalar, whether loss and norm are
-        finite.
+        The host does not wait for the device. The current limit is stored in `pending`, for `judge`.
+        `finite`: a bool scalar, whether loss and norm are finite.
         """
         pending.limit = self.limit()
         if pending.position in self.passed_over:
@@ -114,12 +110,10 @@ class Spikes:
         return finite & (loss_sum <= pending.limit * pending.denominator)
 
     def judge(self, pending: PendingStep, skips: int, can_go_back: bool) -> int:
-        """Return how many steps in a row were skipped, with this one.
+        """Apply the policy to a step whose numbers are finite, once they are on the host.
 
-        The step's numbers are finite and on the host.
-
-        `skips`: steps skipped in a row before it. `can_go_back`: there is a checkpoint to go back
-        to.
+        Returns how many steps in a row were skipped, with this one. `skips`: how many before it.
+        `can_go_back`: whether there is a checkpoint to go back to.
 
         Raises TrainingStopped after too many spikes, and GoBack if the policy is to roll back.
         """
@@ -168,7 +162,7 @@ class Spikes:
         self.emit(event)
 
 
-class Weights:
+class WeightCheck:
     """Checks that ranks that should hold the same weights do (`health.check_weights_every`)."""
 
     def __init__(self, plan: Plan, engine: Engine, gather: Gather, emit: Emit) -> None:
@@ -180,7 +174,7 @@ class Weights:
         self.sets: list[list[int]] = []
         if self.every:
             self.sets = same_weights(plan.config.strategy, plan.mesh)
-        # The last step after which they did.
+        # The last step after which all sets held the same weights; None before the first check.
         self.agreed: int | None = None
 
     def is_due(self, step: int) -> bool:
@@ -196,7 +190,7 @@ class Weights:
         checksums = [int(value) for value in from_all(int(checksum(self.engine)))]
         differing: list[int] = []
         for ranks in self.sets:
-            differing += odd_ones({rank: checksums[rank] for rank in ranks})
+            differing += outvoted_ranks({rank: checksums[rank] for rank in ranks})
         differing.sort()
         if not differing:
             self.agreed = step
@@ -228,12 +222,10 @@ class Weights:
         )
 
 
-def odd_ones(sums: dict[int, int]) -> list[int]:
+def outvoted_ranks(sums: dict[int, int]) -> list[int]:
     """Return the ranks whose number is not the most frequent one.
 
-    If two numbers are equally frequent, these are all ranks.
-
-    `sums`: a number for each rank.
+    If two numbers are equally frequent, all ranks are returned. `sums`: a number for each rank.
     """
     by_frequency = Counter(sums.values()).most_common()
     most_frequent, count = by_frequency[0]
@@ -256,14 +248,14 @@ def checksum(engine: Engine) -> torch.Tensor:
         for parameter in each.model.parameters():  # type: ignore[attr-defined]
             flat = local(parameter.detach()).contiguous().view(-1)
             bits = flat.view(INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
-            # The odd multiplier makes the order of the weights count.
+            # Multiplying makes the order of the weights count, and loses no bit, as ODD is odd.
             total = bits if total is None else total * ODD + bits
     if total is None:
         return torch.zeros((), dtype=torch.int64)
     return total
 
 
-class Collectives:
+class CollectiveCheck:
     """Compares the collectives that the ranks begin in a step (`health.check_collectives`)."""
 
     def __init__(self, on: bool) -> None:
@@ -280,7 +272,7 @@ class Collectives:
             return
         mine = recorder.recent(self.seen, most=COMPARED_COLLECTIVES)
         ranks = dict(enumerate(from_all(mine)))
-        # Read again: the comparison is a collective, too, and shall not be compared next time.
+        # Read again, so that the next check does not compare the collective of this comparison.
         self.seen |= recorder.newest(recorder.recent(self.seen, most=COMPARED_COLLECTIVES))
         difference = recorder.first_difference(ranks)
         if difference:

@@ -39,26 +39,26 @@ from drumline.system.signals import NOTHING_LOST, Interrupted
 from drumline.telemetry.events import last
 from drumline.telemetry.watched import Hang
 from drumline.train.entry import run
-from drumline.train.failure import OutOfMemory, let_go, note, recording
+from drumline.train.failure import OutOfMemory, exit_on_error, note, release_frames
 from drumline.train.replan import advise
-from drumline.train.setup import Request, as_before, claim_run_dir, make_plan
+from drumline.train.setup import Request, claim_run_dir, keep_learning_rate, make_plan
 
-# In the run folder: who launched the run last.
+# The file in the run folder that says who launched the run last.
 LAUNCH = "launch.json"
 # A network file system may take a moment to show another host's file.
 SHARED_SECONDS = 10.0
-# For ranks that start only after rank 0 has failed: its store goes with it.
+# How long a failed rank 0 waits for each other rank to read that it has failed. Its store, which
+# they read from, ends with it.
 RECEIVED_SECONDS = 5.0
 
 
 def train(make_request: Callable[[int], Request]) -> int:
-    """Run one rank, from plan to end.
+    """Plan and train as one rank. Returns the exit code.
 
-    A run that is started again resumes from its newest checkpoint.
-
+    If the launcher starts the ranks again, the run resumes from its newest checkpoint.
     `make_request`: returns the request for a number of ranks.
     """
-    with recording(), ExitStack() as stack:
+    with exit_on_error(), ExitStack() as stack:
         plan, start = join(make_request, stack, display=True)
         if plan.device == "cpu":
             hide_gpus()
@@ -95,7 +95,7 @@ def train_rank(plan: Plan, start: Resume | None, display: bool) -> None:
     except OutOfMemory as error:
         # Another launcher decides whether it goes on; what to change is reported all the same, and
         # finding it needs memory.
-        let_go(error)
+        release_frames(error)
         print(f"error: rank {rank}: {advise(plan, error.exhausted).line}", file=sys.stderr)
         raise
     finally:
@@ -106,11 +106,9 @@ def train_rank(plan: Plan, start: Resume | None, display: bool) -> None:
 def _plan(
     make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool
 ) -> tuple[Plan, Resume | None]:
-    """Do rank 0's part: plan, and publish the plan.
+    """Make the plan on rank 0, and publish it. If that fails, all ranks end with its exit code.
 
-    If that fails, all ranks end with its exit code.
-
-    It is outside any collective, so it may take as long as the data need.
+    The other ranks do not wait in a collective, so preparing the data may take any time.
     """
     try:
         plan, start = _plan_and_publish(make_request, ranks, stack, display)
@@ -132,15 +130,15 @@ def _plan_and_publish(
     notes(plan.data.notes if plan.data else ())
     run_dir = Path(plan.run_dir)
     lease = stack.enter_context(Lease(run_dir))
-    mark = _mark(request)
+    record = _launch_record(request)
     if ranks.attempt:
         _require_no_stop(plan)
-    if ranks.attempt or _is_same(run_dir / LAUNCH, mark):
+    if ranks.attempt or _is_restart(run_dir / LAUNCH, record):
         resume = resume_of_restart(request.resume, run_dir, plan.config.checkpoint.apart)
         request = replace(request, resume=resume)
-    plan = as_before(plan, request)
+    plan = keep_learning_rate(plan, request)
     _, start = claim_run_dir(plan, request)
-    write_whole(run_dir / LAUNCH, json.dumps(mark))
+    write_whole(run_dir / LAUNCH, json.dumps(record))
     answer = {
         "plan": plan.model_dump(mode="json"),
         "resume": resume_option(start),
@@ -154,7 +152,7 @@ def _plan_and_publish(
 
 
 def _publish_failure(error: BaseException, ranks: Ranks) -> None:
-    """Have the other ranks end with rank 0's exit code, after rank 0 has failed to plan."""
+    """Let the other ranks end with rank 0's exit code, after rank 0 has failed to plan."""
     code = 1
     if isinstance(error, DrumlineError):
         code = error.exit_code
@@ -162,22 +160,19 @@ def _publish_failure(error: BaseException, ranks: Ranks) -> None:
         note(error)
     elif isinstance(error, Interrupted):
         code = NOTHING_LOST
-    # The other ranks wait for one of the two.
+    # The other ranks wait for either of these two.
     for name in ("plan", "go"):
         publish(json.dumps({"exit_code": code}), name)
     if isinstance(error, Interrupted):
         return
-    # A rank may not have come, or the store was another process's and is gone.
+    # A rank may never have started, or the store may be another process's, and gone.
     with suppress(EnvironmentFault, RuntimeError):
         for rank in range(1, ranks.world_size):
             receive(f"received-{rank}", RECEIVED_SECONDS)
 
 
 def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, Resume | None]:
-    """Do the other ranks' part: wait for rank 0's plan.
-
-    Each host also says whether it has the run folder.
-    """
+    """Wait for rank 0's plan, and tell rank 0 whether this host has the run folder."""
     answer = _received("plan", ranks)
     os.environ.update(answer["secrets"])
     plan = Plan.of(answer["plan"])
@@ -220,14 +215,13 @@ def _received(name: str, ranks: Ranks) -> dict[str, Any]:
 
 
 def _require_shared(plan: Plan, ranks: Ranks) -> None:
-    """Raise EnvironmentFault if another host does not have this run folder.
+    """Raise EnvironmentFault if another host does not share this run folder.
 
-    What its ranks save would be lost.
-
-    Hosts may have folders of their own if checkpoints go further than their disks.
+    What its ranks save would be lost with it. If checkpoints are copied to other hosts or to a URL
+    (`checkpoint.apart`), each host may have a folder of its own, unless it reports a mistake.
     """
     replies = [receive(f"shared-{rank}") for rank in range(1, ranks.world_size)]
-    # A rank replies with its host if that lacks the folder, or with a mistake.
+    # A rank replies "" if all is well, its host if that lacks the folder, or the line of an error.
     complaints = sorted({reply for reply in replies if reply})
     if plan.config.checkpoint.apart:
         mistakes = [complaint for complaint in complaints if ": " in complaint]
@@ -253,8 +247,8 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
             where="launch.nodes",
             fix="leave launch.nodes out, or start the run by drumline train",
         )
-    # accelerate's own flags go before its file, too: a number in another tool's file is only what
-    # it was last started with.
+    # The number in another tool's file is only a default, as it is for that tool: it does not have
+    # to agree.
     if request.loaded.old or launch.nproc is None:
         return
     ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -267,7 +261,7 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
 
 
 def _require_no_stop(plan: Plan) -> None:
-    """Raise TrainingStopped if the last start hung, and the config wants no other."""
+    """Raise TrainingStopped if the last start hung, and `health.on_hang` is stop."""
     if plan.config.health.on_hang != "stop":
         return
     newest_events = last(Path(plan.run_dir) / "events.jsonl")[-2:]
@@ -279,11 +273,10 @@ def _require_no_stop(plan: Plan) -> None:
         )
 
 
-def _mark(request: Request) -> dict[str, Any]:
-    """Return what a restart by torchrun has in common with the start before it.
+def _launch_record(request: Request) -> dict[str, Any]:
+    """Return what identifies this launch: a restart by torchrun has the same as the start before.
 
-    The count of restarts does not tell: it counts failures alone, and stays as it was when a host
-    came or went.
+    torchrun's own count of restarts is not enough: it stays as it was when a host came or went.
     """
     config = hashlib.sha256(to_yaml(request.loaded.config).encode()).hexdigest()
     return {
@@ -293,18 +286,16 @@ def _mark(request: Request) -> dict[str, Any]:
     }
 
 
-def _is_same(path: Path, mark: dict[str, Any]) -> bool:
-    """Whether this launcher has started the run in the folder before, with this config.
+def _is_restart(path: Path, record: dict[str, Any]) -> bool:
+    """Whether this start is a restart: the same launcher has started this config here before.
 
-    Then this start is a restart.
-
-    `path`: the mark of the start before.
+    `path`: the file with the record of the start before. `record`: the record of this start.
     """
     try:
-        known = json.loads(path.read_text())
-        same_agent = known["agent"] == mark["agent"] and mark["agent"]["boot"] != ""
-        same_rendezvous = known["rendezvous"] == mark["rendezvous"] != "none"
-        same_config = known["config"] == mark["config"]
+        before = json.loads(path.read_text())
+        same_agent = before["agent"] == record["agent"] and record["agent"]["boot"] != ""
+        same_rendezvous = before["rendezvous"] == record["rendezvous"] != "none"
+        same_config = before["config"] == record["config"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return launched_by() == "torchrun" and same_config and (same_agent or same_rendezvous)

@@ -31,7 +31,7 @@ from drumline.telemetry.measure import Measure
 from drumline.telemetry.profile import Profile
 from drumline.telemetry.stragglers import Stragglers
 from drumline.train.garbage import GarbageCollection
-from drumline.train.health import Collectives, GoBack, Spikes, Weights
+from drumline.train.health import CollectiveCheck, GoBack, Spikes, WeightCheck
 from drumline.train.saving import Saver
 from drumline.train.state import (
     SQUARES,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from drumline.train.sampling import Answers
     from drumline.train.tasks import Tasks
 
+# The advice of the error for numbers that are not finite.
 FIX = "look at the samples of the `nonfinite` event in events.jsonl; lower optimizer.lr, or pass over it: health.on_nan=skip"
 
 
@@ -62,7 +63,7 @@ class Evaluation(NamedTuple):
 
 
 class ReducedStep(NamedTuple):
-    """The sums of a step on their way over the ranks, and what the update depends on."""
+    """The sums of a step, which are being added up over the ranks, and what decides the update."""
 
     gathered: Gathered
     loss: torch.Tensor  # fp64 scalar on the device: the sum of all ranks, or this rank's own
@@ -70,13 +71,13 @@ class ReducedStep(NamedTuple):
 
 
 class StopRequest:
-    """The signal that asks some rank to stop. All ranks learn of it after the same step."""
+    """The signal by which some rank was asked to stop. All ranks learn of it after the same step."""
 
     def __init__(self) -> None:
         self.signal = 0  # 0: none
 
     def note(self, signal_of_ranks: list[float]) -> None:
-        """Take over a signal that any rank has received. `signal_of_ranks`: by rank, 0 for none."""
+        """Keep a signal that any rank has received. `signal_of_ranks`: by rank, 0 for none."""
         signal = int(max(signal_of_ranks))
         if signal:
             self.signal = signal
@@ -114,7 +115,7 @@ class Loop:
     engine: Engine
     algorithm: Algorithm
     stream: Iterable[GlobalBatch]
-    # For each evaluation set, by name, what gives its batches.
+    # For each evaluation set, by name: a function that returns its batches.
     held_out: dict[str, Callable[[], Iterable[GlobalBatch]]]
     saver: Saver
     emit: Emit
@@ -125,8 +126,7 @@ class Loop:
     state: TrainState
     goodput: Goodput
     measure: Measure
-    # The last step that was done before this start, or before the run went back: up to it, steps
-    # are done again.
+    # The furthest step that was ever done in the run. Steps up to it are repeated ones.
     seen_step: int = 0
     rollouts: Rollouts | None = None
     # Restores the newest checkpoint, and returns the batches from there on.
@@ -140,13 +140,13 @@ class Loop:
         self.spikes = Spikes(health, self.emit)
         self.spikes.restore(self.state.spikes)
         self.state.spikes = self.spikes.state()
-        self.weights = Weights(self.plan, self.engine, self.gather, self.emit)
+        self.weights = WeightCheck(self.plan, self.engine, self.gather, self.emit)
         self.garbage = GarbageCollection(self.plan.config.run.collect_every)
         self.profile = Profile(self.plan, self.gather.rank, self.emit)
-        self.collectives = Collectives(health.check_collectives)
+        self.collectives = CollectiveCheck(health.check_collectives)
         self.stragglers = Stragglers(self.gather, self.emit, health.straggler_ratio)
-        # Some engines for slow links let each rank decide on an update by its own loss and norm.
-        # The sums of all ranks are then needed for reports alone, and are read a step later.
+        # With some engines for slow links each rank decides on an update by its own loss and norm.
+        # Then the sums over all ranks are only reported, and are read a step later.
         self.steps_without_peers = False
         if hasattr(self.engine, "enable_steps_without_peers"):
             self.steps_without_peers = self.engine.enable_steps_without_peers()
@@ -155,21 +155,20 @@ class Loop:
         self.pending_step: PendingStep | None = None
         self.clock = StepClock()
         self.stop_request = StopRequest()
-        # Whether the run could be resumed after the last step. It could not in the middle of the
-        # steps of one rollout.
+        # Whether the run can be resumed after the last step. It cannot between steps that share a
+        # rollout.
         self.is_resumable = True
         self.last_resumable_step = self.state.step
-        # A save has failed, and all ranks know that it is time to try again.
+        # Whether it is time to try a failed save again; the same on all ranks.
         self.should_retry_save = False
-        # eval.metric of the current weights; None if it is not known. A step makes it unknown.
+        # eval.metric of the current weights; None if they were not evaluated.
         self.metric: float | None = None
 
     def run(self) -> str | None:
         """Train from `state` to the end of the stream.
 
-        Returns None, or the reason why the run ended before by eval.patience.
-
-        Raises Preempted after a stop signal, and TrainingStopped if a policy stops the run.
+        Returns None, or why eval.patience has ended the run earlier. Raises Preempted after a stop
+        signal, and TrainingStopped if a policy stops the run.
         """
         try:
             with self.garbage:
@@ -183,7 +182,7 @@ class Loop:
                 self.rollouts.close()
 
     def _run(self) -> None:
-        """Evaluate, train, evaluate again and save, and report what the run still owes."""
+        """Evaluate, train, evaluate again, save, and report the last measurements."""
         self._evaluate_before_training()
         self._train()
         self.profile.after(self.state.step, last=True)
@@ -198,7 +197,7 @@ class Loop:
                 self.emit(devices)
 
     def _evaluate_before_training(self) -> None:
-        """Evaluate a run that begins, or make up for an evaluation that a signal has broken off."""
+        """Evaluate a run that begins, or repeat an evaluation that a stop signal has interrupted."""
         config = self.plan.config
         if self.state.step == 0:
             self.state.evaluated = 0
@@ -213,7 +212,7 @@ class Loop:
                 self.save()
 
     def _needs_last_evaluation(self) -> bool:
-        """Whether the last step was not evaluated by `eval.every`."""
+        """Whether the last step has not been evaluated yet."""
         every = self.plan.config.eval.steps
         if not every:
             return True
@@ -303,20 +302,19 @@ class Loop:
         self.seen_step = max(self.seen_step, self.state.step)
         self.saver.wait()
         if self.saver.memory is not None:
-            self.saver.memory.forget()  # it may hold what the run turns back from
+            self.saver.memory.forget()  # it may hold steps that the run goes back from
         self.spikes.passed_over.add(back.position)
         self.timeout.before_long_work(self.state.step)
         heartbeat.beat("startup")
         with self.goodput.spend("restore"):
             self.stream = self.rewind()
-        # The spikes since the checkpoint are still known.
+        # The spikes that came after the checkpoint stay known.
         self.state.spikes = self.spikes.state()
         self.saver.saved_step = self.state.step
         self.metric = None
         self.clock.finished_at = time.time()
         self.is_resumable = True
-        # Ranks have agreed on these weights, and not on the weights after them, which are made
-        # again.
+        # The weights of the checkpoint were compared when it was saved; later ones are made anew.
         self.weights.agreed = self.state.step
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
@@ -368,7 +366,7 @@ class Loop:
             is_logged=is_logged,
         )
 
-        # The device decides whether the update is made. A sum in fp64 is finite if both parts are:
+        # The device decides whether the update is made. The sum is finite if both parts are, and
         # one test launches half the kernels of two.
         is_finite = torch.isfinite(reduced.loss + reduced.grad_norm)
         may_update = self.spikes.allows(pending, reduced.loss, is_finite)
@@ -382,8 +380,7 @@ class Loop:
         self._end_measurement(pending, batch, comm_s)
         self._finish_pending_step()
         self.pending_step = pending
-        # Without peers, reading the sums of all ranks at once would be waiting for the slowest
-        # rank.
+        # A rank that steps without its peers would wait for the slowest rank here.
         if pending.is_logged and not self.steps_without_peers:
             self._finish_pending_step()
 
@@ -422,7 +419,7 @@ class Loop:
     def _sum_weight_and_tokens(self, batch: GlobalBatch) -> tuple[float, float]:
         """Return the weight and the tokens of a global batch. Collective.
 
-        Each rank knows its own part alone of a batch whose weight does not follow from the cache.
+        For a batch whose weight does not follow from the cache: each rank knows only its own part.
         """
         own_weight = sum(micro_batch.weight for micro_batch in batch.micro_batches)
         own_sums = {"weight": float(own_weight), "tokens": float(batch.tokens)}
@@ -443,10 +440,10 @@ class Loop:
         return is_multiple or steps_done == self.plan.steps
 
     def _own_numbers(self, is_logged: bool, data_s: float, comm_s: float) -> list[float]:
-        """Return what this rank reports with the sums of a step.
+        """Return the numbers that this rank reports with the sums of a step.
 
-        That is `StepNumbers`, and of a logged step the values of its devices behind them. Each rank
-        has to report as many numbers as the others.
+        They are `StepNumbers`, and for a logged step the values of its devices after them. All ranks
+        have to report the same number of them.
         """
         device_values: list[float] = []
         if is_logged and self.meter is not None:
@@ -462,7 +459,7 @@ class Loop:
         return [*numbers, *device_values]
 
     def _advance(self, batch: GlobalBatch, tokens: int) -> None:
-        """Move the state of the run behind a batch. `tokens`: of all ranks."""
+        """Update the state of the run after a step. `tokens`: of the batch, over all ranks."""
         self.state.step += 1
         self.state.position = batch.position
         self.state.stream = batch.state
@@ -470,12 +467,12 @@ class Loop:
         self.is_resumable = batch.checkpointable
 
     def _end_measurement(self, pending: PendingStep, batch: GlobalBatch, comm_s: float) -> None:
-        """Note how long the host took for a step, and what the step sent."""
+        """Record when the host has finished a step, and what the step sent."""
         pending.computed = time.time()
         step = pending.step - 1
         is_whole = True
         if self.measure.traffic.due(step):
-            # What a step without an update sends is not what the plan predicts. Asking waits for
+            # A step without an update sends less than the plan predicts. Reading this waits for
             # the device.
             is_whole = pending.is_finite
         pending.sent_bytes, pending.timing = self.measure.end_step(
@@ -534,10 +531,10 @@ class Loop:
             self.state.skips = self.spikes.judge(pending, skips, can_go_back)
 
     def _fix_of_nonfinite(self) -> str:
-        """Return what helps against numbers that are not finite.
+        """Return advice for numbers that are not finite.
 
-        A step without an update leaves the weights as they were, so weights that are not finite
-        now were not when the run began.
+        A step that is not finite changes no weights. So if weights are not finite now, they were
+        not before the step, nor when the run began.
         """
         # An engine of several models has no model of its own.
         model = getattr(self.engine, "model", None)
@@ -557,7 +554,7 @@ class Loop:
             if devices is not None:
                 self.emit(devices)
         tokens_per_s = pending.tokens / seconds
-        # Of waits the mean over the ranks is shown; NaN if communication is not measured.
+        # Means over the ranks. The time of communication is NaN if it is not measured.
         data_s = sum(numbers.data_s) / world_size
         comm_s = sum(numbers.comm_s) / world_size
         compute_s = seconds - data_s
@@ -590,10 +587,10 @@ class Loop:
         self.emit(event)
 
     def evaluate(self) -> bool:
-        """Evaluate on the held-out sets, each sample once, and on tasks; then write samples.
+        """Evaluate on the held-out sets, each sample once, and on tasks; then answer prompts.
 
-        Collective. Returns whether the current weights are the best so far. A stop signal breaks
-        the evaluation off.
+        Collective. Returns whether the current weights are the best so far. A stop signal interrupts
+        the evaluation.
         """
         self._finish_pending_step()
         started = time.time()
@@ -704,10 +701,7 @@ class Loop:
         return Evaluation(metrics, samples, {})
 
     def save(self) -> None:
-        """Hand the state to the checkpointer, with the metric of these weights if it is known.
-
-        Collective.
-        """
+        """Save the current weights, with their metric if it is known. Collective."""
         self._finish_pending_step()
         self.should_retry_save = False
         self._begin_saving()
@@ -724,7 +718,10 @@ class Loop:
             self.saver.keep_in_memory()
 
     def _save_last(self) -> None:
-        """Leave the run with these weights saved, unless it saves nothing. Collective."""
+        """Save the current weights, and wait until they are on disk, unless the run saves nothing.
+
+        Collective.
+        """
         self._finish_pending_step()
         self._begin_saving()
         if self.plan.saves:
@@ -733,7 +730,7 @@ class Loop:
                 self.saver.save_last(self.metric)
 
     def _begin_saving(self) -> None:
-        """Let the ranks wait for each other as long as a save may take."""
+        """Raise the time that ranks wait for each other, to what a save may take."""
         self.timeout.before_long_work(self.state.step)
         heartbeat.beat("save")
 
@@ -751,14 +748,14 @@ class Loop:
             self.saver.leave(self.stop_request.signal)
 
     def _report_rollout(self) -> None:
-        """Report the last rollout: the next start begins with another one, and would not."""
+        """Report the last rollout, since the next start will begin with another one."""
         if self.rollouts is not None:
             self._finish_pending_step()
             self.rollouts.report()
 
 
 def _add_sums(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Return the sums so far with those of `more` batches added; of a key `max_…` the largest."""
+    """Return `sums` with the sums of `more` added; of a key `max_…` the larger one is taken."""
     added = {}
     for key, value in more.items():
         if key.startswith("max_"):

@@ -1,6 +1,6 @@
-"""What every rank of a Hugging Face model imports, whatever its plan.
+"""Imports what every rank of a Hugging Face model needs, whatever its plan.
 
-It takes seconds, and needs no plan.
+A rank imports this module while its plan is still being made, since it takes seconds.
 """
 
 # ruff: noqa: E402 - what is imported first decides what the rest imports.
@@ -11,7 +11,7 @@ from drumline.vendor.transformers import import_without_torchao
 
 import_without_torchao()
 
-# Which bring what other models share with Llama.
+# These also import what other models share with Llama.
 from transformers import (
     AutoTokenizer,
     LlamaForCausalLM,
@@ -23,7 +23,7 @@ from drumline.config.registry import find
 from drumline.config.strategy import StrategyConfig
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.train.build import build
-from drumline.train.failure import watched
+from drumline.train.failure import convert_out_of_memory
 
 __all__ = [
     "AutoTokenizer",
@@ -31,9 +31,10 @@ __all__ = [
     "LlamaForCausalLM",
     "PreTrainedTokenizerFast",
     "build",
+    "convert_out_of_memory",
     "open_sinks",
     "torch",
-    "watched",
 ]
 
-SPECS = find(AlgorithmSpec, "sft"), find(StrategyConfig, "single")  # the first of each imports all
+# Finding one of each kind imports all of that kind.
+SPECS = find(AlgorithmSpec, "sft"), find(StrategyConfig, "single")

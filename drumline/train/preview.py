@@ -54,7 +54,7 @@ class Marks(NamedTuple):
     closing: str
 
 
-# What is not in the loss has one style: in two it looked like two kinds of text.
+# Text that is not in the loss has a single style: with two it would look like two kinds of text.
 STYLES = {
     "learned": Style("black on green", "black on bright_green", "bold underline black on green"),
     "context": Style("", "", "bold underline"),
@@ -62,7 +62,7 @@ STYLES = {
 }
 MARKS = {"learned": Marks("⟦", "⟧"), "context": Marks("", ""), "cut": Marks("⟪", "⟫")}
 SPECIAL = Marks("⟨", "⟩")
-BRACKETS = "<|｜>"  # of special tokens: without colours the marks take their place
+BRACKETS = "<|｜>"  # around special tokens; without colours SPECIAL takes their place
 BREAK = "⏎"
 RESERVED = BREAK + "".join(chain(*MARKS.values(), SPECIAL))  # escaped where a row holds one
 FATES = {
@@ -85,7 +85,7 @@ SHOWN_TOKENS = 1000  # of a segment, at most: more would fill many screens
 SAMPLES_ON_SCREEN = 3
 SAMPLES_ON_PAGE = 20
 PAGE_WIDTH = 120
-GREEN = 2  # its number among a terminal's colours
+GREEN = 2  # its index in a terminal's palette
 PAGE = """<!DOCTYPE html>
 <html><head><meta charset="UTF-8"><title>drumline preview</title>
 <style>{stylesheet}
@@ -232,7 +232,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Packs:
-    """What `prepare` makes of the first rows."""
+    """The packs that `prepare` makes of the first rows."""
 
     info: dict[str, Any]  # counts of the token cache
     notes: list[str]  # lines about the data
@@ -562,7 +562,7 @@ def _title_of_row(reader: Reader, seen: PreviewedRow) -> str:
         if seen.kept is not None:
             kept = seen.kept.segments
         if kept:
-            # Of a pair the longer side counts, as in `PreviewedRow.tokens`.
+            # The longer side of a pair counts, as in `PreviewedRow.tokens`.
             longest = max(len(segment.tokens) for segment in kept)
             cut_off = seen.tokens - longest
             if cut_off:
@@ -616,7 +616,7 @@ def histogram(sizes: list[int], limit: int) -> list[str]:
     high = max(within_limit, default=0)
     # Sizes of a range; at least 1 where no row is within the limit.
     step = math.ceil((high - low + 1) / BARS) or 1
-    # By the first length of each range.
+    # The label of each range, by its first length.
     labels = {}
     for first in range(low, high + 1, step):
         last = min(first + step - 1, high)

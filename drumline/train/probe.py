@@ -23,13 +23,13 @@ from drumline.telemetry.events import last_measurement, read
 # Two steps to settle, one that is counted, two that are timed.
 STEPS = 5
 # Keys of `data` that do not choose the rows.
-SAME = ("max_length", "packing", "workers", "prefetch", "verify")
+KEPT_DATA_KEYS = ("max_length", "packing", "workers", "prefetch", "verify")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LETTERS_OF_WORD = 4
 
 
 def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
-    """Return the answer, its estimates corrected by what the two `best` candidates take.
+    """Run a few steps of `candidates_to_try`, and return the answer with corrected estimates.
 
     They train on the run's data if these are prepared, and otherwise on random words. Nothing is
     evaluated, saved or left on disk.
@@ -47,12 +47,12 @@ def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
         if answer.ranked and not uses_own_data:
             rows = random_rows(loaded.config, answer.ranked[0], root / "rows.jsonl")
         probes = []
-        for number, candidate in enumerate(best(answer)):
-            probes.append(_try(candidate, loaded, root / str(number), rows, on_progress))
+        for number, candidate in enumerate(candidates_to_try(answer)):
+            probes.append(_run_candidate(candidate, loaded, root / str(number), rows, on_progress))
     return correct_answer(answer, tuple(probes))
 
 
-def best(answer: Answer) -> list[Candidate]:
+def candidates_to_try(answer: Answer) -> list[Candidate]:
     """Return the first candidate, and the next one of another family if there is one.
 
     Two candidates of a family are too alike to choose between.
@@ -66,11 +66,10 @@ def best(answer: Answer) -> list[Candidate]:
 
 
 def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
-    """Write enough rows of random words for all steps, each as long as the longest.
+    """Write rows of random words to `path`, enough for all steps, and return the path.
 
-    Returns the path.
-
-    Raises EnvironmentFault if the algorithm cannot train on words.
+    Each row is as long as the config allows. Raises EnvironmentFault if the algorithm cannot train
+    on random words.
     """
     draw = random.Random(config.run.seed)
 
@@ -94,7 +93,7 @@ def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
     return path
 
 
-def _try(
+def _run_candidate(
     candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None, on_progress: OnProgress
 ) -> Probe:
     """Run a few steps of a candidate, and return what they took.
@@ -106,7 +105,7 @@ def _try(
 
     name = candidate.name
     predicted = candidate.estimate
-    config = short(candidate, run_dir, rows)
+    config = short_config(candidate, run_dir, rows)
     plan = make_plan(Request(replace(loaded, config=config)), on_progress=on_progress)
     run_dir.mkdir(parents=True, exist_ok=True)
     plan.measured_only().save(run_dir / "plan.json")
@@ -121,7 +120,7 @@ def _try(
     return Probe.of(name, predicted, measured)
 
 
-def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
+def short_config(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
     """Return the candidate's config for a few steps that leave nothing behind."""
     config = candidate.config
     # Steps that share a rollout are taken together.
@@ -148,7 +147,7 @@ def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
         ),
     }
     if rows is not None:
-        same = {name: getattr(config.data, name) for name in SAME}
+        same = {name: getattr(config.data, name) for name in KEPT_DATA_KEYS}
         sections["data"] = DataConfig(
             train=[FileSource(path=str(rows))], cache_dir=str(run_dir / "cache"), **same
         )

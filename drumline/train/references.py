@@ -1,8 +1,11 @@
-"""Log-probabilities of DPO's answers under the reference model, for each batch.
+"""Log-probabilities of DPO's answers under the reference model, which are added to each batch.
 
-There are three ways to get them. `precomputed`: a table over all pairs of a token cache, made once
-by the strategy of the run and kept in RUN/reference. `live`: a frozen copy scores batch by batch.
-`adapter`: the policy itself scores, with its adapter switched off.
+There are three ways to get them:
+
+- `precomputed`: a table over all pairs of a token cache is made once before training, and kept in
+  RUN/reference.
+- `live`: a frozen model scores batch by batch.
+- `adapter`: the policy itself scores batch by batch, with its adapter switched off.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ from drumline.system.signals import StopFlag
 from drumline.telemetry import events
 from drumline.train.streams import Batches, Streams
 
-# Takes micro-batches, and returns for each one fp64[B].
+# Takes micro-batches, and returns the scores of each one, fp64[B].
 ScoreBatches = Callable[[list[Any]], list[torch.Tensor]]
-# Raise it when the same models and pairs give other numbers.
+# A part of the tables' names. To be raised if the same models and pairs give other numbers.
 VERSION = 2
 KEY_DIGITS = 16
 
@@ -50,15 +53,15 @@ class Reference:
     engine: Engine
     algorithm: Referenced
     streams: Streams
-    # The engine's policy has not been trained yet, so it may be its own reference.
+    # Whether the engine's policy is untrained, so that it may be its own reference.
     fresh: bool
     emit: events.Emit
     stop_flag: StopFlag
 
-    def prepared(self) -> Streams:
+    def add_to_streams(self) -> Streams:
         """Return the streams with the reference's log-probabilities in every batch.
 
-        Collective; so is drawing from the streams, if a model scores.
+        Collective. If a model scores batch by batch, drawing from the streams is collective, too.
         """
         data = self.plan.data
         assert data is not None, "workers get plans of prepared data"
@@ -71,14 +74,13 @@ class Reference:
         return replace(self.streams, training=training, held_out=held_out)
 
     def _with_reference(self, batches: Batches, score: ScoreBatches) -> Batches:
-        """Return what gives the batches of an evaluation set with the reference's scores."""
+        """Return a function that returns the batches of an evaluation set with their scores."""
         return lambda: with_reference(batches(), score, self.algorithm.first_batch)
 
     def _scorers(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
-        """Return a function that returns, for a cache folder, what scores its pairs.
+        """Return a function: cache folder → function that scores the folder's pairs.
 
-        The module's docstring has the three ways. Collective if a model is built or a table is
-        scored.
+        See the module for the three ways. Collective: a model may be built, or a table made.
         """
         kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
@@ -98,19 +100,17 @@ class Reference:
         return self.engine.infer(batches, self.algorithm.score, adapter=False)
 
     def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
-        """Return the table of each cache folder, fp64[N, R]. Collective.
+        """Return the table of each cache folder, by the folder. Collective.
 
-        It has what the R rows of each of the N samples score.
-
-        The rows of a pair are the chosen and the rejected answer. `caches`: folder of each part of
-        the data.
+        A table has the scores of the R rows of each of N samples, fp64[N, R]. The rows of a pair
+        are the chosen and the rejected answer. `caches`: the folder of each part of the data.
         """
         rows = self.plan.batch.rows_per_sample
         tables: dict[str, torch.Tensor] = {}
         scorer: Engine | None = None
         for part, folder in caches.items():
             began = time.time()
-            name = f"{part}-{key(self.plan, folder)}.npy"
+            name = f"{part}-{table_key(self.plan, folder)}.npy"
             path = Path(self.plan.run_dir) / "reference" / name
             pairs = len(TokenCache.open(Path(folder)))
             table = self._read_on_all_ranks(path, pairs, rows)
@@ -139,7 +139,7 @@ class Reference:
         """
         table: torch.Tensor | None = None
         if self.ranks.rank == 0:
-            # Rank 0 reads what rank 0 has written: hosts need not share the run folder.
+            # Only rank 0 reads, because it wrote the table: hosts need not share the run folder.
             table = read_table(path, (pairs, rows))
         (is_found,) = sum_over_ranks([float(table is not None)], self.device)
         if not is_found:
@@ -150,10 +150,10 @@ class Reference:
         return add_up(table.to(self.device))
 
     def _scorer(self) -> Engine:
-        """Return an untrained model.
+        """Return an engine that scores as the reference model does.
 
-        That is the policy before its first step, or without an adapter that leaves the base model
-        as it was; otherwise a frozen model that is built for it.
+        The policy can do that before its first step, or if switching its adapter off leaves the
+        base model. Otherwise, or if the reference is another model, a frozen model is built.
         """
         config = self.plan.config
         is_another_model = getattr(config.algorithm, "reference_model", None) is not None
@@ -172,8 +172,8 @@ class Reference:
             if stop:
                 what = "stopped before the first step, while the reference was scored"
                 raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
-            # An adapter that has taken something out of its base layers is part of the model that
-            # training starts from.
+            # Some adapters change their base layers as they are made. These cannot be switched off:
+            # the model that training starts from is the one with the adapter.
             scores = engine.infer(
                 batch.micro_batches,
                 self.algorithm.score,
@@ -186,7 +186,7 @@ class Reference:
                 scores_PR = answer.view(rows, -1).T
                 table[pair.samples_P[is_real_P]] = scores_PR[is_real_P]
         if not self.plan.mesh.counts(self.ranks.rank):
-            # Another rank has the same pairs, and adds them.
+            # Another rank has the same pairs, and their scores are to be added once.
             table.zero_()
         return add_up(table)
 
@@ -227,8 +227,8 @@ def with_reference(
         yield replace(batch, micro_batches=filled)
 
 
-def key(plan: Plan, folder: str) -> str:
-    """Return 16 hex digits over all that a table depends on.
+def table_key(plan: Plan, folder: str) -> str:
+    """Return a hash, 16 hex digits, of all that a table depends on.
 
     That is the pairs' tokens (by the cache's own name), the reference's weights, and the precision.
     """

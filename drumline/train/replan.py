@@ -48,11 +48,9 @@ class Advice:
 
 
 def question(plan: Plan, ranks: int | None = None) -> Question:
-    """Return what the planner knew when it made a plan, found out again.
+    """Return the question that a plan answers, from the model's sizes and this machine.
 
-    That is the model's sizes, and this machine.
-
-    `ranks`: in place of the plan's.
+    `ranks`: how many ranks to plan for, if not as many as the plan has.
     """
     policy = FoundModel(plan.config.model, plan.model_path)
     devices = (ranks or plan.mesh.world_size) * plan.devices_per_rank
@@ -61,15 +59,14 @@ def question(plan: Plan, ranks: int | None = None) -> Question:
 
 
 def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice:
-    """Compare a plan with what was found when memory ran out.
+    """Return what to change in a plan, after memory ran out.
 
-    Then look for the nearest plan that fits into the memory there is.
-
-    `baseline`: the config that changes are shown against; the plan's by default.
+    The nearest plan is looked for that fits into the memory there is. `baseline`: the config that
+    changes are shown against; the plan's by default.
     """
-    baseline = baseline or batched(plan)
+    baseline = baseline or config_with_batch(plan)
     request = question(plan)
-    # As the plans to choose from are estimated, whatever else the plan's own estimate was made of.
+    # Estimated again, so that it is comparable with the estimates of the plans to choose from.
     predicted = estimate(plan, request.facts, request.cluster)
     if out.killed and plan.device == "cuda":
         return Advice(_host_line(predicted), None, predicted)
@@ -137,8 +134,8 @@ def _with_any_strategy(plan: Plan) -> Config:
     return plan.config.model_copy(update={"strategy": strategy, "batch": batch})
 
 
-def batched(plan: Plan) -> Config:
-    """Return a plan's config with its batch written out."""
+def config_with_batch(plan: Plan) -> Config:
+    """Return a plan's config with the numbers of its batch, which the config may have left open."""
     batch = BatchConfig(
         global_samples=plan.batch.global_samples,
         micro_batch=plan.batch.micro_batch,
@@ -155,17 +152,15 @@ class Replanner:
         self.plan_path = plan_path
         # Plans that may still be tried.
         self.left = MOST_REPLANS
-        self.baseline = batched(plan)
+        self.baseline = config_with_batch(plan)
         self.batch = plan.config.batch
-        # The micro-batch that is set, and fits as far as is known.
+        # The micro-batch to plan with: the one of the config, or the last one that was planned.
         self.micro_batch = self.batch.micro_batch or plan.batch.micro_batch
 
     def __call__(self, out: Exhausted, step: int) -> tuple[str, str | None]:
-        """Return (advice, why the run does not go on).
+        """Return (advice, why the run does not go on), after memory ran out.
 
-        If the reason is None, plan.json holds the next plan.
-
-        `step`: the last one that was done.
+        If the reason is None, plan.json holds the next plan. `step`: the last one that was done.
         """
         advice = advise(self.plan, out, self.baseline)
         if self.plan.config.memory.on_oom == "stop":
@@ -175,10 +170,10 @@ class Replanner:
         if not self.left:
             return advice.line, f"{MOST_REPLANS} other plans did not fit either"
         self.left -= 1
-        self._take(advice.nearest, advice.predicted, out, step)
+        self._adopt(advice.nearest, advice.predicted, out, step)
         return advice.line, None
 
-    def _take(self, nearest: Candidate, predicted: Estimate, out: Exhausted, step: int) -> None:
+    def _adopt(self, nearest: Candidate, predicted: Estimate, out: Exhausted, step: int) -> None:
         """Go on with another plan of the same ranks: write it, and an event.
 
         `predicted`: of the plan so far.
@@ -190,7 +185,7 @@ class Replanner:
         self.micro_batch = plan.batch.micro_batch
         kept = self._save()
         event = Replan(
-            from_=changed(nearest.config, batched(old)),
+            from_=changed(nearest.config, config_with_batch(old)),
             to=nearest.name,
             why=f"rank {out.rank} {out.describe()}; {verdict(out, predicted.memory)}",
             predicted_bytes={
@@ -203,12 +198,11 @@ class Replanner:
         EventLog(Path(old.run_dir) / "events.jsonl").emit(event)
 
     def _as_same_run(self, plan: Plan) -> Plan:
-        """Return a plan with the numbers of the run that stay.
+        """Return a plan with the numbers that stay for the whole run: rate, steps, and the batch.
 
-        A mix with fewer data ranks scales no rate.
-
-        The batch stays as it was set, too: a resumed run is compared with it, and how it is cut up
-        does not change its numbers.
+        A plan with fewer data ranks would scale the learning rate otherwise. The batch keys stay as
+        the config has them: a resumed run is compared with these, and how a batch is cut up does
+        not change the run's numbers.
         """
         old = self.plan
         numbers = {
@@ -248,7 +242,7 @@ class Replanner:
         if plan is None:
             return False
         self.plan = self._as_same_run(plan)
-        self.baseline = batched(self.plan)
+        self.baseline = config_with_batch(self.plan)
         predicted_bytes = {}
         if old.predicted.estimate is not None:
             predicted_bytes["from"] = old.predicted.estimate.memory.peak
@@ -268,8 +262,8 @@ class Replanner:
     def _resized(self, ranks: int) -> Plan | None:
         """Return a plan for so many ranks; None if there is none.
 
-        It has the strategy of the plan, and about its micro-batch; if that does not fit, it is the
-        best of any strategy.
+        The strategy stays, with the largest micro-batch up to the current one that fits. If none
+        fits, it is the best plan of any strategy.
         """
         old = self.plan
         request: Question | None = None

@@ -1,4 +1,4 @@
-"""The point that a run starts from: a checkpoint on disk, at a URL or in memory, or step 0."""
+"""`Start`: find the checkpoint that a run goes on from, on disk, at a URL or in memory, and load it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ from typing import Any
 import torch
 
 from drumline.checkpoint.disks import Disks, Gatherer, fetch
-from drumline.checkpoint.load import Found, check, compensations, load, newest, read_state
+from drumline.checkpoint.load import (
+    FoundCheckpoint,
+    check,
+    load,
+    missing_compensations,
+    newest,
+    read_state,
+)
 from drumline.checkpoint.manifest import make_newest, read_manifest, step_of
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.remote import Store
-from drumline.checkpoint.retention import best_of, recover
+from drumline.checkpoint.retention import best_checkpoint, recover
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.load import refused, saved_config
 from drumline.config.resume import CHECKPOINTS, Resume
 from drumline.config.run import EvalConfig
 from drumline.config.urls import FETCHED, is_url
-from drumline.engine.engine import OPTIONAL, Engine
+from drumline.engine.engine import OPTIONAL_SECTIONS, Engine
 from drumline.errors import CheckpointError
 from drumline.plan.plan import Plan
 from drumline.system.files import is_own_checkpoint
@@ -45,15 +52,16 @@ class Start:
     skipped: list[dict[str, str]]
     # Names of the models' tensors in the checkpoint, without their section.
     checkpoint_keys: frozenset[str]
-    # Of the plan: its metric and mode rate checkpoints.
+    # The section `eval` of the plan, whose metric and mode rate checkpoints.
     evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     @classmethod
-    def find(cls, plan: Plan, resume: Resume, memory: Memory | None = None) -> Start:
-        """Find the whole checkpoint that a run resumes from. Collective.
+    def resolve(cls, plan: Plan, resume: Resume, memory: Memory | None = None) -> Start:
+        """Return the start from the checkpoint that a run resumes from. Collective.
 
-        It is one that the user names by its own path, its run's folder or a URL, or else the newest
-        of the run itself. Raises CheckpointError if none is whole.
+        The user may name a checkpoint, a run folder, or a URL. Otherwise it is the newest whole
+        checkpoint of the run itself; `path` is None if that has saved none yet. Raises
+        CheckpointError if there are checkpoints, but none is whole.
         """
         ranks = RankGroup.all(error_type=CheckpointError)
         ranks.each(partial(recover, Path(plan.run_dir) / CHECKPOINTS))
@@ -67,9 +75,9 @@ class Start:
             if found.path is None:
                 raise _none_is_whole(found, resume.place)
         elif is_url(resume.place):
-            found = Found(fetch(resume.place, Path(plan.run_dir) / FETCHED), [])
+            found = FoundCheckpoint(fetch(resume.place, Path(plan.run_dir) / FETCHED), [])
         else:
-            found = Found(_check_named(plan, Path(resume.place)), [])
+            found = FoundCheckpoint(_check_named(plan, Path(resume.place)), [])
         skipped = []
         for path, reason in found.skipped:
             skipped.append({"path": str(path), "reason": reason})
@@ -122,7 +130,7 @@ class Start:
         return state
 
     def _rate_again(self, path: Path, saved_eval: dict[str, Any], state: TrainState) -> None:
-        """Bring the metrics in `state` up to date.
+        """Bring the metrics in `state` up to date: forget those of another metric, and add a later one.
 
         `saved_eval`: the section eval of the checkpoint's config.
         """
@@ -134,20 +142,19 @@ class Start:
             state.mark = None
             state.stale = 0
         manifest = read_manifest(path)
-        # After steps that changed nothing (`skips`) the metric of the same weights was counted
-        # before the save.
+        # An evaluation may have come after the save; its metric was then written into the manifest
+        # (`Checkpointer.write_metric`), but `state` does not have it. If steps were skipped, the
+        # same weights were evaluated before the save, and `state` has that.
         was_rated_later = 0 <= state.evaluated < state.step and not state.skips
         if was_rated_later and manifest.metric is not None and manifest.rated == f"{mode} {metric}":
-            # An evaluation after the save, whose metric was written beside it
-            # (Checkpointer.write_metric).
             rate_evaluation({metric: manifest.metric}, self.evaluation, state)
             state.evaluated = state.step
 
 
 def _load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill tensors from a checkpoint. Sections that only some runs have may be missing there."""
-    # What Kahan sums have lost goes into the weights, if this run has no place for it.
-    lost = compensations(path, tensors)
+    # If this run keeps no Kahan compensations, the stored ones are added to the weights.
+    lost = missing_compensations(path, tensors)
     wanted = dict(tensors)
     for name, (_, value) in lost.items():
         wanted[name] = value
@@ -155,7 +162,7 @@ def _load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     for name in tensors:
         section = name.partition(".")[0]
         kind = section.rpartition("/")[2]
-        if kind in OPTIONAL:
+        if kind in OPTIONAL_SECTIONS:
             optional.add(section)
     load(path, wanted, optional=frozenset(optional))
     for weight, value in lost.values():
@@ -173,7 +180,7 @@ def _weights_in(path: Path | None) -> frozenset[str]:
     return frozenset(weights)
 
 
-def _none_is_whole(found: Found, where: str) -> CheckpointError:
+def _none_is_whole(found: FoundCheckpoint, where: str) -> CheckpointError:
     """Return the error that all checkpoints of a folder are damaged, with the reason of each."""
     reasons = "; ".join(reason for _, reason in found.skipped)
     return CheckpointError(
@@ -183,7 +190,7 @@ def _none_is_whole(found: Found, where: str) -> CheckpointError:
     )
 
 
-def _newest_of_run(plan: Plan, memory: Memory | None) -> Found:
+def _newest_of_run(plan: Plan, memory: Memory | None) -> FoundCheckpoint:
     """Return the newest whole checkpoint of a run, on disk, at its URL or in memory. Collective."""
     found = _newest_on_disk(plan)
     if memory is None:
@@ -193,10 +200,10 @@ def _newest_of_run(plan: Plan, memory: Memory | None) -> Found:
         step_on_disk = step_of(found.path.name) or 0
     # Only a state in memory that is newer than the one on disk counts.
     in_memory = memory.newest(step_on_disk, lambda state: _misfit(plan, state))
-    return Found(in_memory.path or found.path, [*in_memory.skipped, *found.skipped])
+    return FoundCheckpoint(in_memory.path or found.path, [*in_memory.skipped, *found.skipped])
 
 
-def _newest_on_disk(plan: Plan) -> Found:
+def _newest_on_disk(plan: Plan) -> FoundCheckpoint:
     """Return the newest whole checkpoint on disk. Collective.
 
     If its files may lie on several disks or at a URL, they are put together on each disk.
@@ -211,13 +218,16 @@ def _newest_on_disk(plan: Plan) -> Found:
         store = Store(options.url)
     gatherer = Gatherer(root, options.verify, store, Disks.find(root, ranks))
     mode = rating_of(plan)
-    return gatherer.newest(lambda known: best_of(known, mode) if options.keep_best else None)
+    return gatherer.newest(
+        lambda known: best_checkpoint(known, mode) if options.keep_best else None
+    )
 
 
 def _check_named(plan: Plan, path: Path) -> Path:
     """Check a checkpoint that the user has named, and return its path. Collective.
 
-    One of the run's own becomes its newest: a restart, or a spike, goes back to it, and not beyond.
+    If it is one of the run's own, it is made the newest, so that a restart or a rollback goes back
+    to it, and not to a checkpoint of the branch that the run leaves here.
     """
     check(path, plan.config.checkpoint.verify)
     keeps_files_together = not plan.config.checkpoint.apart
@@ -229,7 +239,7 @@ def _check_named(plan: Plan, path: Path) -> Path:
 def _misfit(plan: Plan, state: dict[str, Any]) -> str | None:
     """Return why a run cannot go on from a state in memory; None if it can.
 
-    Unlike a checkpoint on disk, it was not compared with this start's plan before the ranks began.
+    The launcher has compared checkpoints on disk with the plan, but not the states in memory.
     """
     saved = saved_config(state["config"], plan.config, (), "memory")
     changes, keys = refused(saved, plan.config, ())
@@ -244,12 +254,12 @@ def _misfit(plan: Plan, state: dict[str, Any]) -> str | None:
 
 
 def rating_of(plan: Plan) -> str:
-    """Return what rates the run's checkpoints, as `Retention` takes it: "min loss"."""
+    """Return how checkpoints of the run are compared, as `Retention` takes it: "min loss"."""
     return f"{plan.config.eval.mode} {plan.config.eval.metric}"
 
 
 def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
-    """Return what writes the checkpoints of a run.
+    """Return the Checkpointer of a run.
 
     `mode`: min or max, or as `rating_of` returns it. Collective.
     """
@@ -265,11 +275,11 @@ def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
     )
 
 
-def memory_of(plan: Plan, goes_on: bool) -> Memory | None:
-    """Return where hosts keep states in memory; None if they do not.
+def memory_of(plan: Plan, resumes_newest: bool) -> Memory | None:
+    """Return the checkpoints that hosts keep in memory; None if the plan keeps none there.
 
-    `goes_on`: the run has started before. Collective.
+    `resumes_newest`: as for `Memory`. Collective.
     """
     if not plan.config.checkpoint.in_memory_every:
         return None
-    return Memory(Path(plan.run_dir), goes_on)
+    return Memory(Path(plan.run_dir), resumes_newest)

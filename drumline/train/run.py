@@ -1,7 +1,4 @@
-"""`drumline.train(…)` from Python.
-
-It has the plan, launcher and ranks of the command line, and returns the run to look at.
-"""
+"""`drumline.train(…)` from Python: plan, launch and train as the command line does, and return a `Run`."""
 
 from __future__ import annotations
 
@@ -22,15 +19,15 @@ from drumline.plan.out_of_memory import memory_errors
 from drumline.system.output import lossy
 from drumline.telemetry.events import Eval, Event, Step, read
 
-# Exit codes of runs that leave weights to go on with: `train` returns, and raises nothing.
+# Exit codes of runs that leave weights to go on with. For these `train` raises no error.
 RETURNED = (0, TrainingStopped.exit_code, Preempted.exit_code)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run in a folder, which is read anew at each access.
+    """A run. Each access to a property reads the run folder again.
 
-    `exit_code`: 0 finished; 3 stopped by a policy of the config; 75 saved after a stop signal.
+    `exit_code`: 0: finished; 3: stopped by a policy of the config; 75: saved after a stop signal.
     """
 
     dir: Path
@@ -43,7 +40,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last number of each name: of steps as `loss`, of evaluations as `eval/loss`."""
+        """The last value of each metric: of steps under its name, of evaluations as `eval/NAME`."""
         metrics: dict[str, float] = {}
         for event in self._read():
             if not isinstance(event, Step | Eval):
@@ -100,7 +97,7 @@ def train(
     Raises the exceptions of `drumline.errors`: UserError and its kinds for a mistake, WorkerFailed
     for ranks that failed, NotSaved for weights that no disk took.
     """
-    from drumline.train.command import launch_ranks, requested
+    from drumline.train.command import launch_ranks, request_maker
 
     join_tasks()
     use_expandable_segments()
@@ -116,7 +113,7 @@ def train(
     if trust_remote_code:
         changes.append("model.trust_remote_code=true")
     start = Resume.from_argument(resume)
-    make_request = requested(config, changes, start, tuple(allow))
+    make_request = request_maker(config, changes, start, tuple(allow))
     if launched_by() is not None:
         return _join(make_request, display)
     stderr = ErrorLine(display)
@@ -145,9 +142,9 @@ def _join(make_request: Callable[..., Request], display: bool) -> Run:
 
 
 class ErrorLine(io.TextIOBase):
-    """Takes the place of standard error while ranks run.
+    """Replaces standard error while ranks run, and keeps the line of an error in `error`.
 
-    It keeps the line of an error, and shows all if there is a display.
+    With `display` all lines are shown, without it only notes.
     """
 
     def __init__(self, display: bool) -> None:

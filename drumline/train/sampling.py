@@ -1,6 +1,6 @@
 """Text that the model generates during training: completions of rollouts and of held-out prompts.
 
-The trained model itself generates them if this rank has all of it, and otherwise a copy.
+If this rank has all of the trained model, that generates them; otherwise a copy of it does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
 
-# Held-out samples that are looked at for prompts that leave room.
+# The most held-out samples that are searched for prompts that leave room for an answer.
 MOST_LOOKED_AT = 10_000
 
 
@@ -45,14 +45,14 @@ class Sampling:
     engine: Engine
     tokenizer: Any
     device: str
-    # Samples are drawn beside training, so the sampler needs weights of its own.
+    # Whether samples are generated while training goes on, so that they need a copy of the weights.
     ahead: bool = False
     # Compares the sampler of rollouts with the policy.
     check: SamplerCheck | None = None
     _generator: Generator | None = None
-    # Completions that a thread generates.
+    # What `begin` has started last.
     _beside_training: SharedSampling | None = None
-    # Gives new weights to a sampler that has weights of its own.
+    # Copies new weights into the generator; None if that uses the engine's own.
     _refresh: Callable[[Any], None] | None = None
 
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
@@ -76,19 +76,19 @@ class Sampling:
         return self._beside_training
 
     def model(self) -> Any:
-        """Return the whole model on this rank, not one of vLLM. Collective.
+        """Return the whole model with the current weights. Not for a generator of vLLM. Collective.
 
-        Whoever changes something on it puts it back.
+        A caller that changes something on it must put it back.
         """
         return getattr(self._current_generator(), "model")  # noqa: B009 - generators in process have one
 
     def _current_generator(self) -> Generator:
-        """Return the sampler with the current weights.
+        """Return the generator with the current weights. Collective.
 
         Raises TrainingStopped if they did not arrive.
         """
         if self._beside_training is not None:
-            # It samples by the weights that are about to change.
+            # A thread may still generate with the weights that are about to be replaced.
             self._beside_training.wait()
         unsharded: Any = None
         if not self.ahead:
@@ -110,16 +110,16 @@ class Sampling:
         return self._generator
 
     def _grown_rows(self) -> int | None:
-        """Return the rows of an embedding that is larger than in the model's files; None if it is not."""
+        """Return the rows of the embedding if tokens were added to the model's own; otherwise None."""
         _, growth = load_grown(self.plan.model_path, self.plan.config.model)
         if growth is None or not growth.added:
             return None
         return growth.rows
 
     def _copy(self) -> Any:
-        """Return the whole model on this rank, in the type that it computes in.
+        """Return a copy of the model on this rank, in the type that it computes in.
 
-        Its weights are refreshed before it samples.
+        Its weights are those before training, until `_refresh` is called.
         """
         config = self.plan.config
         model, source = lay_out(
@@ -157,7 +157,7 @@ def prompts(plan: Plan) -> list[Prompt]:
     """
     assert plan.data is not None, "the data is prepared"
     config = plan.config
-    most_new_tokens = most_new(plan)
+    most_new_tokens = limit_of_new_tokens(plan)
     model = load_config(plan.model_path, config.model).get_text_config()
     room = getattr(model, "max_position_embeddings", None)
     if not room:
@@ -186,17 +186,19 @@ def _prompts_that_fit(plan: Plan, folder: str, name: str, most_tokens: int) -> l
     return fitting
 
 
-def most_new(plan: Plan) -> int:
-    """Return how many tokens a sample has at most."""
+def limit_of_new_tokens(plan: Plan) -> int:
+    """Return the most tokens that are generated for a prompt."""
     rollout = plan.config.algorithm.rollout
     if rollout is not None:
         return rollout.generator.max_new_tokens
     return plan.config.eval.max_new_tokens or MOST_NEW
 
 
-def of_evaluation(plan: Plan, engine: Engine, tokenizer: Any, device: str) -> Sampling:
-    """Return what samples at evaluations of a run without rollouts."""
-    return Sampling(plan, c.HFGenerator(max_new_tokens=most_new(plan)), engine, tokenizer, device)
+def sampling_of_evaluation(plan: Plan, engine: Engine, tokenizer: Any, device: str) -> Sampling:
+    """Return the Sampling for evaluations of a run without rollouts."""
+    return Sampling(
+        plan, c.HFGenerator(max_new_tokens=limit_of_new_tokens(plan)), engine, tokenizer, device
+    )
 
 
 def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
@@ -223,9 +225,9 @@ def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
 
 @dataclass(frozen=True)
 class Answers:
-    """Writes what the run answers on its prompts as events."""
+    """Answers held-out prompts with the current weights, and emits the answers as an event."""
 
-    # (requests, step, greedily), collective.
+    # Called as sample(requests, step, greedily); collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
     prompts: list[Prompt]
     tokenizer: Any

@@ -1,6 +1,6 @@
-"""Saving: what a checkpoint holds, what is reported of it, and how a failed one is tried again.
+"""`Saver`: what a checkpoint holds, how a save is reported, and when a failed save is tried again.
 
-The loop of a config and the loop of a session use the same `Saver`.
+The loop of a config and the loop of a session both use it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class SavedEngine(Protocol):
 
 
 class ResumeHints(NamedTuple):
-    """How an error message tells the user to go on: from the newest checkpoint, and from a folder (`{}`)."""
+    """How error messages tell the user to resume.
+
+    `newest`: from the newest checkpoint. `folder`: from a folder, whose path takes the place of {}.
+    """
 
     newest: str = "--resume"
     folder: str = "--resume {}"
@@ -49,18 +52,18 @@ class Saver:
     emit: Emit
     gather: Gather
     stop_flag: StopFlag
-    # The step whose checkpoint is written or on its way; -1 for none.
+    # The step of the newest checkpoint that was written, or is being written; -1 for none.
     saved_step: int = -1
     resume: ResumeHints = ResumeHints()
     memory: Memory | None = None
-    # Failed saves in a row.
+    # How many saves in a row have failed.
     failed: int = 0
-    # Whether the last state could not be kept in memory; only the first failure is reported.
+    # Whether the last state could not be kept in memory. Of failures in a row one is reported.
     memory_failed: bool = False
-    # The metric with which the last checkpoint was saved.
+    # The metric with which the last checkpoint was saved; None without one.
     metric: float | None = None
-    # The step from which on a failed save is tried again. Each rank has its own; the highest
-    # decides.
+    # The step from which on a failed save is tried again; infinity if none has failed. Ranks may
+    # differ, and the highest counts.
     retry_at: float = math.inf
 
     def save(self, metric: float | None) -> None:
@@ -83,25 +86,25 @@ class Saver:
             self.memory_failed = result.error is not None
 
     def wait(self) -> None:
-        """Wait until nothing is on its way to disk or memory."""
+        """Wait until no save is in flight, to disk or to memory."""
         self.report(self.checkpointer.wait())
         if self.memory is not None:
             self.memory.wait()
 
     def save_last(self, metric: float | None) -> None:
-        """Leave the run with exactly these weights on disk, and with their metric if it is known.
+        """Save the current weights as the last ones of the run, and wait until they are on disk.
 
-        Collective. If the weights are saved already, a metric that is only known now is written
-        beside them.
+        Collective. If they are saved already, only a metric that was not known then is written into
+        their checkpoint.
 
-        A save that fails for a reason that may pass is tried again for `checkpoint.wait_seconds`.
-        After a stop signal it is tried for half of `launch.grace_seconds`; the other half is for
-        another disk.
+        A save that fails for a reason that may pass is repeated for `checkpoint.wait_seconds`. After
+        a stop signal it is repeated for half of `launch.grace_seconds`, and the other half is left
+        for `checkpoint.fallback_dir`.
 
         Raises NotSaved.
         """
-        # Waiting comes first: only then do all ranks know the same of the save under way, and
-        # decide alike.
+        # Waiting comes first: only after it do all ranks know the same of the save in flight, and
+        # so take the same decisions.
         self.report(self.checkpointer.wait())
         self.failed = 0
         self._write_missing_metric(metric)
@@ -126,7 +129,7 @@ class Saver:
             _, (rank_gives_up,) = self.gather({}, float(gives_up))
             if any(rank_gives_up):
                 self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)
-            # Nothing is trained beside it any more, and memory for copies may be what it lacked.
+            # Training is over, so a save may block it. Memory for copies may be what was lacking.
             self.checkpointer.asynchronous = False
             alive(math.inf)
             time.sleep(max(1.0, results[-1].seconds))
@@ -134,7 +137,7 @@ class Saver:
             self.memory.clear()
 
     def _write_missing_metric(self, metric: float | None) -> None:
-        """Write a metric beside weights that were saved before it was known."""
+        """Write a metric into the checkpoint of these weights, if they were saved without one."""
         was_saved_without = self.saved_step == self.state.step and self.metric is None
         if metric is None or not was_saved_without:
             return
@@ -142,7 +145,7 @@ class Saver:
         if error is None:
             self.metric = metric
         else:
-            # Saving again writes both, or says what is wrong with the disk.
+            # The weights are saved again, which writes both, or shows what is wrong with the disk.
             self.saved_step = -1
 
     def leave(self, number: int) -> NoReturn:
@@ -169,8 +172,8 @@ class Saver:
             self.failed += 1
             self.retry_at = result.step
             if result.begun:
-                # A save that broke off in the middle of writing is tried ever less often. Looking
-                # for room costs nothing.
+                # A save that failed while it was writing is tried after ever more steps. One that
+                # found too little space is tried again at once, since looking costs nothing.
                 self.retry_at += 2**self.failed
             is_reported_already = self.failed > 1 and not result.begun
             if not is_reported_already:
@@ -210,10 +213,7 @@ class Saver:
         }
 
     def _give_up(self, error: str, metric: float | None) -> NoReturn:
-        """Try the other disk, `checkpoint.fallback_dir`, and raise NotSaved.
-
-        The error says what lies where.
-        """
+        """Save to `checkpoint.fallback_dir` if it is set, and raise NotSaved, which says what lies there."""
         what = f"the last checkpoint could not be written: {error}"
         fix = f"free some space; {self.resume.newest} goes on from the newest checkpoint"
         folder = fallback_folder(self.plan.config, self.plan.run_dir)

@@ -8,10 +8,10 @@
             if s.step(max_grad_norm=1.0):
                 s.log(); s.save(every=100)
 
-The gradient of a step is that of Σ loss / Σ weight over the global batch, in two divisions.
-`backward` divides each loss sum by the number of samples of the global batch, which is known
-before. `step` multiplies the gradients once by samples / Σ weight over all ranks, which is known
-only then. So the gradients that fp16 and compression see keep their scale, and clipping sees the
+The gradient of a step is that of Σ loss / Σ weight over the global batch. Σ weight is known only
+after the last backward, so the division is made in two parts. `backward` divides each loss sum by
+the number of samples of the global batch. `step` multiplies the gradients by samples / Σ weight
+over all ranks. So fp16 and compression see gradients of the usual scale, and clipping sees the
 final gradient.
 """
 
@@ -50,26 +50,26 @@ from drumline.plan.resolve import batch_norm_why
 from drumline.system.output import Verbosity, say, say_note, verbosity
 from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Emit, Eval
-from drumline.train import own, session_checks
+from drumline.train import session_checks, session_parts
 from drumline.train.entry import MainReporter, Reporter, run_start
-from drumline.train.failure import fresh
+from drumline.train.failure import forget_first_error
 from drumline.train.garbage import GarbageCollection
-from drumline.train.hook import print_error, report, take_hook
-from drumline.train.model import Model
-from drumline.train.own import MAIN, Engines, Pair, Trained
 from drumline.train.restore import Start, checkpointer_of, memory_of
 from drumline.train.saving import ResumeHints, Saver
+from drumline.train.session_model import Model
+from drumline.train.session_parts import MAIN, Pair, SessionEngines, SessionModel
 from drumline.train.state import Goodput, PendingStep, TrainState, check_finite
+from drumline.train.uncaught import install_hook, print_error, report
 
 Collate = Callable[[list[Any]], Any]
 FIX = 'look at the samples, lower the rate, or pass over it: on_nan="skip"'
 
 
 class MicroBatch(NamedTuple):
-    """The place of the micro-batch that the user's loop is in."""
+    """The micro-batch that the user's loop is in."""
 
-    end: int  # position after its global batch
-    is_last: bool  # of its global batch
+    end: int  # the run's position after its global batch
+    is_last: bool  # whether it is the last one of its global batch
 
 
 class LogMark(NamedTuple):
@@ -109,16 +109,17 @@ class Session:
             resume: Go on from the newest checkpoint of `run_dir` (True), or from a checkpoint's folder.
             allow: Keys of the config that may differ on a resume.
             units: See engine.build.ModuleParts, also for `tp_plan`.
-            options: Those of train.own.OPTIONS.
+            options: Further keys of the YAML by short names, such as seed, device, keep and compile;
+                see train.session_parts.OPTIONS.
 
         Raises UserError, as all methods of the session do, for what cannot be done.
         """
-        take_hook()
-        fresh()
+        install_hook()
+        forget_first_error()
         join_tasks()
         ranks = Ranks.from_environment()
         run_dir = run_dir or default_run_dir(Path(sys.argv[0] or "session"))
-        self.plan = own.make_plan(
+        self.plan = session_parts.make_plan(
             strategy,
             precision,
             global_samples,
@@ -136,13 +137,13 @@ class Session:
         self.garbage = GarbageCollection(self.plan.config.run.collect_every)
         # The loss of the last evaluation, if no step came after it.
         self.metric: float | None = None
-        self._models: dict[str, Trained] = {}
+        self._models: dict[str, SessionModel] = {}
         self._micro_batch: MicroBatch | None = None
         self._last_log = LogMark(0, self.started, 0)
         self._epoch = 0.0
-        # The signal that asks some rank to stop; 0 for none.
+        # The signal by which some rank was asked to stop; 0 for none.
         self._stop_signal = 0
-        # Whether a loop has come to the end of its batches.
+        # Whether a loop over `batches` has come to its end.
         self._has_ended = False
 
     def __enter__(self) -> Self:
@@ -160,8 +161,8 @@ class Session:
             self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
         else:
             self.ranks = Ranks.from_environment()
-        # torch has put a hook of its own around ours, which drops what a hook prints that ends the
-        # process.
+        # torch has put a hook of its own around ours. If ours ends the process, as it does, that
+        # one would lose what ours prints.
         sys.excepthook = print_error
         self.device = "cpu"
         if plan.device == "cuda":
@@ -170,7 +171,7 @@ class Session:
         self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=counts)
         try:
             self.resume = RankGroup.all(error_type=EnvironmentFault).first(
-                lambda: own.claim_run_folder(plan, self.resume, self.allow, self.stack)
+                lambda: session_parts.claim_run_folder(plan, self.resume, self.allow, self.stack)
             )
         except EnvironmentFault:
             # Python calls `__exit__` only for a session that was entered.
@@ -217,24 +218,24 @@ class Session:
         For {name: (build, make_optimizer)} two dictionaries by name are returned.
         """
         pairs = session_checks.require_pairs(build, make_optimizer, bool(self._models))
-        pairs = own.check_optimizers(pairs)
+        pairs = session_parts.check_optimizers(pairs)
         session_checks.require_one_model(self.plan, len(pairs))
         memory = memory_of(self.plan, self.resume == Resume())
         start = self._find_start(memory)
         checkpoint: Path | None = None
         if start is not None:
             checkpoint = start.path
-        unfrozen = own.unfrozen_weights(checkpoint, pairs)
+        unfrozen = session_parts.unfrozen_weights(checkpoint, pairs)
         # With several models a backward may go through forwards of more than one of them.
         overlaps = len(pairs) == 1
         for name, pair in pairs.items():
             self._models[name] = self._build_model(name, pair, start, unfrozen[name], overlaps)
         engines = {name: model.engine for name, model in self._models.items()}
-        self.engines = Engines(engines, unfrozen)
+        self.engines = SessionEngines(engines, unfrozen)
         self._note_batch_norms()
         checkpointer = checkpointer_of(self.plan, "min")
         if memory is not None:
-            memory.begin()
+            memory.open_writer()
         self._state = TrainState()
         saved_step = -1
         if start is not None:
@@ -259,7 +260,7 @@ class Session:
         optimizers = {}
         for name, model in self._models.items():
             models[name] = Model(model.engine)
-            optimizers[name] = own.guard_optimizer(model.engine.optimizer)
+            optimizers[name] = session_parts.guard_optimizer(model.engine.optimizer)
         if MAIN in models:
             return models[MAIN], optimizers[MAIN]
         return models, optimizers
@@ -268,22 +269,22 @@ class Session:
         """Return what the run goes on from; None for a run that begins. Collective."""
         if self.resume is None:
             return None
-        return Start.find(self.plan, self.resume, memory)
+        return Start.resolve(self.plan, self.resume, memory)
 
     def _build_model(
         self, name: str, pair: Pair, start: Start | None, unfrozen: frozenset[str], overlaps: bool
-    ) -> Trained:
+    ) -> SessionModel:
         """Build one model and its optimizer, spread as planned. Collective.
 
-        `unfrozen`: weights that are trained although `build` has them frozen. `overlaps`: gradients
-        are reduced while backward still runs.
+        `unfrozen`: weights that are trained although `build` has them frozen. `overlaps`: whether
+        gradients may be reduced while backward still runs.
         """
         build, make_optimizer = pair
         checkpoint_keys = frozenset[str]()
         if start is not None:
             checkpoint_keys = start.keys_of(name)
         engine = build_module(
-            own.plan_of_model(self.plan, name),
+            session_parts.plan_of_model(self.plan, name),
             build,
             self.device,
             checkpoint_keys,
@@ -292,10 +293,10 @@ class Session:
             overlaps=overlaps,
             unfrozen=unfrozen,
         )
-        return Trained(engine)
+        return SessionModel(engine)
 
     def _note_batch_norms(self) -> None:
-        """Print on rank 0 what batch norms of the models do when the batch is spread."""
+        """Print on rank 0 how batch norms of the models see a batch that is spread over ranks."""
         if not self.is_first:
             return
         for model in self._models.values():
@@ -339,12 +340,12 @@ class Session:
         Waits for the device. One rank alone may read it. Raises UserError before this start's
         first step, and in a session of several models, which has `losses`.
         """
-        return own.last_step(self._models, "loss").loss
+        return session_parts.last_step(self._models, "loss").loss
 
     @property
     def grad_norm(self) -> float:
         """The global gradient norm of the last step, before clipping; like `loss` otherwise."""
-        return own.last_step(self._models, "grad_norm").grad_norm
+        return session_parts.last_step(self._models, "grad_norm").grad_norm
 
     @property
     def losses(self) -> dict[str, float]:
@@ -406,7 +407,7 @@ class Session:
                 model.sums = []
                 model.has_stepped = False
             end = self.position + self.plan.batch.global_samples
-            self._epoch = own.passes_until(dataset, end)
+            self._epoch = session_parts.passes_until(dataset, end)
             for index, samples in enumerate(micro_batches):
                 seed_step(seed, self.steps, *self.plan.mesh.stream(self.ranks.rank), index)
                 is_last = index == len(micro_batches) - 1
@@ -456,7 +457,7 @@ class Session:
         `weight`: the part of this micro-batch in what the loss is divided by: samples, or tokens.
         The weights of the global batch are summed.
         """
-        model = own.find_model(self._models, of)
+        model = session_parts.find_model(self._models, of)
         session_checks.require_sum(loss_sum, weight, self.plan.engine != "pipeline")
         # A loss may go through other models, whose gradients it must not change.
         other_grads = []
@@ -468,7 +469,7 @@ class Session:
         model.engine.backward(loss_sum, float(self.plan.batch.global_samples))
         for parameter, gradient in other_grads:
             parameter.grad = gradient
-        sums = [own.to_scalar(value, self.device) for value in (loss_sum, weight)]
+        sums = [session_parts.to_scalar(value, self.device) for value in (loss_sum, weight)]
         model.sums.append(torch.stack(sums))
 
     def step(
@@ -484,7 +485,7 @@ class Session:
             lr: For all groups of the optimizer; None: as the groups have it.
         """
         session_checks.require_rates(max_grad_norm, lr)
-        model = own.find_model(self._models, of)
+        model = session_parts.find_model(self._models, of)
         micro_batch = self._micro_batch
         if micro_batch is None or not micro_batch.is_last:
             return False
@@ -507,7 +508,7 @@ class Session:
         engine.max_grad_norm = max_grad_norm
         grad_norm = engine.grad_norm()
         is_finite = torch.isfinite(gathered["loss"]) & torch.isfinite(grad_norm)
-        own.take_step(engine, lr, grad_norm, is_finite)
+        session_parts.take_step(engine, lr, grad_norm, is_finite)
         gathered.fetch(grad_norm)
 
         self.metric = None
@@ -528,20 +529,20 @@ class Session:
         return True
 
     def _stepped(self) -> list[str]:
-        """Return the models that have made their step of the global batch."""
+        """Return the names of the models that have made their step of the global batch."""
         return [name for name, model in self._models.items() if model.has_stepped]
 
     def _unused(self) -> list[str]:
-        """Return the models whose gradients no step has used yet."""
+        """Return the names of the models with gradients that no step has used yet."""
         return [
             name for name, model in self._models.items() if model.sums and not model.has_stepped
         ]
 
-    def _finish_pending_steps(self, models: Iterable[Trained] | None = None) -> None:
+    def _finish_pending_steps(self, models: Iterable[SessionModel] | None = None) -> None:
         """Read the numbers of pending steps, of all models by default, and act on them.
 
-        All ranks call it after the same steps. It is not called by properties, which one rank alone
-        may read. Raises TrainingStopped if a step that is not finite is one too many.
+        All ranks must call it after the same steps. So properties, which one rank alone may read,
+        do not call it. Raises TrainingStopped if a step that is not finite is one too many.
         """
         if models is None:
             models = self._models.values()
@@ -618,7 +619,7 @@ class Session:
                 values = session_checks.require_measured(measure(batch))
                 for name, value in values.items():
                     scalar = torch.as_tensor(value, device=self.device).double().reshape(())
-                    # A sample that another rank has as well counts 0.
+                    # `counts` is 0 for a sample that another rank counts.
                     part = scalar * counts
                     sums[name] = sums.get(name, torch.zeros_like(part)) + part
         return sums
@@ -649,7 +650,7 @@ class Session:
         self._last_log = LogMark(self.steps, now, self._state.tokens + pending_tokens)
         steps = max(1, self.steps - before.steps)
         first_model = next(iter(self._models.values()))
-        event = own.step_event(
+        event = session_parts.step_event(
             self.steps,
             self.plan,
             first_model.engine,

@@ -1,4 +1,4 @@
-"""What a session refuses: each check raises UserError with what to do instead."""
+"""Checks of what the user gives to a session. Each raises UserError with what to do instead."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from drumline.errors import UserError
 from drumline.plan.plan import Plan
 from drumline.system.output import say
-from drumline.train.own import MAIN
-from drumline.train.state import keyed
+from drumline.train.session_parts import MAIN
+from drumline.train.state import encode_keys
 
 
 def require_pairs(build: Any, make_optimizer: Any, is_prepared: bool) -> dict[str, Any]:
@@ -34,10 +34,7 @@ def require_pairs(build: Any, make_optimizer: Any, is_prepared: bool) -> dict[st
 
 
 def _are_well_formed(pairs: Mapping[str, Any]) -> bool:
-    """Whether each pair has a make_optimizer and a usable name.
-
-    The name is a part of tensors' names in a checkpoint.
-    """
+    """Whether each pair has a make_optimizer, and a name that can be part of names in a checkpoint."""
     has_optimizers = all(make_optimizer is not None for _, make_optimizer in pairs.values())
     return has_optimizers and not any("/" in name or "." in name for name in pairs)
 
@@ -63,12 +60,11 @@ def require_one_model(plan: Plan, models: int) -> None:
 
 
 def require_free(is_in_batch: bool, unused: list[str]) -> None:
-    """Raise UserError if a loop over batches is not the only one.
+    """Raise UserError if a loop over batches may not begin now.
 
-    It begins within another one, or after one that was left in the middle.
-
-    `unused`: models that have gradients which no step has used. The samples of such a loop are
-    taken again, and their gradients would be there already.
+    `is_in_batch`: another loop is in a micro-batch. `unused`: the models with gradients that no step
+    has used, so an earlier loop was left in the middle of a global batch. Its samples would be taken
+    again, on top of these gradients.
     """
     if is_in_batch:
         raise UserError(
@@ -86,7 +82,7 @@ def require_free(is_in_batch: bool, unused: list[str]) -> None:
 
 
 def require_more(has_rows: bool, has_ended: bool) -> None:
-    """Raise UserError if a loop gets no batches because the run has come to its end."""
+    """Raise UserError if a loop got no batches because an earlier one has ended the run."""
     if has_ended and not has_rows:
         raise UserError(
             "the run is at its end: epochs and steps count the whole run, whatever loop takes its batches",
@@ -96,11 +92,10 @@ def require_more(has_rows: bool, has_ended: bool) -> None:
 
 
 def require_sum(loss_sum: Any, weight: Any, needs_gradients: bool) -> None:
-    """Raise UserError for a loss sum or a weight that is no number.
+    """Raise UserError unless a loss sum is a tensor of one number, and a weight a number from 0 on.
 
-    A loss sum is a tensor of one number, and a weight a number of 0 or more.
-
-    Nothing that lies on the device is read. `needs_gradients`: this rank trains from the loss.
+    `needs_gradients`: whether the loss must have gradients on this rank. No value on the device is
+    read.
     """
     fix = "call s.backward(losses.sum(), number of samples or tokens)"
     if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
@@ -130,7 +125,7 @@ def require_sum(loss_sum: Any, weight: Any, needs_gradients: bool) -> None:
 
 
 def require_rates(max_grad_norm: float | None, lr: float | None) -> None:
-    """Raise UserError for arguments of `step` that would not train the model, or uphill."""
+    """Raise UserError for arguments of `step` by which the model would not learn."""
     # A comparison with NaN is false, so NaN is refused, too.
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise UserError(
@@ -147,9 +142,7 @@ def require_rates(max_grad_norm: float | None, lr: float | None) -> None:
 
 
 def require_measured(result: Any) -> dict[str, Any]:
-    """Return the sums that the `measure` of `evaluate` returned, by name.
-
-    `loss` and `weight` are among them.
+    """Return what the `measure` of `evaluate` returned as sums by name, with `loss` and `weight`.
 
     Raises UserError for another form than (loss sum, weight) or (loss sum, weight, {name: sum}).
     """
@@ -210,9 +203,9 @@ def require_json(state: dict[str, Any]) -> None:
 
 
 def drop_unless_json(state: dict[str, Any]) -> None:
-    """Delete the values of `session.state` that JSON cannot hold.
+    """Delete the values of `session.state` that JSON cannot hold, with a warning for each.
 
-    Each is named in a line. The last save must not fail by them.
+    Otherwise they would make the last save fail.
     """
     for key, value in list(state.items()):
         complaint = _json_complaint(key, value)
@@ -224,7 +217,7 @@ def drop_unless_json(state: dict[str, Any]) -> None:
 def _json_complaint(key: str, value: Any) -> str | None:
     """Return why JSON cannot hold an entry of `session.state`; None if it can."""
     try:
-        json.dumps(keyed({key: value}))
+        json.dumps(encode_keys({key: value}))
     except (TypeError, ValueError):
         return f"s.state[{key!r}] is a {type(value).__name__}, which JSON does not have"
     return None

@@ -1,6 +1,6 @@
-"""Make the plan of a run and its folder.
+"""Make the plan of a run, and claim its folder.
 
-Everything here happens once, before any rank starts and outside any collective.
+All of this happens once, in one process, before the ranks start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drumline.checkpoint.load import named, state_to_resume
+from drumline.checkpoint.load import named_state, state_to_resume
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import Store, require_unused
 from drumline.checkpoint.retention import recover
@@ -69,7 +69,7 @@ from drumline.system.output import plural
 from drumline.telemetry.trackers import check_installed, find_callbacks
 from drumline.train.state import fallback_folder
 
-# What `drumline eval` knows of the base model before there is a run.
+# The file that `drumline eval` may have written into the run folder, before there is a run.
 EVAL_RESULTS = "eval.json"
 
 
@@ -79,13 +79,13 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     It runs on one host, before any rank starts. The cheapest checks come first, so that a mistake
     in the config does not show after an hour of preparing data.
 
-    `dry_run`: prepare and download nothing; data that are not prepared are missing in the plan.
+    `dry_run`: nothing is prepared or downloaded. If the data are not prepared, the plan has none.
     """
     config = request.loaded.config
     base_dir = request.loaded.base_dir
     _check_request(request)
     if config.plain:
-        return own_plan(request, dry_run, on_progress)
+        return plan_own_module(request, dry_run, on_progress)
     rollout = config.algorithm.rollout
     if config.adapter.kind == "lora":
         require_package("peft", "adapter")
@@ -133,15 +133,14 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
 
 
 def _check_request(request: Request) -> None:
-    """Raise the errors that need no work.
+    """Raise the errors of a request that can be found at once.
 
-    They are those of the checkpoint, the URL, the trackers, the callbacks and the optimizer of a
-    request.
+    These concern the checkpoint to resume from, the URL, trackers, callbacks and the optimizer.
     """
     config = request.loaded.config
     base_dir = request.loaded.base_dir.absolute()
     if request.resume is not None and request.resume.place is not None:
-        named(request.resume.place)
+        named_state(request.resume.place)
     if config.checkpoint.url:
         # Raises EnvironmentFault if fsspec lacks what the URL requires.
         Store(config.checkpoint.url)
@@ -153,9 +152,10 @@ def _check_request(request: Request) -> None:
 def _check_with_weights(
     plan: Plan, config: Config, base_dir: Path, on_progress: OnProgress
 ) -> Plan:
-    """Check what a dry run cannot, and return the plan.
+    """Check what a dry run cannot check, and return the plan.
 
-    The plan gets a digest of weights that are not saved with the run: a resume compares it.
+    If weights are frozen, and so are not saved with the run, the plan gets a digest of them, which
+    a resume compares.
     """
     engine_of(plan.config.strategy).require(plan, on_progress)
     _require_samples_and_tasks(plan, base_dir)
@@ -173,15 +173,15 @@ def _with_prediction(
     facts: ModelFacts,
     why: list[str],
 ) -> Plan:
-    """Return the plan with what it is expected to need, and with what follows from that.
+    """Return the plan with the prediction of its time and memory, and with what follows from it.
 
-    `config`: as it was before it was resolved. `why`: lines that explain the plan so far.
+    `config`: the one that was resolved into the plan. `why`: lines that explain the plan so far.
     """
     devices = plan.mesh.world_size * plan.devices_per_rank
     cluster, _ = cluster_here(config, machine, plan.device, devices)
     about_network = network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)
     if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
-        # A strategy that the planner has chosen keeps to the budget already.
+        # If the planner chose the strategy, it has kept to the budget already.
         plan = within_budget(plan, facts, cluster, kinds_of(config.memory))
     plan = plan.model_copy(update={"why": [*why, *about_network, *plan.why]})
     plan = predict(plan, facts, cluster)
@@ -193,11 +193,9 @@ def _with_prediction(
 def _choose_open_keys(
     question: Question, about_cluster: list[str], on_progress: OnProgress
 ) -> tuple[Config, list[str]]:
-    """Return the config with what it leaves to the planner filled in, and why.
+    """Return the config with the strategy and whether to compile, if it leaves these open, and why.
 
-    That is the strategy, and whether to compile.
-
-    `about_cluster`: lines on the devices that a strategy is chosen for.
+    `about_cluster`: lines on the devices, which explain the choice of a strategy.
     """
     config = question.config
     why: list[str] = []
@@ -231,7 +229,7 @@ def _prepare_data(
     if data is None:
         return None
     if config.model.init == "pretrained":
-        # The rows of a trained head are in that order.
+        # The rows of the model's trained head are in this order.
         labels = order_classes(policy.hf_config, data.labels)
         data = data.model_copy(update={"labels": labels})
     _require_measured(config, data.labels)
@@ -258,10 +256,10 @@ def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
 
 
 def find_roles(config: Config, policy: FoundModel, on_progress: OnProgress) -> dict[str, RolePlan]:
-    """Return for each auxiliary model, by the name of its role, what it is and where it lies.
+    """Return the plan of each auxiliary model, by the name of its role.
 
-    Raises ModelError for a model that reads other tokens than the policy writes, and for a frozen
-    one without a trained head.
+    Raises ModelError for a model with another tokenizer than the policy's, and for a frozen model
+    without a trained head.
     """
 
     def find(model: ModelConfig) -> FoundModel:
@@ -355,7 +353,7 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
 
 
 def _build_on_meta(plan: Plan, path: str | None, config: ModelConfig, head: Head) -> Any:
-    """Return a model without memory for its weights."""
+    """Return a model on the meta device, so without memory for its weights."""
     hf_config = set_classes(models.load_config(path, config), head, plan.labels)
     return models.build_without_memory(hf_config, head)
 
@@ -413,7 +411,7 @@ def _require_samples_and_tasks(plan: Plan, base_dir: Path) -> None:
         tasks.require(plan.config.eval, base_dir)
 
 
-def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
+def plan_own_module(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     """Return the plan for a module of the user's own.
 
     Nothing is predicted: only the module itself knows what it computes. The module is laid out here
@@ -535,7 +533,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
     run_dir = Path(plan.run_dir)
     # First, since a save that a crash has broken off may hide the newest checkpoint.
     recover(run_dir / CHECKPOINTS)
-    start = resume_from(run_dir, request, plan)
+    start = resume_from(request, plan)
     if request.resume is None:
         _require_empty(run_dir)
         if plan.config.checkpoint.url:
@@ -595,11 +593,11 @@ def _make_fallback(plan: Plan) -> None:
             folder.rmdir()
 
 
-def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
+def resume_from(request: Request, plan: Plan) -> Resume | None:
     """Return what the ranks resume from; None for a run that starts afresh.
 
-    Only the saved config and data are looked at: the ranks verify the checkpoint itself, each a
-    part of it. Raises CheckpointError.
+    Raises CheckpointError if the checkpoint's config or data differ in what matters. The tensors
+    are not looked at here: the ranks verify them together.
     """
     if request.resume is None:
         return None
@@ -613,13 +611,12 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
     return Resume(path)
 
 
-def as_before(plan: Plan, request: Request) -> Plan:
-    """Return the plan with the learning rate that the run has had.
+def keep_learning_rate(plan: Plan, request: Request) -> Plan:
+    """Return the plan of a resumed run with the learning rate that the run has had.
 
-    It is kept if only the number of devices, by which it is scaled, is new.
-
-    If the next step's rate is not that of the schedule so far, a line says so. Raises
-    CheckpointError.
+    The rate is scaled by the number of devices. If only that has changed, the run keeps its rate.
+    If the rate of the next step differs from what the schedule would have given, a note says so.
+    Raises CheckpointError.
     """
     if request.resume is None:
         return plan
@@ -627,24 +624,24 @@ def as_before(plan: Plan, request: Request) -> Plan:
     if saved_state is None:
         return plan
     path, state = saved_state
-    plan = _with_rate_of(path, state, plan, request)
+    plan = _with_saved_rate(path, state, plan, request)
     why = _change_of_schedule(state, plan)
     if why is None:
         return plan
     saved = saved_config(state["config"], plan.config, request.allow, path)
     _, refused_keys = _changed_keys(saved, state, plan, request.allow)
     if refused_keys:
-        # `claim_run_dir` refuses this start, with a line of its own.
+        # `claim_run_dir` is going to refuse this start, so a note about the rate would be in the way.
         return plan
     notes([why])
     return plan.model_copy(update={"why": [*plan.why, why]})
 
 
-def _with_rate_of(path: str, state: dict[str, Any], plan: Plan, request: Request) -> Plan:
-    """Return the plan with a checkpoint's learning rate, if only other devices change it.
+def _with_saved_rate(path: str, state: dict[str, Any], plan: Plan, request: Request) -> Plan:
+    """Return the plan with a checkpoint's learning rate, if only the number of devices changes it.
 
-    `path`, `state`: of the checkpoint. The rate may change if the user allows it, or if the global
-    batch is another one, which the scaling is for.
+    It changes if the user allows that, or if the global batch is another one, for which the rate is
+    meant to scale. `path`, `state`: of the checkpoint.
     """
     lr = state.get("lr")
     if lr is None or lr == plan.lr or plan.config.optimizer.lr_scaling == "none":
@@ -665,8 +662,8 @@ def _with_rate_of(path: str, state: dict[str, Any], plan: Plan, request: Request
 def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
     """Return a line on why the learning rate jumps between the last step and the next one.
 
-    Returns None if the schedule goes on as it was, and for checkpoints of older versions, which do
-    not have its length. `state`: of the checkpoint.
+    None if the schedule goes on as before, and for a checkpoint of an older version, which does not
+    say how long the schedule was. `state`: of the checkpoint.
     """
     step = state["trainer"].get("step")
     lr = state.get("lr")

@@ -1,4 +1,8 @@
-"""The state of a run: its counters, how its time was spent, and the pending step."""
+"""The state of a run: its counters, the step whose numbers are still on their way, and its time.
+
+`TrainState` is what a checkpoint holds, `PendingStep` a step that was made and not yet reported,
+and `Goodput` the seconds of the process by what they were spent on.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,11 @@ from drumline.telemetry.events import Emit, Nonfinite
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
 MAX_RESCALES = 20
-# Fields of TrainState whose values may be functions, which are called when a checkpoint is made.
+# Fields of TrainState whose values may be functions, which `TrainState.dump` calls.
 CALLED_AT_SAVE = ("stream", "spikes")
-# The only key of an encoded dictionary whose keys are not all strings; see `keyed`.
+# The only key of a dictionary that `encode_keys` returns for one with other keys than strings.
 PAIRS = "drumline: keys and values"
-# The name of a sum over ranks that step without their peers: the squared norms of their own
-# gradients.
+# The name of the sum of all ranks' squared gradient norms, if ranks step without their peers.
 SQUARES = "squared_norms"
 
 Number = TypeVar("Number", float, list[float])
@@ -48,27 +51,27 @@ class TrainState:
     tokens: int = 0
     # The best eval.metric so far.
     best: float | None = None
-    # Skipped steps in a row.
+    # How many steps in a row were skipped until now.
     skips: int = 0
-    # Steps at the last evaluation; 0 before the first; -1 in checkpoints of older versions.
+    # The step of the last evaluation; 0 before the first; -1 in checkpoints of older versions.
     evaluated: int = -1
-    # The metric that eval.patience compares with, and how many evaluations in a row were not
-    # better.
+    # For eval.patience: the metric that an evaluation has to improve on, and how many evaluations
+    # in a row have not.
     mark: float | None = None
     stale: int = 0
     # What the stream of batches needs, besides `position`, to continue.
     stream: dict[str, Any] = field(default_factory=dict)
-    # What health.on_spike compares with, and the batches that it has passed over.
+    # What `health.Spikes.state` returns.
     spikes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.stream = unkeyed(self.stream)
+        self.stream = decode_keys(self.stream)
 
     def dump(self) -> dict[str, Any]:
         """Return the state as a checkpoint stores it.
 
-        Functions among the values of `stream` and `spikes` are called now. Collective, as a save
-        is.
+        Functions among the values of `stream` and `spikes` are replaced by what they return now.
+        Collective, because they may be.
         """
         dumped = dict(vars(self))
         for name in CALLED_AT_SAVE:
@@ -76,44 +79,46 @@ class TrainState:
             for key, value in dumped[name].items():
                 values[key] = value() if callable(value) else value
             dumped[name] = values
-        dumped["stream"] = keyed(dumped["stream"])
+        dumped["stream"] = encode_keys(dumped["stream"])
         return dumped
 
 
-def keyed(value: Any) -> Any:
-    """Return `value` with every dictionary in a form that JSON can hold.
+def encode_keys(value: Any) -> Any:
+    """Return `value` with dictionaries in a form that JSON can hold; `decode_keys` undoes it.
 
-    JSON has only strings as keys: a dictionary with a number or None among its keys becomes
-    `{PAIRS: [[key, value], …]}`. A dictionary with any other key is returned as it is.
+    JSON has only strings as keys, so a dictionary with a number or None among its keys becomes
+    `{PAIRS: [[key, value], …]}`. A dictionary with any other key is returned as it is, and JSON
+    will refuse it.
     """
     if isinstance(value, list | tuple):
-        return [keyed(each) for each in value]
+        return [encode_keys(each) for each in value]
     if not isinstance(value, dict):
         return value
     if not all(isinstance(key, str | int | float | None) for key in value):
         return value
-    pairs = [[key, keyed(each)] for key, each in value.items()]
+    pairs = [[key, encode_keys(each)] for key, each in value.items()]
     if all(isinstance(key, str) for key in value):
         return dict(pairs)
     return {PAIRS: pairs}
 
 
-def unkeyed(value: Any) -> Any:
-    """Return what `keyed` received, from what JSON made of its result."""
+def decode_keys(value: Any) -> Any:
+    """Return the value that `encode_keys` was given, from its result after a way through JSON."""
     if isinstance(value, list):
-        return [unkeyed(each) for each in value]
+        return [decode_keys(each) for each in value]
     if not isinstance(value, dict):
         return value
     items = value.items()
     if value.keys() == {PAIRS}:
         items = value[PAIRS]
-    return {key: unkeyed(each) for key, each in items}
+    return {key: decode_keys(each) for key, each in items}
 
 
 class StepNumbers(NamedTuple, Generic[Number]):
-    """Numbers of a step that each rank reports with its sums, in the order in which they are sent.
+    """Numbers that each rank reports with the sums of a step, in the order in which they are sent.
 
-    A rank sends floats. What arrives is a list for each field, with a float for each rank.
+    A rank sends a float for each field. What arrives is a list for each field, with one float for
+    each rank.
     """
 
     # Number of the signal by which this rank was asked to stop; 0 for none.
@@ -138,25 +143,23 @@ class ArrivedNumbers(NamedTuple):
 
 @dataclass
 class PendingStep:
-    """A step whose numbers may still be on their way to the host.
+    """A step that was made, whose numbers may still be on their way to the host.
 
-    Its update is made, or under way on a GPU.
-
-    A session sets `gathered` and `step` alone; the other fields belong to `Loop`.
+    A session sets only `gathered` and `step`; the other fields are for `Loop`.
     """
 
     gathered: Gathered
     step: int  # steps done, with this one
-    denominator: float = 0.0  # of the loss; 0 means the sum `weight`
+    denominator: float = 0.0  # of the loss; 0: the sum `weight` is the denominator
     position: int = 0
-    # Of the global batch, without fillers.
+    # The samples of the global batch, without fillers.
     sample_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     tokens: int = 0
     lr: float = 0.0
-    began: float = 0.0  # unix time, before the batch was waited for
+    began: float = 0.0  # unix time, before waiting for the batch
     data_s: float = 0.0  # seconds that this rank waited for data
     sent_bytes: int | None = None
-    timing: str | None = None  # under which name `Measure` collects the step's seconds
+    timing: str | None = None  # the name under which `Measure` collects the step's seconds
     limit: float | None = None  # a larger loss is a spike
     is_logged: bool = False
 
@@ -223,17 +226,18 @@ def check_finite(
     where: str,
     fix: str,
 ) -> None:
-    """Count a step whose loss or gradient norm is not finite.
+    """Count and report a step whose loss or gradient norm is not finite.
 
-    After too many in a row the run is stopped.
-
-    Such a step has left the weights as they were. An event names its samples.
+    Such a step has left the weights as they were. An event names its samples. A step that is finite
+    sets the count back to 0.
 
     Args:
-        rescales: The loss scale of fp16 may have been too large; the engine has halved it.
+        rescales: The engine scales the loss (fp16). A norm that is not finite, beside a finite loss,
+            then only means that the scale was too large, and the engine has halved it.
         where, fix: Of the error.
 
-    Raises TrainingStopped if the policy (`health.on_nan`) says so.
+    Raises TrainingStopped if the policy (`health.on_nan`) is to stop, or after too many such steps
+    in a row.
     """
     if pending.is_finite:
         state.skips = 0
@@ -263,11 +267,11 @@ def check_finite(
 def rate_evaluation(
     metrics: dict[str, float], options: EvalConfig, state: TrainState
 ) -> tuple[float | None, bool]:
-    """Return eval.metric of an evaluation, and whether it is the best so far.
+    """Return (eval.metric of an evaluation, whether it is the best so far), and update `state`.
 
-    The metric is None if it is one of a task that was not scored this time. `state` takes the best
-    metric, and counts for eval.patience. The untrained weights are the base line, and never the
-    best: a run exports something that it trained.
+    The metric is None if it belongs to a task that was not scored this time. At step 0 it is never
+    the best, so that a run exports weights that it has trained. `state` gets the best metric, and
+    what eval.patience counts.
 
     Raises ConfigError if there is no such metric.
     """
@@ -316,7 +320,7 @@ def is_due(every: int | None, before: int, now: int) -> bool:
 def fallback_folder(config: Config, run_dir: str) -> Path | None:
     """Return the folder for the last checkpoint of a run whose own disk is full.
 
-    It lies in `checkpoint.fallback_dir` and is the run's own; None if that key is not set.
+    It is a folder in `checkpoint.fallback_dir` that no other run uses; None without that key.
     """
     if config.checkpoint.fallback_dir is None:
         return None
@@ -362,9 +366,9 @@ class Goodput:
         self._part_began = now
 
     def end_startup(self) -> None:
-        """Count all time that no category has claimed as start-up.
+        """Count all time so far that no category has claimed as start-up.
 
-        Called as a step begins; only the first call counts.
+        Called when a step begins; only the first call does something.
         """
         if self._has_stepped:
             return
@@ -373,9 +377,9 @@ class Goodput:
         self.seconds["startup"] = time.time() - self.started - claimed
 
     def report_startup(self) -> dict[str, float] | None:
-        """Return the seconds of each part of start-up, once, after the first step; then None.
+        """Return the seconds of each part of start-up, at the first call; None at later ones.
 
-        The first step is one of the parts, as it compiles.
+        Called after the first step, which is the last of the parts, because it compiles.
         """
         if self._has_reported_startup:
             return None

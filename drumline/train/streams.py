@@ -1,7 +1,7 @@
-"""The batches of one rank, for training and evaluation.
+"""The batches of one rank, for training and evaluation, on its device.
 
-Some objectives need numbers over a whole global batch before their loss: `FirstPass` computes them
-in a pass without gradients.
+Some objectives need numbers over a whole global batch before they can compute a loss. `FirstPass`
+computes these in a pass without gradients, and puts them into the batches.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Streams:
     """Batches of one data rank, on its device."""
 
     training: Iterable[GlobalBatch]
-    # For each evaluation set, by name, what gives its batches, each sample once.
+    # For each evaluation set, by name: a function that returns its batches, with each sample once.
     held_out: dict[str, Batches]
-    # Gives all samples of a cache folder, once.
+    # Returns batches with all samples of a cache folder, each once.
     once: Callable[[str], Iterable[GlobalBatch]]
 
 
@@ -60,8 +60,8 @@ def fixed_width(plan: Plan) -> int | None:
 def open_samples(plan: Plan, folder: str) -> Any:
     """Return the token cache in a folder.
 
-    For a module of the user's own, return the samples of the sources that `folder` names: train, or
-    eval/SET.
+    For a module of the user's own there is no cache. Then `folder` is "train" or "eval/SET", and
+    the samples of those sources are returned.
     """
     if not plan.config.plain:
         return TokenCache.open(Path(folder))
@@ -73,10 +73,10 @@ def open_samples(plan: Plan, folder: str) -> Any:
     return read_samples(sources, Path(plan.base_dir), Draws(0).used)
 
 
-def order_of(plan: Plan, samples: int) -> Order:
-    """Return the order of the training samples, which is the same on all ranks.
+def training_order(plan: Plan, samples: int) -> Order:
+    """Return the order in which the samples of the training cache are taken, the same on all ranks.
 
-    `samples`: how many there are in the cache. A mixture and a curriculum have orders of their own.
+    `samples`: how many there are.
     """
     config = plan.config
     seed = derive(config.run.seed, "order")
@@ -120,17 +120,17 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
         seed,
         falling=curriculum is not None and curriculum.reverse,
         known=known,
-        # Global batches that are drawn ahead, that which is trained, and one more.
+        # The global batches that are drawn ahead, the one that is trained on, and one more.
         margin=(config.data.prefetch + 2) * plan.batch.global_samples,
         weighted=any(source.weight is not None for source in config.data.train),
     )
 
 
 class Copies:
-    """Copies micro-batches to the device.
+    """Copies micro-batches to the device, while the device still computes the step before.
 
-    On a GPU they come from page-locked memory, which the thread that collates fills, through a CUDA
-    stream of their own. The host is ahead of the device, so a copy runs beside the step before.
+    For that, on a GPU, micro-batches are collated into page-locked memory, and copied on a CUDA
+    stream of their own.
     """
 
     def __init__(self, device: str) -> None:
@@ -139,13 +139,13 @@ class Copies:
         if torch.device(device).type == "cuda":
             self.stream = torch.cuda.Stream(device)
 
-    def pinned(self, collate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `collate` with its tensors in page-locked memory."""
+    def pin(self, collate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a collate function whose tensors are in page-locked memory, if there is a GPU."""
         if self.stream is None:
             return collate
         return lambda *columns: collate(*columns).each(pin_memory)
 
-    def moved(self, micro_batches: list[Any]) -> list[Any]:
+    def move(self, micro_batches: list[Any]) -> list[Any]:
         """Return micro-batches on the device.
 
         The host does not wait for the copies; the step's stream does.
@@ -174,9 +174,10 @@ def build_streams(
     known: dict[str, Any] | None = None,
     step: int = 0,
 ) -> Streams:
-    """Return the batches of a data rank; training goes on after `step`, from `position`.
+    """Return the batches of a data rank. Training goes on after `step`, from sample `position`.
 
-    `makes`: this rank makes the blocks of a stream of data. `known`: see `Blocks.state`.
+    For a stream of data (`data.stream`): `makes` says whether this rank makes its blocks, and
+    `known` is what `Blocks.state` returned.
     """
     builder = StreamBuilder(plan, data_rank, device)
     return builder.build(position, makes, known or {}, step)
@@ -206,7 +207,7 @@ class StreamBuilder:
             order: Order = blocks
         else:
             cache = open_samples(plan, data.train_cache)
-            order = order_of(plan, len(cache))
+            order = training_order(plan, len(cache))
         training = self._stream(
             cache, order, plan.batch, position, stop, plan.config.data.prefetch, "batch"
         )
@@ -220,7 +221,7 @@ class StreamBuilder:
         """Return the batches of all samples of a folder, each once."""
         cache = open_samples(self.plan, folder)
         micro_batch = self.plan.batch.eval_micro_batch
-        # Stages of a pipeline work side by side on the micro-batches of one draw.
+        # A global batch has a micro-batch for each stage of a pipeline, so that all stages work.
         stages = self.plan.mesh.pp
         batch = BatchPlan(
             global_samples=micro_batch * stages * self.plan.mesh.data_ranks,
@@ -259,7 +260,7 @@ class StreamBuilder:
             self.plan.mesh.data_ranks,
             start,
             stop,
-            self.copies.pinned(self.collator(cache)),
+            self.copies.pin(self.collator(cache)),
             prefetch,
             previous,
         )
@@ -271,28 +272,26 @@ class StreamBuilder:
             if isinstance(batches.cache, Blocks):
                 stack.enter_context(closing(batches.cache))
             for batch in batches:
-                yield replace(batch, micro_batches=self.copies.moved(batch.micro_batches))
+                yield replace(batch, micro_batches=self.copies.move(batch.micro_batches))
 
 
 @dataclass(frozen=True)
 class FirstPass:
-    """`Algorithm.first_pass` on one rank: numbers over a global batch, before its loss."""
+    """Computes the numbers of `Algorithm.first_pass` over each global batch, before its loss."""
 
     algorithm: Algorithm
     read: Read
     engine: Engine
-    # Whether this rank adds the numbers of its samples; another rank with the same samples does
-    # not.
+    # Whether this rank counts its samples. Of several ranks with the same samples only one does.
     counts: bool
     device: str
 
-    def prepared(self, streams: Streams) -> Streams:
+    def add_to(self, streams: Streams) -> Streams:
         """Return the streams with `first` and `places_P` in every micro-batch.
 
-        Drawing from them is collective.
-
-        The numbers in a batch that is evaluated are those of the whole evaluation set, which is
-        gone through twice: how it is cut depends on how many ranks there are.
+        Drawing from them is collective. In training the numbers are over the global batch. In
+        evaluation they are over the whole set, which is gone through twice: how a set is cut into
+        batches depends on the number of ranks, and the result must not.
         """
         held_out: dict[str, Batches] = {}
         for name, batches in streams.held_out.items():
@@ -306,15 +305,14 @@ class FirstPass:
     def _filled_batches(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Yield batches, each with the numbers of its own samples."""
         for batch in batches:
-            yield filled(batch, FirstPassNumbers(self.numbers(batch)), 0)
+            yield add_first_numbers(batch, FirstPassNumbers(self.numbers(batch)), 0)
 
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
-        """Return what `read` gives for the samples of a global batch, fp64[N, K].
+        """Return what `read` returns for the samples of a global batch, fp64[N, K]. Collective.
 
-        The N samples are in the batch's order, without fillers.
-
-        It is the same on every rank, and on any number of ranks: one rank adds each sample's
-        numbers, the others add zeros.
+        The N samples are in the batch's order, without fillers. The result is the same on every
+        rank, and for any number of ranks: each sample's numbers come from one rank, and zeros are
+        added to them.
         """
         first_batches = [self.algorithm.first_batch(each) for each in batch.micro_batches]
         numbers_of = self.engine.infer(first_batches, self.read)
@@ -325,7 +323,7 @@ class FirstPass:
             for places, numbers_PK in zip(batch.places, numbers_of, strict=True):
                 places_P = copied_to(self.device, torch.from_numpy(places))
                 table_GK[places_P] = numbers_PK.double()
-        # By numbers of rows: of a mask the host would have to ask the device how many it chooses.
+        # Rows are chosen by number: with a mask the host would have to ask the device how many.
         real_N = torch.from_numpy(np.flatnonzero(batch.sample_ids >= 0))
         summed_GK = add_up(table_GK)
         return summed_GK[copied_to(self.device, real_N)]
@@ -333,20 +331,20 @@ class FirstPass:
     def _whole(self, batches: Batches) -> Iterator[GlobalBatch]:
         """Yield the batches of a set, each with the numbers of all samples of the set.
 
-        The set is drawn twice: all numbers have to be there before the first loss.
+        `batches` is called twice: all numbers have to be there before the first loss.
         """
         numbers_of = [self.numbers(batch) for batch in batches()]
         first = FirstPassNumbers(torch.cat(numbers_of))
         start = 0
         for batch, numbers_NK in zip(batches(), numbers_of, strict=True):
-            yield filled(batch, first, start)
+            yield add_first_numbers(batch, first, start)
             start += len(numbers_NK)
 
 
-def filled(batch: GlobalBatch, first: FirstPassNumbers, start: int) -> GlobalBatch:
-    """Return a batch with `first` and `places_P` in its micro-batches.
+def add_first_numbers(batch: GlobalBatch, first: FirstPassNumbers, start: int) -> GlobalBatch:
+    """Return a batch whose micro-batches have `first`, and in `places_P` the rows of their samples.
 
-    Its own samples begin at row `start` of the numbers.
+    The batch's own samples begin at row `start` of the numbers in `first`.
     """
     is_real_G = batch.sample_ids >= 0
     # Fillers have no row.

@@ -34,8 +34,8 @@ MOST_ERROR = 300
 def metrics_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return task → metric → value of the harness's results.
 
-    A metric is `NAME`, or `NAME FILTER` if the answers were filtered. `metric_stderr` stands beside
-    it, if it was computed.
+    A metric is called NAME, or `NAME FILTER` if the answers were filtered. Its standard error, if it
+    was computed, is called NAME_stderr.
     """
     metrics: dict[str, dict[str, float]] = {}
     for task, values in results.items():
@@ -142,7 +142,7 @@ class Tasks:
         from lm_eval.models.huggingface import HFLM
 
         class Shared(HFLM):
-            """A model over which lm-eval shares out the questions of a task to the ranks."""
+            """lm-eval's model on this rank. The ranks share the questions of a task."""
 
             def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
                 """Return the numbers of all ranks, by rank."""
@@ -165,8 +165,7 @@ class Tasks:
                 alive(math.inf)
                 return super()._model_generate(*arguments, **options)
 
-        # What the harness does before, between and after its calls takes as long as tasks and their
-        # rows want.
+        # What the harness does between its calls of the model may also take long.
         alive(math.inf)
         module = self.model()
         with generating(module):

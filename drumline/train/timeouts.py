@@ -1,10 +1,8 @@
-"""After how many seconds a collective fails, by what the ranks are doing.
+"""After how many seconds a collective fails: soon within a step, later between steps.
 
-It is little within a step, and more between steps.
-
-The watcher of heartbeats names and ends ranks that hang long before (`system.heartbeat`). These
-limits are for runs that nobody watches. NCCL counts from when the host begins a collective, so all
-that the device has to do before it counts as well.
+The watcher of heartbeats (`system.heartbeat`) finds and ends ranks that hang long before these
+limits, which are for runs without a watcher. NCCL's time runs from when the host begins a
+collective, so it includes all that the device has to do before.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from drumline.dist.timeouts import set_timeout
 from drumline.plan.plan import Plan
 from drumline.system.network import LONG_SECONDS, START_SECONDS, STEP_SECONDS
 
-TIMES = 3.0  # a collective may take so many times the longest step
+TIMES = 3.0  # a collective may take this multiple of the longest step
 
 
 class CollectiveTimeout:
@@ -36,10 +34,10 @@ class CollectiveTimeout:
         self._set(start)
 
     def before_long_work(self, step: int) -> None:
-        """Set the limit for what takes long on some rank: an evaluation, a save, a rollout.
+        """Set the limit for work that takes long on some rank: an evaluation, a save, a rollout.
 
-        `step`: steps done. The limit stays until a step after them is over on all ranks: those that
-        are ready first wait in it for the others.
+        `step`: steps done. The limit holds until the next step is over on all ranks, because the
+        ranks that are ready first wait in that step for the others.
         """
         self.last = step
         self._set(LONG_SECONDS)
@@ -58,7 +56,9 @@ class CollectiveTimeout:
 
 
 def _may_wait_within_steps(plan: Plan) -> bool:
-    """Whether one rank may be held up within a step for longer than a step takes: it compiles, waits for a stream of data, or runs the
-    user's own code after it."""
+    """Whether one rank may be held up in a step for longer than a step usually takes.
+
+    That may be by compiling, by waiting for a stream of data, or by callbacks of the user.
+    """
     config = plan.config
     return config.compile.enabled or config.data.stream is not None or bool(config.run.callbacks)

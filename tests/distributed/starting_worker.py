@@ -22,7 +22,7 @@ from drumline.config.mesh import DIMENSIONS, Mesh
 from drumline.dist.mesh import device_mesh, gradient_group, side_group
 from drumline.dist.start import start, stop
 from drumline.dist.timeouts import set_timeout
-from drumline.train.failure import recording
+from drumline.train.failure import exit_on_error
 from drumline.train.timeouts import CollectiveTimeout
 
 
@@ -97,5 +97,5 @@ def follow_phases(groups: list[dist.ProcessGroup]) -> None:
 
 
 if __name__ == "__main__":
-    with recording():
+    with exit_on_error():
         main(sys.argv[1])

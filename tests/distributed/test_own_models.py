@@ -325,16 +325,12 @@ def test_a_run_does_not_go_on_with_other_rows(runs: Path) -> None:
         update={"identity": plan.data.identity.model_copy(update={"content": "other"})}
     )
     changed = plan.model_copy(update={"data": other})
-    run_dir = runs / "vit" / "alone"
-    assert resume_from(run_dir, Request(load_values(again, []), 1, Resume()), plan) == Resume()
+    assert resume_from(Request(load_values(again, []), 1, Resume()), plan) == Resume()
     with pytest.raises(
         DrumlineError, match=r"the training data changed since this checkpoint.*--allow data"
     ):
-        resume_from(run_dir, Request(load_values(again, []), 1, Resume()), changed)
-    assert (
-        resume_from(run_dir, Request(load_values(again, []), 1, Resume(), ("data",)), changed)
-        == Resume()
-    )
+        resume_from(Request(load_values(again, []), 1, Resume()), changed)
+    assert resume_from(Request(load_values(again, []), 1, Resume(), ("data",)), changed) == Resume()
 
 
 def test_there_is_nothing_to_plan(tmp_path: Path) -> None:

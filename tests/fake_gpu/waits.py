@@ -16,10 +16,10 @@ REASONS = {
     "dist/copies.py:read < engine/native.py:step": (
         "whether the step is finite: the optimizer cannot be told on the device (see `masks`)"
     ),
-    "dist/copies.py:read < engine/in_turn.py:step": (
+    "dist/copies.py:read < engine/per_parameter.py:step": (
         "whether the step is finite: an optimizer on the host has to know before it computes"
     ),
-    "engine/in_turn.py:step < engine/optimizer.py:take_step": (
+    "engine/per_parameter.py:step < engine/optimizer.py:take_step": (
         "an optimizer on the host waits for each gradient that it computes with; the later ones"
         " are copied meanwhile"
     ),

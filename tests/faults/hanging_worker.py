@@ -32,7 +32,7 @@ from drumline.plan.plan import Plan
 from drumline.system import heartbeat
 from drumline.telemetry.events import Eval, EventLog
 from drumline.train.entry import watch
-from drumline.train.failure import note, recording
+from drumline.train.failure import exit_on_error, note
 
 STEP_SECONDS, REPORT_SECONDS = 0.02, 15.0
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--resume")
     plan = Plan.load(parser.parse_args().plan)
     run = Path(plan.run_dir)
-    with recording():
+    with exit_on_error():
         watch(plan)
         ranks = start("cpu", "gloo", 120)
         heartbeat.answer("samples", lambda: [heartbeat.position(), heartbeat.position() + 1])

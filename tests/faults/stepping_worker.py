@@ -30,7 +30,7 @@ from drumline.errors import Preempted
 from drumline.plan.plan import Plan
 from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Eval, EventLog, Restore, Save
-from drumline.train.failure import note, recording
+from drumline.train.failure import exit_on_error, note
 
 SAVE_EVERY = 5
 STEP_SECONDS = 0.02
@@ -117,7 +117,7 @@ def main() -> None:
     if behave.get("how") == "slow-import" and os.environ["RANK"] == str(behave["rank"]):
         (run / "importing").touch()
         time.sleep(600)
-    with recording(), StopFlag() as asked:
+    with exit_on_error(), StopFlag() as asked:
         ranks = start("cpu", "gloo", min(60, plan.config.launch.timeout_seconds or 60))
         try:
             Walk(run, ranks.rank, asked).go(options.resume)

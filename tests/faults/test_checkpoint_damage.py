@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from drumline.checkpoint.load import check, load, newest, read_state
-from drumline.checkpoint.manifest import Manifest, read_manifest, record_of, write_manifest
+from drumline.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
 from tests.checkpoint_ranks import blank, content, differing
@@ -176,7 +176,7 @@ def forge(
     """Give a checkpoint another index, and a manifest that vouches for it."""
     (folder / INDEX).write_bytes(index)
     content = read_manifest(folder).model_dump()
-    content["files"][INDEX] = record_of(folder / INDEX).model_dump()
+    content["files"][INDEX] = hash_file(folder / INDEX).model_dump()
     if change:
         change(content)
     (folder / MANIFEST).unlink()
@@ -336,7 +336,7 @@ def test_code_in_a_shard_does_not_run(root: Path, tmp_path: Path) -> None:
         info.offset, info.length = 0, (folder / SHARD).stat().st_size
 
     def vouch(content: dict[str, Any]) -> None:
-        content["files"][SHARD] = record_of(folder / SHARD).model_dump()
+        content["files"][SHARD] = hash_file(folder / SHARD).model_dump()
 
     forge(folder, pickle.dumps(index), vouch)
     assert check(folder, verify=True).step == 20, (

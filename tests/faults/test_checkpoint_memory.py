@@ -63,9 +63,9 @@ def newest(memory: Memory, beyond: int = 0) -> int:
 
 
 def keep_for_ever(folder: Path, apart: bool) -> None:
-    memory = Memory(host(folder, apart), goes_on=True)
+    memory = Memory(host(folder, apart), resumes_newest=True)
     step = newest(memory)
-    memory.begin()
+    memory.open_writer()
     dist.barrier()
     while True:
         step += 1
@@ -78,7 +78,7 @@ def keep_for_ever(folder: Path, apart: bool) -> None:
 
 
 def look(folder: Path, apart: bool, beyond: int = 0) -> int:
-    return newest(Memory(host(folder, apart), goes_on=True), beyond)
+    return newest(Memory(host(folder, apart), resumes_newest=True), beyond)
 
 
 @pytest.mark.claim(
@@ -132,22 +132,22 @@ def latest(runs: Path) -> int:
 def test_memory_is_of_one_run_from_one_start_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kept(goes_on: bool, step: int) -> Memory:
-        memory = Memory(host(folder, False), goes_on)
-        memory.begin()
+    def kept(resumes_newest: bool, step: int) -> Memory:
+        memory = Memory(host(folder, False), resumes_newest)
+        memory.open_writer()
         memory.keep(step, content(step), {"step": step})
         memory.wait()
         return memory
 
-    first = kept(goes_on=True, step=3)
-    assert newest(Memory(host(folder, False), goes_on=True)) == 3
+    first = kept(resumes_newest=True, step=3)
+    assert newest(Memory(host(folder, False), resumes_newest=True)) == 3
     assert (
         first.newest(0, lambda state: f"made at step {state['step']}")
         .skipped[0][1]
         .endswith(": made at step 3")
     )
     assert first.folder.stat().st_mode & 0o777 == 0o700
-    second = Memory(host(folder, False), goes_on=False)
+    second = Memory(host(folder, False), resumes_newest=False)
     assert newest(second) == 0 and second.folder != first.folder and not first.folder.exists(), (
         "a start from elsewhere begins anew"
     )
@@ -160,7 +160,7 @@ def test_memory_is_of_one_run_from_one_start_on(
         path.mkdir()
         (path / OWNER).write_text(name)
     try:
-        third = kept(goes_on=True, step=4)
+        third = kept(resumes_newest=True, step=4)
         assert not gone.exists() and alive.exists() and newest(third) == 4
         third.forget()
         assert (
@@ -186,7 +186,7 @@ def test_memory_is_of_one_run_from_one_start_on(
 
 @pytest.mark.full  # its parts stand above; tests/faults/test_train_faults.py kills ranks of runs that save to disk
 @pytest.mark.timeout(400)
-def test_a_killed_run_goes_on_from_memory_bit_for_bit(folder: Path) -> None:
+def test_a_killed_run_resumes_newest_from_memory_bit_for_bit(folder: Path) -> None:
     config = write_config(
         folder,
         tiny_model_dir(folder / "model"),

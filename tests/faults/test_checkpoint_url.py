@@ -23,12 +23,12 @@ from drumline.checkpoint.manifest import MANIFEST, step_of
 from drumline.checkpoint.ranks import Ranks
 from drumline.checkpoint.remote import (
     Store,
-    at_hand,
     choose,
     copy_run_files_within,
-    manifests,
+    local_copy,
+    read_remote_manifests,
+    read_remote_state,
     require_unused,
-    state_at,
 )
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.config import Config
@@ -103,7 +103,10 @@ def kill_trials(folder: Path, url: str, trials: int, seed: int) -> int:
                 ), "no save came"
                 time.sleep(0.01)
                 done = max(
-                    [newest_step, *(manifest.step for manifest in manifests(store).values())]
+                    [
+                        newest_step,
+                        *(manifest.step for manifest in read_remote_manifests(store).values()),
+                    ]
                 )
             # Within an upload, or anywhere.
             time.sleep(draw.random() * (0.02 if trial % 2 == 0 else 0.2))
@@ -111,17 +114,17 @@ def kill_trials(folder: Path, url: str, trials: int, seed: int) -> int:
                 os.kill(process.pid or 0, signal.SIGKILL)
         finally:
             end([process for process, _ in started])
-        found = manifests(store)
+        found = read_remote_manifests(store)
         half += any(name not in found for name in store.folders(CHECKPOINTS))
         for name, manifest in found.items():
-            with at_hand(f"{url}/{CHECKPOINTS}/{name}") as copy:
+            with local_copy(f"{url}/{CHECKPOINTS}/{name}") as copy:
                 tensors = blank(content(manifest.step))
                 load(copy, tensors)
                 assert (
                     check(copy, verify=True) == manifest
                     and differing(tensors, content(manifest.step)) == []
                 ), (trial, name)
-        _, state = state_at(url)
+        _, state = read_remote_state(url)
         assert state["step"] > newest_step, trial
         newest_step = state["step"]
     return half
@@ -190,7 +193,10 @@ def test_damage_there_is_noticed_and_the_one_before_used(tmp_path: Path, url: st
             fetch(f"{url}/{CHECKPOINTS}/step-00000003", tmp_path / "fetched")
     finally:
         remote_module.PAUSES = before
-    assert choose(url)[2].step == 3 and list(manifests(store)) == ["step-00000001", "step-00000003"]
+    assert choose(url)[2].step == 3 and list(read_remote_manifests(store)) == [
+        "step-00000001",
+        "step-00000003",
+    ]
 
 
 def test_a_store_that_comes_and_goes(
@@ -216,7 +222,7 @@ def test_a_store_that_comes_and_goes(
         and "it is whole in" in (result.error or "")
         and "taken over by pid 7 on host far" in (result.error or "")
     )
-    assert [*manifests(elsewhere.remote.store)] == ["step-00000001"]
+    assert [*read_remote_manifests(elsewhere.remote.store)] == ["step-00000001"]
     assert newest_state(tmp_path / CHECKPOINTS, url) == (
         str(tmp_path / CHECKPOINTS / "step-00000002"),
         {"step": 2},

@@ -182,9 +182,9 @@ def mismatched() -> tuple[str, str]:
     import torch.distributed as dist
 
     from drumline.errors import DrumlineError
-    from drumline.train.health import Collectives
+    from drumline.train.health import CollectiveCheck
 
-    check = Collectives(True)
+    check = CollectiveCheck(True)
     dist.all_reduce(torch.ones(4))
     check.check()
     dist.all_reduce(torch.ones(4, dtype=torch.int32 if dist.get_rank() else torch.float32))

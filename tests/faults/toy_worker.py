@@ -19,7 +19,7 @@ from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Eval, EventLog
-from drumline.train.failure import note, recording
+from drumline.train.failure import exit_on_error, note
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--resume")
     options = parser.parse_args()
     plan = Plan.load(options.plan)
-    with recording(), StopFlag():
+    with exit_on_error(), StopFlag():
         ranks = start("cpu", "gloo", 30)
         try:
             walk(Path(plan.run_dir), ranks.rank)

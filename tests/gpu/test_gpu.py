@@ -60,10 +60,10 @@ def test_copies_for_the_background_are_pinned_and_take_no_more() -> None:
 @requires(KERNELS_THAT_TAKE_TIME)
 def test_a_batch_is_copied_beside_a_step() -> None:
     copies, ids = Copies("cuda"), torch.arange(2**20).reshape(64, -1)
-    batch = copies.pinned(lambda: TokenBatch(ids, ids + 1, ids % 7, 5))()
+    batch = copies.pin(lambda: TokenBatch(ids, ids + 1, ids % 7, 5))()
     assert batch.targets_BT.is_pinned() and batch.lengths_B.is_pinned()
     torch.cuda._sleep(2**30)  # about half a second of a kernel
-    (there,) = copies.moved([batch])
+    (there,) = copies.move([batch])
     assert copies.stream is not None
     copies.stream.synchronize()
     assert not torch.cuda.current_stream().query(), "the step still runs, and the copy is done"
@@ -182,7 +182,7 @@ def test_the_host_does_not_wait_to_know_how_long_copies_did(kind: Any) -> None:
             with spread.micro_batch(last=True):
                 loss = spread.module(torch.ones(4, 64, device="cuda")).sum()
                 torch.cuda._sleep(kernel)
-                with spread.going_back(loss):
+                with spread.backward_context(loss):
                     loss.backward()
             return spread.exposed_communication()
 

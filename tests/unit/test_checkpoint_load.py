@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.checkpoint.load import check, load, named, newest, pointed, read_state
+from drumline.checkpoint.load import check, load, named_state, newest, read_pointer, read_state
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
 from tests.checkpoint_ranks import blank, content, differing
@@ -94,7 +94,7 @@ def test_folders_that_are_none_name_the_newest_that_is(path: Path, tmp_path: Pat
 
 def test_nothing_near(tmp_path: Path) -> None:
     assert newest(tmp_path / "nowhere", verify=True).path is None
-    assert pointed(tmp_path, "latest") is None
+    assert read_pointer(tmp_path, "latest") is None
     with pytest.raises(
         CheckpointError, match="not a committed checkpoint, and there is none near it"
     ):
@@ -115,7 +115,7 @@ def test_a_pointer_leads_nowhere_outside(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "root" / "best").write_text("../step-00000001\n")
-    assert pointed(tmp_path / "root", "best") is None
+    assert read_pointer(tmp_path / "root", "best") is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -129,8 +129,8 @@ def test_what_may_not_be_read_is_one_line(
     os.seteuid(65534)
     try:
         with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
-            named("checkpoints/step-00000007")
+            named_state("checkpoints/step-00000007")
         with pytest.raises(CheckpointError):
-            named(".")
+            named_state(".")
     finally:
         os.seteuid(0)

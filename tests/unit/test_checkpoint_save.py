@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.checkpoint.load import WEIGHTS_ONLY, check, load, named, newest, pointed, read_state
+from drumline.checkpoint.load import (
+    WEIGHTS_ONLY,
+    check,
+    load,
+    named_state,
+    newest,
+    read_pointer,
+    read_state,
+)
 from drumline.checkpoint.manifest import folder_name, make_newest
 from drumline.checkpoint.retention import recover
 from drumline.checkpoint.save import Checkpointer, SaveResult
@@ -119,8 +127,8 @@ def test_newest_and_best_stay(tmp_path: Path) -> None:
     for step, metric in [(1, 5.0), (2, 1.0), (3, 1.0), (4, math.nan), (5, None)]:
         save(checkpointer, step, metric)
     assert steps(tmp_path) == [2, 4, 5]
-    assert pointed(tmp_path, "best") == tmp_path / "step-00000002"
-    assert pointed(tmp_path, "latest") == tmp_path / "step-00000005"
+    assert read_pointer(tmp_path, "best") == tmp_path / "step-00000002"
+    assert read_pointer(tmp_path, "latest") == tmp_path / "step-00000005"
     # A new process knows what an old one found best.
     save(Checkpointer(tmp_path, 1, True, "min", False), 6, 3.0)
     assert steps(tmp_path) == [2, 6]
@@ -157,7 +165,7 @@ def test_the_best_is_of_the_branch_that_the_run_is_on(
         save(checkpointer, step, metric)
     make_newest(tmp_path / folder_name(named))
     save(Checkpointer(tmp_path, 4, keep_best, "min", False), then, 2.5)
-    assert pointed(tmp_path, "best") == tmp_path / folder_name(best)
+    assert read_pointer(tmp_path, "best") == tmp_path / folder_name(best)
     assert steps(tmp_path) == sorted([10, 20, 30, then])
 
 
@@ -206,7 +214,7 @@ def test_a_run_passes_over_weights_alone_and_a_reader_does_not(tmp_path: Path) -
     found = newest(tmp_path, verify=True, to_train=True)
     assert found.path == tmp_path / folder_name(1) and "weights alone" in found.skipped[0][1]
     with pytest.raises(CheckpointError, match="weights alone"):
-        named(str(home))
+        named_state(str(home))
 
 
 def test_state_that_is_no_json_is_a_programming_error_and_leaves_nothing(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from drumline.data.encode import label_of
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row
 from drumline.errors import DrumlineError, ModelError, PlanError
-from drumline.inference.evaluate import plan_evaluation as of_evaluation
+from drumline.inference.evaluate import plan_evaluation as sampling_of_evaluation
 from drumline.models.build import build_model
 from drumline.models.freeze import freeze
 from drumline.models.scores import grey_image
@@ -211,7 +211,7 @@ def test_a_model_of_other_classes_is_not_scored(
     load_tokenizer(str(model), ModelConfig(id=str(model))).save_pretrained(folder)
     planned(tmp_path, model, labelled_rows(12))
     with pytest.raises(ModelError, match=says):
-        of_evaluation(tmp_path / "config.yaml", [], folder)
+        sampling_of_evaluation(tmp_path / "config.yaml", [], folder)
 
 
 def test_images_need_no_tokenizer(tmp_path: Path, model: Path) -> None:

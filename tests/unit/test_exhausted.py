@@ -23,7 +23,7 @@ from drumline.plan.out_of_memory import (
     verdict,
 )
 from drumline.planner.search.advice import changed
-from drumline.train.failure import Watched, doing, reported_by_cuda
+from drumline.train.failure import MemoryWatch, describe_stack, reported_by_cuda
 from tests.unit.test_loop import plan
 
 GiB = 2**30
@@ -104,7 +104,7 @@ def test_what_was_done_is_read_from_the_stack() -> None:
     try:
         forward_backward()
     except MemoryError as error:
-        assert doing(error.__traceback__) == "backward"
+        assert describe_stack(error.__traceback__) == "backward"
 
 
 def test_figures_of_cudas_message() -> None:
@@ -246,7 +246,7 @@ def test_changes_are_keys_of_the_yaml() -> None:
 
 def test_ranks_of_a_host_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks on two hosts: half of a host each."""
-    watch = Watched(plan(tmp_path).model_copy(update={"mesh": Mesh(shard=4)}), 0)
+    watch = MemoryWatch(plan(tmp_path).model_copy(update={"mesh": Mesh(shard=4)}), 0)
     rooms = []
     for ranks in (2, 4):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))

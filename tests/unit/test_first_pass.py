@@ -94,7 +94,7 @@ def told(
                 {"": lambda rank=rank: batches(np.arange(SAMPLES), rank, ranks, 1, 2 * ranks)},
                 lambda _: iter(()),
             )
-            made = FirstPass(algorithm, algorithm.first_pass, FakeEngine(), True, "cpu").prepared(
+            made = FirstPass(algorithm, algorithm.first_pass, FakeEngine(), True, "cpu").add_to(
                 streams
             )
             found.append(list(made.training))

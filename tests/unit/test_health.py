@@ -26,7 +26,7 @@ from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.report.progress import Progress
 from drumline.telemetry.watched import Spike, Straggler, WeightsDiffer
-from drumline.train.health import Spikes, checksum, odd_ones
+from drumline.train.health import Spikes, checksum, outvoted_ranks
 from drumline.train.loop import Loop
 from drumline.train.restore import Start
 from tests.fake_engine import FakeEngine
@@ -63,7 +63,7 @@ def run(
 
     def rewind() -> Any:
         vars(built.state).update(
-            vars(Start.find(built.plan, Resume()).restore(engine, built.emit, 0.0))
+            vars(Start.resolve(built.plan, Resume()).restore(engine, built.emit, 0.0))
         )
         return (poisoned(step) for step in range(built.state.position // 2, steps))
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_knows_what_is_a_spike_and_what_was_passed_over(
     health = {"on_spike": policy, "spike_window": 20}
     first, _, _ = run(tmp_path, policy, steps=stops, checkpoint={"every": 8, "keep": 9})
     engine = FakeEngine()
-    state = Start.find(
+    state = Start.resolve(
         first.plan,
         Resume() if policy == "skip" else Resume(str(tmp_path / "checkpoints" / "step-00000032")),
     ).restore(engine, first.emit, 0.0)
@@ -229,7 +229,7 @@ def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
     [({0: 1, 1: 1, 2: 5}, [2]), ({0: 1, 1: 5}, [0, 1]), ({0: 1, 1: 1}, []), ({3: 9}, [])],
 )
 def test_the_majority_is_right(sums: dict[int, int], ranks: list[int]) -> None:
-    assert odd_ones(sums) == ranks
+    assert outvoted_ranks(sums) == ranks
 
 
 @pytest.mark.parametrize(

@@ -329,8 +329,10 @@ def modules_after(code: str) -> set[str]:
 
 
 def test_keys_of_other_tools_are_imported_where_one_is_met() -> None:
-    code = "from drumline.config.load import load_values; from drumline.train.command import requested\n"
-    code += "requested({'data': {'train': [{'kind': 'digits'}]}, 'model': 'gpt2'}, [], None, ())()"
+    code = "from drumline.config.load import load_values; from drumline.train.command import request_maker\n"
+    code += (
+        "request_maker({'data': {'train': [{'kind': 'digits'}]}, 'model': 'gpt2'}, [], None, ())()"
+    )
     loaded = modules_after(code)
     assert "drumline.train.command" in loaded
     assert not {name for name in loaded if name.startswith("drumline.compat")}

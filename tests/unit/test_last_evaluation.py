@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.checkpoint.load import check, newest, pointed
+from drumline.checkpoint.load import check, newest, read_pointer
 from drumline.checkpoint.manifest import make_newest, read_manifest
 from drumline.checkpoint.remote import choose
 from drumline.checkpoint.save import Checkpointer
@@ -41,7 +41,7 @@ def test_the_last_weights_are_rated_though_they_were_saved_before(tmp_path: Path
         e["step"] for e in of(said, "save")
     ] == [2, 4, 6]
     assert metric_of_the_newest(tmp_path) == built.state.best == of(said, "eval")[-1]["loss"]
-    best = pointed(tmp_path / "checkpoints", "best")
+    best = read_pointer(tmp_path / "checkpoints", "best")
     assert best is not None and best.name == "step-00000006"
 
 
@@ -63,7 +63,7 @@ def test_the_metric_of_the_last_weights_is_written_beside_them(tmp_path: Path, l
     before = shard.stat()
     assert checkpointer.write_metric(4, loss) is None
     assert (shard.stat().st_ino, shard.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    best = pointed(tmp_path, "best")
+    best = read_pointer(tmp_path, "best")
     assert best is not None and best.name == ("step-00000004" if loss < 2 else "step-00000002")
     assert sorted(path.name for path in tmp_path.glob("step-*")) == sorted(
         {best.name, "step-00000004"}

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drumline import __version__
-from drumline.checkpoint.load import pointed
+from drumline.checkpoint.load import read_pointer
 from drumline.checkpoint.remote import choose
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.config import Config
@@ -131,7 +131,7 @@ def test_the_best_of_those_that_are_kept(tmp_path: Path) -> None:
         checkpointer.save(step, {"model.w": torch.ones(1)}, {"step": step}, metric)
         checkpointer.wait()
     assert [path.name for path in sorted(root.glob("step-*"))] == ["step-00000002", "step-00000003"]
-    best = pointed(root, "best")
+    best = read_pointer(root, "best")
     assert best is not None and best.name == "step-00000002"
     (root / "best").write_text("step-00000001\n")  # of an older version, which had removed it
     assert choose(f"file://{tmp_path / 'run'}", "best")[1] == "checkpoints/step-00000003"
@@ -153,7 +153,7 @@ def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
         checkpointer = Checkpointer(root, keep=2, keep_best=True, mode=mode, asynchronous=False)
         checkpointer.save(step, {"model.w": torch.ones(1)}, {"step": step}, metric)
         checkpointer.wait()
-        best = pointed(root, "best")
+        best = read_pointer(root, "best")
         found.append(best and int(best.name[-2:]))
     assert found == [1, 1, 3, 4, 4]
     assert sorted(int(path.name[-2:]) for path in root.glob("step-*")) == [4, 5]

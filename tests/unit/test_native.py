@@ -22,7 +22,12 @@ from drumline.engine import data_parallel, norms
 from drumline.engine.native import NativeEngine, prepare
 from drumline.engine.norms import GROWTH_INTERVAL, LossScale
 from drumline.engine.optimizer import build_optimizer, handles_found_inf
-from drumline.engine.transforms import WRITTEN, apply_activation_checkpointing, blocks, selective
+from drumline.engine.transforms import (
+    COMPILED_PRODUCTS,
+    apply_activation_checkpointing,
+    blocks,
+    selective_contexts,
+)
 from drumline.errors import PlanError
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
@@ -338,7 +343,7 @@ def test_a_region_of_compiled_code_keeps_every_second_product() -> None:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            self.products += func in WRITTEN
+            self.products += func in COMPILED_PRODUCTS
             return func(*args, **(kwargs or {}))
 
     torch.manual_seed(0)
@@ -347,7 +352,11 @@ def test_a_region_of_compiled_code_keeps_every_second_product() -> None:
         torch.randn(8, 16),
     )
     found = {}
-    for name, around in {"none": None, "full": noop_context_fn, "selective": selective}.items():
+    for name, around in {
+        "none": None,
+        "full": noop_context_fn,
+        "selective": selective_contexts,
+    }.items():
         run = torch.compile(layers)
         with Written() as written:
             out = (

@@ -23,10 +23,9 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.config.config import Config, OptimizerConfig, PrecisionConfig
 from drumline.config.load import load
 from drumline.config.optimizer import KINDS
+from drumline.engine.bf16_adamw import BFloat16AdamW, round_stochastically
 from drumline.engine.build import build_engine
-from drumline.engine.in_turn import InBackward, OnHost, _on_host
-from drumline.engine.low import LowAdamW, rounded
-from drumline.engine.muon import Joined
+from drumline.engine.joined import JoinedOptimizer
 from drumline.engine.norms import global_norm, local, total_norm
 from drumline.engine.optimizer import (
     as_saved,
@@ -37,6 +36,7 @@ from drumline.engine.optimizer import (
     set_rate,
     take_step,
 )
+from drumline.engine.per_parameter import OptimizerInBackward, OptimizerOnHost, _on_host
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.plan.facts import Weight
 from drumline.plan.optimizer_rules import refusals
@@ -188,13 +188,13 @@ def test_quantised_moments_go_on_from_fp32_ones_bit_for_bit(kind: str) -> None:
 
 def low(rounding: str, seed: int = 0) -> Any:
     precision = PrecisionConfig(kind="bf16", master="bf16", rounding=rounding)
-    return lambda groups: LowAdamW(groups, OptimizerConfig(lr=1e-3), precision, seed)
+    return lambda groups: BFloat16AdamW(groups, OptimizerConfig(lr=1e-3), precision, seed)
 
 
 def test_stochastic_rounding_is_right_in_the_mean() -> None:
     value = torch.tensor([1.0, 1.001, -3.0101, 1e-20, 0.0])
     drawn = torch.stack(
-        [rounded(value, torch.Generator().manual_seed(seed)) for seed in range(4000)]
+        [round_stochastically(value, torch.Generator().manual_seed(seed)) for seed in range(4000)]
     )
     assert torch.equal(drawn.bfloat16().float(), drawn), "bf16 holds each"
     assert torch.equal(drawn[:, [0, 4]], value[[0, 4]].expand(4000, 2)), (
@@ -317,7 +317,9 @@ def test_a_fused_part_passes_over_a_step_like_an_optimizer_of_its_own() -> None:
     options = OptimizerConfig(kind="muon", lr=0.01)
     assert isinstance(build_optimizer(parameters(), options), torch.optim.AdamW)
     mine, others = parameters(), parameters(1)
-    joined = Joined(*(build_optimizer(named, OptimizerConfig(lr=0.01)) for named in (mine, others)))
+    joined = JoinedOptimizer(
+        *(build_optimizer(named, OptimizerConfig(lr=0.01)) for named in (mine, others))
+    )
     for found in (1.0, 0.0):
         before = [p.detach().clone() for named in (mine, others) for p in named.values()]
         for p in (*mine.values(), *others.values()):
@@ -349,7 +351,7 @@ def test_a_step_that_is_passed_over_leaves_all_as_it_was(kind: str) -> None:
             kind="adamw" if kind == "on host" else kind, lr=0.01, weight_decay=0.1
         )
         plain = lambda some, own=options: build_optimizer(some, own, matrices=MATRICES)  # noqa: E731
-        made.append(OnHost(mine, plain) if kind == "on host" else plain(mine))
+        made.append(OptimizerOnHost(mine, plain) if kind == "on host" else plain(mine))
     told, untold = made
     assert kind == "on host" or handles_found_inf(told, "cpu")
     told.found_inf = torch.tensor(0.0)
@@ -407,7 +409,7 @@ def test_updates_in_backward_are_those_of_a_step(kind: str) -> None:
         parameters(),
     )
     early, plain = (
-        InBackward(mine, lambda some: build_optimizer(some, options)),
+        OptimizerInBackward(mine, lambda some: build_optimizer(some, options)),
         build_optimizer(others, options),
     )
     for seed in range(3):
@@ -427,7 +429,7 @@ def test_updates_in_backward_are_those_of_a_step(kind: str) -> None:
 def test_steps_on_the_host_are_those_of_the_device() -> None:
     options, mine, others = OptimizerConfig(lr=1e-2), parameters(), parameters()
     host, plain = (
-        OnHost(mine, lambda some: build_optimizer(some, options)),
+        OptimizerOnHost(mine, lambda some: build_optimizer(some, options)),
         build_optimizer(others, options),
     )
     learn(mine, host, range(3))

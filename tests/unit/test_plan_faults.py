@@ -17,7 +17,7 @@ from drumline.plan.plan import RolePlan
 from drumline.planner.faults import MTBF_HOURS, Campaign, Level, campaign
 from drumline.planner.search.answer import Candidate
 from drumline.planner.search.search import search_strategy
-from drumline.train.setup import own_plan
+from drumline.train.setup import plan_own_module
 from tests.harness import write_config
 from tests.strategies import DDPStrategy
 from tests.unit.conftest import Run
@@ -175,4 +175,4 @@ def test_auto_becomes_a_number(run: Run, model: Path, tmp_path: Path) -> None:
     code, out, err = run("train", config, "--dry-run")
     assert code == 0 and "checkpoint.every auto: " in out, err
     with pytest.raises(PlanError, match="module of your own"):
-        own_plan(Request(load(config, [])), True, lambda *_: None)
+        plan_own_module(Request(load(config, [])), True, lambda *_: None)

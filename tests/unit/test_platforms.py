@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from drumline.config.load import load
 from drumline.dist.reduce import Gather
-from drumline.engine.engine import added
+from drumline.engine.engine import sum_on_device
 from drumline.engine.norms import global_norm
 from drumline.errors import PlanError
 from drumline.hardware.detect import detect
@@ -152,7 +152,7 @@ def test_sums_of_mps_are_in_fp64_on_the_host() -> None:
     """MPS has no fp64. Its tensors are stood in for by those that have a device and no numbers."""
     with FakeTensorMode():
         parts = [torch.empty(3, 2, device="mps"), torch.empty(5, device="mps")]
-        sums = added(
+        sums = sum_on_device(
             [
                 {
                     "loss": torch.empty((), device="mps"),

@@ -18,7 +18,7 @@ from drumline.config.registry import _users_specs, kinds
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.planner.matrix import as_text
 from drumline.planner.question import find_model
-from drumline.train.command import requested
+from drumline.train.command import request_maker
 from drumline.train.setup import Request, make_plan
 from tests.distributions import forget_installed
 from tests.harness import ROOT, losses
@@ -170,9 +170,9 @@ def test_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plan.config.launch.start(
             plan, tmp_path, None, lambda event: None, lambda out, step: ("", None), None
         )
-    assert requested(config, [], None, ())().world_size is None and "RANK" not in os.environ
+    assert request_maker(config, [], None, ())().world_size is None and "RANK" not in os.environ
     monkeypatch.setenv("HERE_TASK", "1")
-    requested(config, [], None, ())
+    request_maker(config, [], None, ())
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
 
 

@@ -31,7 +31,7 @@ from drumline.planner.search.correction import (
     mean_factors,
 )
 from drumline.planner.search.search import search
-from drumline.train.probe import STEPS, best, random_rows, short
+from drumline.train.probe import STEPS, candidates_to_try, random_rows, short_config
 from drumline.train.setup import make_plan
 from tests.harness import drumline, write_config
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -145,13 +145,17 @@ def test_what_failed_is_refused_and_nothing_else_changes(answer: Answer) -> None
 
 def test_the_two_that_are_tried_are_of_two_families(answer: Answer) -> None:
     first = answer.ranked[0]
-    assert best(answer)[0] is first and best(answer)[1].family != first.family
-    assert best(replace(answer, ranked=(first, replace(first, name="again")))) == [
+    assert (
+        candidates_to_try(answer)[0] is first
+        and candidates_to_try(answer)[1].family != first.family
+    )
+    assert candidates_to_try(replace(answer, ranked=(first, replace(first, name="again")))) == [
         first,
         replace(first, name="again"),
     ]
     assert (
-        best(replace(answer, ranked=(first,))) == [first] and best(replace(answer, ranked=())) == []
+        candidates_to_try(replace(answer, ranked=(first,))) == [first]
+        and candidates_to_try(replace(answer, ranked=())) == []
     )
 
 
@@ -194,7 +198,9 @@ def test_random_rows_have_the_form_that_is_learned(
     ]
     # A probe trains on them: nearly every token of a full row is learned.
     layout = answer.ranked[0].layout.model_copy(update={"config": config})
-    tried = short(replace(answer.ranked[0], layout=layout), tmp_path, tmp_path / "rows.jsonl")
+    tried = short_config(
+        replace(answer.ranked[0], layout=layout), tmp_path, tmp_path / "rows.jsonl"
+    )
     row = next(read_rows(tried.data.train[0], tmp_path, config.algorithm.forms))
     encoded = config.algorithm.encoder(tiny_tokenizer(), tried.data).encode(row)
     assert all(segment.learned > 0.8 * tried.data.max_length for segment in encoded.segments)
@@ -209,7 +215,7 @@ def test_prompts_cannot_be_made_up(answer: Answer, tmp_path: Path) -> None:
 
 
 def test_a_probe_leaves_nothing_behind(answer: Answer, tmp_path: Path) -> None:
-    config = short(answer.ranked[0], tmp_path, None)
+    config = short_config(answer.ranked[0], tmp_path, None)
     assert (
         config.run.steps,
         config.run.report_to,
@@ -267,7 +273,7 @@ def test_a_probe_takes_no_key_amiss(tmp_path: Path, own: dict[str, Any]) -> None
     loaded = load(path, ["data.train.0.limit=20"])
     candidate = search(ask(loaded, lambda *_: None).question).ranked[0]
     for rows in (random_rows(loaded.config, candidate, tmp_path / "rows.jsonl"), None):
-        config = short(candidate, tmp_path / "probe", rows)
+        config = short_config(candidate, tmp_path / "probe", rows)
         assert not config.run.callbacks and config.run.profile is None
         if rows is not None:
             plan = make_plan(Request(replace(loaded, config=config)), on_progress=lambda *_: None)

@@ -15,7 +15,7 @@ from drumline.config.config import Config
 from drumline.config.load import load
 from drumline.errors import ModelError, PlanError
 from drumline.plan.plan import Plan
-from drumline.train.references import key, read_table, write_table
+from drumline.train.references import read_table, table_key, write_table
 from drumline.train.setup import Request, make_plan
 from tests.harness import drumline, events, pair_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -39,7 +39,7 @@ def test_a_table_hangs_on_weights_pairs_and_precision(tmp_path: Path, model: Pat
 
     def of(other: Plan) -> str:
         assert other.data is not None
-        return key(other, other.data.train_cache)
+        return table_key(other, other.data.train_cache)
 
     first = of(plan)
     assert (
@@ -48,7 +48,7 @@ def test_a_table_hangs_on_weights_pairs_and_precision(tmp_path: Path, model: Pat
         == of(plan_of(tmp_path, model, beta=0.7))
     )
     others = {
-        key(plan, plan.data.eval_caches[""]),
+        table_key(plan, plan.data.eval_caches[""]),
         of(plan_of(tmp_path, model, "precision=bf16")),
         of(plan_of(tmp_path, model, "data.max_length=64")),
         of(plan_of(tmp_path, model, "model.init=random")),

@@ -19,7 +19,13 @@ from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Event, Step
 from drumline.train.build import build
 from drumline.train.loop import Loop
-from drumline.train.setup import Request, _check_same_run, as_before, claim_run_dir, make_plan
+from drumline.train.setup import (
+    Request,
+    _check_same_run,
+    claim_run_dir,
+    keep_learning_rate,
+    make_plan,
+)
 from drumline.train.state import Goodput
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
@@ -119,7 +125,7 @@ def test_the_learning_rate_stays_on_more_devices(
 
     def rate(*overrides: str, **asked: Any) -> float:
         request = Request(load(path, ["strategy=ddp", *overrides]), 2, **asked)
-        return as_before(make_plan(request, on_progress=lambda *_: None), request).lr
+        return keep_learning_rate(make_plan(request, on_progress=lambda *_: None), request).lr
 
     assert rate() == pytest.approx(0.02) and not capsys.readouterr().err
     for named in ("newest", str(tmp_path / "run")):

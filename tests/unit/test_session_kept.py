@@ -15,7 +15,7 @@ from torch import nn
 
 import drumline
 from drumline.models.containers import map_tensors
-from drumline.train.state import PAIRS, TrainState, keyed
+from drumline.train.state import PAIRS, TrainState, encode_keys
 from tests.unit.test_session import ROWS, build, collate, loss_of, session, sgd
 
 
@@ -68,7 +68,7 @@ def test_keys_that_are_numbers_stay_numbers(state: dict[Any, Any]) -> None:
     saved = json.loads(json.dumps(TrainState(stream=state).dump()))
     assert TrainState(**saved).stream == state
     with pytest.raises(TypeError):
-        json.dumps(keyed({(1, 2): 3}))
+        json.dumps(encode_keys({(1, 2): 3}))
 
 
 @dataclass(frozen=True)

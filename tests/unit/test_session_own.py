@@ -314,7 +314,7 @@ def gradients(kind: str) -> tuple[list[float], list[float]]:
         else:
             losses = [(model.embed(inputs) if kind == "method" else call(inputs)).square().sum()]
         for loss in losses:
-            with spread.going_back(loss):
+            with spread.backward_context(loss):
                 loss.backward()
 
     for index in range(2):

@@ -27,7 +27,7 @@ from drumline.launch.lease import Lease
 from drumline.launch.slurm import job, queue, spec
 from drumline.launch.slurm.script import script
 from drumline.launch.slurm.spec import SlurmLauncher
-from drumline.train.command import _placed
+from drumline.train.command import _with_machine
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.harness import ENV, ROOT, write_config
 from tests.tiny import tiny_model_dir
@@ -194,7 +194,7 @@ def test_a_plan_for_nodes_that_are_not_here(tmp_path: Path) -> None:
     loaded = load(
         write_config(tmp_path, tiny_model_dir(tmp_path / "model"), launch=options, **sections), []
     )
-    request = _placed(Request(loaded, loaded.config.launch.processes()))
+    request = _with_machine(Request(loaded, loaded.config.launch.processes()))
     plan = make_plan(request, on_progress=lambda *_: None, dry_run=True)
     assert (plan.mesh.world_size, plan.device, plan.backend, plan.precision) == (
         16,

@@ -94,7 +94,7 @@ def waited_of_copies(compression: Compression) -> float:
         with spread.micro_batch(last):
             loss = spread.module(torch.ones(2, 4)).sum()
             time.sleep(float(last) * dist.get_rank())
-            with spread.going_back(loss):
+            with spread.backward_context(loss):
                 loss.backward()
     return spread.exposed_communication()
 

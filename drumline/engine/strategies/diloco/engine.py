@@ -1,6 +1,7 @@
 """DiLoCo's engine (Douillard et al. 2023, algorithm 1).
 
-An outer optimizer steps along the distance that the mean of the copies has moved.
+Each rank trains a copy by itself. Every `period` steps an outer optimizer takes a step, for which
+the distance that the mean of the copies has moved stands in for a gradient.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class DiLoCoEngine(LocalEngine):
     With θ the weights after the last outer step, Δ = θ − mean of the copies, m ← μ m + Δ, and
     θ ← θ − rate × (Δ + μ m). All ranks go on from θ.
 
-    It costs 8 bytes a parameter on each rank. They are saved as `outer.<fqn>.weight` and
-    `outer.<fqn>.momentum`; other strategies leave that section where it is. A run that comes from
-    one of them starts with m = 0 and θ = its weights.
+    θ and m take 8 bytes a parameter on each rank. They are saved as `outer.<fqn>.weight` and
+    `outer.<fqn>.momentum`, which other strategies ignore. A run that resumes from a checkpoint of
+    another strategy starts with m = 0 and θ = its weights.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, *args: Any, **options: Any) -> None:

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import (
 
 from drumline.dist.mesh import data_mesh, expert_mesh
 from drumline.engine.data_parallel import Sharded
-from drumline.engine.experts import of_experts
+from drumline.engine.experts import is_expert_shard
 from drumline.engine.native import Plain
-from drumline.engine.transforms import DTYPES, gathered_in
+from drumline.engine.transforms import DTYPES, gather_dtype
 from drumline.models.blocks import blocks, embedding_and_head
 from drumline.models.containers import map_tensors
 from drumline.models.head import gather_for_objective
@@ -39,13 +39,13 @@ def spread(
     roots: list[tuple[nn.Module, nn.Module]],
     values: Values,
 ) -> Sharded:
-    """Shard the model and fill its weights.
+    """Shard the model, and then fill this rank's parts of its weights.
 
-    `roots`: modules that run, each with the part of the model that is in it. A model without
-    weights is sharded first, then its parts are filled.
+    `roots`: the modules that run, each with the part of the model within it; several for the stages
+    of a pipeline.
     """
     is_own_module = isinstance(roots[0][0], Plain)
-    dtype = gathered_in(plan, is_own_module)
+    dtype = gather_dtype(plan, is_own_module)
     experts = None
     if plan.mesh.ep > 1:
         experts = expert_mesh(whole)
@@ -57,20 +57,19 @@ def spread(
         sharded_roots.append(sharded)
     values.fill(model, offloaded=plan.offload == "cpu")
     is_pipeline = plan.engine == "pipeline"
-    # torch's stages hold the reduction back until the last micro-batch, and then start it
-    # themselves.
+    # In a pipeline torch's stages start the reduction themselves, after the last micro-batch.
     sync = options.sync_each_micro_batch and not is_pipeline
-    # The clocks measure neither hybrid sharding, which also sums over replicas, nor stages, which
-    # train outside of `micro_batch`.
+    # Two cases are not measured: hybrid sharding, which also sums over replicas, and stages of a
+    # pipeline, which train outside of `micro_batch`.
     timed = mesh.device_type == "cpu" and mesh.ndim == 1 and not is_pipeline
     first, *more_roots = sharded_roots
     return Sharded(first, sync, casts=dtype is not None, more_roots=more_roots, timed=timed)
 
 
 class Units(NamedTuple):
-    """Modules that are gathered by themselves.
+    """The modules whose weights are gathered separately, one module at a time.
 
-    The embedding and the head are in lists of one or none.
+    `embedding` and `head` have one module, or none.
     """
 
     embedding: list[nn.Module]
@@ -93,11 +92,11 @@ def apply_fsdp2(
 ) -> FSDPModule:
     """Shard weights, gradients and moments (ZeRO-3, Rajbhandari et al. 2020), each parameter as a DTensor.
 
-    `module` is the root. Each block is a unit of its own, with `ends_apart` the embedding and the
-    head, too; the rest (the last norm, tied ends) belongs to the root. Weights are gathered in
+    `module` is the root. Each block is a unit, and with `ends_apart` also the embedding and the
+    head. The rest (the last norm, tied ends) belongs to the root. Weights are gathered in
     `param_dtype`. Gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The
-    parameters may be on the meta device. `experts`: the mesh of experts that are cut by their
-    number; each layer's are a unit.
+    parameters may be on the meta device. `experts`: the mesh over which experts are dealt, if they
+    are; the experts of each layer are then a unit.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
@@ -110,12 +109,12 @@ def apply_fsdp2(
     shared: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     units = _find_units(module, model, options, ends_apart)
     for unit in (*units.in_turn(), module):
-        # Before `fully_shard`, whose own hook then finds tensors that are no views.
+        # Registered before the hook of `fully_shard`, which then gets no views.
         unit.register_forward_hook(_return_no_views, with_kwargs=True)
     if experts is not None:
         for unit in _expert_layers(model):
             fully_shard(unit, mesh=experts, reshard_after_forward=options.reshards, **shared)
-    # Inner units first: what they take is no part of the outer ones.
+    # Inner units first: an outer unit takes only the weights that no unit within it has.
     for unit in reversed(units.blocks):
         fully_shard(unit, mesh=mesh, reshard_after_forward=options.reshards, **shared)
     for unit in units.embedding:
@@ -134,10 +133,7 @@ def apply_fsdp2(
 def _find_units(
     root: nn.Module, model: nn.Module, options: FSDP2Strategy, ends_apart: bool
 ) -> Units:
-    """Return the modules that are gathered by themselves.
-
-    Those that share a weight belong to the root.
-    """
+    """Return the units of a model. A module that shares a weight with another one is no unit."""
     if options.wrap is None:
         candidates = list(blocks(model))
     else:
@@ -167,7 +163,7 @@ def _expert_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that hold weights of experts themselves."""
     layers = []
     for module in model.modules():
-        if any(of_experts(parameter) for parameter in module._parameters.values()):
+        if any(is_expert_shard(parameter) for parameter in module._parameters.values()):
             layers.append(module)
     return layers
 
@@ -203,10 +199,7 @@ def _ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Linear]]:
 
 
 class _NotAView(torch.autograd.Function):
-    """Return a tensor over the memory of a view that is no view.
-
-    The two share a version counter.
-    """
+    """Makes a tensor out of a view that has the same memory and version counter, but is no view."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:

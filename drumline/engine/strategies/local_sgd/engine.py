@@ -1,10 +1,10 @@
 """The engine of strategies whose ranks train copies by themselves and average them every `period` steps.
 
 A rank's gradient is that of its own samples' loss sum, scaled as under DDP (ranks / weight of the
-global batch): the mean over ranks is DDP's gradient, and each token weighs the same. A rank clips
-by the norm of its own gradient. The logged norm is the root mean square of the ranks' norms. It is
-not finite if any rank's is not, so all ranks skip a step together. The sums of the loop (a few
-numbers a step: losses, the stop signal) still go over all ranks.
+global batch). So the mean over the ranks is DDP's gradient, and each token weighs the same. A rank
+clips by the norm of its own gradient. The logged norm is the root mean square of the ranks' norms;
+it is not finite if any rank's is not, so all ranks skip a step together. A few numbers of each step
+(losses, the stop signal) are still summed over all ranks.
 
 Evaluation runs on the mean of the copies, and leaves the copies as they are. A checkpoint replaces
 the copies and their moments by their mean, so the run that goes on and the one that is resumed from
@@ -25,7 +25,7 @@ from torch import nn
 from drumline.dist.reduce import add_up
 from drumline.engine.data_parallel import buckets
 from drumline.engine.native import NativeEngine
-from drumline.engine.optimizer import quantised
+from drumline.engine.optimizer import is_quantised
 from drumline.models.freeze import require_none_unfrozen
 from drumline.models.shards import canonical_tensors
 from drumline.plan.plan import Plan
@@ -55,10 +55,11 @@ class LocalEngine(NativeEngine):
                 self.apart[name] = tensor
         self.steps = 0
         self.own_norm = self.shared_norm = torch.zeros((), dtype=torch.float64)
-        # This rank's copy, while the mean stands in for it.
+        # This rank's own copy, while the mean of the copies is in its place; otherwise None.
         self.own: list[torch.Tensor] | None = None
-        # All ranks hold the same weights.
+        # Whether all ranks hold the same weights.
         self.together = True
+        # Seconds of the last averaging that are not reported yet.
         self.waited = 0.0
 
     @contextlib.contextmanager
@@ -81,8 +82,8 @@ class LocalEngine(NativeEngine):
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """Step this rank's copy, clipped by its own norm, and average if a period ends."""
         require_none_unfrozen(self.model, self.initially_trainable)
-        # A norm of more gradients than these, of a composite engine, raises each rank's own in
-        # proportion.
+        # If this is one engine of several (CompositeEngine), `grad_norm` is that of all engines'
+        # gradients. Each rank's own norm is then raised by the same ratio.
         ratio = torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm)
         super().step(lr, self.own_norm * ratio, finite)
         self.together = False
@@ -116,7 +117,7 @@ class LocalEngine(NativeEngine):
             is_moment = name.startswith("optim.") and tensor.is_floating_point()
             if name not in self.apart and not is_moment:
                 continue
-            if quantised(tensor):
+            if is_quantised(tensor):
                 codes[name] = tensor
             else:
                 plain.append(tensor)
@@ -140,10 +141,7 @@ class LocalEngine(NativeEngine):
         return waited
 
     def exchange(self) -> None:
-        """Average the copies.
-
-        Afterwards `together` is whether all ranks hold the same. Collective.
-        """
+        """Average the copies, and set `together` to whether all ranks now hold the same. Collective."""
         average(list(self.apart.values()), self.ranks)
         self.together = True
 

@@ -1,4 +1,4 @@
-"""How models are trained whose ranks come together every `period` steps."""
+"""What strategies have in common whose ranks train by themselves, and average every `period` steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ A = TypeVar("A", bound=Apart)
 
 class ApartEngine(StrategyEngine[A]):
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
-        """Return the engine that averages now and then."""
+        """Return the engine that averages the copies every `period` steps."""
         from drumline.engine.native import prepare
         from drumline.engine.strategies.local_sgd.engine import LocalEngine
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-class Clock:
+class CollectiveClock:
     """Seconds in collectives since the last `take`.
 
     Only those during a step count, not saves or evaluations.
@@ -56,7 +56,7 @@ class Backend:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        self.clock = Clock()
+        self.clock = CollectiveClock()
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.backend, name)
@@ -68,7 +68,7 @@ class Backend:
 class Work:
     """A collective that has begun, whose `wait` is timed."""
 
-    def __init__(self, work: Any, clock: Clock) -> None:
+    def __init__(self, work: Any, clock: CollectiveClock) -> None:
         self.work = work
         self.wait = clock.wrap(work.wait)
 
@@ -76,13 +76,13 @@ class Work:
         return getattr(self.work, name)
 
 
-def clock_of_backend(comm: Any) -> Clock:
+def clock_of_backend(comm: Any) -> CollectiveClock:
     """Return the clock of DeepSpeed's backend, set to 0: one for all engines of a process.
 
     `comm`: DeepSpeed's module that holds the backend.
     """
     if not isinstance(comm.cdb, Backend):
         comm.cdb = Backend(comm.cdb)
-    clock: Clock = comm.cdb.clock
+    clock: CollectiveClock = comm.cdb.clock
     clock.take()
     return clock

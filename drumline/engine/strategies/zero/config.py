@@ -356,7 +356,7 @@ def _defaults(
         values["communication_data_type"] = "fp32"
         values["data_types.grad_accum_dtype"] = "fp32"
     if precision == "fp16":
-        # As torch's GradScaler.
+        # The values of torch's GradScaler.
         values["fp16.hysteresis"] = 1
         values["fp16.loss_scale_window"] = 2000
     if strategy.flops_profiler:

@@ -30,13 +30,13 @@ from torch import nn
 
 from drumline.config.mesh import share
 from drumline.engine.data_parallel import Spread
-from drumline.engine.engine import DeviceSums, added
+from drumline.engine.engine import DeviceSums, sum_on_device
 from drumline.engine.native import ForwardEngine
 from drumline.engine.optimizer import MakeOptimizer, make_state, new_optimizer
 from drumline.engine.plain import Plain, modes_kept
-from drumline.engine.strategies.zero.clock import Clock, clock_of_backend
+from drumline.engine.strategies.zero.clock import CollectiveClock, clock_of_backend
 from drumline.engine.strategies.zero.fill import (
-    InTurn,
+    ParametersInTurn,
     fill_parameters,
     require_slots,
     shard_of_rank,
@@ -77,8 +77,8 @@ _joined: list[dist.ProcessGroup | None] = []
 # What torch's optimizers keep of a parameter.
 ADAM = ("exp_avg", "exp_avg_sq")
 SGD = ("momentum_buffer",)
-# DeepSpeed's names for the first half of measuring the norm in a step: of its optimizer for ZeRO 1
-# and 2, for ZeRO 3, and for ZeRO 1 in bf16.
+# The method that measures the gradient norm in a step of DeepSpeed's optimizers: of that for ZeRO 1
+# and 2, of that for ZeRO 3, and of that for ZeRO 1 in bf16.
 MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
 # Where DeepSpeed's optimizers keep gradients, besides at parameters: ZeRO 1 and 2 (the second with
 # offloading), ZeRO 3, and ZeRO 1 in bf16.
@@ -162,7 +162,7 @@ def _fill(
 
         parameters = fill_parameters(plan, model, values, masters, own_shard)
         dtype = LOW_PRECISION.get(plan.precision, torch.float32)
-        in_turn = InTurn(module, parameters)
+        in_turn = ParametersInTurn(module, parameters)
         deepspeed.zero.Init(module=in_turn, config_dict_or_path=options, dtype=dtype)
         return masters
     device = torch.device(get_accelerator().current_device_name())
@@ -209,8 +209,8 @@ def join(device: str) -> None:
 class DeepSpeedEngine(ForwardEngine):
     """The Engine protocol over the engine that deepspeed.initialize returns.
 
-    Without gradients its module runs by itself. A checkpoint names each tensor on one rank, its
-    owner: each parameter is gathered by itself, and only the owner keeps it.
+    Evaluations run DeepSpeed's module without its engine. For a checkpoint all ranks gather one
+    parameter after another, and only one rank, its owner, keeps the whole tensor and saves it.
     """
 
     trains = True
@@ -230,7 +230,7 @@ class DeepSpeedEngine(ForwardEngine):
         self.zero = engine.optimizer
         self.data_ranks = plan.mesh.data_ranks
         self.precision = plan.precision
-        self.clock: Clock | None = None
+        self.clock: CollectiveClock | None = None
         if plan.device == "cpu":
             self.clock = clock_of_backend(deepspeed.comm.comm)
         self.sharded = engine.zero_optimization_partition_weights()
@@ -250,7 +250,7 @@ class DeepSpeedEngine(ForwardEngine):
         self.own_norm = 0.0
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.steps = 0
-        # By what gradients are still to be divided (`divide`).
+        # What `divide` leaves to the next step to divide the gradients by.
         self.divisor = 1.0
         # Whether the optimizer has made its moments.
         self.has_state = False
@@ -271,10 +271,10 @@ class DeepSpeedEngine(ForwardEngine):
         return ()
 
     def _add_casts(self, plan: Plan) -> None:
-        """Cast what reaches the model to the type of its weights, where nothing else does.
+        """Let hooks cast the inputs of models that need it to the type of the weights.
 
-        Of the models that are not plain, only those of images need it: texts are embedded in that
-        type.
+        Token ids need no cast, since their embeddings have that type. So only models of images and
+        modules of the user's own need it.
         """
         if plan.precision == "fp32":
             return
@@ -292,7 +292,7 @@ class DeepSpeedEngine(ForwardEngine):
             self.model.register_forward_hook(restore_output)
 
     def _register_borrowed_weights(self) -> None:
-        """Tell ZeRO 3 which weights are used outside of their own module's forward."""
+        """Tell ZeRO 3 which weights are also used outside of their own module's forward."""
         module = self.engine.module
         heads = nn.ModuleList()
         # The objective uses the weights of the heads.
@@ -322,11 +322,11 @@ class DeepSpeedEngine(ForwardEngine):
                 beat("backward")
                 self.backward(loss_sum, denominator)
             outs.append({"loss": loss_sum.detach(), **sums})
-        return added(outs)
+        return sum_on_device(outs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Run a micro-batch in a `with` block. After the last one DeepSpeed reduces gradients."""
-        self.statistics.note()
+        self.statistics.begin_step()
         self.engine.set_gradient_accumulation_boundary(last)
         return self._measure_waits()
 
@@ -414,7 +414,7 @@ class DeepSpeedEngine(ForwardEngine):
         DeepSpeed decides on the host what it does, so both scalars are read at once.
         """
         require_none_unfrozen(self.model, self.initially_trainable)
-        self.statistics.settle(finite)
+        self.statistics.end_step(finite)
         # Waits for the device, as does the norm below.
         if finite:
             self._step(lr, float(grad_norm))
@@ -586,7 +586,7 @@ class DeepSpeedEngine(ForwardEngine):
     def _first_step(self) -> None:
         """Take a step with zero gradients at rate zero, which makes the optimizer's state."""
         with modes_kept(self.engine):
-            # In the mode of evaluation batch norms take no statistics.
+            # In evaluation mode, so that batch norms do not update their statistics.
             self.engine.eval()
             if isinstance(self.engine.module, Plain):
                 self._zero_backward_of_any_module()
@@ -658,7 +658,8 @@ class DeepSpeedEngine(ForwardEngine):
             else:
                 safe_set_full_optimizer_state(parameter, full, slot)
             return
-        # By the local call: the one for whole tensors requires sizes that the ranks divide.
+        # By DeepSpeed's local functions: those for whole tensors require sizes that the number of
+        # ranks divides.
         own = shard_of_rank(full, self.rank, dist.get_world_size())
         if slot is None:
             parameter.data.copy_(full)

@@ -18,10 +18,10 @@ from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 
 
-class InTurn(nn.Module):
-    """A module for zero.Init that yields given parameters.
+class ParametersInTurn(nn.Module):
+    """A module whose `parameters()` are given, for deepspeed.zero.Init.
 
-    Each is cut before the next one is made.
+    Init cuts each parameter before it takes the next one from the iterator, which then makes it.
     """
 
     def __init__(self, module: nn.Module, parameters: Iterator[nn.Parameter]) -> None:
@@ -41,12 +41,13 @@ def fill_parameters(
     keep: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device | None = None,
 ) -> Iterator[nn.Parameter]:
-    """Yield the model's parameters in the type that they compute in.
+    """Fill the model block by block, and yield its parameters in the type that they compute in.
 
-    A block is filled when all before it were taken. If that type is not fp32, `masters` gets what
-    `keep` returns for each trainable parameter before it is rounded. `device`: each parameter is
-    moved there before the next block is filled, so that the host never holds the whole model; None:
-    it stays on the host.
+    A block is filled only when all parameters before it were taken from the iterator.
+
+    `masters`: if that type is not fp32, gets for each trainable parameter, by name, what `keep`
+    returns of it before it is rounded. `device`: where each parameter is moved, so that the host
+    never holds the whole model; None: it stays on the host.
     """
     low = LOW_PRECISION.get(plan.precision)
     left = {id(module): module for module in model.modules()}

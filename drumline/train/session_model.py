@@ -1,4 +1,4 @@
-"""A model of a session, as the user's loop sees it."""
+"""The object that `session.prepare` returns for a model: it stands for the user's module."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from drumline.errors import UserError
 
 
 class Model:
-    """Is called like the user's module, through the engine.
-
-    Attributes are read, set and deleted on the module.
-    """
+    """Stands for the user's module. A call goes through the engine, attributes are the module's."""
 
     engine: OpenEngine
     module: nn.Module
@@ -28,7 +25,7 @@ class Model:
         return self.engine.call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Copies and pickles ask for special methods, and before there is a module.
+        # copy and pickle ask for special methods, even before `module` is set.
         is_special = name.startswith("__") and name.endswith("__")
         if is_special or "module" not in vars(self):
             raise AttributeError(name)

@@ -1,6 +1,6 @@
-"""The part of the composition root for runs on rollouts.
+"""Build what a run on rollouts (RL) trains on: objective, auxiliary models, rollouts, and batches.
 
-It makes the objective, the models besides the policy, and the stream.
+It is a part of the composition root, `train.build`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from drumline.train.state import TrainState
 from drumline.train.streams import fixed_width
 
 
-def reinforced(
+def build_rollouts(
     plan: Plan,
     algorithm: RolloutSpec,
     ranks: Ranks,
@@ -49,7 +49,7 @@ def reinforced(
 ) -> tuple[Algorithm, Rollouts, Iterator[GlobalBatch]]:
     """Return the objective, the rollouts, and their batches from `state` on.
 
-    Collective: models besides the policy are built here.
+    Collective: the auxiliary models are built here.
     """
     config = plan.config
     data = plan.data
@@ -114,10 +114,7 @@ def reinforced(
 
 
 def product_precision(plan: Plan) -> str:
-    """Return the type that the policy's matrix products round to.
-
-    It is what `sampler_check.expected_rounding_gap` takes.
-    """
+    """Return the precision of the policy's matrix products, for `sampler_check`'s rounding gap."""
     is_fp32_on_gpu = plan.precision == "fp32" and plan.device == "cuda"
     if is_fp32_on_gpu and plan.config.precision.tf32:
         # TF32 has as many bits of precision as fp16.
@@ -133,7 +130,7 @@ def build_readers(
     tail: list[int],
     device: str,
 ) -> ModelReaders:
-    """Return what reads numbers of episodes from each model.
+    """Return for each model the function that computes its numbers for an episode.
 
     Collective: the frozen models are built. `tail`: as `last_scores` takes it.
     """
@@ -153,7 +150,7 @@ def build_readers(
         frozen = build_engine(plan, device, role="reference")
         reference = partial(reading.read, frozen, read=log_probs)
     elif has_kl:
-        # The policy without its adapter is the model that it was.
+        # The policy without its adapter is the model before training.
         reference = partial(reading.read, engine, read=log_probs, adapter=False)
 
     # A value model of its own is trained beside the policy.

@@ -1,4 +1,4 @@
-"""The parts of a session: its plan, its run folder, its models and their engines."""
+"""The parts of a session: its plan, its run folder, its models, and checks of what is given to it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from drumline.train.state import PendingStep
 
 Pair = tuple[Build, MakeOptimizer]
 
-# The name of the one model of a session.
+# The name of the model of a session that has only one.
 MAIN = ""
-# Options of a session → where the YAML has them.
+# Option of a session → its key in the YAML.
 OPTIONS = {
     "seed": "run.seed",
     "device": "run.device",
@@ -75,9 +75,8 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a session on `world_size` ranks.
 
-    It is that of a YAML, for a model that does not exist yet.
-
-    Raises UserError for an unknown option, ConfigError and PlanError as for a YAML.
+    It is made as from a YAML, but without a model, which does not exist yet. Raises UserError for
+    an unknown option, and ConfigError and PlanError as for a YAML.
     """
     unknown = options.keys() - OPTIONS.keys()
     if unknown:
@@ -121,11 +120,10 @@ def make_plan(
 def claim_run_folder(
     plan: Plan, resume: Resume | None, allow: tuple[str, ...], stack: ExitStack
 ) -> Resume | None:
-    """On rank 0: take the lease of the run folder, and write the plan into it.
+    """Take the lease of the run folder, and write the plan into it. Called on rank 0.
 
-    `stack` releases the lease.
-
-    Returns what the ranks resume from; None for a run that starts afresh.
+    Returns what the ranks resume from; None for a run that starts afresh. `stack` gets the lease,
+    and releases it.
 
     Raises EnvironmentFault if the folder is another run's, and CheckpointError if the config
     differs in what the run depends on.
@@ -183,14 +181,15 @@ def _require_same_run(plan: Plan, allow: tuple[str, ...], path: str, state: dict
 
 
 @dataclass
-class Trained:
+class SessionModel:
     """A model of a session: what it has done in the current global batch, and its last step."""
 
     engine: OpenEngine
     # Contexts of the micro-batch that the loop is in.
     contexts: ExitStack = field(default_factory=ExitStack)
-    # Of each backward an fp64[2]: loss sum and weight.
+    # For each backward of the global batch an fp64[2]: loss sum and weight.
     sums: list[torch.Tensor] = field(default_factory=list)
+    # Whether the model has made its step of the global batch.
     has_stepped: bool = False
     # Whether the weight of its last step counts as tokens: the step was the first of its global
     # batch.
@@ -201,16 +200,17 @@ class Trained:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the pending step; 0 if they do not count. Waits for the device."""
+        """The weight of the pending step as tokens; 0 if it does not count. Waits for the device."""
         if self.pending_step is None or not self.counts_tokens:
             return 0
         return int(self.pending_step.total["weight"])
 
 
-class Engines:
-    """The engines of a session as a checkpoint sees them.
+class SessionEngines:
+    """The engines of a session as one engine, as far as checkpoints need it.
 
-    Tensors of a named model lie under NAME/. The groups of the optimizers are part of the state.
+    The names of a named model's tensors begin with NAME/. The state has the options of the
+    optimizers' groups, and which weights were unfrozen.
     """
 
     def __init__(
@@ -257,9 +257,9 @@ class Engines:
 
 
 def _load_group_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Set the options of a group of parameters to what `_group_options` returned.
+    """Set the options of a group of parameters to saved ones, from `_group_options`.
 
-    Each keeps its own type.
+    Options that are tensors or tuples stay so.
     """
     for key, value in saved.items():
         current = group.get(key)
@@ -272,11 +272,9 @@ def _load_group_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def unfrozen_weights(path: Path | None, names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return for each model in a checkpoint of `Engines` the weights that were unfrozen.
+    """Return for each model the weights that were trained although its `build` has them frozen.
 
-    They were trained although the model's `build` had them frozen.
-
-    `path`: of the checkpoint; None for a run that begins.
+    `path`: the checkpoint of `SessionEngines` that says so; None for a run that begins.
     """
     if path is None:
         return dict.fromkeys(names, frozenset())
@@ -291,10 +289,7 @@ def _qualified(name: str, key: str) -> str:
 
 
 def _group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each group of parameters, as far as JSON has them.
-
-    The learning rate is among them.
-    """
+    """Return the options of each group of parameters that JSON can hold, with the learning rate."""
     simple = (bool, int, float, str, type(None))
 
     def is_simple(value: Any) -> bool:
@@ -315,10 +310,10 @@ def _group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def check_optimizers(pairs: Mapping[str, Any]) -> dict[str, Pair]:
-    """Return the same {name: (build, make_optimizer)}, with each optimizer checked as it is made.
+    """Return the same {name: (build, make_optimizer)}; each make_optimizer checks what it returns.
 
-    Raises UserError for a model or an optimizer that is made already, and later for an optimizer
-    that cannot be stepped.
+    Raises UserError for a model or an optimizer that is made already. A make_optimizer that is
+    returned raises it for an optimizer that cannot be stepped.
     """
     checked: dict[str, Pair] = {}
     for name, (build, make_optimizer) in pairs.items():
@@ -384,7 +379,7 @@ _is_stepping = False
 def take_step(
     engine: OpenEngine, lr: float | None, norm: torch.Tensor, finite: torch.Tensor
 ) -> None:
-    """Make the engine's step. Only within it the user's optimizer may step."""
+    """Make the engine's step, during which the user's optimizer may step (`guard_optimizer`)."""
     global _is_stepping
     _is_stepping = True
     try:
@@ -394,7 +389,7 @@ def take_step(
 
 
 def _require_stepping(*_: object) -> None:
-    """Raise UserError for a step of the optimizer besides the session's."""
+    """Raise UserError if the user has called the optimizer's step, and not the session."""
     if not _is_stepping:
         raise UserError(
             "optimizer.step() is called by s.step()",
@@ -404,7 +399,7 @@ def _require_stepping(*_: object) -> None:
 
 
 def _refuse_groups(*_: object) -> None:
-    """Raise UserError for parameters that the optimizer would lack after a resume."""
+    """Raise UserError for a new group of parameters, which the optimizer would lack after a resume."""
     raise UserError(
         "optimizer.add_param_group() comes after prepare",
         where="session",
@@ -413,10 +408,7 @@ def _refuse_groups(*_: object) -> None:
 
 
 def guard_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer, changed so that it steps only within `take_step`.
-
-    It takes no more parameters, either.
-    """
+    """Return the optimizer, changed to step only within `take_step`, and to refuse new groups."""
     # DeepSpeed's optimizer is not torch's; its engine alone steps it.
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.register_step_pre_hook(_require_stepping)
@@ -424,7 +416,7 @@ def guard_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def find_model(models: Mapping[str, Trained], name: str) -> Trained:
+def find_model(models: Mapping[str, SessionModel], name: str) -> SessionModel:
     """Return the model of a name. Raises UserError if there is none."""
     if name in models:
         return models[name]
@@ -444,7 +436,7 @@ def find_model(models: Mapping[str, Trained], name: str) -> Trained:
     raise UserError(what, where="session", fix=fix)
 
 
-def last_step(models: Mapping[str, Trained], what: str) -> PendingStep:
+def last_step(models: Mapping[str, SessionModel], what: str) -> PendingStep:
     """Return the last step of a session's one model.
 
     Raises UserError if there are several models, or no step yet. `what`: the property that asks.
@@ -496,9 +488,9 @@ def step_event(
 
 
 def passes_until(dataset: Any, position: int) -> float:
-    """Return how often a dataset was gone through until a position; 0 if its length is not known.
+    """Return how many passes over a dataset end at a position; 0 if its length is not known.
 
-    An iterable may have a len() that raises, so only datasets that are read by index are asked.
+    Only a dataset that is read by index is asked for its length: that of others may raise.
     """
     if not has_index(dataset):
         return 0.0
@@ -506,7 +498,7 @@ def passes_until(dataset: Any, position: int) -> float:
 
 
 def plan_of_model(plan: Plan, name: str) -> Plan:
-    """Return the plan with a seed of the model's own: models of other names draw others."""
+    """Return the plan with a seed that depends on the model's name, so that models draw differently."""
     if not name:
         return plan
     seed = derive(plan.config.run.seed, name) % 2**31
@@ -516,9 +508,9 @@ def plan_of_model(plan: Plan, name: str) -> Plan:
 
 
 def to_scalar(value: Any, device: str) -> torch.Tensor:
-    """Return a number or a tensor of one number as an fp64 scalar on the device.
+    """Return a number, or a tensor with one number, as an fp64 scalar on the device.
 
-    The host waits for nothing.
+    The host does not wait for the device.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().to(device, torch.float64, non_blocking=True).reshape(())

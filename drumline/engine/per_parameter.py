@@ -1,4 +1,7 @@
-"""Optimizers that update one parameter at a time: within backward, or in host memory."""
+"""Two optimizers that update one parameter at a time, to save memory on the device.
+
+`OptimizerInBackward` updates each parameter during backward, `OptimizerOnHost` in host memory.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,19 @@ import torch
 from torch import nn
 
 from drumline.dist.copies import LateCopy
-from drumline.engine.muon import Joined
-from drumline.engine.norms import Squares, add_squares, cut_alike, local
+from drumline.engine.joined import JoinedOptimizer
+from drumline.engine.norms import Squares, add_squares, local, wrap_like
 from drumline.engine.optimizer import take_step
 
-# Returns the optimizer of some parameters, with its state made.
+# Returns an optimizer of some parameters by name, with its state made.
 Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 
 
-class InBackward(Joined):
-    """Updates each parameter as soon as its gradient is there, which is then deleted.
+class OptimizerInBackward(JoinedOptimizer):
+    """Updates each parameter during backward, as soon as its gradient is there, and deletes that.
 
-    So backward holds one gradient at a time. Gradients of FSDP2's shards come when they are
-    reduced. `squares`: what the gradient norm is made of, until `zero_grad`.
+    So backward holds one gradient at a time. With FSDP2 a gradient is there once it is reduced.
+    `squares`: sums of the squared gradients of this step, for the norm; `zero_grad` resets them.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
@@ -36,9 +39,9 @@ class InBackward(Joined):
 
     @torch.no_grad()
     def _update(self, parameter: torch.Tensor) -> None:
-        """Step a parameter by its gradient, keep the gradient's squares, and delete it.
+        """Step a parameter, add the squares of its gradient to the norm, and delete the gradient.
 
-        The norm is not known yet, so nothing is clipped.
+        Nothing is clipped, because the norm is known only when backward has ended.
         """
         assert parameter.grad is not None
         add_squares(self.squares, [parameter.grad])
@@ -49,7 +52,7 @@ class InBackward(Joined):
         """Do nothing: every parameter was already updated during backward."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin the next step's norm. The gradients are gone already."""
+        """Reset the norm for the next step. The gradients are deleted already."""
         self.squares = {}
 
 
@@ -71,12 +74,12 @@ class _PendingUpdate(NamedTuple):
     arrived: torch.cuda.Event | None
 
 
-class OnHost(Joined):
+class OptimizerOnHost(JoinedOptimizer):
     """Keeps moments and a copy of the weights in host memory, and steps there (Ren et al. 2021).
 
-    Gradients are copied to the host, all in a row. Each parameter is updated when its own gradient
-    has come, and goes back while the next one is updated. The host waits for each gradient, since
-    it computes with them. If `found_inf`, a scalar of the device, is 1, it takes no step.
+    A step starts the copies of all gradients to the host. It updates each parameter when its
+    gradient has arrived, and copies it back while the next one is updated. If `found_inf`, a scalar
+    on the device, is 1, no parameter is updated.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
@@ -108,7 +111,7 @@ class OnHost(Joined):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights, which a checkpoint has filled, to the host."""
+        """Copy the weights to the host again, after a checkpoint was loaded into them."""
         for parameter, copy in self.host_copies.items():
             local(copy.parameter).copy_(local(parameter))
 
@@ -131,7 +134,7 @@ class OnHost(Joined):
                 if parameter.is_cuda:
                     arrived = torch.cuda.current_stream().record_event()
                 pending.append(_PendingUpdate(parameter, copy, arrived))
-        # Read once the gradients are on their way: the device has work while the host finds out.
+        # The host waits for the flag only now: the device is copying gradients meanwhile.
         if skips is not None and skips.read():
             return
         for update in pending:
@@ -150,10 +153,10 @@ class OnHost(Joined):
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory, page-locked if there is a GPU.
+    """Return a copy in host memory, page-locked if the tensor is on a GPU.
 
-    The copy of a DTensor is one of this rank's part, cut alike.
+    Of a DTensor this rank's part is copied, into a DTensor of the same layout.
     """
     part = local(tensor.detach())
     copy = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
-    return cut_alike(copy.copy_(part), tensor)
+    return wrap_like(copy.copy_(part), tensor)

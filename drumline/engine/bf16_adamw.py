@@ -14,18 +14,21 @@ from drumline.engine.norms import local
 BITS_CUT = 16
 
 
-class LowAdamW(torch.optim.Optimizer):
+class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW in fp32 on one tensor at a time, whose results are rounded to bfloat16.
 
-    There are three ways to round. `nearest` loses what is less than half of a weight's last bit,
-    0.2%. `stochastic` rounds up with a probability that makes the mean right. `kahan` keeps what
-    was lost of a weight in another bfloat16, and adds it in the next step (Zamirai et al. 2020);
-    its moments are rounded stochastically, or 0.999 would be 1.
+    There are three ways to round (`precision.rounding`):
 
-    The noise is a function of seed and step, the same on all ranks: copies stay equal.
+    - `nearest` loses every change below half of a weight's last bit, 0.2% of the weight.
+    - `stochastic` rounds up or down at random, with probabilities that make the mean right.
+    - `kahan` keeps what rounding took from a weight in another bfloat16, and adds it in the next
+      step (Zamirai et al. 2020). Its moments are rounded stochastically: in bfloat16 a factor of
+      0.999 would be 1.
+
+    The random numbers follow from seed and step and are the same on all ranks, so copies stay equal.
     """
 
-    # Slots that are a section of a checkpoint, which a run may lack: of `engine.OPTIONAL`.
+    # Slots that have a section of a checkpoint to themselves (see `engine.OPTIONAL_SECTIONS`).
     sections = ("compensation",)
 
     def __init__(
@@ -46,7 +49,7 @@ class LowAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Take one step, a parameter after the other.
 
-        A parameter without a gradient is counted too, so that the noise of the others does not
+        Parameters without a gradient are numbered too, so that the noise of the others does not
         depend on which gradients there are.
         """
         number = 0
@@ -78,8 +81,8 @@ class LowAdamW(torch.optim.Optimizer):
         kept_square = local(state["exp_avg_sq"])
         mean = kept_mean.float().lerp_(gradient, 1 - beta_of_mean)
         square = kept_square.float().lerp_(gradient.square(), 1 - beta_of_square)
-        self._keep(kept_mean, mean, noise)
-        self._keep(kept_square, square, noise)
+        self._store(kept_mean, mean, noise)
+        self._store(kept_square, square, noise)
 
         # The step itself uses the moments in fp32, as they were before rounding.
         square.div_(1 - beta_of_square**steps)
@@ -96,7 +99,7 @@ class LowAdamW(torch.optim.Optimizer):
             kept_change = weight.float() - before
             lost.copy_(change - kept_change)
         else:
-            self._keep(weight, change.add_(weight), noise)
+            self._store(weight, change.add_(weight), noise)
 
     def _make_state(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
         """Fill the state of a parameter with zeros."""
@@ -107,25 +110,25 @@ class LowAdamW(torch.optim.Optimizer):
         for slot in slots:
             state[slot] = torch.zeros_like(parameter)
 
-    def _keep(self, kept: torch.Tensor, value: torch.Tensor, noise: torch.Generator) -> None:
-        """Write a value in fp32 into a tensor in bfloat16. `noise`: for stochastic rounding."""
+    def _store(self, kept: torch.Tensor, value: torch.Tensor, noise: torch.Generator) -> None:
+        """Round an fp32 value into a bfloat16 tensor. `noise`: for stochastic rounding."""
         if self.rounding != "nearest":
-            value = rounded(value, noise)
+            value = round_stochastically(value, noise)
         kept.copy_(value)
 
 
-def rounded(value: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
-    """Return float32 values, rounded stochastically to some that bfloat16 holds exactly.
+def round_stochastically(value: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+    """Return float32 values, rounded up or down at random to values that bfloat16 holds exactly.
 
-    Their lower 16 bits are zero. A value is rounded up with the probability that the bits that are
-    cut are of the last bit that stays.
+    The lower 16 bits of the result are zero. The magnitude is rounded up with probability
+    (the lower 16 bits) / 2^16, so the mean of the result is the value.
     """
     bits = value.view(torch.int32)
     least_kept = 1 << BITS_CUT  # the last bit that stays
     drawn = torch.randint(
         0, least_kept, bits.shape, generator=noise, device=bits.device, dtype=torch.int32
     )
-    # The sum carries into the last bit that stays as often as the bits that are cut say. Of a
-    # negative value too: the sign is a bit of its own, so the sum raises the magnitude.
+    # Adding up to 2^16 - 1 carries into the last bit that stays with just that probability. So it
+    # does for negative values: the sign is a bit of its own, and the magnitude grows.
     carried = bits + drawn
     return carried.bitwise_and_(-least_kept).view(torch.float32)

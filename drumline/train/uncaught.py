@@ -1,4 +1,7 @@
-"""The end of a script that does not catch what a session raises: one line, and its exit code."""
+"""What Python does with an error of a session that the user's script does not catch.
+
+It prints the error's one line in place of a traceback, and exits with the error's code.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,12 @@ from drumline.errors import DataError, DrumlineError, UserError
 from drumline.launch.environment import first_rank_reports
 from drumline.train.failure import note
 
-# The user's own hook.
+# The `sys.excepthook` that was there before `install_hook`.
 _user_hook: Any = sys.__excepthook__
 
 
-def take_hook() -> None:
-    """Let `print_error` print what nobody has caught.
-
-    It leaves what is not Drumline's to the hook that is there.
-    """
+def install_hook() -> None:
+    """Make `print_error` the `sys.excepthook`. It leaves foreign errors to the hook before it."""
     global _user_hook
     if sys.excepthook is not print_error:
         _user_hook = sys.excepthook
@@ -30,14 +30,14 @@ def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> 
     """End a script that did not catch an error of ours: print its line, and exit with its code."""
     global _user_hook
     if not isinstance(error, DrumlineError):
-        # The user's hook may call this one, which was there before it.
+        # The user's hook may itself call this one, if it was installed after it.
         hook = _user_hook
         _user_hook = sys.__excepthook__
         try:
             return hook(kind, error, trace)
         finally:
             _user_hook = hook
-    with reported_once(error):
+    with limit_to_first_rank(error):
         report(error)
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
         if not is_interactive:
@@ -45,15 +45,15 @@ def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> 
 
 
 def report(error: BaseException) -> None:
-    """Print an error, and note it for the launcher; once."""
-    with reported_once(error):
+    """Print an error, and note it for the launcher."""
+    with limit_to_first_rank(error):
         note(error)
 
 
-def reported_once(error: BaseException) -> AbstractContextManager[None]:
-    """Let rank 0 alone report a mistake in the script, which is the same on all ranks.
+def limit_to_first_rank(error: BaseException) -> AbstractContextManager[None]:
+    """Return a context in which only rank 0 reports a mistake that is the same on all ranks.
 
-    An error in the data may be one rank's.
+    That is a UserError, but not a DataError, which may be one rank's.
     """
     if isinstance(error, UserError) and not isinstance(error, DataError):
         return first_rank_reports()
