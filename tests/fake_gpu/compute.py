@@ -351,10 +351,10 @@ def _flash_forward(result: Any, values: dict[str, Any]) -> None:
 
 def _gradients(grad_out: Any, values: dict[str, Any], bias: Any = None) -> Any:
     """Return the gradients of queries, keys, values and bias of one call of attention."""
-    tensors = [values[name] for name in ("query", "key", "value")]
+    query, key, value = values["query"], values["key"], values["value"]
     attended = Attended(values["out"], values["logsumexp"])
     mask = Mask.of(values["is_causal"])
-    return attention.backward(grad_out, *tensors, attended, mask, values["scale"], bias)
+    return attention.backward(grad_out, query, key, value, attended, mask, values["scale"], bias)
 
 
 def _flash_backward(result: Any, values: dict[str, Any]) -> None:
