@@ -341,7 +341,7 @@ def test_the_last_save_waits_for_room(tmp_path: Path) -> None:
     with session(tmp_path, asynchronous=False) as s:
         stepped(s)
         lacks = iter(["no space"])
-        s.saver.checkpointer._lacking = lambda _: next(lacks, None)
+        s.saver.checkpointer._space_error = lambda _: next(lacks, None)
     saves = events(tmp_path / "run", "save")
     assert [save["error"] is None for save in saves] == [False, True]
 
