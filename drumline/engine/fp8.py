@@ -68,15 +68,15 @@ def _has_aligned_tokens(plan: Plan) -> bool:
     The gradient of a weight is a sum over tokens, and `torch._scaled_mm` takes only multiples there.
     Others are padded with zeros, which copies both sides of every product, so it is done if needed.
     """
-    if not plan.config.packs:
-        # A batch is as wide as its longest row.
+    width = plan.fixed_width
+    if width is None:
         return False
     if plan.data is None or plan.data.images:
         # The patches of an image are tokens of the layers that see it.
         return False
-    tokens_per_rank, remainder = divmod(plan.config.data.max_length, plan.mesh.cp)
-    widths = [tokens_per_rank, plan.config.memory.mlp_chunk or 0]
-    return remainder == 0 and all(width % MULTIPLE == 0 for width in widths)
+    tokens_per_rank, remainder = divmod(width, plan.mesh.cp)
+    chunk = plan.config.memory.mlp_chunk or MULTIPLE
+    return remainder == 0 and tokens_per_rank % MULTIPLE == 0 and chunk % MULTIPLE == 0
 
 
 def compute_gather_scales(model: nn.Module) -> None:

@@ -307,6 +307,19 @@ class Layout(Frozen):
         return self.batch.global_samples * self.batch.rows_per_sample * self.tokens_per_row
 
     @property
+    def fixed_width(self) -> int | None:
+        """Width of every micro-batch in tokens; None: each is as wide as its longest row.
+
+        Compiled blocks and the stages of a pipeline need one shape. Products in fp8 sum over
+        multiples of 16 tokens, which the full width of packs is: these are nearly full anyway.
+        """
+        config = self.config
+        needs_one_shape = config.compile.enabled or self.mesh.pp * self.mesh.cp > 1
+        if needs_one_shape or (self.fp8 and config.packs):
+            return self.length
+        return None
+
+    @property
     def positions(self) -> float:
         """Tokens of a row that are computed.
 

@@ -37,7 +37,7 @@ from drumline.train.references import Reference
 from drumline.train.restore import Start, checkpointer_of, memory_of, rating_of
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
-from drumline.train.streams import Batches, FirstPass, Streams, build_streams, fixed_width
+from drumline.train.streams import Batches, FirstPass, Streams, build_streams
 from drumline.train.timeouts import CollectiveTimeout
 
 
@@ -320,4 +320,4 @@ def set_kernels(plan: Plan) -> None:
     # What is compiled serves the next run, too; torch's own folder is below /tmp.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "compiled"))
     rolls_out = plan.config.algorithm.rollout is not None
-    torch.backends.cuda.enable_cudnn_sdp(fixed_width(plan) is not None and not rolls_out)
+    torch.backends.cuda.enable_cudnn_sdp(plan.fixed_width is not None and not rolls_out)

@@ -35,7 +35,6 @@ from drumline.rl.sampler_check import SamplerCheck, probe_prompts
 from drumline.telemetry.events import Emit
 from drumline.train.sampling import Sampling, tokenizer_of
 from drumline.train.state import TrainState
-from drumline.train.streams import fixed_width
 
 
 def build_rollouts(
@@ -63,7 +62,7 @@ def build_rollouts(
         plan.mesh.counts(ranks.rank),
         device,
         pad_token_id(tokenizer),
-        fixed_width(plan),
+        plan.fixed_width,
     )
     objective = algorithm.build()
     read = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)

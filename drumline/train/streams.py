@@ -47,16 +47,6 @@ class Streams:
     once: Callable[[str], Iterable[GlobalBatch]]
 
 
-def fixed_width(plan: Plan) -> int | None:
-    """Return the width of every micro-batch in tokens; None if each is as wide as its longest row.
-
-    Compiled blocks and the stages of a pipeline need one shape.
-    """
-    if plan.config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1:
-        return plan.config.data.max_length
-    return None
-
-
 def open_samples(plan: Plan, folder: str) -> Any:
     """Return the token cache in a folder.
 
@@ -192,7 +182,7 @@ class StreamBuilder:
     def __init__(self, plan: Plan, data_rank: int, device: str) -> None:
         self.plan = plan
         self.data_rank = data_rank
-        self.collator = plan.config.algorithm.collator(plan, fixed_width(plan))
+        self.collator = plan.config.algorithm.collator(plan, plan.fixed_width)
         self.copies = Copies(device)
 
     def build(self, position: int, makes: bool, known: dict[str, Any], step: int) -> Streams:
