@@ -47,7 +47,7 @@ def apply_fp8(model: nn.Module, plan: Plan) -> None:
         Float8LinearConfig.from_recipe_name(options.scaling),
         emulate=plan.device == "cpu",
         enable_fsdp_float8_all_gather=options.gather == "fp8",
-        pad_inner_dim=not _has_aligned_tokens(plan),
+        pad_inner_dim=not has_aligned_tokens(plan),
     )
     convert_to_float8_training(
         model, config=recipe, module_filter_fn=lambda module, _name: id(module) in chosen
@@ -62,7 +62,7 @@ def _is_fit(module: nn.Module) -> bool:
     return all(side % MULTIPLE == 0 for side in module.weight.shape)
 
 
-def _has_aligned_tokens(plan: Plan) -> bool:
+def has_aligned_tokens(plan: Plan) -> bool:
     """Return whether each product takes a multiple of MULTIPLE tokens.
 
     The gradient of a weight is a sum over tokens, and `torch._scaled_mm` takes only multiples there.

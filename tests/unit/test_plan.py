@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from drumline.config.config import BatchConfig, Config, ScheduleConfig
+from drumline.engine.fp8 import has_aligned_tokens
 from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
 from drumline.plan.batch import resolve_batch
@@ -380,3 +381,38 @@ def test_keys_of_older_plans_are_read() -> None:
     old["data"]["eval_cache"] = old["data"].pop("eval_caches")[""]
     old["predicted"]["learned"] = old["predicted"].pop("trainable")
     assert Plan.model_validate(old) == resolved.model_copy(update={"bidirectional": True})
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "width", "pads_products"),
+    [
+        ({}, 1, None, True),
+        ({"compile": {"enabled": True}}, 1, 128, False),
+        ({"strategy": "pp"}, 2, 128, False),
+        ({"strategy": "cp"}, 2, 128, False),
+        ({"precision": "fp8"}, 1, 128, False),
+        ({"precision": "fp8", "memory": {"mlp_chunk": 40}}, 1, 128, True),
+        ({"precision": "fp8", "packing": False}, 1, None, True),
+        ({"precision": "fp8", "max_length": 120}, 1, 120, True),
+    ],
+)
+def test_width_of_batches_and_products_in_fp8(
+    sections: dict[str, Any], ranks: int, width: int | None, pads_products: bool
+) -> None:
+    """`torch._scaled_mm` sums over multiples of 16 tokens, so packs have their full width in fp8."""
+    sections = dict(sections)
+    data = {"train": [{"kind": "file", "path": "x.jsonl"}], "max_length": 128}
+    for key in ("packing", "max_length"):
+        if key in sections:
+            data[key] = sections.pop(key)
+    sections.setdefault("compile", {"enabled": False})
+    planned = resolve(
+        config(data=data, **sections),
+        run_dir="r",
+        machine=TWO_H100,
+        world_size=ranks,
+        model=KnownModel(path="m"),
+        data=DATA,
+    )
+    assert planned.fixed_width == width
+    assert has_aligned_tokens(planned) is not pads_products
