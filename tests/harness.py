@@ -38,6 +38,9 @@ ENV = environment(os.environ, shutil.which("nvidia-smi") is not None)
 # By how much commands may take longer than usual: the stand-in of a GPU computes on a CPU.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
 
+# Sections of a config, or keys of one.
+Sections = dict[str, Any]
+
 WORDS = [
     "drum",
     "line",
@@ -230,6 +233,13 @@ def drumline(*arguments: object, timeout: float = 150, cwd: Path | None = None) 
     return Finished(process.returncode, out, err)
 
 
+def run_drumline(*arguments: object, timeout: float = 150, cwd: Path | None = None) -> Finished:
+    """Run the command line to its end as `drumline` does, and require that it succeeds."""
+    finished = drumline(*arguments, timeout=timeout, cwd=cwd)
+    assert finished.code == 0, finished.out + finished.err
+    return finished
+
+
 def start_drumline(*arguments: object, cwd: Path | None = None) -> Forked:
     """The same, left running."""
     return Forked("drumline", *arguments, env=ENV, cwd=cwd)
@@ -256,6 +266,15 @@ def events(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [e for e in lines if kind is None or e["kind"] == kind]
 
 
+def column(run_dir: Path, key: str, kind: str = "step") -> list[Any]:
+    """Return one figure of each event of a kind, in order."""
+    return [event[key] for event in events(run_dir, kind)]
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
 def losses(run_dir: Path) -> dict[int, float]:
     """Step → loss, the last word on each step."""
     return {e["step"]: e["loss"] for e in events(run_dir, "step")}
@@ -263,17 +282,24 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 def weights(run_dir: Path) -> dict[str, Any]:
     """Every tensor of the newest checkpoint, read back whole."""
-    import torch
-
-    from drumline.checkpoint.load import check, load, newest
+    from drumline.checkpoint.load import newest
 
     found = newest(run_dir / "checkpoints", verify=True)
     assert found.path is not None, found.skipped
-    tensors = {
-        name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype))
-        for name, t in check(found.path, verify=False).tensors.items()
-    }
-    load(found.path, tensors)
+    return weights_at(found.path)
+
+
+def weights_at(checkpoint: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, read back whole."""
+    import torch
+
+    from drumline.checkpoint.load import check, load
+
+    tensors = {}
+    for name, stored in check(checkpoint, verify=False).tensors.items():
+        dtype = getattr(torch, stored.dtype)
+        tensors[name] = torch.zeros(stored.shape, dtype=dtype)
+    load(checkpoint, tensors)
     return tensors
 
 
@@ -287,6 +313,14 @@ def same_weights(run: Path, reference: Path, tolerance: float) -> None:
         scale = torch.linalg.vector_norm(tensor.double()).clamp_min(1e-12)
         difference = float(torch.linalg.vector_norm((got[name] - tensor).double()) / scale)
         assert difference <= tolerance, f"{name}: {difference:.2e}"
+
+
+def same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Every tensor of `expected` is in `found`, bit for bit."""
+    import torch
+
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 def survivors(marker: str) -> list[int]:
