@@ -1,4 +1,5 @@
-"""A hub on loopback: what huggingface_hub's client needs to make a repository and to commit files to it."""
+"""A hub on loopback: what huggingface_hub's client needs to make a repository and to commit files
+to it."""
 
 from __future__ import annotations
 
@@ -26,12 +27,11 @@ class Hub:
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
         if path == "/api/repos/create":
-            asked = json.loads(body)  # older clients have one key, newer ones the other
-            self.private = (
-                (asked.get("private") is True or asked.get("visibility") == "private")
-                if self.private is None
-                else self.private
-            )
+            asked = json.loads(body)
+            if self.private is None:
+                # Older clients have one key, newer ones the other.
+                is_asked_for = asked.get("private") is True
+                self.private = is_asked_for or asked.get("visibility") == "private"
             return {"url": f"{self.url}/me/tiny"}
         if path == "/api/models/me/tiny":
             return {
@@ -40,27 +40,23 @@ class Hub:
                 "siblings": [{"rfilename": name} for name in self.files],
             }
         if path.endswith("/preupload/main"):
-            modes = {True: "lfs", False: "regular"}
-            paths = [each["path"] for each in json.loads(body)["files"]]
-            return {
-                "files": [
-                    {
-                        "path": path,
-                        "uploadMode": modes[path.endswith(".safetensors")],
-                        "shouldIgnore": False,
-                    }
-                    for path in paths
-                ]
-            }
+            files = []
+            for each in json.loads(body)["files"]:
+                mode = "regular"
+                if each["path"].endswith(".safetensors"):
+                    mode = "lfs"
+                files.append({"path": each["path"], "uploadMode": mode, "shouldIgnore": False})
+            return {"files": files}
         if path.endswith("/info/lfs/objects/batch"):
-            made = [
-                {**o, "actions": {"upload": {"href": f"{self.url}/blob/{o['oid']}"}}}
-                for o in json.loads(body)["objects"]
-            ]
+            made = []
+            for each in json.loads(body)["objects"]:
+                upload = {"href": f"{self.url}/blob/{each['oid']}"}
+                made.append({**each, "actions": {"upload": upload}})
             return {"transfer": "basic", "objects": made}
         if path.startswith("/blob/"):
-            assert hashlib.sha256(body).hexdigest() == path.rpartition("/")[2]
-            self.blobs[path.rpartition("/")[2]] = body
+            name = path.rpartition("/")[2]
+            assert hashlib.sha256(body).hexdigest() == name
+            self.blobs[name] = body
             return {}
         if path.endswith("/commit/main"):
             for line in map(json.loads, body.splitlines()):
@@ -90,11 +86,11 @@ def serving() -> Iterator[Hub]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             hub.tokens.add(self.headers.get("Authorization") or "")
-            status = hub.refuses or 200
-            given = json.dumps(
-                {"error": "no"} if hub.refuses else hub.answer(self.path.partition("?")[0], body)
-            ).encode()
-            self.send_response(status)
+            answer: dict[str, Any] = {"error": "no"}
+            if not hub.refuses:
+                answer = hub.answer(self.path.partition("?")[0], body)
+            given = json.dumps(answer).encode()
+            self.send_response(hub.refuses or 200)
             self.send_header("Content-Length", str(len(given)))
             self.send_header("Content-Type", "application/json")
             self.end_headers()
