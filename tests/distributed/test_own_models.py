@@ -34,11 +34,8 @@ SMALL: dict[str, Sections] = {
 }
 NAMES = {"vit": "ViT", "resnet": "ResNet", "gpt": "GPT"}
 SPREAD = ("ddp", "fsdp2", "zero2", "zero3")
-AGAIN = (
-    "ddp",
-    "fsdp2",
-    "zero2",
-)  # test_session_parity has the same models under all four; with --full all
+# test_session_parity has the same models under all four; with --full all.
+AGAIN = ("ddp", "fsdp2", "zero2")
 DP = ("vit", "gpt")
 STAGED = Path(__file__).with_name("staged.py")
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

@@ -42,9 +42,8 @@ CASES: Sections = {
             {"kind": "function", "path": "rewards.py:fails"},
             {"kind": "length", "free": 2, "limit": 6},
         ],
-        "reward_failure": {
-            "action": "continue"
-        },  # by chance it fails for half of a rollout, over and over
+        # By chance it fails for half of a rollout, over and over.
+        "reward_failure": {"action": "continue"},
     },
     "continuous": {**GRPO, "rewards": [LETTERS], "generator": {**GENERATOR, "kind": "continuous"}},
     "live": {**GRPO, "rewards": [LETTERS]},
