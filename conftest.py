@@ -13,6 +13,9 @@ import pytest
 from drumline.config import registry
 from tests.harness import ENV
 
+# Their asserts are the tests' own.
+pytest.register_assert_rewrite("tests.distributed.promises", "tests.distributed.setups")
+
 # What a test does in process may start processes, too: of rewards, which find `tests.harness:letters` by this alone. One thread, set
 # before torch is imported: two workers with a thread a core each would wait for each other.
 os.environ.update({name: ENV[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in ENV})

@@ -17,7 +17,8 @@ def im(role: str, text: str) -> str:
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
-# Template → what it writes of TALK: texts that are read and texts that are learned, in turn. The tokenizer's EOS is <|im_end|>.
+# Template → what it writes of TALK: texts that are read and texts that are learned, in turn. The
+# tokenizer's EOS is <|im_end|>.
 WRITTEN = {
     "chatml": [
         *(
@@ -79,13 +80,12 @@ def require(of: Any, example: Any, pieces: list[str]) -> None:
     """The tokens are those of all pieces together, and learned are those of every second piece."""
     text = "".join(pieces)
     encoded = of(text, add_special_tokens=False, return_offsets_mapping=True)
-    ends, learned = 0, list[tuple[int, int]]()
+    is_learned: list[int] = []  # of each character
     for number, piece in enumerate(pieces):
-        learned += [(ends, ends + len(piece))] if number % 2 else []
-        ends += len(piece)
-    assert example.tokens.tolist() == encoded["input_ids"], of.decode(example.tokens.tolist())
-    wanted = [
-        int(any(start <= first < stop for start, stop in learned))
-        for first, _ in encoded["offset_mapping"]
-    ]
-    assert example.learn.tolist() == wanted, of.decode(example.tokens[example.learn == 1].tolist())
+        is_learned += [number % 2] * len(piece)
+    is_learned.append(0)  # behind the end
+    tokens = example.tokens.tolist()
+    assert tokens == encoded["input_ids"], of.decode(tokens)
+    wanted = [is_learned[first] for first, _ in encoded["offset_mapping"]]
+    said = of.decode(example.tokens[example.learn == 1].tolist())
+    assert example.learn.tolist() == wanted, said

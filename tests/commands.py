@@ -16,11 +16,10 @@ from drumline.cli.program import _arguments_for_typer
 from tests.harness import ROOT
 
 # Each page in Chinese has the same commands as its English twin (tests/unit/test_languages.py).
-PAGES = {
-    page.stem: page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if not page.stem.endswith(".zh")
-}
+PAGES: dict[str, Path] = {}
+for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    if not page.stem.endswith(".zh"):
+        PAGES[page.stem] = page
 GUIDES = {stem: page for stem, page in PAGES.items() if page.parent == ROOT / "docs" / "guides"}
 PROGRAMS = (
     "accelerate",
@@ -50,7 +49,8 @@ DRUMLINE: Any = typer.main.get_command(app)
 
 
 def command_of(name: str) -> Any:
-    """Return a command of Drumline or of an installed package. Raises KeyError for one that is none."""
+    """Return a command of Drumline or of an installed package. Raises KeyError for one that is
+    none."""
     command = DRUMLINE.get_command(None, name)
     if command is None:
         raise KeyError(name)
@@ -58,8 +58,9 @@ def command_of(name: str) -> Any:
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands of a page: the lines of its bash blocks, what follows "$ " in its console blocks, and the lines of
-    its indented code that begin with a program. Comments are left out and the parts of a long line are joined."""
+    """Return the commands of a page: the lines of its bash blocks, what follows "$ " in its console
+    blocks, and the lines of its indented code that begin with a program. Comments are left out
+    and the parts of a long line are joined."""
     text = page.read_text().replace("\\\n", " ")
     bash = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     console = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
@@ -74,14 +75,22 @@ def commands(page: Path) -> list[str]:
     return [line for line in without_comments if line and not line.startswith("#")]
 
 
+def words_of_commands(line: str) -> list[list[str]]:
+    """Return the words of each command between the pipes of a line."""
+    found: list[list[str]] = [[]]
+    for word in shlex.split(line):
+        if word == "|":
+            found.append([])
+        else:
+            found[-1].append(word)
+    return found
+
+
 def parsed(line: str) -> list[tuple[str, dict[str, Any]]]:
-    """(name, parameters) of each command of drumline in a line, which may be behind another program, or between pipes. Raises click's
-    errors, and KeyError for a command that is none."""
+    """(name, parameters) of each command of drumline in a line, which may be behind another
+    program, or between pipes. Raises click's errors, and KeyError for a command that is none."""
     found = []
-    for part in " ".join(
-        shlex.quote(word) if word != "|" else word for word in shlex.split(line)
-    ).split(" | "):
-        words = shlex.split(part)
+    for words in words_of_commands(line):
         if "drumline" not in words:
             continue
         arguments = _arguments_for_typer(words[words.index("drumline") + 1 :])
@@ -89,9 +98,8 @@ def parsed(line: str) -> list[tuple[str, dict[str, Any]]]:
             assert any(arguments[0] in option.opts for option in DRUMLINE.params), line
             found.append((arguments[0], dict[str, Any]()))
         elif words[0] != "docker" or "train" in words:
-            with mock.patch.object(
-                cli_arguments, "is_there", lambda path: True
-            ):  # runs of the pages are not here
+            # Runs of the pages are not here.
+            with mock.patch.object(cli_arguments, "is_there", lambda path: True):
                 context = command_of(arguments[0]).make_context(arguments[0], arguments[1:])
             found.append((arguments[0], context.params))
     return found

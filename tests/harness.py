@@ -1,4 +1,5 @@
-"""Real runs for tests: rows and YAML on disk, `drumline` as a process, and ranks over gloo in one process group for many plans."""
+"""Real runs for tests: rows and YAML on disk, `drumline` as a process, and ranks over gloo in one
+process group for many plans."""
 
 from __future__ import annotations
 
@@ -27,16 +28,24 @@ def source_path(tree: Path) -> str:
 
 
 def environment(given: Mapping[str, str], gpu: bool) -> dict[str, str]:
-    """For processes that tests start: this checkout before what PYTHONPATH holds already; one thread a process, unless there is a GPU,
-    whose machine has cores for its host code."""
-    path = os.pathsep.join([source_path(ROOT), *filter(None, [given.get("PYTHONPATH")])])
-    threads = {} if gpu else {"OMP_NUM_THREADS": "1"}
-    return {**given, **threads, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "NO_COLOR": "1"}
+    """For processes that tests start: this checkout before what PYTHONPATH holds already; one
+    thread a process, unless there is a GPU, whose machine has cores for its host code."""
+    places = [source_path(ROOT)]
+    if given.get("PYTHONPATH"):
+        places.append(given["PYTHONPATH"])
+    path = os.pathsep.join(places)
+    made = {**given, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "NO_COLOR": "1"}
+    if not gpu:
+        made["OMP_NUM_THREADS"] = "1"
+    return made
 
 
 ENV = environment(os.environ, shutil.which("nvidia-smi") is not None)
 # By how much commands may take longer than usual: the stand-in of a GPU computes on a CPU.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+
+# Sections of a config, or keys of one.
+Sections = dict[str, Any]
 
 WORDS = [
     "drum",
@@ -69,12 +78,15 @@ def chat_rows(number: int, seed: int = 0, longest: int = 12) -> list[dict[str, A
 
 
 def vision_rows(folder: Path, number: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Conversations about PNGs that are written to `folder`/images: of three rows one has an image, one two, one none."""
+    """Conversations about PNGs that are written to `folder`/images: of three rows one has an image,
+    one two, one none."""
     from tests.tiny import write_images
 
-    names, rows = write_images(folder, number, seed), []
+    names = write_images(folder, number, seed)
+    rows = []
     for index, row in enumerate(chat_rows(number, seed, longest=6)):
         content: Any = row["prompt"]
+        images = None
         if index % 3 == 0:
             content = [
                 {"type": "image", "image": names[index]},
@@ -82,13 +94,16 @@ def vision_rows(folder: Path, number: int, seed: int = 0) -> list[dict[str, Any]
             ]
         elif index % 3 == 1:
             content = f"<image> and <image> {row['prompt']}"
-        said = {
+            images = names[index - 1 : index + 1]
+        said: dict[str, Any] = {
             "messages": [
                 {"role": "user", "content": content},
                 {"role": "assistant", "content": row["completion"]},
             ]
         }
-        rows.append({**said, "images": names[index - 1 : index + 1]} if index % 3 == 1 else said)
+        if images is not None:
+            said["images"] = images
+        rows.append(said)
     return rows
 
 
@@ -109,41 +124,38 @@ def pair_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def judged_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Answers of uneven length, of which two of three are good: those that repeat the prompt's words."""
-    rows = enumerate(pair_rows(number, seed))
-    return [
-        {
-            "prompt": row["prompt"],
-            "completion": row["chosen" if i % 3 else "rejected"],
-            "label": i % 3 > 0,
-        }
-        for i, row in rows
-    ]
+    """Answers of uneven length, of which two of three are good: those that repeat the prompt's
+    words."""
+    rows = []
+    for index, row in enumerate(pair_rows(number, seed)):
+        is_good = index % 3 > 0
+        answer = row["chosen"] if is_good else row["rejected"]
+        rows.append({"prompt": row["prompt"], "completion": answer, "label": is_good})
+    return rows
 
 
 def labelled_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Texts of uneven length; their class is that of the words they are made of, so it can be learned."""
-    draw, third = random.Random(f"labels {seed}"), len(WORDS) // 3
+    """Texts of uneven length; their class is that of the words they are made of, so it can be
+    learned."""
+    draw = random.Random(f"labels {seed}")
+    labels = ("music", "work", "number")
+    third = len(WORDS) // 3
     rows = []
     for _ in range(number):
         kind = draw.randrange(3)
         words = WORDS[kind * third : (kind + 1) * third]
-        rows.append(
-            {
-                "text": " ".join(draw.choices(words, k=draw.randint(1, 12))),
-                "label": ("music", "work", "number")[kind],
-            }
-        )
+        text = " ".join(draw.choices(words, k=draw.randint(1, 12)))
+        rows.append({"text": text, "label": labels[kind]})
     return rows
 
 
 def prompt_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     """Prompts with a letter that `letters` pays for."""
     draw = random.Random(f"prompts {seed}")
-    return [
-        {"prompt": row["prompt"], "letter": draw.choice("aeiou")}
-        for row in chat_rows(number, seed, longest=6)
-    ]
+    rows = []
+    for row in chat_rows(number, seed, longest=6):
+        rows.append({"prompt": row["prompt"], "letter": draw.choice("aeiou")})
+    return rows
 
 
 def letters(prompt: str, completion: str, letter: str, **_: Any) -> float:
@@ -168,8 +180,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 def write_config(
     folder: Path, model: Path, /, *, rows: int = 40, held_out: int = 6, **sections: Any
 ) -> Path:
-    """A small SFT config in `folder` with its data; `sections` are laid over the defaults of these tests, key by key. For another
-    algorithm the data have its form."""
+    """A small SFT config in `folder` with its data; `sections` are laid over the defaults of these
+    tests, key by key. For another algorithm the data have its form."""
     kind = sections.get("algorithm", {}).get("kind", "sft")
     make = ROWS.get(kind, chat_rows)
     write_rows(folder / "train.jsonl", make(rows))
@@ -194,11 +206,11 @@ def write_config(
     if kind not in ("sft", "pretrain"):
         del config["algorithm"]
     for name, values in sections.items():
-        config[name] = (
-            {**config[name], **values}
-            if isinstance(values, dict) and isinstance(config.get(name), dict)
-            else values
-        )
+        before = config.get(name)
+        if isinstance(values, dict) and isinstance(before, dict):
+            config[name] = {**before, **values}
+        else:
+            config[name] = values
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
@@ -218,8 +230,8 @@ class Finished:
 
 
 def drumline(*arguments: object, timeout: float = 150, cwd: Path | None = None) -> Finished:
-    """Run the command line to its end in a process that need not import torch anew, nor need its ranks; it is killed when the time is
-    up."""
+    """Run the command line to its end in a process that need not import torch anew, nor need its
+    ranks; it is killed when the time is up."""
     process = start_drumline(*arguments, cwd=cwd)
     try:
         out, err = process.communicate(timeout=timeout * PATIENCE)
@@ -230,6 +242,13 @@ def drumline(*arguments: object, timeout: float = 150, cwd: Path | None = None) 
     return Finished(process.returncode, out, err)
 
 
+def run_drumline(*arguments: object, timeout: float = 150, cwd: Path | None = None) -> Finished:
+    """Run the command line to its end as `drumline` does, and require that it succeeds."""
+    finished = drumline(*arguments, timeout=timeout, cwd=cwd)
+    assert finished.code == 0, finished.out + finished.err
+    return finished
+
+
 def start_drumline(*arguments: object, cwd: Path | None = None) -> Forked:
     """The same, left running."""
     return Forked("drumline", *arguments, env=ENV, cwd=cwd)
@@ -238,22 +257,35 @@ def start_drumline(*arguments: object, cwd: Path | None = None) -> Forked:
 def start_interpreter(
     *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """The command line as a user starts it, left running. `env`: variables besides those of every test."""
-    command, own = [sys.executable, "-m", "drumline", *map(str, arguments)], {**ENV, **(env or {})}
+    """The command line as a user starts it, left running. `env`: variables besides those of every
+    test."""
     return subprocess.Popen(
-        command,
+        [sys.executable, "-m", "drumline", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=own,
+        env={**ENV, **(env or {})},
         cwd=cwd,
         start_new_session=True,
     )
 
 
 def events(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [e for e in lines if kind is None or e["kind"] == kind]
+    found = []
+    for line in (run_dir / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if kind is None or event["kind"] == kind:
+            found.append(event)
+    return found
+
+
+def column(run_dir: Path, key: str, kind: str = "step") -> list[Any]:
+    """Return one figure of each event of a kind, in order."""
+    return [event[key] for event in events(run_dir, kind)]
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
 
 
 def losses(run_dir: Path) -> dict[int, float]:
@@ -263,30 +295,48 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 def weights(run_dir: Path) -> dict[str, Any]:
     """Every tensor of the newest checkpoint, read back whole."""
-    import torch
-
-    from drumline.checkpoint.load import check, load, newest
+    from drumline.checkpoint.load import newest
 
     found = newest(run_dir / "checkpoints", verify=True)
     assert found.path is not None, found.skipped
-    tensors = {
-        name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype))
-        for name, t in check(found.path, verify=False).tensors.items()
-    }
-    load(found.path, tensors)
+    return weights_at(found.path)
+
+
+def weights_at(checkpoint: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, read back whole."""
+    import torch
+
+    from drumline.checkpoint.load import check, load
+
+    tensors = {}
+    for name, stored in check(checkpoint, verify=False).tensors.items():
+        dtype = getattr(torch, stored.dtype)
+        tensors[name] = torch.zeros(stored.shape, dtype=dtype)
+    load(checkpoint, tensors)
     return tensors
 
 
 def same_weights(run: Path, reference: Path, tolerance: float) -> None:
-    """Every tensor of two runs' newest checkpoints, weights and moments, equal to `tolerance` of its norm."""
+    """Every tensor of two runs' newest checkpoints, weights and moments, equal to `tolerance` of
+    its norm."""
     import torch
 
-    got, expected = weights(run), weights(reference)
+    got = weights(run)
+    expected = weights(reference)
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         scale = torch.linalg.vector_norm(tensor.double()).clamp_min(1e-12)
-        difference = float(torch.linalg.vector_norm((got[name] - tensor).double()) / scale)
+        distance = torch.linalg.vector_norm((got[name] - tensor).double())
+        difference = float(distance / scale)
         assert difference <= tolerance, f"{name}: {difference:.2e}"
+
+
+def same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Every tensor of `expected` is in `found`, bit for bit."""
+    import torch
+
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 def survivors(marker: str) -> list[int]:
@@ -296,8 +346,8 @@ def survivors(marker: str) -> list[int]:
     me = os.getpid()
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
-        if process.info["pid"] != me and any(
-            marker in part for part in process.info["cmdline"] or ()
-        ):
-            found.append(process.info["pid"])
+        pid = process.info["pid"]
+        line = process.info["cmdline"] or ()
+        if pid != me and any(marker in part for part in line):
+            found.append(pid)
     return found

@@ -1,4 +1,5 @@
-"""Every DeepSpeed JSON under examples/deepspeed is read whole, filled in, and dry-run; DeepSpeed itself takes what comes out."""
+"""Every DeepSpeed JSON under examples/deepspeed is read whole, filled in, and dry-run; DeepSpeed
+itself takes what comes out."""
 
 from __future__ import annotations
 
@@ -30,21 +31,26 @@ def test_there_is_one_for_each_stage_and_offload() -> None:
 
 
 def test_dry_run(tmp_path: Path) -> None:
-    model, made = tiny_model_dir(tmp_path / "model"), {}
+    model = tiny_model_dir(tmp_path / "model")
+    made = {}
     for path in FILES:
         folder = tmp_path / path.stem
         folder.mkdir()
-        config = write_config(folder, model, strategy={"kind": path.stem[:5], "config": str(path)})
-        plan = make_plan(
-            Request(load(config, []), world_size=1), on_progress=lambda *_: None, dry_run=True
-        )
+        strategy = {"kind": path.stem[:5], "config": str(path)}
+        loaded = load(write_config(folder, model, strategy=strategy), [])
+        request = Request(loaded, world_size=1)
+        plan = make_plan(request, on_progress=lambda *_: None, dry_run=True)
         (line,) = [line for line in explain(plan).splitlines() if line.startswith("DeepSpeed ")]
-        made[path.stem] = json.loads(line.partition(" ")[2])
-        zero = made[path.stem]["zero_optimization"]
-        assert zero["stage"] == int(path.stem[4]) and "auto" not in line
-        assert made[path.stem]["train_batch_size"] == 4 and zero["reduce_bucket_size"] == 32 * 32
+        values = json.loads(line.partition(" ")[2])
+        made[path.stem] = values
+        assert "auto" not in line
+        assert values["train_batch_size"] == 4
+        zero = values["zero_optimization"]
+        assert zero["stage"] == int(path.stem[4])
+        assert zero["reduce_bucket_size"] == 32 * 32
         wanted = {"offload": "cpu", "nvme": "nvme"}.get(path.stem[6:], "none")
-        assert zero.get("offload_optimizer", {"device": "none"})["device"] == wanted
+        offload = zero.get("offload_optimizer", {"device": "none"})
+        assert offload["device"] == wanted
     pytest.importorskip("deepspeed", reason="needs the package deepspeed")
     (tmp_path / "made.json").write_text(json.dumps(made))
     code = (

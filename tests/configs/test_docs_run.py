@@ -1,5 +1,6 @@
-"""The commands of README and docs are run in their order, page by page, on a tiny model: all that a machine without GPUs, clusters and
-networks can run. Those that it cannot are parsed (tests/unit/test_docs_commands.py), and listed here with the reason."""
+"""The commands of README and docs are run in their order, page by page, on a tiny model: all that a
+machine without GPUs, clusters and networks can run. Those that it cannot are parsed
+(tests/unit/test_docs_commands.py), and listed here with the reason."""
 
 from __future__ import annotations
 
@@ -39,11 +40,13 @@ NOT_HERE = {
     "drumline bench": "tests/distributed/test_scale.py",
     "drumline doctor --bandwidth": "measures for minutes; tests/unit/test_doctor.py",
 }
-# Pages whose commands need hosts, a cluster or a store; the tests that run them are named in tests/unit/test_launcher_pages.py.
+# Pages whose commands need hosts, a cluster or a store; the tests that run them are named in
+# tests/unit/test_launcher_pages.py.
 ELSEWHERE = {"ssh", "slurm", "kubernetes", "ray", "slow_links"}
 # Which tests/configs/test_guides.py follows.
 GUIDES_OF_A_TASK = {guide for guide in GUIDES if guide in TASKS}
-# A code besides 0, by the beginning of the command: what a check of this machine finds is its answer.
+# A code besides 0, by the beginning of the command: what a check of this machine finds is its
+# answer.
 CODES = {"drumline doctor": (0, 1), "drumline verify": (0, 1)}
 STORE = "s3://"  # a store is not here; tests/faults/test_checkpoint_url.py
 NAMES = ("mine", "sft", "config", "CONFIG")
@@ -53,11 +56,8 @@ NAMES = ("mine", "sft", "config", "CONFIG")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What pages take for granted: YAMLs of these names, rows, and a run that has ended."""
     folder = tmp_path_factory.mktemp("docs")
-    text = (
-        write_config(folder, tiny_model_dir(folder / "model"), rows=24)
-        .read_text()
-        .replace(f"dir: {folder}/run", "dir: RUN")
-    )
+    config = write_config(folder, tiny_model_dir(folder / "model"), rows=24)
+    text = config.read_text().replace(f"dir: {folder}/run", "dir: RUN")
     # Which the GPUs that pages plan for would contradict.
     text = text.replace("  device: cpu\n", "")
     for name in NAMES:
@@ -72,7 +72,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, line: str) -> None:
     done = run_line(folder, line)
-    codes = next((codes for begin, codes in CODES.items() if line.startswith(begin)), (0,))
+    codes: tuple[int, ...] = (0,)
+    for begin, allowed in CODES.items():
+        if line.startswith(begin):
+            codes = allowed
     assert done.returncode in codes, (
         f"{line}: {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
     )
@@ -84,9 +87,11 @@ def skipped(line: str) -> bool:
 
 
 def test_what_is_not_run_is_on_a_page() -> None:
-    pages = [PAGES[name] for name in set(PAGES) - GUIDES_OF_A_TASK]
-    lines = [line for page in pages for line in commands(page)]
-    assert not [begin for begin in NOT_HERE if not any(line.startswith(begin) for line in lines)]
+    lines: list[str] = []
+    for name in set(PAGES) - GUIDES_OF_A_TASK:
+        lines += commands(PAGES[name])
+    for begin in NOT_HERE:
+        assert any(line.startswith(begin) for line in lines), begin
 
 
 @pytest.mark.full
@@ -96,32 +101,45 @@ def test_commands_of_a_page(folder: Path, page: str) -> None:
     if not lines:
         pytest.skip("no command of it runs here")
     for line in lines:
-        line = (
-            line.replace("RUN", "runs/mine")
-            .replace("CONFIG.yaml", "mine.yaml")
-            .replace("--rank 3", "--rank 1")
-        )
+        for name, stand_in in STAND_INS.items():
+            line = line.replace(name, stand_in)
         words = shlex.split(line)
-        stem = next(
-            (
-                Path(word).stem
-                for word in words
-                if word.endswith(".yaml") and Path(word).stem in NAMES
-            ),
-            "mine",
-        )
-        for new in ("my-model", "new.yaml", "both.html"):
-            shutil.rmtree(folder / new, ignore_errors=True) if (folder / new).is_dir() else (
-                folder / new
-            ).unlink(missing_ok=True)
-        shutil.rmtree(folder / "runs", ignore_errors=True)
-        runs = [Path(word).name.replace("*", "0") for word in words if word.startswith("runs/")]
-        for name in dict.fromkeys(
-            ["mine", *runs] if words[1] != "train" or "--resume" in words else []
-        ):
-            shutil.copytree(folder / "kept", folder / "runs" / name)
+        lay_out(folder, words)
         if "--resume" in words:
+            stem = config_of(words)
             if stem != "mine":
                 run(folder, f"drumline train {stem}.yaml")
             shutil.rmtree(folder / "runs" / stem / "checkpoints" / "step-00000004")
         run(folder, line)
+
+
+# Of a page → what stands in for it.
+STAND_INS = {"RUN": "runs/mine", "CONFIG.yaml": "mine.yaml", "--rank 3": "--rank 1"}
+
+
+def config_of(words: list[str]) -> str:
+    """Which of NAMES a command's config is."""
+    for word in words:
+        if word.endswith(".yaml") and Path(word).stem in NAMES:
+            return Path(word).stem
+    return "mine"
+
+
+def lay_out(folder: Path, words: list[str]) -> None:
+    """Remove what other commands made, and lay down the runs that a command is about."""
+    for name in ("my-model", "new.yaml", "both.html"):
+        made = folder / name
+        if made.is_dir():
+            shutil.rmtree(made, ignore_errors=True)
+        else:
+            made.unlink(missing_ok=True)
+    runs = folder / "runs"
+    shutil.rmtree(runs, ignore_errors=True)
+    if words[1] == "train" and "--resume" not in words:
+        return
+    names = ["mine"]
+    for word in words:
+        if word.startswith("runs/"):
+            names.append(Path(word).name.replace("*", "0"))
+    for name in dict.fromkeys(names):
+        shutil.copytree(folder / "kept", runs / name)

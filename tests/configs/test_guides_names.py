@@ -25,11 +25,13 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_deepspeed_configs_are_the_examples() -> None:
-    files = sorted(path.name for path in (ROOT / "configs" / "deepspeed").iterdir())
-    assert (
-        files == sorted(path.name for path in (ROOT / "examples" / "deepspeed").iterdir())
-        and "zero3_offload.json" in files
-    )
+    files = names_in(ROOT / "configs" / "deepspeed")
+    assert files == names_in(ROOT / "examples" / "deepspeed")
+    assert "zero3_offload.json" in files
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.full
@@ -38,11 +40,14 @@ def test_scripts_of_guides(tmp_path: Path) -> None:
     prepared = run(
         sys.executable, ROOT / "scripts" / "prepare_datasets.py", "--config", config, cwd=tmp_path
     )
-    assert prepared.returncode == 0 and prepared.stdout.startswith("train  "), prepared.stderr
+    assert prepared.returncode == 0, prepared.stderr
+    assert prepared.stdout.startswith("train  "), prepared.stderr
     script = ROOT / "scripts" / "run_ddp.sh"
-    assert os.access(script, os.X_OK) and run(script, cwd=tmp_path).returncode == 2
+    assert os.access(script, os.X_OK)
+    assert run(script, cwd=tmp_path).returncode == 2
     planned = run(script, config, "--dry-run", "launch.nproc=2", cwd=tmp_path)
-    assert planned.returncode == 0 and "kind: ddp" in planned.stdout, planned.stderr
+    assert planned.returncode == 0, planned.stderr
+    assert "kind: ddp" in planned.stdout, planned.stderr
 
 
 def test_flags_without_effect_are_said(tmp_path: Path) -> None:
@@ -55,11 +60,9 @@ def test_flags_without_effect_are_said(tmp_path: Path) -> None:
         "29501",
     ]
     alone = run(*command, cwd=tmp_path)
-    assert (
-        alone.returncode == 2
-        and "note: --master_port has no effect" in alone.stderr
-        and "none.yaml: no such file" in alone.stderr
-    )
+    assert alone.returncode == 2
+    assert "note: --master_port has no effect" in alone.stderr
+    assert "none.yaml: no such file" in alone.stderr
 
 
 def test_algorithms_by_a_guides_name(tmp_path: Path) -> None:
@@ -75,4 +78,5 @@ def test_algorithms_by_a_guides_name(tmp_path: Path) -> None:
         "plan",
         cwd=tmp_path,
     )
-    assert "no kind" not in wrong.stderr and "reward" in wrong.stdout + wrong.stderr
+    assert "no kind" not in wrong.stderr
+    assert "reward" in wrong.stdout + wrong.stderr

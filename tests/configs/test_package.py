@@ -1,4 +1,5 @@
-"""The wheel and the source archive have all of the package, and what they install trains where there is no repository."""
+"""The wheel and the source archive have all of the package, and what they install trains where
+there is no repository."""
 
 from __future__ import annotations
 
@@ -36,8 +37,10 @@ def run(*command: object, cwd: Path, **more: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with both, made of a copy of the tree. As `python -m build` makes them, but by the setuptools that is here."""
-    source, out = tmp_path_factory.mktemp("source") / "drumline", tmp_path_factory.mktemp("dist")
+    """The folder with both, made of a copy of the tree. As `python -m build` makes them, but by the
+    setuptools that is here."""
+    source = tmp_path_factory.mktemp("source") / "drumline"
+    out = tmp_path_factory.mktemp("dist")
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, source / name)
@@ -55,32 +58,30 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_both_have_every_file(built: Path) -> None:
-    here = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "drumline").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    here = set()
+    for path in (ROOT / "drumline").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            here.add(str(path.relative_to(ROOT)))
     assert "drumline/doctor/signatures.yaml" in here
     (wheel,), (archive,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as file:
         inside = {name for name in file.namelist() if ".dist-info/" not in name}
     with tarfile.open(archive) as file:
         packed = {name.partition("/")[2] for name in file.getnames()}
-    assert inside == here and here <= packed
+    assert inside == here
+    assert here <= packed
 
 
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_what_is_installed_trains_in_an_empty_folder(
     built: Path, kind: str, tmp_path: Path
 ) -> None:
-    """A new environment, with what this one has besides drumline: torch alone would take minutes to install again."""
+    """A new environment, with what this one has besides drumline: torch alone would take minutes to
+    install again."""
     run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
     python = tmp_path / "env" / "bin" / "python"
-    site = Path(
-        run(
-            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
-        ).strip()
-    )
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run(python, "-c", ask, cwd=tmp_path).strip())
     # Python 3.11 brings one that is too old.
     run(python, "-m", "pip", "uninstall", "-q", "-y", "setuptools", cwd=tmp_path)
     # A path in a .pth file: .pth files there, of editable installs, are not read. What is known of
@@ -109,16 +110,9 @@ def test_what_is_installed_trains_in_an_empty_folder(
         folder, tiny_model_dir(folder / "model"), checkpoint={"every": 2, "export": "last"}
     )
     drumline = tmp_path / "env" / "bin" / "drumline"
-    run(
-        drumline,
-        "train",
-        config,
-        "--nproc",
-        "2",
-        cwd=folder,
-        PATH=f"{drumline.parent}:{os.environ['PATH']}",
-    )
-    assert len([event for event in events(folder / "run") if event["kind"] == "step"]) == 4
+    path = f"{drumline.parent}:{os.environ['PATH']}"
+    run(drumline, "train", config, "--nproc", "2", cwd=folder, PATH=path)
+    assert len(events(folder / "run", "step")) == 4
     (folder / "log.txt").write_text("OSError: [Errno 28] No space left on device\n")
     told = subprocess.run(
         [drumline, "doctor", folder / "log.txt"],

@@ -1,6 +1,8 @@
-"""One rank of test_batchnorm: a small convolutional net on this rank's part of a batch, under DDP and FSDP2.
+"""One rank of test_batchnorm: a small convolutional net on this rank's part of a batch, under DDP
+and FSDP2.
 
-`python -m tests.distributed.batchnorm_worker FOLDER` writes RANK.pt; `net`, `batch` and `step` serve the test's single process too.
+`python -m tests.distributed.batchnorm_worker FOLDER` writes RANK.pt; `net`, `batch` and `step`
+serve the test's single process too.
 """
 
 from __future__ import annotations
@@ -24,19 +26,26 @@ def net() -> nn.Sequential:
     """Batch norms of both dimensions: one without scale and shift, one with a cumulative average."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten(),
-        nn.Linear(4 * 6 * 6, 6), nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 2),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, 3),
+        nn.BatchNorm2d(4, affine=False),
+        nn.Flatten(),
+        nn.Linear(4 * 6 * 6, 6),
+        nn.BatchNorm1d(6, momentum=None),
+        nn.Linear(6, 2),
+    )
 
 
 def batch(step: int) -> torch.Tensor:
-    """float[16, 3, 10, 10], each sample with a mean and spread of its own: parts of it have other statistics than the whole."""
+    """float[16, 3, 10, 10], each sample with a mean and spread of its own: parts of it have other
+    statistics than the whole."""
     draw = torch.Generator().manual_seed(step)
-    offset, spread = (
-        torch.randn(16, 1, 1, 1, generator=draw),
-        torch.rand(16, 1, 1, 1, generator=draw),
-    )
-    return 3 * offset + 4 * spread * torch.randn(16, 3, 10, 10, generator=draw)
+    offset = torch.randn(16, 1, 1, 1, generator=draw)
+    spread = torch.rand(16, 1, 1, 1, generator=draw)
+    noise = torch.randn(16, 3, 10, 10, generator=draw)
+    return 3 * offset + 4 * spread * noise
 
 
 def loss(output: torch.Tensor) -> torch.Tensor:
@@ -61,7 +70,9 @@ def main(folder: Path) -> None:
     from tests.strategies import DDPStrategy, FSDP2Strategy
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return tensor.detach().clone()
 
     ranks = start("cpu", "gloo", 60.0)
     saved = {}

@@ -37,12 +37,19 @@ def parity(request: pytest.FixtureRequest) -> Iterator[Record]:
             rows = json.loads(file.read() or '{"rows": {}}')["rows"]
             for name, cases in measured.items():
                 rows.setdefault(name, {}).update(cases)
-            ordered: dict[str, Any] = {}
-            for row, case in PAIRS:
-                if case.name in rows.get(row.name, {}):
-                    ordered.setdefault(row.name, {})[case.name] = rows[row.name][case.name]
+            results = {**_facts(), "rows": in_order(rows)}
             file.truncate(0)
-            file.write(json.dumps({**_facts(), "rows": ordered}, indent=1) + "\n")
+            file.write(json.dumps(results, indent=1) + "\n")
+
+
+def in_order(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Lay rows and their cases in the order of the tests."""
+    ordered: dict[str, dict[str, Any]] = {}
+    for row, case in PAIRS:
+        cases = rows.get(row.name, {})
+        if case.name in cases:
+            ordered.setdefault(row.name, {})[case.name] = cases[case.name]
+    return ordered
 
 
 def _facts() -> dict[str, Any]:

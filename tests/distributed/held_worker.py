@@ -1,17 +1,16 @@
-"""One rank: `python -m tests.distributed.held_worker PLAN...` takes three steps of each plan, the last under the tracker of live bytes,
-and writes RANK.json into the folder of the plan."""
+"""One rank: `python -m tests.distributed.held_worker PLAN...` takes three steps of each plan, the
+last under the tracker of live bytes, and writes RANK.json into the folder of the plan."""
 
 from __future__ import annotations
 
 import gc
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.distributed.ranks import share_groups
+from tests.distributed.ranks import each_plan
 
 
 def steps(plan: Any) -> dict[str, Any]:
@@ -20,11 +19,12 @@ def steps(plan: Any) -> dict[str, Any]:
     from drumline.telemetry.memory_tracker import LiveBytes
     from drumline.telemetry.traffic import CommunicatedBytes
 
-    objective, engine = policy_objective(plan.config.algorithm.build()), build_engine(plan, "cpu")
+    config = plan.config
+    objective = policy_objective(config.algorithm.build())
+    engine = build_engine(plan, "cpu")
     rows = plan.batch.micro_batch * plan.batch.rows_per_sample
-    batches = [
-        plan.config.algorithm.traced_batch(plan, rows, plan.config.data.max_length, 3)
-    ] * plan.batch.accumulation
+    batch = config.algorithm.traced_batch(plan, rows, config.data.max_length, 3)
+    batches = [batch] * plan.batch.accumulation
     for _ in range(2):
         engine.forward_backward(batches, objective, 100.0)
         engine.step(1e-3, engine.grad_norm(), torch.tensor(True))
@@ -49,14 +49,9 @@ def steps(plan: Any) -> dict[str, Any]:
 
 
 def main(paths: list[str]) -> None:
-    from drumline.dist.start import start, stop
-    from drumline.plan.plan import Plan
-
-    share_groups()
-    ranks = start("cpu", "gloo", 60.0)
-    for path in map(Path, paths):
-        (path.parent / f"{ranks.rank}.json").write_text(json.dumps(steps(Plan.load(path))))
-    stop()
+    for plan, rank, folder in each_plan(paths):
+        found = steps(plan)
+        (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""One rank of test_overflow: `python -m tests.distributed.overflow_worker MODEL FOLDER` writes RANK.json."""
+"""One rank of test_overflow: `python -m tests.distributed.overflow_worker MODEL FOLDER` writes
+RANK.json."""
 
 from __future__ import annotations
 
@@ -12,42 +13,92 @@ import torch
 
 from tests.distributed.ranks import share_groups
 
-WAYS: dict[str, Any] = {"ddp": "ddp", "fsdp2": "fsdp2", "tp": "tp"}
+WAYS = ("ddp", "fsdp2", "tp")
 SCALE = 1024.0
 
 
-def judge(
-    how: str, engine: Any, before: dict[str, torch.Tensor], log: list[dict[str, Any]]
-) -> None:
-    """Take the step as the loop does it, and write down what came of it. `before`: this rank's parts of the state."""
-    from drumline.engine.norms import local
+class Judge:
+    """Takes steps as the loop does, and writes down what came of each."""
 
-    norm = engine.grad_norm()
-    finite = math.isfinite(norm)
-    engine.step(1e-2, norm, torch.isfinite(norm))
-    still = all(torch.equal(local(t), before[n]) for n, t in engine.tensors().items())
-    log.append(
-        {"how": how, "finite": finite, "scale": engine.state()["scaler"]["scale"], "still": still}
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.before = {name: tensor.clone() for name, tensor in self.local_tensors().items()}
+        self.log: list[dict[str, Any]] = []
+
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's parts of the state."""
+        from drumline.engine.norms import local
+
+        return {name: local(tensor) for name, tensor in self.engine.tensors().items()}
+
+    def step(self, how: str) -> None:
+        norm = self.engine.grad_norm()
+        self.engine.step(1e-2, norm, torch.isfinite(norm))
+        found = {
+            "how": how,
+            "finite": math.isfinite(norm),
+            "scale": self.engine.state()["scaler"]["scale"],
+            "still": True,
+        }
+        for name, tensor in self.local_tensors().items():
+            if not torch.equal(tensor, self.before[name]):
+                found["still"] = False
+        self.log.append(found)
+
+
+def plan_of(kind: str, model_dir: Path, ranks: int) -> Any:
+    from drumline.config.config import Config
+    from drumline.plan.plan import BatchPlan, Plan, Predicted
+
+    values = {
+        "data": {"train": [{"kind": "file", "path": "x"}], "packing": False},
+        "strategy": kind,
+        "precision": {"kind": "fp16", "initial_scale": SCALE},
+    }
+    config = Config.model_validate(values)
+    data_parallel: Any = "none" if kind == "tp" else kind
+    return Plan(
+        config=config,
+        run_dir="r",
+        mesh=config.strategy.mesh(ranks),
+        engine="native",
+        device="cpu",
+        backend="gloo",
+        precision="fp16",
+        data_parallel=data_parallel,
+        batch=BatchPlan(global_samples=4, micro_batch=1, accumulation=2, eval_micro_batch=1),
+        lr=1e-2,
+        steps=3,
+        data=None,
+        model_path=str(model_dir),
+        predicted=Predicted(),
     )
 
 
-def main(model_dir: Path, folder: Path) -> None:
+def spoil_a_shard(engine: Any) -> None:
+    """Make one entry of a gradient infinite that no other rank has."""
     from torch.distributed.tensor import DTensor
 
+    from drumline.engine.norms import local
+
+    for parameter in engine.named.values():
+        if isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements):
+            local(parameter.grad).view(-1)[0] = float("inf")
+            return
+
+
+def main(model_dir: Path, folder: Path) -> None:
     from drumline.algorithms.tokens.objective import NextToken
-    from drumline.config.config import Config
     from drumline.data.batches import TokenBatch
     from drumline.dist.start import start, stop
     from drumline.engine.build import build_engine
-    from drumline.engine.norms import local
-    from drumline.plan.plan import BatchPlan, Plan, Predicted
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)
     ids = torch.randint(3, 300, (1, 24), generator=torch.Generator().manual_seed(0))
-    batch = TokenBatch(
-        ids, torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1), torch.arange(24)[None], 23
-    )
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = -100
+    batches = [TokenBatch(ids, targets, torch.arange(24)[None], 23)] * 2
     objective = NextToken(16, False).objective
 
     def overflowing(outputs: Any, batch: Any) -> Any:
@@ -56,43 +107,23 @@ def main(model_dir: Path, folder: Path) -> None:
         return type(out)(out.loss_sum * 1e6, out.sums)
 
     found: dict[str, Any] = {}
-    for name, strategy in WAYS.items():
-        values = {
-            "data": {"train": [{"kind": "file", "path": "x"}], "packing": False},
-            "strategy": strategy,
-        }
-        config = Config.model_validate(
-            values | {"precision": {"kind": "fp16", "initial_scale": SCALE}}
-        )
-        mesh = config.strategy.mesh(ranks.world_size)
-        plan = Plan(
-            config=config, run_dir="r", mesh=mesh, engine="native", device="cpu", backend="gloo", precision="fp16",
-            data_parallel={"ddp": "ddp", "fsdp2": "fsdp2"}.get(name, "none"),
-            batch=BatchPlan(global_samples=4, micro_batch=1, accumulation=2, eval_micro_batch=1), lr=1e-2, steps=3,
-            data=None, model_path=str(model_dir), predicted=Predicted(),
-        )  # fmt: skip
-        engine: Any = build_engine(plan, "cpu")
-        before = {n: local(t).clone() for n, t in engine.tensors().items()}
-        log: list[dict[str, Any]] = []
-
+    for name in WAYS:
+        engine: Any = build_engine(plan_of(name, model_dir, ranks.world_size), "cpu")
+        judge = Judge(engine)
+        first = objective
         # Tensor-parallel peers have the same samples, and so the same losses.
-        engine.forward_backward(
-            [batch, batch], overflowing if ranks.rank == 1 or name == "tp" else objective, 46.0
-        )
-        judge("a loss", engine, before, log)
+        if ranks.rank == 1 or name == "tp":
+            first = overflowing
+        engine.forward_backward(batches, first, 46.0)
+        judge.step("a loss")
         if name != "ddp":
-            engine.forward_backward([batch, batch], objective, 46.0)
+            engine.forward_backward(batches, objective, 46.0)
             if ranks.rank == 1:
-                cut = next(
-                    p.grad
-                    for p in engine.named.values()
-                    if isinstance(p, DTensor) and any(s.is_shard() for s in p.placements)
-                )
-                local(cut).view(-1)[0] = float("inf")
-            judge("an entry of one shard", engine, before, log)
-        engine.forward_backward([batch, batch], objective, 46.0)
-        judge("none", engine, before, log)
-        found[name] = log
+                spoil_a_shard(engine)
+            judge.step("an entry of one shard")
+        engine.forward_backward(batches, objective, 46.0)
+        judge.step("none")
+        found[name] = judge.log
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
     stop()
 

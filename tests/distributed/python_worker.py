@@ -1,4 +1,5 @@
-"""A user's script: trains by `drumline.train` what its argument says as JSON, and prints what came of it as one line of JSON."""
+"""A user's script: trains by `drumline.train` what its argument says as JSON, and prints what came
+of it as one line of JSON."""
 
 from __future__ import annotations
 
@@ -10,15 +11,21 @@ import drumline
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
+    said = []
     try:
-        runs = [drumline.train(*one["arguments"], **one.get("options", {})) for one in asked]
+        for one in asked:
+            run = drumline.train(*one["arguments"], **one.get("options", {}))
+            code = run.exit_code
+            told = {
+                "dir": str(run.dir),
+                "code": code,
+                "metrics": run.metrics,
+                "best": str(run.best),
+            }
+            said.append(told)
     except drumline.errors.DrumlineError as error:
         print(json.dumps({"error": type(error).__name__, "line": error.line()}))
         return
-    said = [
-        {"dir": str(run.dir), "code": run.exit_code, "metrics": run.metrics, "best": str(run.best)}
-        for run in runs
-    ]
     print(json.dumps(said))
 
 

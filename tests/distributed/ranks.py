@@ -1,7 +1,8 @@
-"""Run many plans in one process group: `python -m tests.distributed.ranks PLAN...`, once for each rank.
+"""Run many plans in one process group: `python -m tests.distributed.ranks PLAN...`, once for each
+rank.
 
-Importing torch costs seconds; training a tiny model costs little. So ranks are forked from one process that has imported it
-(tests/forks.py), and a test hands them every plan of that world size.
+Importing torch costs seconds; training a tiny model costs little. So ranks are forked from one
+process that has imported it (tests/forks.py), and a test hands them every plan of that world size.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drumline.config.resume import Resume
 from tests.forks import Forked
 from tests.harness import ENV
+
+if TYPE_CHECKING:
+    from drumline.plan.plan import Plan
 
 UNCOUNTED = "--uncounted"
 
@@ -29,10 +34,12 @@ def run_plans(
     *,
     counted: bool | Sequence[Path] = False,
 ) -> None:
-    """Train every plan (files, in order) on `world_size` real processes over gloo; one whose run folder has a checkpoint goes on from it.
+    """Train every plan (files, in order) on `world_size` real processes over gloo; one whose run
+    folder has a checkpoint goes on from it.
 
-    `counted`: of all, or of these, count the bytes that the third step holds and sends, as a user's run does; that takes as long as the
-    other three steps. These are first. Raises AssertionError with the failed ranks' output.
+    `counted`: of all, or of these, count the bytes that the third step holds and sends, as a user's
+    run does; that takes as long as the other three steps. These are first. Raises AssertionError
+    with the failed ranks' output.
     """
     first = plans if counted is True else counted or []
     rest = [plan for plan in plans if plan not in first]
@@ -51,32 +58,56 @@ def run_module(
 
     Raises AssertionError with the failed ranks' output.
     """
-    usual = {**ENV, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    usual |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        Forked(name, *arguments, env={**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(world_size)
-    ]
+    local = {"LOCAL_WORLD_SIZE": str(world_size)}
+    ranks = start_ranks(name, *arguments, world_size=world_size, **local)
     deadline = time.monotonic() + timeout
-    failed = {}
-    for number, rank in enumerate(ranks):
+    failed: dict[int, str] = {}
+    for number, process in enumerate(ranks):
+        left = deadline - time.monotonic()
         try:
-            code: int | None = rank.wait(max(0.01, deadline - time.monotonic()))
+            code = process.wait(max(0.01, left))
         except subprocess.TimeoutExpired:
-            code = None
-            rank.end()
-        if code != 0:
-            failed[number] = "ran out of time" if code is None else f"exited with {code}"
+            failed[number] = "ran out of time"
+            process.end()
+        else:
+            if code != 0:
+                failed[number] = f"exited with {code}"
     # All of them: most only tell that another rank went away.
-    said = "\n".join(
-        f"rank {number} {how}:\n{''.join(ranks[number].communicate())[-4000:]}"
-        for number, how in failed.items()
-    )
-    assert not failed, said
+    said = []
+    for number, how in failed.items():
+        output = "".join(ranks[number].communicate())
+        said.append(f"rank {number} {how}:\n{output[-4000:]}")
+    assert not failed, "\n".join(said)
+
+
+def start_ranks(
+    name: str,
+    *arguments: object,
+    world_size: int = 2,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    cwd: Path | None = None,
+    **env: str,
+) -> list[Forked]:
+    """Start a module once for each rank, with the variables of a rendezvous, as mpirun or a batch
+    system would. Without a `port` the rendezvous has a free one."""
+    usual = {
+        **ENV,
+        **env,
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port or free_port()),
+    }
+    ranks = []
+    for rank in range(world_size):
+        mine = {**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(Forked(name, *arguments, env=mine, cwd=cwd))
+    return ranks
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on, and that the system gives to nobody in the meantime: below its ephemeral range."""
+    """A port of 127.0.0.1 that nothing listens on, and that the system gives to nobody in the
+    meantime: below its ephemeral range."""
     while True:
         port = random.randint(20000, 32000)
         with socket.socket() as probe:
@@ -88,13 +119,26 @@ def free_port() -> int:
 
 
 def share_groups() -> None:
-    """From now on the groups of one plan serve the next: gloo has threads for each that look for work all the time, and those of twenty
-    plans slow down all that runs on the machine."""
+    """From now on the groups of one plan serve the next: gloo has threads for each that look for
+    work all the time, and those of twenty plans slow down all that runs on the machine."""
     from drumline.checkpoint.ranks import Ranks
     from drumline.dist import mesh
 
     mesh._cached_mesh = functools.cache(mesh._cached_mesh.__wrapped__)  # type: ignore[assignment]
     Ranks.all_apart = staticmethod(functools.cache(Ranks.all_apart))  # type: ignore[method-assign]
+
+
+def each_plan(paths: Sequence[str]) -> Iterator[tuple[Plan, int, Path]]:
+    """Join the other ranks of a worker. Yields plans, this rank, and the folder of each plan;
+    leaves at the end."""
+    from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
+
+    share_groups()
+    ranks = start("cpu", "gloo", 60.0)
+    for path in map(Path, paths):
+        yield Plan.load(path), ranks.rank, path.parent
+    stop()
 
 
 def main(arguments: list[str]) -> None:
@@ -114,21 +158,15 @@ def main(arguments: list[str]) -> None:
                 Traffic.FIRST = sys.maxsize
                 continue
             plan = Plan.load(Path(argument))
-            emit = (
-                EventLog(Path(plan.run_dir) / "events.jsonl").emit
-                if ranks.rank == 0
-                else Reporter().emit
-            )
-            resume = Resume() if any((Path(plan.run_dir) / "checkpoints").glob("step-*")) else None
-            train_on(
-                plan,
-                ranks,
-                resume,
-                emit=emit,
-                stop_flag=asked,
-                past=[],
-                goodput=Goodput(time.time()),
-            )
+            run_dir = Path(plan.run_dir)
+            log: EventLog | Reporter = Reporter()
+            if ranks.rank == 0:
+                log = EventLog(run_dir / "events.jsonl")
+            resume = None
+            if any((run_dir / "checkpoints").glob("step-*")):
+                resume = Resume()
+            goodput = Goodput(time.time())
+            train_on(plan, ranks, resume, emit=log.emit, stop_flag=asked, past=[], goodput=goodput)
     stop()
 
 

@@ -1,15 +1,17 @@
-"""One rank of test_roles: `python -m tests.distributed.roles_worker PLAN...` writes RANK.pt into each plan's run folder."""
+"""One rank of test_roles: `python -m tests.distributed.roles_worker PLAN...` writes RANK.pt into
+each plan's run folder."""
 
 from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.distributed.ranks import share_groups
+from tests.distributed.heads_worker import by_tokens
+from tests.distributed.heads_worker import copies as weights
+from tests.distributed.ranks import each_plan
 
 RATE = 0.5
 
@@ -27,16 +29,8 @@ def each_row(outputs: Any, batch: Any) -> torch.Tensor:
 def answers(engine: Any, batches: list[Any], **options: Any) -> dict[str, float]:
     """What `infer` says, by the tokens of each row."""
     kept = engine.infer(batches, each_row, **options)
-    assert [len(k) for k in kept] == [len(b.input_ids_BT) for b in batches]
-    said: dict[str, float] = {}
-    for values, batch in zip(kept, batches, strict=True):
-        for value, ids in zip(values.tolist(), batch.input_ids_BT.tolist(), strict=True):
-            said[" ".join(map(str, ids)).rstrip(" 0")] = value
-    return said
-
-
-def weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in engine.whole_weights()}
+    assert list(map(len, kept)) == [len(batch.input_ids_BT) for batch in batches]
+    return by_tokens(kept, batches)
 
 
 def copies(engine: Any) -> dict[str, torch.Tensor]:
@@ -65,16 +59,13 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
     from drumline.train.restore import MODEL
     from drumline.train.streams import build_streams
 
-    batches = next(
-        iter(build_streams(plan, plan.mesh.data_rank(rank), 0, "cpu").training)
-    ).micro_batches
+    streams = build_streams(plan, plan.mesh.data_rank(rank), 0, "cpu")
+    batches = next(iter(streams.training)).micro_batches
     objective = NextToken(32, True).objective
     both: Any = build_engine(plan, "cpu")
-    policy, value, reference = (
-        both.engines["policy"],
-        both.engines["value"],
-        build_engine(plan, "cpu", role="reference"),
-    )
+    policy = both.engines["policy"]
+    value = both.engines["value"]
+    reference = build_engine(plan, "cpu", role="reference")
     told: dict[str, Any] = {
         "first weights": weights(both),
         "before": answers(both, batches),
@@ -83,38 +74,27 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
     told["norm"] = train(both, plan, batches, dict.fromkeys(both.engines, objective))
     if plan.data_parallel in ("local_sgd", "diloco"):
         told["copy"] = copies(policy)
-    told |= {
-        "after": answers(both, batches),
-        "without": answers(both, batches, adapter=False),
-        "value": answers(value, batches),
-    }
+    told["after"] = answers(both, batches)
+    told["without"] = answers(both, batches, adapter=False)
+    told["value"] = answers(value, batches)
     told["modes"] = [engine.model.training for engine in (policy, value, reference)]
-    told |= {
-        "weights": weights(both),
-        "value weights": weights(value),
-        "reference weights": weights(reference),
-    }
+    told["weights"] = weights(both)
+    told["value weights"] = weights(value)
+    told["reference weights"] = weights(reference)
     told["live"] = [engine.unsharded_model() is not None for engine in (both, value, reference)]
     if "copy" in told:
         policy.forward_backward(batches, objective, 1.0)
         told["copy again"] = copies(policy)
-    told["kept"] = {
-        re.sub(MODEL, "", n): local(t).clone()
-        for n, t in both.tensors().items()
-        if re.search(MODEL, n)
-    }
+    told["kept"] = {}
+    for name, tensor in both.tensors().items():
+        if re.search(MODEL, name):
+            told["kept"][re.sub(MODEL, "", name)] = local(tensor).clone()
     return told
 
 
 def main(paths: list[str]) -> None:
-    from drumline.dist.start import start, stop
-    from drumline.plan.plan import Plan
-
-    share_groups()
-    ranks = start("cpu", "gloo", 60.0)
-    for path in map(Path, paths):
-        torch.save(look(Plan.load(path), ranks.rank), path.parent / f"{ranks.rank}.pt")
-    stop()
+    for plan, rank, folder in each_plan(paths):
+        torch.save(look(plan, rank), folder / f"{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A rank of test_rollout_gather: samples its share of the requests and writes down all completions that it then has; with the url of a
-server, by the server."""
+"""A rank of test_rollout_gather: samples its share of the requests and writes down all completions
+that it then has; with the url of a server, by the server."""
 
 from __future__ import annotations
 
@@ -7,85 +7,88 @@ import json
 import sys
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 from tests.distributed.ranks import share_groups
 
 
-def vllm(model_dir: str, out: str, url: str) -> None:
+def load_model(model_dir: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+def vllm(model_dir: str, out: Path, url: str) -> dict[str, Any]:
+    import torch
+
     from drumline.config import rollouts as c
-    from drumline.dist.start import start, stop
     from drumline.errors import DrumlineError
     from drumline.rl.build import RolloutFiles, generator
     from drumline.rl.generate import HFGenerator, Request, generate_together
     from tests.tiny import tiny_tokenizer
 
-    share_groups()
-    ranks = start("cpu", "gloo", 60.0)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    tokenizer = tiny_tokenizer()
+    model = load_model(model_dir)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     config = c.VLLMGenerator(url=url, max_new_tokens=8)
-    made, refresh = generator(
-        config,
-        tiny_tokenizer(),
-        3,
-        None,
-        lambda: None,
-        files=RolloutFiles(run_dir=Path(out).parent),
-    )
+    files = RolloutFiles(run_dir=out.parent)
+    made, refresh = generator(config, tokenizer, 3, None, lambda: None, files=files)
     assert refresh is not None
     refresh(model.named_parameters(remove_duplicate=False))
     requests = [Request([5, 6, 7 + index], (index, 0)) for index in range(5)]
-    found: dict[str, object] = {
-        "made": [c.tokens for c in generate_together(made, requests, step=2)]
+    local = HFGenerator(c.HFGenerator(max_new_tokens=8), model, tokenizer, 3)
+    found: dict[str, Any] = {
+        "made": [completion.tokens for completion in generate_together(made, requests, step=2)],
+        "expected": [completion.tokens for completion in local.generate(requests, 2)],
     }
-    local = HFGenerator(c.HFGenerator(max_new_tokens=8), model, tiny_tokenizer(), 3)
-    found["expected"] = [c.tokens for c in local.generate(requests, 2)]
-    in_the_way = Path(out).parent / "in-the-way"
+    in_the_way = out.parent / "in-the-way"
     in_the_way.write_text("")
-    _, refresh = generator(
-        config.model_copy(update={"folder": str(in_the_way)}),
-        tiny_tokenizer(),
-        3,
-        None,
-        lambda: None,
-    )
+    blocked = config.model_copy(update={"folder": str(in_the_way)})
+    _, refresh = generator(blocked, tokenizer, 3, None, lambda: None)
     assert refresh is not None
     try:
         refresh(model.named_parameters())
     except DrumlineError as error:
         found["failure"] = str(error)
-    Path(f"{out}-{ranks.rank}.json").write_text(json.dumps(found))
-    stop()
+    return found
 
 
-def main(model_dir: str, out: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
+def sample(model_dir: str) -> dict[str, Any]:
     from drumline.config.rollouts import HFGenerator as Config
-    from drumline.dist.start import start, stop
     from drumline.rl.generate import HFGenerator, Request, generate_together
     from tests.tiny import tiny_tokenizer
 
+    tokenizer = tiny_tokenizer()
+    model = load_model(model_dir)
+    model.generation_config.eos_token_id = list(range(0, 320, 12))
+    generator = HFGenerator(Config(batch=3, max_new_tokens=12), model, tokenizer, seed=3)
+    text = tokenizer.encode("Every rank keeps in step with the drum: one, two, three, four.")
+    many = []
+    for index in range(7):
+        prompt = text[: 2 + 3 * (index % 4)]
+        many.append(Request(prompt, (index // 2, index % 2)))
+    found = {}
+    for name, requests in {"many": many, "one": many[:1], "none": []}.items():
+        completions = generate_together(generator, requests, step=2)
+        found[name] = [astuple(completion) for completion in completions]
+    return found
+
+
+def main(model_dir: str, out: str, url: str | None = None) -> None:
+    from drumline.dist.start import start, stop
+
     share_groups()
     ranks = start("cpu", "gloo", 60.0)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    model.generation_config.eos_token_id = list(range(0, 320, 12))
-    generator = HFGenerator(Config(batch=3, max_new_tokens=12), model, tiny_tokenizer(), seed=3)
-    text = tiny_tokenizer().encode("Every rank keeps in step with the drum: one, two, three, four.")
-    many = [Request(text[: 2 + 3 * (index % 4)], (index // 2, index % 2)) for index in range(7)]
-    found = {
-        name: [astuple(c) for c in generate_together(generator, requests, step=2)]
-        for name, requests in {"many": many, "one": many[:1], "none": []}.items()
-    }
+    if url is None:
+        found = sample(model_dir)
+    else:
+        found = vllm(model_dir, Path(out), url)
     Path(f"{out}-{ranks.rank}.json").write_text(json.dumps(found))
     stop()
 
 
 if __name__ == "__main__":
-    (vllm if len(sys.argv) == 4 else main)(*sys.argv[1:])
+    main(*sys.argv[1:])

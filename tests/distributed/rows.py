@@ -1,11 +1,12 @@
-"""What parity is asked of: one row a strategy, one case a kind of work. A new strategy is a new row."""
+"""What parity is asked of: one row a strategy, one case a kind of work. A new strategy is a new
+row."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.harness import LETTERS
+from tests.harness import LETTERS, Sections
 
 TOLERANCE = 1e-5
 STEPS = 3  # the last of them is counted
@@ -17,68 +18,110 @@ class Row:
 
     name: str
     world_size: int
-    sections: dict[str, Any] = field(default_factory=dict)
+    sections: Sections = field(default_factory=dict)
 
     @property
     def layers(self) -> int:
         """Of the model: as few as the strategy can be seen at."""
-        moves = self.sections.get("memory", {}).get("activation_offload")  # of all blocks but two
-        return 4 if engine_of(self) == "pp" or moves or self is REFERENCES[4] else 2
+        # Of all blocks but two.
+        offloads = self.sections.get("memory", {}).get("activation_offload")
+        if offloads or self is REFERENCES[4] or engine_of(self) == "pp":
+            return 4
+        return 2
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One kind of work; `sections` hold for every row. `rows`: the names of those that it is asked of; empty: all."""
+    """One kind of work; `sections` hold for every row. `rows`: the names of those that it is asked
+    of; empty: all."""
 
     name: str
-    sections: dict[str, Any]
+    sections: Sections
     rows: tuple[str, ...] = ()
     architecture: str = "llama"  # or one of tests.tiny.ARCHITECTURES
     kin: str = ""  # the case whose work this does with another loss, whose formula has unit tests
 
 
 def engine_of(row: Row) -> str:
-    """What spreads the model: the first that applies of a pipeline, parts of a sequence, parts of a tensor, then the kind."""
+    """What spreads the model: the first that applies of a pipeline, parts of a sequence, parts of a
+    tensor, then the kind."""
     strategy = row.sections.get("strategy", "single")
-    options = strategy if isinstance(strategy, dict) else {"kind": strategy}
-    kind = "pp" if options["kind"] == "model_parallel" else options["kind"]
-    cut = next((key for key in ("pp", "cp", "tp") if key == kind or options.get(key, 1) > 1), kind)
-    return "zero" if cut.startswith("zero") else "one" if cut in ("single", "dp") else cut
+    options: Sections = {"kind": strategy}
+    if isinstance(strategy, dict):
+        options = strategy
+    kind: str = options["kind"]
+    if kind == "model_parallel":
+        kind = "pp"
+    for degree in ("pp", "cp", "tp"):
+        if kind == degree or options.get(degree, 1) > 1:
+            return degree
+    if kind.startswith("zero"):
+        return "zero"
+    if kind in ("single", "dp"):
+        return "one"
+    return kind
 
 
 def group_of(row: Row) -> str:
-    """Rows that one worker trains, in one process group: those of a world size whose ranks may have one engine after the other."""
+    """Rows that one worker trains, in one process group: those of a world size whose ranks may have
+    one engine after the other."""
     kinds = {"zero": "zero", "pp": "stages", "cp": "model", "tp": "model"}
     return f"{row.world_size} {kinds.get(engine_of(row), 'data')}"
 
 
 def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
-    """Names of pairs in which each algorithm meets every engine that it is asked of (one, where its cases have a `kin`), and each row but
-    AGAIN and each case without a `kin` stands once: greedily, the pair that gives most first. `pytest --full` runs the rest."""
+    """Names of pairs in which each algorithm meets every engine that it is asked of (one, where its
+    cases have a `kin`), and each row but AGAIN and each case without a `kin` stands once:
+    greedily, the pair that gives most first. `pytest --full` runs the rest."""
     gives = {(row.name, case.name): needs(row, case) for row, case in pairs}
     chosen = set(NAMED)
-    lacking = set().union(*gives.values()).difference(*map(gives.get, chosen))
+    lacking = set[Any]().union(*gives.values())
+    for pair in chosen:
+        lacking -= gives[pair]
     while lacking:
-        chosen.add(best := max(gives, key=lambda pair: len(gives[pair] & lacking)))
+        best = max(gives, key=lambda pair: len(gives[pair] & lacking))
+        chosen.add(best)
         lacking -= gives[best]
     return chosen
 
 
 def needs(row: Row, case: Case) -> set[Any]:
     """What a pair gives to the array."""
-    kind, engine = str(case.sections.get("algorithm", {}).get("kind")), engine_of(row)
-    stands = set() if row.name in AGAIN else {row.name}
-    if case.kin:
-        return stands | ({(kind, engine)} if engine == ENGINE_OF_KIN else set())
-    return stands | {(kind, engine), case.name}
+    kind = str(case.sections.get("algorithm", {}).get("kind"))
+    engine = engine_of(row)
+    given: set[Any] = set()
+    if row.name not in AGAIN:
+        given.add(row.name)
+    if not case.kin:
+        given.add(case.name)
+    if not case.kin or engine == ENGINE_OF_KIN:
+        given.add((kind, engine))
+    return given
 
 
 # Each part of these stands in another row.
-AGAIN = ("ddp 4", "ddp 2, static graph", "ddp 2, finds unused", "fsdp2 2, grad-op", "fsdp2 2, activation checkpointing",
-         "fsdp2 2, wraps blocks and their halves", "tp 2, activation checkpointing", "ddp 2 x tp 2", "fsdp2 2 x tp 2",
-         "ddp 2 x tp 2, sharded optimizer", "cp 2, activation checkpointing", "ddp 2 x cp 2",
-         "pp 2, zero bubble, activation checkpointing", "pp 4", "ddp 2 x pp 2", "fsdp2 2 x pp 2, activation checkpointing",
-         "tp 2 x pp 2", "zero2 1", "zero3 2, activation checkpointing", "zero3 4")  # fmt: skip
+AGAIN = (
+    "ddp 4",
+    "ddp 2, static graph",
+    "ddp 2, finds unused",
+    "fsdp2 2, grad-op",
+    "fsdp2 2, activation checkpointing",
+    "fsdp2 2, wraps blocks and their halves",
+    "tp 2, activation checkpointing",
+    "ddp 2 x tp 2",
+    "fsdp2 2 x tp 2",
+    "ddp 2 x tp 2, sharded optimizer",
+    "cp 2, activation checkpointing",
+    "ddp 2 x cp 2",
+    "pp 2, zero bubble, activation checkpointing",
+    "pp 4",
+    "ddp 2 x pp 2",
+    "fsdp2 2 x pp 2, activation checkpointing",
+    "tp 2 x pp 2",
+    "zero2 1",
+    "zero3 2, activation checkpointing",
+    "zero3 4",
+)
 ENGINE_OF_KIN = "ddp"
 # By tests/mutations.py.
 NAMED = {
@@ -88,21 +131,26 @@ NAMED = {
 # ZeRO 3 that keeps no small parameter whole: by default all of a tiny model are small.
 CUT = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
 # What rows are held against, by the layers of the model.
+ALL_AT_ONCE = {"batch": {"global_samples": 8, "micro_batch": 8}}
 REFERENCES = {
-    layers: Row(
-        f"one process, {layers} layers", 1, {"batch": {"global_samples": 8, "micro_batch": 8}}
-    )
-    for layers in (2, 4)
+    2: Row("one process, 2 layers", 1, ALL_AT_ONCE),
+    4: Row("one process, 4 layers", 1, ALL_AT_ONCE),
 }
-# Four micro-batches on one data rank.
-FOURS: dict[str, Any] = {"batch": {"global_samples": 8, "micro_batch": 2}}
+# Two, four and eight micro-batches on one data rank.
+TWOS: Sections = {"batch": {"global_samples": 8, "micro_batch": 4}}
+FOURS: Sections = {"batch": {"global_samples": 8, "micro_batch": 2}}
+EIGHTS: Sections = {"batch": {"global_samples": 8, "micro_batch": 1}}
+CHECKPOINTED: Sections = {"memory": {"activation_checkpointing": "full"}}
+LORA: Sections = {"adapter": {"kind": "lora", "r": 4}}
+UNTIED: Sections = {"init": "random", "config": {"tie_word_embeddings": False}}
+IN_PACKS: Sections = {"data": {"packing": True}, "rows": 120}
 ROWS = [
-    Row("one process, accumulation 4", 1, {"batch": {"global_samples": 8, "micro_batch": 2}}),
-    Row("ddp 2", 2, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 4}}),
+    Row("one process, accumulation 4", 1, FOURS),
+    Row("ddp 2", 2, {"strategy": "ddp", **TWOS}),
     Row(
         "ddp 2, accumulation 4",
         2,
-        {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 1}},
+        {"strategy": "ddp", **EIGHTS},
     ),
     Row(
         "ddp 2, buckets of 10 KiB",
@@ -122,14 +170,14 @@ ROWS = [
     Row(
         "ddp 2, activation checkpointing",
         2,
-        {"strategy": "ddp", "memory": {"activation_checkpointing": "full"}},
+        {"strategy": "ddp", **CHECKPOINTED},
     ),
     Row("fsdp2 1", 1, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 8}}),
     Row("fsdp2 2", 2, {"strategy": "fsdp2"}),
     Row(
         "fsdp2 2, accumulation 4",
         2,
-        {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 1}},
+        {"strategy": "fsdp2", **EIGHTS},
     ),
     Row(
         "fsdp2 2, reduced once a step",
@@ -147,7 +195,7 @@ ROWS = [
     Row(
         "fsdp2 2, activation checkpointing",
         2,
-        {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}},
+        {"strategy": "fsdp2", **CHECKPOINTED},
     ),
     Row(
         "fsdp2 2, activations offloaded",
@@ -183,25 +231,25 @@ ROWS = [
             }
         },
     ),
-    Row("fsdp2 4", 4, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("fsdp2 4", 4, {"strategy": "fsdp2", **FOURS}),
     Row(
         "fsdp2 hybrid 2 x 2",
         4,
         {
             "strategy": {"kind": "fsdp2", "replicate": 2},
-            "batch": {"global_samples": 8, "micro_batch": 2},
+            **FOURS,
         },
     ),
     Row("tp 2", 2, {"strategy": "tp"}),
     Row(
         "tp 2, accumulation 4",
         2,
-        {"strategy": "tp", "batch": {"global_samples": 8, "micro_batch": 2}},
+        {"strategy": "tp", **FOURS},
     ),
     Row(
         "tp 2, activation checkpointing",
         2,
-        {"strategy": "tp", "memory": {"activation_checkpointing": "full"}},
+        {"strategy": "tp", **CHECKPOINTED},
     ),
     Row("tp 2, whole stream", 2, {"strategy": {"kind": "tp", "sequence_parallel": False}}),
     Row(
@@ -210,7 +258,7 @@ ROWS = [
         {
             "strategy": {"kind": "fsdp2", "tp": 2},
             "batch": {"micro_batch": 2},
-            "memory": {"activation_checkpointing": "full"},
+            **CHECKPOINTED,
         },
     ),
     Row(
@@ -224,42 +272,42 @@ ROWS = [
     Row(
         "ddp 2 x tp 2",
         4,
-        {"strategy": {"kind": "ddp", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}},
+        {"strategy": {"kind": "ddp", "tp": 2}, **FOURS},
     ),
     Row(
         "fsdp2 2 x tp 2",
         4,
-        {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}},
+        {"strategy": {"kind": "fsdp2", "tp": 2}, **FOURS},
     ),
     Row("dp", 1, {"strategy": "dp"}),
     Row("cp 2", 2, {"strategy": "cp"}),
     Row(
         "cp 2, accumulation 4",
         2,
-        {"strategy": "cp", "batch": {"global_samples": 8, "micro_batch": 2}},
+        {"strategy": "cp", **FOURS},
     ),
     Row(
         "cp 2, activation checkpointing",
         2,
-        {"strategy": "cp", "memory": {"activation_checkpointing": "full"}},
+        {"strategy": "cp", **CHECKPOINTED},
     ),
     Row("fsdp2 x cp 2", 2, {"strategy": {"kind": "fsdp2", "cp": 2}}),
     Row(
         "ddp 2 x cp 2",
         4,
-        {"strategy": {"kind": "ddp", "cp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}},
+        {"strategy": {"kind": "ddp", "cp": 2}, **FOURS},
     ),
     Row("cp 2 x tp 2", 4, {"strategy": {"kind": "ddp", "cp": 2, "tp": 2}}),
     Row(
         "fsdp2 2 x cp 2",
         4,
-        {"strategy": {"kind": "fsdp2", "cp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}},
+        {"strategy": {"kind": "fsdp2", "cp": 2}, **FOURS},
     ),
     Row("pp 2, gpipe", 2, {"strategy": {"kind": "pp", "schedule": "gpipe"}, **FOURS}),
     Row(
         "pp 2, 1f1b, accumulation 8",
         2,
-        {"strategy": "pp", "batch": {"global_samples": 8, "micro_batch": 1}},
+        {"strategy": "pp", **EIGHTS},
     ),
     Row("pp 2, interleaved", 2, {"strategy": {"kind": "pp", "schedule": "interleaved"}, **FOURS}),
     Row("pp 2, zero bubble", 2, {"strategy": {"kind": "pp", "schedule": "zero_bubble"}, **FOURS}),
@@ -268,21 +316,21 @@ ROWS = [
         2,
         {
             "strategy": {"kind": "pp", "schedule": "zero_bubble"},
-            "memory": {"activation_checkpointing": "full"},
+            **CHECKPOINTED,
             **FOURS,
         },
     ),
     Row(
         "pp 2, activation checkpointing",
         2,
-        {"strategy": "pp", "memory": {"activation_checkpointing": "full"}, **FOURS},
+        {"strategy": "pp", **CHECKPOINTED, **FOURS},
     ),
     Row("model_parallel 2", 2, {"strategy": "model_parallel", **FOURS}),
     Row("pp 4", 4, {"strategy": "pp", **FOURS}),
     Row(
         "ddp 2 x pp 2",
         4,
-        {"strategy": {"kind": "ddp", "pp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}},
+        {"strategy": {"kind": "ddp", "pp": 2}, **FOURS},
     ),
     Row(
         "fsdp2 2 x pp 2, interleaved",
@@ -298,7 +346,7 @@ ROWS = [
         {
             "strategy": {"kind": "fsdp2", "pp": 2},
             "batch": {"micro_batch": 1},
-            "memory": {"activation_checkpointing": "full"},
+            **CHECKPOINTED,
         },
     ),
     Row("tp 2 x pp 2", 4, {"strategy": {"kind": "ddp", "tp": 2, "pp": 2}, **FOURS}),
@@ -328,24 +376,24 @@ ROWS = [
         4,
         {"strategy": {"kind": "fsdp2", "ep": 2, "pp": 2}, "batch": {"micro_batch": 2}},
     ),
-    Row("ddp 4", 4, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("ddp 4", 4, {"strategy": "ddp", **FOURS}),
     Row("zero1 2", 2, {"strategy": "zero1"}),
     Row("zero2 2", 2, {"strategy": "zero2"}),
     Row(
         "zero2 2, accumulation 4",
         2,
-        {"strategy": "zero2", "batch": {"global_samples": 8, "micro_batch": 1}},
+        {"strategy": "zero2", **EIGHTS},
     ),
     Row("zero3 2", 2, {"strategy": "zero3"}),
     Row(
         "zero3 2, nothing kept whole, accumulation 4",
         2,
-        {"strategy": CUT, "batch": {"global_samples": 8, "micro_batch": 1}},
+        {"strategy": CUT, **EIGHTS},
     ),
     Row(
         "zero3 2, activation checkpointing",
         2,
-        {"strategy": CUT, "memory": {"activation_checkpointing": "full"}},
+        {"strategy": CUT, **CHECKPOINTED},
     ),
     Row(
         "zero2 2, offloaded",
@@ -357,38 +405,27 @@ ROWS = [
         2,
         {"strategy": {**CUT, "offload_optimizer": "cpu", "offload_parameters": "cpu"}},
     ),
-    Row("zero2 1", 1, {"strategy": "zero2", "batch": {"global_samples": 8, "micro_batch": 4}}),
-    Row("zero3 4", 4, {"strategy": CUT, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("zero2 1", 1, {"strategy": "zero2", **TWOS}),
+    Row("zero3 4", 4, {"strategy": CUT, **FOURS}),
 ]
-# In low precision the numbers are near, not equal: held against the reference in fp32, with accumulation and clipping, losses and norms.
-LOW = [
-    Row(
-        f"{strategy} 2, {precision}",
-        2,
-        {
-            "strategy": strategy,
-            "precision": precision,
-            "batch": {"global_samples": 8, "micro_batch": 2},
-        },
-    )
-    for strategy in ("ddp", "fsdp2", "tp", "pp")
-    for precision in ("bf16", "fp16")
-]
-LOW.append(
+# In low precision the numbers are near, not equal: held against the reference in fp32, with
+# accumulation and clipping, losses and norms.
+LOW = []
+for kind in ("ddp", "fsdp2", "tp", "pp"):
+    for precision in ("bf16", "fp16"):
+        sections = {"strategy": kind, "precision": precision, **FOURS}
+        LOW.append(Row(f"{kind} 2, {precision}", 2, sections))
+LOW += [
     Row(
         "tp 2, whole stream, bf16",
         2,
         {"strategy": {"kind": "tp", "sequence_parallel": False}, "precision": "bf16"},
-    )
-)
-LOW.append(
+    ),
     Row(
         "fsdp2 2 x pp 2, bf16",
         4,
         {"strategy": {"kind": "fsdp2", "pp": 2}, "precision": "bf16", "batch": {"micro_batch": 2}},
-    )
-)
-LOW += [
+    ),
     Row("fsdp2 2, gathered in bf16", 2, {"strategy": {"kind": "fsdp2", "param_dtype": "bf16"}}),
     Row("fsdp2 2, reduced in bf16", 2, {"strategy": {"kind": "fsdp2", "reduce_dtype": "bf16"}}),
     Row(
@@ -397,17 +434,14 @@ LOW += [
         {"strategy": {"kind": "fsdp2", "param_dtype": "fp32"}, "precision": "bf16"},
     ),
 ]
-LOW += [
-    Row(
-        f"{strategy['kind']} 2, bf16",
-        2,
-        {"strategy": strategy, "precision": "bf16", "batch": {"micro_batch": 2}},
-    )
-    for strategy in ({"kind": "zero1"}, {"kind": "zero2"}, CUT)
-]
+for options in ({"kind": "zero1"}, {"kind": "zero2"}, CUT):
+    sections = {"strategy": options, "precision": "bf16", "batch": {"micro_batch": 2}}
+    LOW.append(Row(f"{options['kind']} 2, bf16", 2, sections))
 # With --full.
 LOW_AGAIN = (
-    *(f"{strategy} 2, fp16" for strategy in ("fsdp2", "tp", "pp")),
+    "fsdp2 2, fp16",
+    "tp 2, fp16",
+    "pp 2, fp16",
     "fsdp2 2 x pp 2, bf16",
     "zero1 2, bf16",
 )
@@ -434,8 +468,9 @@ SPREADS = (
 )
 CASES = [
     Case("packed", {"data": {"packing": True, "max_length": 96}, "rows": 120}),
-    # Rows of uneven lengths. A larger epsilon: entries whose gradient is nothing but rounding would get a step of full length, another on
-    # each strategy and each CPU (tensor parallelism: weights 1.2e-5 apart with 1e-8, 2.5e-7 with 1e-6).
+    # Rows of uneven lengths. A larger epsilon: entries whose gradient is nothing but rounding would
+    # get a step of full length, another on each strategy and each CPU (tensor parallelism: weights
+    # 1.2e-5 apart with 1e-8, 2.5e-7 with 1e-6).
     Case(
         "clipped hard",
         {
@@ -452,22 +487,20 @@ CASES = [
     Case(
         "plain cross-entropy",
         {
-            "data": {"packing": True},
-            "rows": 120,
+            **IN_PACKS,
             "algorithm": {"kind": "pretrain", "loss_chunk": 0},
         },
         rows=SPREADS,
     ),
     Case(
         "compiled",
-        {"data": {"packing": True}, "rows": 120, "compile": {"enabled": True}},
+        {**IN_PACKS, "compile": {"enabled": True}},
         rows=("fsdp2 2",),
     ),
     Case(
         "selective checkpointing",
         {
-            "data": {"packing": True},
-            "rows": 120,
+            **IN_PACKS,
             "memory": {"activation_checkpointing": "selective"},
         },
         rows=(
@@ -482,7 +515,7 @@ CASES = [
     ),
     Case(
         "lora",
-        {"data": {"packing": True}, "rows": 120, "adapter": {"kind": "lora", "r": 4}},
+        {**IN_PACKS, **LORA},
         rows=(
             "one process, accumulation 4",
             "ddp 2",
@@ -505,9 +538,8 @@ CASES = [
     Case(
         "head of its own",
         {
-            "data": {"packing": True},
-            "rows": 120,
-            "model": {"init": "random", "config": {"tie_word_embeddings": False}},
+            **IN_PACKS,
+            "model": UNTIED,
         },
         rows=(
             "pp 2, interleaved",
@@ -518,58 +550,57 @@ CASES = [
         ),
     ),
 ]
-LOWER = ["model.embed_tokens", "model.layers.0", "model.layers.1"]
+
+
+def half_frozen(half: str, frozen: list[str], *rows: str) -> Case:
+    sections = {**IN_PACKS, "model": {"freeze": frozen, **UNTIED}}
+    return Case(f"nothing to learn in the {half} half", sections, rows=rows)
+
+
 CASES += [
-    Case(
-        f"nothing to learn in the {half} half",
-        {
-            "data": {"packing": True},
-            "rows": 120,
-            "model": {"freeze": frozen, "init": "random", "config": {"tie_word_embeddings": False}},
-        },
-        rows=rows,
-    )
-    for half, frozen, rows in (
-        ("lower", LOWER, ("pp 2, gpipe", "pp 2, zero bubble", "fsdp2 2 x pp 2, interleaved")),
-        (
-            "upper",
-            ["model.layers.2", "model.layers.3", "model.norm", "lm_head"],
-            ("pp 2, interleaved",),
-        ),
-    )
+    half_frozen(
+        "lower",
+        ["model.embed_tokens", "model.layers.0", "model.layers.1"],
+        "pp 2, gpipe",
+        "pp 2, zero bubble",
+        "fsdp2 2 x pp 2, interleaved",
+    ),
+    half_frozen(
+        "upper",
+        ["model.layers.2", "model.layers.3", "model.norm", "lm_head"],
+        "pp 2, interleaved",
+    ),
 ]
-TWO_STEPS: dict[str, Any] = {"run": {"steps": 2}, "rows": 24, "optimizer": {"eps": 1e-6}}
-# Both sides of a pair share a prompt and an end, and advantages add up to nothing, so gradients all but cancel: fp32 keeps five digits
-# of what is left (in fp64 all cuts agree to 1e-14), and steps must not be made of the entries that are rounding alone.
-NO_SIGNS: dict[str, Any] = {**TWO_STEPS, "optimizer": {"eps": 1e-4}}
-# Sampling is in the loop: what is sampled hangs on seed, step, prompt and index alone, so all rows learn from the same episodes.
-ROLLOUT: dict[str, Any] = {
+TWO_STEPS: Sections = {"run": {"steps": 2}, "rows": 24, "optimizer": {"eps": 1e-6}}
+# Both sides of a pair share a prompt and an end, and advantages add up to nothing, so gradients all
+# but cancel: fp32 keeps five digits of what is left (in fp64 all cuts agree to 1e-14), and steps
+# must not be made of the entries that are rounding alone.
+NO_SIGNS: Sections = {**TWO_STEPS, "optimizer": {"eps": 1e-4}}
+# Sampling is in the loop: what is sampled hangs on seed, step, prompt and index alone, so all rows
+# learn from the same episodes.
+ROLLOUT: Sections = {
     "rewards": [LETTERS],
     "generator": {"kind": "hf", "max_new_tokens": 6, "batch": 16},
     "loss_chunk": 32,
 }
+
+
+def dpo(name: str, rows: tuple[str, ...], kin: str = "", **options: Any) -> Case:
+    algorithm = {"kind": "dpo", "loss_chunk": 32, **options}
+    return Case(name, {"algorithm": algorithm, **TWO_STEPS}, rows=rows, kin=kin)
+
+
 CASES += [
     Case(
         "reward model", {"algorithm": {"kind": "reward", "center": 0.01}, **NO_SIGNS}, rows=SPREADS
     ),
-    Case(
-        "dpo",
-        {"algorithm": {"kind": "dpo", "loss_chunk": 32, "sft_weight": 0.1}, **TWO_STEPS},
-        rows=SPREADS,
-    ),
-    Case(
-        "dpo, live reference",
-        {
-            "algorithm": {"kind": "dpo", "loss_chunk": 32, "reference": "live", "loss": "ipo"},
-            **TWO_STEPS,
-        },
-        rows=SPREADS,
-    ),
+    dpo("dpo", SPREADS, sft_weight=0.1),
+    dpo("dpo, live reference", SPREADS, reference="live", loss="ipo"),
     Case(
         "dpo, lora",
         {
             "algorithm": {"kind": "dpo", "loss_chunk": 32, "reference": "adapter"},
-            "adapter": {"kind": "lora", "r": 4},
+            **LORA,
             **NO_SIGNS,
         },
         rows=(
@@ -614,7 +645,8 @@ CASES += [
         ),
     ),
 ]
-# A loss that is summed pair by pair spreads as DPO's does; those that sort the global batch take a pass over it first.
+# A loss that is summed pair by pair spreads as DPO's does; those that sort the global batch take a
+# pass over it first.
 KINDS = ("ddp 2, accumulation 4",)
 SORTS = (
     "one process, accumulation 4",
@@ -644,7 +676,7 @@ CASES += [
         "kto, lora",
         {
             "algorithm": {"kind": "kto", "loss_chunk": 32},
-            "adapter": {"kind": "lora", "r": 4},
+            **LORA,
             **NO_SIGNS,
         },
         rows=("ddp 2, accumulation 4", "pp 2, interleaved"),
@@ -655,91 +687,51 @@ CASES += [
         rows=SORTS,
         kin="dpo",
     ),
-    Case(
-        "dpo, aot",
-        {
-            "algorithm": {
-                "kind": "dpo",
-                "loss_chunk": 32,
-                "loss_weights": {"aot": 1.0, "aot_unpaired": 0.5},
-            },
-            **TWO_STEPS,
-        },
-        rows=SORTS,
-    ),
-    *(
-        Case(
-            f"dpo, {loss}",
-            {"algorithm": {"kind": "dpo", "loss_chunk": 32, "loss": loss}, **TWO_STEPS},
-            rows=KINDS,
-            kin="dpo",
-        )
-        for loss in OF_PAIRS
-    ),
-    *(
-        Case(
-            f"dpo, {loss}",
-            {"algorithm": {"kind": "dpo", "loss": loss, "label_smoothing": 0.1}, **TWO_STEPS},
-            rows=KINDS,
-            kin="dpo",
-        )
-        for loss in ("robust", "exo_pair")
-    ),
-    *(
-        Case(
-            f"dpo, {divergence}",
-            {"algorithm": {"kind": "dpo", "f_divergence": divergence}, **TWO_STEPS},
-            rows=KINDS,
-            kin="dpo",
-        )
-        for divergence in ("forward_kl", "js_divergence", "alpha_divergence")
-    ),
-    *(
-        Case(
-            f"grpo, {name}",
-            {
-                "algorithm": {
-                    "kind": "grpo",
-                    "group_size": 4,
-                    "minibatches": 2,
-                    **ROLLOUT,
-                    **options,
-                },
-                **NO_SIGNS,
-                "run": {"steps": 2, "seed": 2},
-            },
-            rows=KINDS,
-            kin="grpo",
-        )
-        for name, options in {
-            "gspo": {"ratio": "sequence", "normalize": "sequence"},
-            "cispo": {"surrogate": "cispo", "clip_high": 1.0},
-            "two-sided clip and entropy": {"delta": 1.5, "entropy_weight": 0.01},
-            # Some completions end, at a vowel, and the others are cut.
-            "truncated completions masked": {
-                "mask_truncated": True,
-                "generator": {**ROLLOUT["generator"], "stop": list("aeiou")},
-            },
-            "rloo": {"estimator": "rloo"},
-        }.items()
-    ),
+    dpo("dpo, aot", SORTS, loss_weights={"aot": 1.0, "aot_unpaired": 0.5}),
+]
+CASES += [dpo(f"dpo, {loss}", KINDS, "dpo", loss=loss) for loss in OF_PAIRS]
+for loss in ("robust", "exo_pair"):
+    algorithm = {"kind": "dpo", "loss": loss, "label_smoothing": 0.1}
+    CASES.append(Case(f"dpo, {loss}", {"algorithm": algorithm, **TWO_STEPS}, KINDS, kin="dpo"))
+for divergence in ("forward_kl", "js_divergence", "alpha_divergence"):
+    algorithm = {"kind": "dpo", "f_divergence": divergence}
+    CASES.append(
+        Case(f"dpo, {divergence}", {"algorithm": algorithm, **TWO_STEPS}, KINDS, kin="dpo")
+    )
+WAYS_OF_GRPO: dict[str, Sections] = {
+    "gspo": {"ratio": "sequence", "normalize": "sequence"},
+    "cispo": {"surrogate": "cispo", "clip_high": 1.0},
+    "two-sided clip and entropy": {"delta": 1.5, "entropy_weight": 0.01},
+    # Some completions end, at a vowel, and the others are cut.
+    "truncated completions masked": {
+        "mask_truncated": True,
+        "generator": {**ROLLOUT["generator"], "stop": list("aeiou")},
+    },
+    "rloo": {"estimator": "rloo"},
+}
+GRPO: Sections = {"kind": "grpo", "group_size": 4, **ROLLOUT}
+for name, options in WAYS_OF_GRPO.items():
+    algorithm = {**GRPO, "minibatches": 2, **options}
+    sections = {"algorithm": algorithm, **NO_SIGNS, "run": {"steps": 2, "seed": 2}}
+    CASES.append(Case(f"grpo, {name}", sections, KINDS, kin="grpo"))
+CASES.append(
     Case(
         "grpo, ahead",
         {
-            "algorithm": {"kind": "grpo", "group_size": 4, "ahead": 1, **ROLLOUT},
+            "algorithm": {**GRPO, "ahead": 1},
             **NO_SIGNS,
             "run": {"steps": 2, "seed": 2},  # a step a rollout
         },
         rows=KINDS,
-    ),
-]
+    )
+)
 ENGINES = (
     "ddp 2, accumulation 4",
     "fsdp2 2, accumulation 4",
     "zero2 2, accumulation 4",
     "zero3 2, nothing kept whole, accumulation 4",
 )
-PACKED: dict[str, Any] = {
+PACKED: Sections = {
     "data": {"packing": True, "max_length": 96},
     "rows": 120,
     "optimizer": {"eps": 1e-6},
@@ -764,18 +756,19 @@ CASES += [
         ("ep 2", "fsdp2 2 x ep 2"),
         "gpt_oss",
     ),
-    # Biases of keys: their true gradient is 0, but small where positions are rotary, so Adam would enlarge its rounding there.
+    # Biases of keys: their true gradient is 0, but small where positions are rotary, so Adam would
+    # enlarge its rounding there.
     Case("gpt2", {**PACKED, "optimizer": {}}, ("ddp 2", "fsdp2 2", "zero2 2"), "gpt2"),
     Case("qwen2", PACKED, ("ddp 2", "fsdp2 2", "zero2 2"), "qwen2"),
 ]
 LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
-PAIRS = [
-    (row, case)
-    for case in CASES
-    for row in ROWS
-    if (row.name in case.rows if case.rows else "ep 2" not in row.name)
-]
+PAIRS: list[tuple[Row, Case]] = []
+for case in CASES:
+    for row in ROWS:
+        is_asked = row.name in case.rows
+        if not case.rows:
+            is_asked = "ep 2" not in row.name
+        if is_asked:
+            PAIRS.append((row, case))
 COVERING = covering(PAIRS)
-assert all(name in {row.name for row in ROWS} for case in CASES for name in case.rows), (
-    "a case names a row that is not there"
-)
+assert {name for case in CASES for name in case.rows} <= {row.name for row in ROWS}

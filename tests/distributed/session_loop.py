@@ -1,4 +1,5 @@
-"""A loop of a user's own with dropout: `python session_loop.py STRATEGY RUN_DIR STEPS [DROPOUT] [PAUSE] [IN_MEMORY_EVERY]`."""
+"""A loop of a user's own with dropout: `python session_loop.py STRATEGY RUN_DIR STEPS [DROPOUT]
+[PAUSE] [IN_MEMORY_EVERY]`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import drumline
+from tests.distributed.staged import draw_rows
 
 
 def build(dropout: float) -> nn.Module:
@@ -21,15 +23,12 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def dataset() -> list[tuple[torch.Tensor, int]]:
-    draw = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(8, generator=draw), int(torch.randint(4, (1,), generator=draw)))
-        for _ in range(50)
-    ]
+    return draw_rows(50, 8, 4)
 
 
 def collate(rows: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows])
+    inputs, labels = zip(*rows, strict=True)
+    return torch.stack(inputs), torch.tensor(labels)
 
 
 def main(

@@ -1,6 +1,8 @@
-"""One rank of test_session_parity: the examples' own loops, tiny, in one process group, or a number of other sessions.
+"""One rank of test_session_parity: the examples' own loops, tiny, in one process group, or a number
+of other sessions.
 
-`python -m tests.distributed.session_worker FOLDER NAME:STRATEGY…` trains each into FOLDER/NAME-STRATEGY.
+`python -m tests.distributed.session_worker FOLDER NAME:STRATEGY…` trains each into
+FOLDER/NAME-STRATEGY.
 """
 
 from __future__ import annotations
@@ -54,13 +56,8 @@ def loops() -> dict[str, Callable[..., object]]:
 
 def mlp(strategy: str, run_dir: str) -> None:
     """By stages or by a plan; what it evaluates is real on the last stage alone."""
-    options = {
-        "precision": "fp32",
-        "device": "cpu",
-        "global_samples": 8,
-        "micro_batch": 2,
-        "asynchronous": False,
-    }
+    options = {**OPTIONS, "micro_batch": 2}
+    steps = options.pop("steps")
     rows = session_loop.dataset()
     plan = {"0": "colwise", "3": "rowwise"}
     with drumline.session(strategy, run_dir=run_dir, tp_plan=plan, **options) as s:  # type: ignore[arg-type]
@@ -69,11 +66,11 @@ def mlp(strategy: str, run_dir: str) -> None:
         )
 
         def measure(batch: Any) -> tuple[torch.Tensor, int]:
-            return torch.nn.functional.cross_entropy(
-                model(batch[0]), batch[1], reduction="sum"
-            ), len(batch[1])
+            inputs, labels = batch
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+            return loss, len(labels)
 
-        for batch in s.batches(rows, session_loop.collate, steps=STEPS):
+        for batch in s.batches(rows, session_loop.collate, steps=steps):
             s.backward(*measure(batch))
             if s.step(max_grad_norm=0.1):
                 s.log()
@@ -85,7 +82,8 @@ def main(folder: Path, *wanted: str) -> None:
 
     start("cpu", "gloo", 60.0)
     known = loops()
-    for name, _, strategy in (each.partition(":") for each in wanted):
+    for each in wanted:
+        name, strategy = each.split(":")
         known[name](strategy, str(folder / f"{name}-{strategy}"))
     stop()
 

@@ -1,4 +1,5 @@
-"""Modules of a user's own whose weights lie in more than one place, and one in bfloat16; rows and an objective for the first two."""
+"""Modules of a user's own whose weights lie in more than one place, and one in bfloat16; rows and
+an objective for the first two."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class Tied(nn.Module):
 
     def __init__(self, width: int = 8, words: int = 16) -> None:
         super().__init__()
-        embed, head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        embed = nn.Embedding(words, width)
+        head = nn.Linear(width, words, bias=False)
         head.weight = embed.weight
         self.parts = nn.ModuleList([embed, Block(width), head])
 
@@ -27,7 +29,8 @@ class Repeated(nn.Module):
 
     def __init__(self, width: int = 8, words: int = 16) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.embed = nn.Embedding(words, width)
+        self.head = nn.Linear(width, words)
         self.blocks = nn.ModuleList([Block(width)] * 3)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -60,4 +63,5 @@ def rows() -> list[tuple[torch.Tensor, int]]:
 
 
 def objective(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+    ids, labels = batch
+    return nn.functional.cross_entropy(model(ids), labels, reduction="sum")

@@ -1,4 +1,5 @@
-"""A module of a user's own that names its stages and has a forward of its own around them, with rows and an objective."""
+"""A module of a user's own that names its stages and has a forward of its own around them, with
+rows and an objective."""
 
 from __future__ import annotations
 
@@ -9,10 +10,8 @@ from torch import nn
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(width, 2 * width, bias=False),
-            nn.Linear(2 * width, width, bias=False),
-        )
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(x).tanh()) * scale
@@ -21,7 +20,8 @@ class Block(nn.Module):
 class Staged(nn.Module):
     def __init__(self, width: int = 8, depth: int = 4) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 2)
+        self.first = nn.Linear(4, width)
+        self.last = nn.Linear(width, 2)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
 
     @property
@@ -47,12 +47,19 @@ def sequence(width: int = 8, dropout: float = 0.0) -> list[nn.Module]:
     ]
 
 
-def rows(number: int = 20) -> list[tuple[torch.Tensor, int]]:
+def draw_rows(number: int, width: int, classes: int) -> list[tuple[torch.Tensor, int]]:
+    """Random inputs and labels, the same each time."""
     draw = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(4, generator=draw), int(torch.randint(2, (1,), generator=draw)))
-        for _ in range(number)
-    ]
+    found = []
+    for _ in range(number):
+        inputs = torch.randn(width, generator=draw)
+        label = torch.randint(classes, (1,), generator=draw)
+        found.append((inputs, int(label)))
+    return found
+
+
+def rows(number: int = 20) -> list[tuple[torch.Tensor, int]]:
+    return draw_rows(number, 4, 2)
 
 
 def objective(
@@ -61,7 +68,5 @@ def objective(
     inputs, labels = batch
     out = model(inputs)
     right = (out.argmax(1) == labels).sum()
-    return nn.functional.cross_entropy(out, labels, reduction="sum"), {
-        "right": right,
-        "max_right": right,
-    }
+    loss = nn.functional.cross_entropy(out, labels, reduction="sum")
+    return loss, {"right": right, "max_right": right}

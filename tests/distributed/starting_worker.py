@@ -66,7 +66,8 @@ def seconds_of(group: dist.ProcessGroup) -> float:
 
 
 def follow_phases(groups: list[dist.ProcessGroup]) -> None:
-    """Print the limit after each phase of a run; it is one number for all of `groups`, but for those of saves and beside the steps."""
+    """Print the limit after each phase of a run; it is one number for all of `groups`, but for
+    those of saves and beside the steps."""
     saves = Ranks.all_apart().group
     beside = side_group(dist.group.WORLD)
     config = SimpleNamespace(

@@ -1,8 +1,10 @@
-"""Checkpoints of several ranks: written once, read by any other number of ranks, and one outcome for all."""
+"""Checkpoints of several ranks: written once, read by any other number of ranks, and one outcome
+for all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from drumline.checkpoint.load import check, load, newest
 from drumline.checkpoint.manifest import read_manifest
@@ -18,49 +21,56 @@ from drumline.checkpoint.storage import read_index
 from drumline.errors import CheckpointError
 from tests.checkpoint_ranks import blank, content, differing, run
 
-ALONE, TWO, THREE = 0, 2, 3
+Tensors = dict[str, torch.Tensor]
+Make = Callable[[bool], Tensors]
+ALONE = 0
+TWO = 2
+THREE = 3
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-WIDTHS = (7, 5, 3)  # odd and small: uneven shards, and ranks without a row
+WIDTHS = (7, 5, 3, 1)  # odd and small: uneven shards, and ranks without a row
 
 
-def plain(fill: bool) -> dict[str, torch.Tensor]:
-    return content(1) if fill else blank(content(1))
+def plain(fill: bool) -> Tensors:
+    tensors = content(1)
+    if fill:
+        return tensors
+    return blank(tensors)
 
 
-def sharded(fill: bool) -> dict[str, torch.Tensor]:
-    """A model of fully_shard, and its AdamW after (`fill`) or before one step; the same numbers on any number of ranks."""
+def sharded(fill: bool) -> Tensors:
+    """A model of fully_shard, and its AdamW after (`fill`) or before one step; the same numbers on
+    any number of ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(i, o) for i, o in zip(WIDTHS, (*WIDTHS[1:], 1), strict=True)])
+    model = nn.Sequential(*[nn.Linear(width, other) for width, other in pairwise(WIDTHS)])
     if dist.is_initialized():
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(4, WIDTHS[0])).sum().backward()
     optimizer.step()
-    tensors: dict[str, torch.Tensor] = {
-        f"model.{name}": p.data for name, p in model.named_parameters()
-    }
+    tensors: Tensors = {}
     for name, parameter in model.named_parameters():
-        tensors |= {
-            f"optim.{name}.{slot}": value for slot, value in optimizer.state[parameter].items()
-        }
+        tensors[f"model.{name}"] = parameter.data
+        for slot, value in optimizer.state[parameter].items():
+            tensors[f"optim.{name}.{slot}"] = value
     if not fill:
         for tensor in tensors.values():
             tensor.fill_(-1)
     return tensors
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()
-    }
+def whole(tensors: Tensors) -> Tensors:
+    found = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        found[name] = tensor
+    return found
 
 
-def saved(
-    root: Path, make: Callable[[bool], dict[str, torch.Tensor]], asynchronous: bool
-) -> SaveResult:
+def saved(root: Path, make: Make, asynchronous: bool) -> SaveResult:
     tensors = make(True)
     checkpointer = Checkpointer(root, 2, True, "min", asynchronous)
     checkpointer.save(5, tensors, {"step": 5}, None)
@@ -71,12 +81,16 @@ def saved(
     return result
 
 
-def loaded(root: Path, make: Callable[[bool], dict[str, torch.Tensor]]) -> dict[str, Any]:
+def loaded(root: Path, make: Make) -> dict[str, Any]:
     found = newest(root, verify=True)
     assert found.path, found.skipped
     tensors = make(False)
     load(found.path, tensors)
-    return {name: tensor.tolist() for name, tensor in whole(tensors).items()}
+    return as_lists(whole(tensors))
+
+
+def as_lists(tensors: Tensors) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
 @pytest.mark.claim("a checkpoint of any strategy is read under any other")
@@ -93,26 +107,23 @@ def loaded(root: Path, make: Callable[[bool], dict[str, torch.Tensor]]) -> dict[
 )
 def test_any_number_of_ranks_reads_what_any_other_wrote(
     tmp_path: Path,
-    make: Callable[[bool], dict[str, torch.Tensor]],
+    make: Make,
     writers: int,
     readers: int,
     asynchronous: bool,
 ) -> None:
     results = run(writers, saved, tmp_path / "root", make, asynchronous)
-    assert [result.error for result in results] == [None] * max(writers, 1)
-    assert {(result.path, result.bytes) for result in results} == {
-        (tmp_path / "root" / "step-00000005", results[0].bytes)
-    }
-    expected = {name: tensor.tolist() for name, tensor in make(True).items()}
+    assert len(results) == max(writers, 1)
+    for result in results:
+        assert result.error is None
+        assert result.path == tmp_path / "root" / "step-00000005"
+        assert result.bytes == results[0].bytes
+    expected = as_lists(make(True))
     for got in run(readers, loaded, tmp_path / "root", make):
         assert got.keys() == expected.keys()
-        for name in expected:
+        for name, values in expected.items():
             torch.testing.assert_close(
-                torch.tensor(got[name]),
-                torch.tensor(expected[name]),
-                rtol=1e-6,
-                atol=1e-7,
-                msg=name,
+                torch.tensor(got[name]), torch.tensor(values), rtol=1e-6, atol=1e-7, msg=name
             )
 
 
@@ -120,40 +131,42 @@ def test_replicas_are_written_once_and_spread(tmp_path: Path) -> None:
     (result, _) = run(TWO, saved, tmp_path / "root", plain, True)
     manifest = check(result.path, verify=True)
     index = read_index(result.path, manifest)
-    assert len(index.storage_data) == len(manifest.tensors) == len(content(1))
+    tensors = content(1)
+    assert len(index.storage_data) == len(tensors)
+    assert len(manifest.tensors) == len(tensors)
     first, second = (manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(2))
-    assert abs(first - second) < 0.1 * (first + second), (first, second)
-    assert first + second < 1.3 * sum(
-        t.numel() * t.element_size() for t in content(1).values()
-    ) + 2048 * len(content(1))
+    total = first + second
+    assert abs(first - second) < 0.1 * total, (first, second)
+    least = sum(tensor.nbytes for tensor in tensors.values())
+    assert total < 1.3 * least + 2048 * len(tensors)
 
 
 def stages(root: Path) -> dict[str, int]:
     checkpointer = Checkpointer(root, 2, True, "min", True)
-    buffers: list[dict[str, int]] = []
+    places: list[dict[str, int]] = []
     for step in (1, 2):
         checkpointer.save(step, content(step), {}, None)
-        buffers.append(
-            {name: buffer.data_ptr() for name, buffer in checkpointer.staging.buffers.items()}
-        )
-    assert all(result.error is None for result in checkpointer.wait())
-    assert buffers[0] == buffers[1], "the second save uses the first one's memory again"
-    return {name: buffer.nbytes for name, buffer in checkpointer.staging.buffers.items()}
+        buffers = checkpointer.staging.buffers
+        places.append({name: buffer.data_ptr() for name, buffer in buffers.items()})
+    for result in checkpointer.wait():
+        assert result.error is None
+    assert places[0] == places[1], "the second save uses the first one's memory again"
+    return {name: buffer.nbytes for name, buffer in buffers.items()}
 
 
 def test_a_replica_stages_its_share_alone(tmp_path: Path) -> None:
     shares = run(TWO, stages, tmp_path)
-    assert not set(shares[0]) & set(shares[1])
-    assert set(shares[0]) | set(shares[1]) == set(content(1))
+    first, second = map(set, shares)
+    assert first.isdisjoint(second)
+    assert first | second == set(content(1))
 
 
 def half_each(root: Path) -> str | None:
     """As a pipeline does: each rank names its own tensors, and some that both hold."""
-    mine = {
-        name: tensor
-        for at, (name, tensor) in enumerate(content(1).items())
-        if at < 6 or at % 2 == dist.get_rank()
-    }
+    mine = {}
+    for index, (name, tensor) in enumerate(content(1).items()):
+        if index < 6 or index % 2 == dist.get_rank():
+            mine[name] = tensor
     checkpointer = Checkpointer(root, 2, True, "min", False)
     checkpointer.save(1, mine, {}, None)
     (result,) = checkpointer.wait()
@@ -194,23 +207,26 @@ def test_one_ranks_failure_is_everyones_and_the_next_save_goes(
 ) -> None:
     results = run(TWO, in_the_way, tmp_path, asynchronous)
     for failed, good in results:
-        assert failed.path is None and failed.bytes == 0
-        assert (
-            failed.error.startswith("rank 1: ")
-            and "__1_0.distcp" in failed.error
-            and "\n" not in failed.error
-        ), failed.error
-        assert good.error is None and good.path == tmp_path / "step-00000002"
-    assert results[0][0].error == results[1][0].error
+        assert failed.path is None
+        assert failed.bytes == 0
+        error = failed.error
+        assert error.startswith("rank 1: "), error
+        assert "__1_0.distcp" in error
+        assert "\n" not in error
+        assert error == results[0][0].error
+        assert good.error is None
+        assert good.path == tmp_path / "step-00000002"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002"]
 
 
 def verdicts(root: Path) -> tuple[list[str], str]:
     found = newest(root, verify=True)
+    reasons = [reason for _, reason in found.skipped]
+    width = 300 + dist.get_rank()
     try:
-        load(root / "step-00000005", {"model.3": torch.zeros(104, 300 + dist.get_rank())})
+        load(root / "step-00000005", {"model.3": torch.zeros(104, width)})
     except CheckpointError as error:
-        return [reason for _, reason in found.skipped], str(error)
+        return reasons, str(error)
     return [], "loaded"
 
 
@@ -220,18 +236,20 @@ def test_what_one_rank_finds_all_ranks_know(tmp_path: Path) -> None:
         path = result.path / name
         raw = path.read_bytes()
         path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-        one, other = run(TWO, verdicts, tmp_path / "root")
-        assert one[0] == other[0] and str(path) in one[0][0], one
+        (one, _), (other, _) = run(TWO, verdicts, tmp_path / "root")
+        assert one == other
+        assert str(path) in one[0]
         path.write_bytes(raw)
-    one, other = run(TWO, verdicts, tmp_path / "root")
-    assert one == other and one[0] == []
-    assert "model.3 has shape [104, 300] in the checkpoint, [104, 301] in this run" in one[
-        1
-    ] and one[1].startswith("rank 1: ")
+    (one, error), second = run(TWO, verdicts, tmp_path / "root")
+    assert second == (one, error)
+    assert one == []
+    assert error.startswith("rank 1: ")
+    assert "model.3 has shape [104, 300] in the checkpoint, [104, 301] in this run" in error
 
 
 def leaves_early(root: Path) -> None:
-    Checkpointer(root, 2, True, "min", True).save(1, {"model.w": torch.ones(4_000_000)}, {}, None)
+    checkpointer = Checkpointer(root, 2, True, "min", True)
+    checkpointer.save(1, {"model.w": torch.ones(4_000_000)}, {}, None)
 
 
 def test_a_process_that_ends_finishes_its_save_first(tmp_path: Path) -> None:
@@ -247,8 +265,7 @@ def alone(root: Path) -> int:
         return 5
     path = newest(root, verify=True, alone=True).path
     assert path
-    fresh = blank(content(1))
-    load(path, fresh, alone=True)
+    load(path, blank(content(1)), alone=True)
     return check(path, verify=True, alone=True).step
 
 

@@ -1,5 +1,6 @@
-"""Classifiers give the same numbers on two processes as on one: texts that look ahead and that do not, images with a synchronised batch
-norm. The last batch of the texts is not full, and the held-out samples fill no batch: what fills them up changes nothing."""
+"""Classifiers give the same numbers on two processes as on one: texts that look ahead and that do
+not, images with a synchronised batch norm. The last batch of the texts is not full, and the
+held-out samples fill no batch: what fills them up changes nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +11,19 @@ from typing import Any
 import pytest
 
 from drumline.bench.verify import difference
-from drumline.config.load import load
-from drumline.train.setup import Request, claim_run_dir, make_plan
-from tests.distributed.ranks import run_plans
 from tests.distributed.rows import CUT, TOLERANCE
-from tests.distributed.test_parity import merge
-from tests.harness import events, labelled_rows, write_config, write_rows
+from tests.distributed.setups import (
+    EIGHT_BY_FOUR,
+    UNSAVED,
+    chosen_params,
+    merge,
+    plan_in,
+    same_evaluations,
+    slug,
+    train,
+)
+from tests.distributed.setups import case as case_of
+from tests.harness import Sections, column, events, labelled_rows, write_rows
 from tests.tiny import tiny_model_dir
 
 SMALL = {
@@ -47,15 +55,15 @@ IMAGES = {
 }
 
 
-def encoder(kind: str, **config: Any) -> dict[str, Any]:
-    """A bias on keys moves all scores of a query alike, which softmax does not see: its gradient is rounding, of which Adam makes steps."""
+def encoder(kind: str, **config: Any) -> Sections:
+    """A bias on keys moves all scores of a query alike, which softmax does not see: its gradient is
+    rounding, of which Adam makes steps."""
     keys = [f"{kind}.encoder.layer.{layer}.attention.self.key.bias" for layer in range(4)]
-    return {
-        "model": {"id": None, "config": {"model_type": kind, **ENCODER, **config}, "freeze": keys}
-    }
+    sizes = {"model_type": kind, **ENCODER, **config}
+    return {"model": {"id": None, "config": sizes, "freeze": keys}}
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Sections] = {
     "decoder": {},
     "bert": encoder("bert"),
     "roberta": encoder("roberta", max_position_embeddings=120),
@@ -81,7 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Way:
     name: str
-    sections: dict[str, Any]
+    sections: Sections
     cases: tuple[str, ...] = ("decoder", "bert", "resnet")
 
 
@@ -112,99 +120,86 @@ WAYS = [
         ("bert", "decoder"),
     ),
 ]
-BASE: dict[str, Any] = {
+BASE: Sections = {
     "algorithm": {"kind": "classify", "label_smoothing": 0.1},
     "data": {"max_length": 48, "packing": False},
-    "batch": {"global_samples": 8, "micro_batch": 4},
+    "batch": EIGHT_BY_FOUR,
     "optimizer": {"lr": 3e-3, "eps": 1e-6},
     "run": {"steps": None, "epochs": 1.0},
-    "checkpoint": {"every": None, "asynchronous": False, "export": "none"},
+    "checkpoint": UNSAVED,
 }
 ASKED = [(way, case) for way in WAYS for case in way.cases]
 # One case of every other way, in turn; the others are for `--full`.
-KEPT = {
-    (way.name, way.cases[index % len(way.cases)])
-    for index, way in enumerate(WAYS)
-    if index % 2 == 0
-}
+KEPT: set[tuple[str, str]] = set()
+for index in range(0, len(WAYS), 2):
+    way = WAYS[index]
+    KEPT.add((way.name, way.cases[index % len(way.cases)]))
+
+
+def pairs() -> list[Any]:
+    found = []
+    for way, case in ASKED:
+        names = (way.name, case)
+        found.append(case_of(way, case, id="-".join(names), full=names not in KEPT))
+    return found
+
+
+def run_name(way: Way, case: str) -> str:
+    return slug(f"{way.name}-{case}")
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    asked_of = [
-        (way, case)
-        for way, case in ASKED
-        if any(p.get("way") is way and p.get("case") == case for p in chosen)
-    ]
     root = tmp_path_factory.mktemp("classify")
     model = tiny_model_dir(root / "model", layers=4)
-    write_rows(root / "train.jsonl", labelled_rows(30))
-    write_rows(root / "eval.jsonl", labelled_rows(11, seed=1))
-    texts = {
-        key: [{"kind": "file", "path": str(root / f"{key}.jsonl")}] for key in ("train", "eval")
-    }
+    texts = {}
+    for name, rows in (("train", labelled_rows(30)), ("eval", labelled_rows(11, seed=1))):
+        path = write_rows(root / f"{name}.jsonl", rows)
+        texts[name] = [{"kind": "file", "path": str(path)}]
 
-    def plan(name: str, world_size: int, *sections: dict[str, Any]) -> tuple[str, Path]:
-        folder = root / name.replace(" ", "_").replace(",", "")
-        folder.mkdir()
-        settings = merge(
-            {"data": {**texts, "cache_dir": str(root / "cache")}},
-            BASE,
-            {"model": {"tokenizer": str(model)}},
-            *sections,
-        )
-        settings["algorithm"].pop("loss_chunk", None)
-        path = write_config(folder, model, **settings)
-        asked = Request(load(path, []), world_size=world_size)
-        made = make_plan(asked, on_progress=lambda *_: None)
-        return made.engine, claim_run_dir(made, asked)[0]
+    def plan(name: str, world_size: int, *sections: Sections) -> Path:
+        tokenizer = {"model": {"tokenizer": str(model)}}
+        settings = merge({"data": texts}, BASE, tokenizer, *sections)
+        return plan_in(root, name, world_size, model, **settings)
 
-    run_plans(
-        [
-            plan(case, 1, sections, {"batch": {"micro_batch": 8}})[1]
-            for case, sections in CASES.items()
-        ],
-        1,
-    )
-    plans = [plan(f"{way.name}-{case}", 2, CASES[case], way.sections) for way, case in asked_of]
-    for engine in ("native", "deepspeed", "pipeline"):
-        if mine := [path for name, path in plans if name == engine]:
-            run_plans(mine, 2)
+    alone = []
+    for name, sections in CASES.items():
+        alone.append(plan(name, 1, sections, {"batch": {"micro_batch": 8}}))
+    train(alone)
+    spread = []
+    for params in chosen_params(request.session, __file__):
+        way = params["way"]
+        case = params["case"]
+        spread.append(plan(run_name(way, case), 2, CASES[case], way.sections))
+    train(spread)
     return root
 
 
 @pytest.mark.claim("classification, vision and rollouts also have the numbers of one process")
-@pytest.mark.parametrize(
-    ("way", "case"),
-    [
-        pytest.param(
-            w, c, id=f"{w.name}-{c}", marks=[] if (w.name, c) in KEPT else [pytest.mark.full]
-        )
-        for w, c in ASKED
-    ],
-)
+@pytest.mark.parametrize(("way", "case"), pairs())
 def test_same_numbers_as_one_process(runs: Path, way: Way, case: str) -> None:
-    mine, reference = (
-        runs / f"{way.name}-{case}".replace(" ", "_").replace(",", "") / "run",
-        runs / case / "run",
-    )
+    mine = runs / run_name(way, case) / "run"
+    reference = runs / case / "run"
     apart = difference(mine, reference)
     assert apart.largest <= TOLERANCE, apart
     assert len(events(mine, "step")) == 4
     for key in ("loss", "accuracy", "macro_f1"):
-        held_out = [[e[key] for e in events(run, "eval")] for run in (mine, reference)]
-        assert held_out[0] == pytest.approx(held_out[1], rel=TOLERANCE), key
+        same_evaluations(mine, reference, TOLERANCE, key)
 
 
 def test_each_sample_counts_once(runs: Path) -> None:
-    """Texts: 30 and two fillers. Images: 30, and the first two of another epoch, since a batch norm would see fillers."""
-    samples = {case: [e["samples"] for e in events(runs / case / "run", "step")] for case in CASES}
-    assert samples == {case: [8, 8, 8, 8 if case in ("resnet", "vit") else 6] for case in CASES}
-    assert all(e["samples"] == 11 for case in CASES for e in events(runs / case / "run", "eval"))
+    """Texts: 30 and two fillers. Images: 30, and the first two of another epoch, since a batch norm
+    would see fillers."""
+    for case in CASES:
+        run = runs / case / "run"
+        last = 6
+        if case in ("resnet", "vit"):
+            last = 8
+        assert column(run, "samples") == [8, 8, 8, last], case
+        assert set(column(run, "samples", "eval")) == {11}, case
 
 
 def test_the_references_learn(runs: Path) -> None:
     for case in CASES.keys() - {"vit"}:  # which learns nothing that generalises in four steps
-        first, last = [e["loss"] for e in events(runs / case / "run", "eval")]
+        first, last = column(runs / case / "run", "loss", "eval")
         assert last < first, case

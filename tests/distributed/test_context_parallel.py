@@ -1,7 +1,9 @@
-"""Context parallelism against one process, on models whose attention differs: loss, first choices and gradients of every weight.
+"""Context parallelism against one process, on models whose attention differs: loss, first choices
+and gradients of every weight.
 
-Ring attention has no CPU kernel in torch; here torch's own ring is handed the CPU's flash kernel, so that all around it (how sequences
-are cut and gathered, what must run inside its context) is tested where there is no GPU.
+Ring attention has no CPU kernel in torch; here torch's own ring is handed the CPU's flash kernel,
+so that all around it (how sequences are cut and gathered, what must run inside its context) is
+tested where there is no GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint_ranks import run
+from tests.harness import Sections
 
 SIZES = {
     "hidden_size": 32,
@@ -33,7 +36,7 @@ GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Sections] = {
     "llama": {
         "model_type": "llama",
         **SIZES,
@@ -67,18 +70,34 @@ def build(kind: str) -> Any:
 
 
 def made_batch(packed: bool) -> Any:
-    """Two rows of 16. Packed: documents of 5 + 11 and 9 + 7, which cross the places where parts meet."""
+    """Two rows of 16. Packed: documents of 5 + 11 and 9 + 7, which cross the places where parts
+    meet."""
     from drumline.data.batches import TokenBatch, segment_bounds
 
     draw = torch.Generator().manual_seed(0)
-    ids, targets = (torch.randint(3, 64, (2, 16), generator=draw) for _ in range(2))
-    targets[0, 4] = targets[1, 8:] = -100
-    lengths = ((5, 11), (9, 7)) if packed else ((16,), (16,))
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    learned = (targets != -100).flatten().nonzero().squeeze(1)
-    known: dict[str, Any] = {"documents": lengths, "bounds_N": segment_bounds(lengths, 16)}
-    known |= {"learned_M": learned, "learned_on_host_M": learned.numpy()}
-    return TokenBatch(ids, targets, positions, weight=int((targets != -100).sum()), **known)
+    ids = torch.randint(3, 64, (2, 16), generator=draw)
+    targets = torch.randint(3, 64, (2, 16), generator=draw)
+    targets[0, 4] = -100
+    targets[1, 8:] = -100
+    lengths: tuple[tuple[int, ...], ...] = ((16,), (16,))
+    positions = torch.arange(16).repeat(2, 1)
+    if packed:
+        lengths = ((5, 11), (9, 7))
+        positions[0, 5:] -= 5
+        positions[1, 9:] -= 9
+    learned = places_of_learned(targets)
+    known: Sections = {
+        "documents": lengths,
+        "bounds_N": segment_bounds(lengths, 16),
+        "learned_M": learned,
+        "learned_on_host_M": learned.numpy(),
+    }
+    return TokenBatch(ids, targets, positions, weight=len(learned), **known)
+
+
+def places_of_learned(targets: torch.Tensor) -> torch.Tensor:
+    """Where targets are learned, in the flattened rows."""
+    return (targets != -100).flatten().nonzero().squeeze(1)
 
 
 class Choices:
@@ -107,7 +126,8 @@ def answers(
 
 
 def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> float:
-    """The largest distance of anything from one process, relative; `by_documents`: from one under a mask."""
+    """The largest distance of anything from one process, relative; `by_documents`: from one under a
+    mask."""
     import contextlib
 
     from torch.distributed.device_mesh import init_device_mesh
@@ -117,26 +137,26 @@ def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> f
     from drumline.models.head import ForwardWithObjective
     from tests.unit.test_attention import layout
 
-    whole, parted = (ForwardWithObjective(copy.deepcopy(model)) for model in [build(kind)] * 2)
+    model = build(kind)
+    whole = ForwardWithObjective(copy.deepcopy(model))
+    parted = ForwardWithObjective(model)
     batch = made_batch(packed)
     if by_documents:
         attend_by_documents(parted.model, layout())
     loss, correct, gradients = answers(whole, batch, contextlib.nullcontext)
-    apply_context_parallel(
-        parted, parted.model, init_device_mesh("cpu", (dist.get_world_size(),)), method, packed
-    )
-    assert parted.sequence is not None
-    my_targets = parted.sequence.cut(batch.targets_BT)
-    assert torch.equal(
-        parted.sequence.places(batch.learned_on_host_M, batch.targets_BT),
-        (my_targets != -100).flatten().nonzero().squeeze(1),
-    )
-    my_loss, my_correct, my_gradients = answers(parted, batch, parted.sequence.around)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    apply_context_parallel(parted, parted.model, mesh, method, packed)
+    sequence = parted.sequence
+    assert sequence is not None
+    my_places = places_of_learned(sequence.cut(batch.targets_BT))
+    assert torch.equal(sequence.places(batch.learned_on_host_M, batch.targets_BT), my_places)
+    my_loss, my_correct, my_gradients = answers(parted, batch, sequence.around)
     assert my_correct == correct
     distances = [abs(my_loss - loss) / loss]
     for name, gradient in my_gradients.items():
         dist.all_reduce(gradient)
-        distances.append(float((gradient - gradients[name]).norm() / gradients[name].norm()))
+        difference = (gradient - gradients[name]).norm()
+        distances.append(float(difference / gradients[name].norm()))
     return max(distances)
 
 
@@ -152,10 +172,8 @@ def cpu_kernel_for_torchs_ring() -> None:
         return [value.to_local() if isinstance(value, DTensor) else value for value in values]
 
     def spread(parts: Any, like: Any) -> Any:
-        return tuple(
-            DTensor.from_local(part, like.device_mesh, like.placements, run_check=False)
-            for part in parts
-        )
+        place = (like.device_mesh, like.placements)
+        return tuple(DTensor.from_local(part, *place, run_check=False) for part in parts)
 
     def forward(_op: Any, args: Any, options: Any) -> Any:
         query, key, value, dropout, causal = here(args)
@@ -175,9 +193,20 @@ def cpu_kernel_for_torchs_ring() -> None:
     def backward(_op: Any, args: Any, options: Any) -> Any:
         grad, query, key, value, out, logsumexp, dropout, causal = here(args)
         grads = rings._templated_ring_attention_backward(
-            args[1].device_mesh.get_group(), 2, kernel_backward.default, grad_out=grad, grad_out_name="grad_out",
-            query=query, key=key, value=value, out=out, logsumexp=logsumexp, is_causal=causal, dropout_p=dropout, **options,
-        )  # fmt: skip
+            args[1].device_mesh.get_group(),
+            2,
+            kernel_backward.default,
+            grad_out=grad,
+            grad_out_name="grad_out",
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            logsumexp=logsumexp,
+            is_causal=causal,
+            dropout_p=dropout,
+            **options,
+        )
         return spread(grads, args[1])
 
     rings.custom_ops[kernel.default] = forward
@@ -185,18 +214,18 @@ def cpu_kernel_for_torchs_ring() -> None:
 
 
 def all_apart(ring: bool) -> dict[str, float]:
-    distances = {
-        f"{kind}, packed {packed}": apart(kind, "ulysses", packed)
-        for kind in KINDS
-        for packed in (True, False)
-    }
+    distances = {}
+    for kind in KINDS:
+        for packed in (True, False):
+            distances[f"{kind}, packed {packed}"] = apart(kind, "ulysses", packed)
     if ring:
         cpu_kernel_for_torchs_ring()
-        distances |= {f"{kind}, ring": apart(kind, "ring", packed=False) for kind in RING}
+        for kind in RING:
+            distances[f"{kind}, ring"] = apart(kind, "ring", packed=False)
     return distances
 
 
-REFUSED: dict[str, dict[str, Any]] = {
+REFUSED: dict[str, Sections] = {
     "not go through transformers' attention interface": {
         "model_type": "bloom",
         "hidden_size": 32,
@@ -220,17 +249,12 @@ def refusals() -> list[str]:
     from drumline.models.build import build_model
     from drumline.models.head import ForwardWithObjective
 
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     lines = []
     for config in REFUSED.values():
         model = build_model(None, ModelConfig(id=None, config=config), seed=0)
         with pytest.raises(PlanError) as error:
-            apply_context_parallel(
-                ForwardWithObjective(model),
-                model,
-                init_device_mesh("cpu", (dist.get_world_size(),)),
-                "ulysses",
-                False,
-            )
+            apply_context_parallel(ForwardWithObjective(model), model, mesh, "ulysses", False)
         lines.append(error.value.line())
     return lines
 
@@ -238,17 +262,23 @@ def refusals() -> list[str]:
 def test_models_whose_tokens_meet_outside_of_attention_are_refused() -> None:
     """By all ranks alike: convolutions show on the ranks behind the first alone."""
     for lines in run(2, refusals):
-        assert all(reason in line for reason, line in zip(REFUSED, lines, strict=True)), lines
+        for reason, line in zip(REFUSED, lines, strict=True):
+            assert reason in line
 
 
 def all_by_documents() -> dict[str, float]:
     return {kind: apart(kind, "ulysses", packed=True, by_documents=True) for kind in KINDS}
 
 
+def all_near(results: list[dict[str, float]]) -> None:
+    for distances in results:
+        assert distances
+        assert max(distances.values()) < 1e-5, distances
+
+
 @pytest.mark.full
 def test_parts_by_documents_compute_what_one_process_does_under_a_mask() -> None:
-    for distances in run(2, all_by_documents, timeout=110):
-        assert distances and all(distance < 1e-5 for distance in distances.values()), distances
+    all_near(run(2, all_by_documents, timeout=110))
 
 
 @pytest.mark.claim("tensor and context parallelism train each kind of model")
@@ -256,5 +286,4 @@ def test_parts_by_documents_compute_what_one_process_does_under_a_mask() -> None
     ("ranks", "ring"), [(2, False), (4, True)], ids=["2 ranks", "4 ranks, ring too"]
 )
 def test_parts_compute_what_one_process_does(ranks: int, ring: bool) -> None:
-    for distances in run(ranks, all_apart, ring, timeout=110):
-        assert distances and all(distance < 1e-5 for distance in distances.values()), distances
+    all_near(run(ranks, all_apart, ring, timeout=110))

@@ -17,18 +17,18 @@ def blocks(page: Path) -> list[str]:
 
 
 def test_the_page_runs(tmp_path: Path) -> None:
-    write_config(tmp_path, tiny_model_dir(tmp_path / "model"), data={"packing": False}).rename(
-        tmp_path / "mine.yaml"
-    )
-    found = blocks(PAGE)
-    (mine,) = [block for block in found if block.startswith("# mine.py")]
+    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), data={"packing": False})
+    config.rename(tmp_path / "mine.yaml")
+    page = blocks(PAGE)
+    (mine,) = [block for block in page if block.startswith("# mine.py")]
+    page.remove(mine)
     (tmp_path / "mine.py").write_text(mine)
-    (tmp_path / "page.py").write_text("\n".join(block for block in found if block is not mine))
-    code, said = Forked("page", env={**ENV, "DRUMLINE_CACHE": str(tmp_path)}, cwd=tmp_path).told(
-        280
-    )
+    (tmp_path / "page.py").write_text("\n".join(page))
+    env = {**ENV, "DRUMLINE_CACHE": str(tmp_path)}
+    code, said = Forked("page", env=env, cwd=tmp_path).told(280)
     assert code == 0, said
-    assert events(tmp_path / "runs" / "own", "run_end")[-1]["exit_code"] == 0
+    end = events(tmp_path / "runs" / "own", "run_end")[-1]
+    assert end["exit_code"] == 0
     assert "strategy:" in said
 
 

@@ -1,8 +1,8 @@
-"""`drumline eval` on real ranks: the figures are those that the training run measured on the same weights, under any strategy."""
+"""`drumline eval` on real ranks: the figures are those that the training run measured on the same
+weights, under any strategy."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,20 @@ import torch
 from drumline.checkpoint.load import newest
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, UserError
 from drumline.inference.evaluate import answers, evaluate, model_of, score_with_lm_eval, show
-from tests.harness import chat_rows, drumline, events, survivors, write_config, write_rows
+from tests.distributed.setups import case
+from tests.harness import (
+    chat_rows,
+    drumline,
+    events,
+    read_json,
+    run_drumline,
+    survivors,
+    write_config,
+    write_rows,
+)
 from tests.tiny import tiny_model_dir, tiny_task
+
+Results = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -29,96 +41,87 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def results(config: Path) -> dict[str, Any]:
-    return json.loads((config.parent / "run" / "eval.json").read_text())["held_out"]
+def results(config: Path) -> Results:
+    found: Results = read_json(config.parent / "run" / "eval.json")["held_out"]
+    return found
 
 
 @pytest.fixture(scope="module")
-def before(config: Path) -> dict[str, Any]:
+def before(config: Path) -> Results:
     """The base model, evaluated before there is a run."""
-    finished = drumline("eval", config)
-    assert finished.code == 0 and "not trained on" in finished.out, finished.err
+    finished = run_drumline("eval", config)
+    assert "not trained on" in finished.out
     return results(config)
 
 
 @pytest.fixture(scope="module")
-def run(config: Path, before: dict[str, Any]) -> Path:
+def run(config: Path, before: Results) -> Path:
     """The results of the base model are no run: training starts beside them."""
-    finished = drumline("train", config)
-    assert finished.code == 0, finished.err
+    run_drumline("train", config)
     return config.parent / "run"
 
 
 def measured(run: Path, step: int) -> dict[str, float]:
-    (event,) = (e for e in events(run, "eval") if e["step"] == step)
+    (event,) = [event for event in events(run, "eval") if event["step"] == step]
     return {name: event[name] for name in ("loss", "token_accuracy", "exact_match")}
 
 
-def test_the_base_model(run: Path, before: dict[str, Any]) -> None:
-    assert (
-        before["metrics"] == pytest.approx(measured(run, 0), rel=1e-6)
-        and before["checkpoint"] is None
-        and before["step"] is None
-    )
+def test_the_base_model(run: Path, before: Results) -> None:
+    assert before["metrics"] == pytest.approx(measured(run, 0), rel=1e-6)
+    assert before["checkpoint"] is None
+    assert before["step"] is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "step"),
-    [
-        pytest.param(["strategy=fsdp2"], 4, id="best, under another strategy"),
-        pytest.param(
-            ["--checkpoint", "export", "launch.nproc=1"],
-            None,
-            id="export on one process",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            ["--checkpoint", "checkpoints/step-00000002"],
-            2,
-            id="checkpoint",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
+def changed_at(run: Path) -> dict[str, int]:
+    """When each file of a run was written, but for its results."""
+    found = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    found.pop("eval.json", None)
+    return found
+
+
+# What is evaluated of the run folder, overrides, and the step that is told; by the step whose
+# figures they are.
+EVALUATED = [
+    case(None, ["strategy=fsdp2"], 4, 4, id="best, under another strategy", full=False),
+    case("export", ["launch.nproc=1"], None, 4, id="export on one process", full=True),
+    case("checkpoints/step-00000002", [], 2, 2, id="checkpoint", full=True),
+]
+
+
+@pytest.mark.parametrize(("checkpoint", "overrides", "told", "step"), EVALUATED)
 def test_figures_are_those_of_training(
-    config: Path, run: Path, arguments: list[str], step: int | None
+    config: Path,
+    run: Path,
+    checkpoint: str | None,
+    overrides: list[str],
+    told: int | None,
+    step: int,
 ) -> None:
-    before = {
-        path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "eval.json"
-    }
-    given = [
-        str(run / word) if last == "--checkpoint" else word
-        for last, word in zip(["", *arguments], arguments, strict=False)
-    ]
-    finished = drumline("eval", config, *given)
-    assert finished.code == 0, finished.err
+    before = changed_at(run)
+    arguments: list[object] = [*overrides]
+    if checkpoint is not None:
+        arguments += ["--checkpoint", run / checkpoint]
+    finished = run_drumline("eval", config, *arguments)
     found = results(config)
-    assert (
-        found["metrics"] == pytest.approx(measured(run, step or 4), rel=1e-5)
-        and found["step"] == step
-    )
-    assert (
-        f"{found['metrics']['loss']:.4f}" in finished.out
-        and f"on {found['samples']} held-out samples" in finished.out
-    )
-    assert {
-        path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "eval.json"
-    } == before, "the run is left alone"
+    assert found["metrics"] == pytest.approx(measured(run, step), rel=1e-5)
+    assert found["step"] == told
+    assert f"{found['metrics']['loss']:.4f}" in finished.out
+    assert f"on {found['samples']} held-out samples" in finished.out
+    assert changed_at(run) == before, "the run is left alone"
     assert not survivors(str(config))
 
 
 def test_a_model_that_does_not_fit_is_one_line(config: Path, run: Path) -> None:
     finished = drumline("eval", config, "model.config.num_hidden_layers=1", "launch.nproc=1")
-    assert (
-        finished.code == 2
-        and "which this run has no place for" in finished.err
-        and len(finished.error_lines) == 1
-    ), finished.err
+    assert finished.code == 2
+    assert "which this run has no place for" in finished.err
+    assert len(finished.error_lines) == 1, finished.err
 
 
 def test_a_metric_without_a_number_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     show("title", {"reward": None, "loss": 0.5, "samples": 3})
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.strip()]
     assert rows == [["title"], ["reward", "no", "number"], ["loss", "0.5000"], ["samples", "3"]]
 
 
@@ -140,83 +143,73 @@ def test_lm_eval_is_asked_for_by_name_when_it_is_missing(
 
 
 def test_lm_eval_s_model_may_be_a_checkpoint(run: Path) -> None:
-    place = newest(run / "checkpoints", verify=False, alone=True).path
-    assert place is not None
-    assert isinstance(model_of(place)["pretrained"], torch.nn.Module) and isinstance(
-        model_of(run)["pretrained"], str
-    )
+    saved = newest_checkpoint(run)
+    assert isinstance(model_of(saved)["pretrained"], torch.nn.Module)
+    assert isinstance(model_of(run)["pretrained"], str)
+
+
+def newest_checkpoint(run: Path) -> Path:
+    path = newest(run / "checkpoints", verify=False, alone=True).path
+    assert path is not None
+    return path
+
+
+def scores(run: Path) -> Results:
+    found: Results = read_json(run / "eval.json")["lm_eval"]["tasks"]["drum_tiny"]
+    return found
 
 
 def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_path: Path) -> None:
-    """A task of our own, since the harness's are on the hub: the export through its loader, the newest checkpoint from memory."""
+    """A task of our own, since the harness's are on the hub: the export through its loader, the
+    newest checkpoint from memory."""
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
-    write_rows(tmp_path / "rows.jsonl", [{"question": f"{n}?", "label": n % 2} for n in range(6)])
-    (tmp_path / "task.yaml").write_text(tiny_task(tmp_path / "rows.jsonl"))
-    found = []
-    for export in (run / "export", run / "hidden"):
-        assert score_with_lm_eval(run, [], None, ["drum_tiny"], 5, tmp_path) == 0
-        found.append(json.loads((run / "eval.json").read_text())["lm_eval"]["tasks"]["drum_tiny"])
-        if export.exists():
-            export.rename(run / "hidden")
-    (run / "hidden").rename(run / "export")
-    assert found[0] == found[1] and 0 <= found[0]["acc"] <= 1
+    questions = [{"question": f"{number}?", "label": number % 2} for number in range(6)]
+    rows = write_rows(tmp_path / "rows.jsonl", questions)
+    (tmp_path / "task.yaml").write_text(tiny_task(rows))
+    tasks = ["drum_tiny"]
+    assert score_with_lm_eval(run, [], None, tasks, 5, tmp_path) == 0
+    exported = scores(run)
+    assert 0 <= exported["acc"] <= 1
+    hidden = (run / "export").rename(run / "hidden")
+    assert score_with_lm_eval(run, [], None, tasks, 5, tmp_path) == 0
+    assert scores(run) == exported
+    hidden.rename(run / "export")
     (run / "eval.json").unlink()
-    assert (
-        score_with_lm_eval(
-            config,
-            [],
-            newest(run / "checkpoints", verify=False, alone=True).path,
-            ["drum_tiny"],
-            5,
-            tmp_path,
-        )
-        == 0
-    )
-    assert (
-        json.loads((run / "eval.json").read_text())["lm_eval"]["tasks"]["drum_tiny"] == found[0]
-    ), "into the run of the YAML"
+    assert score_with_lm_eval(config, [], newest_checkpoint(run), tasks, 5, tmp_path) == 0
+    assert scores(run) == exported, "into the run of the YAML"
     with pytest.raises(EnvironmentFault, match=r"lm-eval failed: .*nosuch"):
         score_with_lm_eval(run, [], None, ["nosuch"], None, None)
-
-
-# ------------------------------------------------------------------------------------------------------------- answers
 
 
 @pytest.mark.full
 def test_what_is_learned_by_heart_is_answered_so(tmp_path: Path) -> None:
     """Word for word, as the teacher-forced figure of training says; and tasks are verified."""
+    source = {"kind": "tasks", "tasks": {"gcd": {}, "lcm": {}}, "size": 4, "seed": 3}
     path = write_config(
         tmp_path,
         tiny_model_dir(tmp_path / "model", hidden=64),
-        data={
-            "train": [{"kind": "tasks", "tasks": {"gcd": {}, "lcm": {}}, "size": 4, "seed": 3}],
-            "eval": [{"kind": "tasks", "tasks": {"gcd": {}, "lcm": {}}, "size": 4, "seed": 3}],
-            "packing": False,
-            "max_length": 200,
-        },
+        data={"train": [source], "eval": [source], "packing": False, "max_length": 200},
         run={"steps": 120},
         batch={"micro_batch": 4},
         optimizer={"lr": 1e-2},
         checkpoint={"every": None},
     )
-    assert drumline("train", path).code == 0
-    *_, last = events(tmp_path / "run", "eval")
+    run_drumline("train", path)
+    run = tmp_path / "run"
+    last = events(run, "eval")[-1]
+    assert last["exact_match"] == 1.0
     assert answers(path, [], None, 3) == 0
-    found = json.loads((tmp_path / "run" / "eval.json").read_text())["generated"]
-    assert (
-        last["exact_match"]
-        == found["metrics"]["exact"]
-        == found["metrics"]["verified"]
-        == found["metrics"]["ended"]
-        == 1.0
-    )
-    assert len(found["answers"]) == 3 and all(
-        one["answer"] == one["right"] for one in found["answers"]
-    )
-    held_out = (
-        f"data.eval=[{{kind: file, path: {write_rows(tmp_path / 'rows.jsonl', chat_rows(3))}}}]"
-    )
-    assert answers(path, [held_out], None, 9) == 0
-    found = json.loads((tmp_path / "run" / "eval.json").read_text())["generated"]
-    assert found["metrics"]["exact"] == 0.0 and "verified" not in found["metrics"]
-    assert [one["right"] for one in found["answers"]] == [row["completion"] for row in chat_rows(3)]
+    found = read_json(run / "eval.json")["generated"]
+    for figure in ("exact", "verified", "ended"):
+        assert found["metrics"][figure] == 1.0, figure
+    assert len(found["answers"]) == 3
+    for one in found["answers"]:
+        assert one["answer"] == one["right"]
+    expected = chat_rows(3)
+    rows = write_rows(tmp_path / "rows.jsonl", expected)
+    assert answers(path, [f"data.eval=[{{kind: file, path: {rows}}}]"], None, 9) == 0
+    found = read_json(run / "eval.json")["generated"]
+    assert found["metrics"]["exact"] == 0.0
+    assert "verified" not in found["metrics"]
+    right = [one["right"] for one in found["answers"]]
+    assert right == [row["completion"] for row in expected]

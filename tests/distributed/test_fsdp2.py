@@ -1,5 +1,6 @@
-"""Models laid out without weights: under every way of cutting them each rank gets its own part of the very weights of one process,
-from files or drawn; FSDP2's options reach FSDP2; a resumed run reads no weights but the checkpoint's."""
+"""Models laid out without weights: under every way of cutting them each rank gets its own part of
+the very weights of one process, from files or drawn; FSDP2's options reach FSDP2; a resumed run
+reads no weights but the checkpoint's."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from drumline.config.load import load
 from drumline.config.mesh import Mesh
 from drumline.config.model import ModelConfig
 from drumline.dist.mesh import data_mesh, device_mesh
@@ -23,10 +24,10 @@ from drumline.errors import PlanError
 from drumline.models.build import build_model, lay_out
 from drumline.models.head import ForwardWithObjective
 from drumline.models.shards import Values
-from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.checkpoint_ranks import run
 from tests.distributed.ranks import run_plans
-from tests.harness import events, write_config
+from tests.distributed.setups import SAVED_TWICE, copy_checkpoint, plan_in
+from tests.harness import Sections, column, same_tensors
 from tests.strategies import FSDP2Strategy
 from tests.tiny import tiny_model_dir
 
@@ -41,16 +42,40 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def laid_out(folder: Path, init: Any) -> tuple[Any, Values]:
-    model, source = lay_out(str(folder), ModelConfig(id=str(folder), init=init), seed=5)
+    config = ModelConfig(id=str(folder), init=init)
+    model, source = lay_out(str(folder), config, seed=5)
     return model, Values(source, "cpu", 5)
 
 
+def one_process(folder: Path, init: Any) -> Any:
+    config = ModelConfig(id=str(folder), init=init)
+    return build_model(str(folder), config, seed=5)
+
+
+def parameters_of(model: Any) -> dict[str, Any]:
+    return dict(model.named_parameters())
+
+
+def tensors_of(model: Any) -> dict[str, Any]:
+    return parameters_of(model) | dict(model.named_buffers())
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
+
+
+def local_size(tensor: torch.Tensor) -> int:
+    """How many numbers of a tensor are on this rank."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.numel()
 
 
 def compare(folder: Path, mesh: Mesh, init: Any) -> list[str]:
-    """Lay out, cut, fill; what differs from the model of one process, and what is not as it should be."""
+    """Lay out, cut, fill; what differs from the model of one process, and what is not as it should
+    be."""
     model, values = laid_out(folder, init)
     places = device_mesh(mesh, "cpu")
     if mesh.tp > 1:
@@ -58,25 +83,30 @@ def compare(folder: Path, mesh: Mesh, init: Any) -> list[str]:
     if mesh.shard > 1:
         apply_fsdp2(ForwardWithObjective(model), model, FSDP2Strategy(), data_mesh(places), None)
     values.fill(model)
-    plain = build_model(str(folder), ModelConfig(id=str(folder), init=init), seed=5)
-    expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
-    got = dict(model.named_parameters()) | dict(model.named_buffers())
-    wrong = [] if got.keys() == expected.keys() else ["names"]
-    wrong += [
-        name for name, tensor in got.items() if not torch.equal(whole(tensor), expected[name])
-    ]
-    wrong += [] if model.lm_head.weight is model.model.embed_tokens.weight else ["tied"]
-    held = sum(
-        p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters()
-    )
-    share = sum(p.numel() for p in plain.parameters()) / (mesh.shard * mesh.tp)
-    return wrong + (
-        [] if held < 1.1 * share else [f"{held} numbers held, its share is {share:.0f}"]
-    )
+    plain = one_process(folder, init)
+    expected = tensors_of(plain)
+    got = tensors_of(model)
+    wrong = []
+    if got.keys() != expected.keys():
+        wrong.append("names")
+    for name, tensor in got.items():
+        if not torch.equal(whole(tensor), expected[name]):
+            wrong.append(name)
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
+        wrong.append("tied")
+    held = sum(map(local_size, model.parameters()))
+    share = sum(map(local_size, plain.parameters())) / (mesh.shard * mesh.tp)
+    if held >= 1.1 * share:
+        wrong.append(f"{held} numbers held, its share is {share:.0f}")
+    return wrong
 
 
 def compare_all(folder: Path) -> dict[str, list[str]]:
-    return {f"{mesh} {init}": compare(folder, mesh, init) for mesh in MESHES for init in INITS}
+    found = {}
+    for mesh in MESHES:
+        for init in INITS:
+            found[f"{mesh} {init}"] = compare(folder, mesh, init)
+    return found
 
 
 def test_each_rank_gets_its_part_of_the_same_weights(model_dir: Path) -> None:
@@ -125,9 +155,11 @@ def change_a_view_of_an_input() -> str:
 
 
 def gradients_of_views() -> tuple[list[float], list[str]]:
-    """The largest difference between gradients with and without FSDP2, by weight, and torch's warnings."""
+    """The largest difference between gradients with and without FSDP2, by weight, and torch's
+    warnings."""
     torch.manual_seed(0)
-    plain, sharded = ViewsInPlace(), ViewsInPlace()
+    plain = ViewsInPlace()
+    sharded = ViewsInPlace()
     sharded.load_state_dict(plain.state_dict())
     mesh = data_mesh(device_mesh(Mesh(shard=2), "cpu"))
     options = FSDP2Strategy(wrap=["Linear"])
@@ -139,10 +171,12 @@ def gradients_of_views() -> tuple[list[float], list[str]]:
             out = model(inputs)
             out *= 3
             out.square().sum().backward()
-    pairs = zip(plain.parameters(), sharded.parameters(), strict=True)
-    differences = [
-        float((whole(b.grad) - a.grad).abs().max() / a.grad.abs().max()) for a, b in pairs
-    ]
+    differences = []
+    for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        difference = (whole(b.grad) - a.grad).abs().max()
+        differences.append(float(difference / a.grad.abs().max()))
     return differences, [str(warning.message) for warning in caught]
 
 
@@ -150,8 +184,9 @@ def test_outputs_that_are_views_may_be_changed_in_place() -> None:
     for error in run(2, change_a_view_of_an_input):
         assert "is a view and is being modified inplace" in error, "never a wrong gradient"
     for differences, caught in run(2, gradients_of_views):
-        assert len(differences) == 6 and max(differences) <= 1e-5
-        assert not [line for line in caught if "view" in line], caught
+        assert len(differences) == 6
+        assert max(differences) <= 1e-5
+        assert "view" not in "\n".join(caught)
 
 
 @pytest.mark.parametrize("init", INITS)
@@ -161,18 +196,15 @@ def test_a_stage_of_a_pipeline_gets_its_layers(model_dir: Path, init: Any) -> No
     model.model.embed_tokens = None
     model.model.layers = nn.ModuleDict({"1": model.model.layers[1]})
     values.fill(model)
-    plain = dict(
-        build_model(
-            str(model_dir), ModelConfig(id=str(model_dir), init=init), seed=5
-        ).named_parameters()
-    )
-    got = dict(model.named_parameters())
+    plain = parameters_of(one_process(model_dir, init))
+    got = parameters_of(model)
     assert torch.equal(got.pop("lm_head.weight"), plain["model.embed_tokens.weight"])
-    assert got.keys() == {n for n in plain if n.startswith(("model.layers.1.", "model.norm."))}
-    assert all(torch.equal(tensor, plain[name]) for name, tensor in got.items())
+    mine = [name for name in plain if name.startswith(("model.layers.1.", "model.norm."))]
+    assert got.keys() == set(mine)
+    same_tensors(plain, got)
 
 
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS: list[Sections] = [
     {},
     {
         "prefetch": 0,
@@ -185,26 +217,27 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def told(folder: Path) -> list[list[dict[str, Any]]]:
+# What a unit of FSDP2 was told.
+Unit = dict[str, Any]
+
+
+def told(folder: Path) -> list[list[Unit]]:
     """For each of OPTIONS what each unit of FSDP2 was told, in the model's order."""
-    return [
-        [_of_unit(unit) for unit in _units(folder, FSDP2Strategy(**options))] for options in OPTIONS
-    ]
+    found = []
+    for options in OPTIONS:
+        units = _units(folder, FSDP2Strategy(**options))
+        found.append([_of_unit(unit) for unit in units])
+    return found
 
 
 def _units(folder: Path, options: FSDP2Strategy) -> list[Any]:
     model, _ = laid_out(folder, "pretrained")
-    apply_fsdp2(
-        ForwardWithObjective(model),
-        model,
-        options,
-        data_mesh(device_mesh(Mesh(shard=2), "cpu")),
-        torch.bfloat16,
-    )
+    mesh = data_mesh(device_mesh(Mesh(shard=2), "cpu"))
+    apply_fsdp2(ForwardWithObjective(model), model, options, mesh, torch.bfloat16)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _of_unit(unit: Any) -> dict[str, Any]:
+def _of_unit(unit: Any) -> Unit:
     state = unit._get_fsdp_state()
     group = state._fsdp_param_group
     return {
@@ -218,7 +251,7 @@ def _of_unit(unit: Any) -> dict[str, Any]:
 
 def test_options_reach_fsdp2(model_dir: Path) -> None:
     plain, other, halves = run(2, told, model_dir, timeout=110)[0]
-    shared: dict[str, Any] = {
+    shared: Unit = {
         "reshard_after_forward": True,
         "offload": {False},
         "dtypes": (torch.bfloat16, torch.float32),
@@ -227,40 +260,29 @@ def test_options_reach_fsdp2(model_dir: Path) -> None:
         {"prefetch": 1, "backward_prefetch": 0, **shared},
         {"prefetch": 0, "backward_prefetch": 1, **shared},
     ]
-    assert [(u["prefetch"], u["backward_prefetch"]) for u in other] == [(0, 0), (0, 1)]
-    assert {key: other[0][key] for key in shared} == {
-        "reshard_after_forward": False,
-        "offload": {True},
-        "dtypes": (torch.bfloat16, torch.bfloat16),
-    }
-    assert [(u["prefetch"], u["backward_prefetch"]) for u in halves] == [
-        (3, 0),
-        (2, 1),
-        (1, 2),
-        (0, 3),
-    ]
+    assert prefetches(other) == [(0, 0), (0, 1)]
+    assert other[0]["reshard_after_forward"] is False
+    assert other[0]["offload"] == {True}
+    assert other[0]["dtypes"] == (torch.bfloat16, torch.bfloat16)
+    assert prefetches(halves) == [(3, 0), (2, 1), (1, 2), (0, 3)]
+
+
+def prefetches(units: list[Unit]) -> list[tuple[int, int]]:
+    """How many units each one fetches ahead, in forward and in backward."""
+    return [(unit["prefetch"], unit["backward_prefetch"]) for unit in units]
 
 
 def plan_of(root: Path, name: str, model: Path, strategy: Any) -> Path:
-    folder = root / name
-    folder.mkdir()
-    path = write_config(
-        folder,
-        model,
-        strategy=strategy,
-        checkpoint={"every": 2, "asynchronous": False, "export": "none"},
-    )
-    request = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=2)
-    return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
+    return plan_in(root, name, 2, model, strategy=strategy, checkpoint=SAVED_TWICE)
 
 
 def test_an_unknown_class_to_wrap_is_refused_with_those_there_are(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        PlanError, match=r"strategy.wrap.*no module of class LamaMLP.*there are .*LlamaMLP"
-    ):
-        plan_of(tmp_path, "run", model_dir, {"kind": "fsdp2", "wrap": ["LamaMLP"]})
+    strategy = {"kind": "fsdp2", "wrap": ["LamaMLP"]}
+    refusal = r"strategy.wrap.*no module of class LamaMLP.*there are .*LlamaMLP"
+    with pytest.raises(PlanError, match=refusal):
+        plan_of(tmp_path, "run", model_dir, strategy)
 
 
 def test_a_resumed_run_needs_no_weights_but_the_checkpoints(
@@ -268,11 +290,11 @@ def test_a_resumed_run_needs_no_weights_but_the_checkpoints(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(model_dir, model)
-    first, second = (plan_of(tmp_path, name, model, "fsdp2") for name in ("first", "second"))
+    first = plan_of(tmp_path, "first", model, "fsdp2")
+    second = plan_of(tmp_path, "second", model, "fsdp2")
     run_plans([first], 2)
-    stopped = first.parent / "checkpoints" / "step-00000002"
-    shutil.copytree(stopped, second.parent / "checkpoints" / stopped.name)
+    copy_checkpoint(first.parent, second)
     (model / "model.safetensors").unlink()
     run_plans([second], 2)
-    expected = [e["loss"] for e in events(first.parent, "step")][2:]
-    assert [e["loss"] for e in events(second.parent, "step")] == pytest.approx(expected, rel=1e-6)
+    expected = column(first.parent, "loss")[2:]
+    assert column(second.parent, "loss") == pytest.approx(expected, rel=1e-6)

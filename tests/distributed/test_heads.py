@@ -1,7 +1,8 @@
-"""What objectives ask of a model's heads is the same under every strategy: log-probs with any gradient, entropies, scores, values.
+"""What objectives ask of a model's heads is the same under every strategy: log-probs with any
+gradient, entropies, scores, values.
 
-An objective of all that the heads answer takes two steps on each strategy and on one process: sums, gradient norms, weights, what
-`infer` reads, and the weights that were drawn, are compared.
+An objective of all that the heads answer takes two steps on each strategy and on one process: sums,
+gradient norms, weights, what `infer` reads, and the weights that were drawn, are compared.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_module
 from tests.distributed.rows import CUT, FOURS, Case, Row
-from tests.harness import write_config
+from tests.distributed.setups import EIGHT_BY_FOUR, by_engine, chosen_params, slug
+from tests.distributed.setups import case as case_of
+from tests.harness import Sections, same_tensors, write_config
 from tests.tiny import tiny_model_dir
 
-Told = Callable[[Row, Case], list[dict[str, Any]]]
+Said = dict[str, Any]
+Told = Callable[[Row, Case], list[Said]]
 pytestmark = pytest.mark.timeout(900)
 TOLERANCE = 1e-5
 LAYERS = 4
@@ -35,10 +39,10 @@ ROWS = [
     Row("zero2 2", 2, {"strategy": "zero2"}),
     Row("zero3 2", 2, {"strategy": CUT}),
 ]
-VALUED: dict[str, Any] = {"algorithm": {"kind": "ppo", "value": "head"}}
-SCORE: dict[str, Any] = {"algorithm": {"kind": "reward"}}
-SCALED: dict[str, Any] = {"model": {"init": "random"}}
-LORA: dict[str, Any] = {"adapter": {"kind": "lora", "r": 4}}
+VALUED: Sections = {"algorithm": {"kind": "ppo", "value": "head"}}
+SCORE: Sections = {"algorithm": {"kind": "reward"}}
+SCALED: Sections = {"model": {"init": "random"}}
+LORA: Sections = {"adapter": {"kind": "lora", "r": 4}}
 CASES = [
     Case("log-probs and a value head", VALUED),
     Case("scores", SCORE),
@@ -51,17 +55,19 @@ CASES = [
         rows=("tp 2", "cp 2", "pp 2, zero bubble", "zero3 2"),
     ),
 ]
-# With --full alone: each kind of engine has a row without it. Cases of some rows are seen under ZeRO 3.
+# With --full alone: each kind of engine has a row without it. Cases of some rows are seen under
+# ZeRO 3.
 AGAIN = ("fsdp2 2", "zero2 2", "pp 2", "cp 2")
 PAIRS = [(row, case) for case in CASES for row in ROWS if not case.rows or row.name in case.rows]
 
 
-def slug(row: Row, case: Case) -> str:
-    return f"{case.name} {row.name}".replace(" ", "_").replace(",", "")
+def run_name(row: Row, case: Case) -> str:
+    return slug(f"{case.name} {row.name}")
 
 
 def scaled(path: Path, like: Path) -> Path:
-    """A random Granite of four layers with the tokenizer of `like`: it divides its logits by 2, so its head cannot be used apart."""
+    """A random Granite of four layers with the tokenizer of `like`: it divides its logits by 2, so
+    its head cannot be used apart."""
     from transformers import AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(like)
@@ -87,95 +93,90 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("heads")
     llama = tiny_model_dir(root / "model", layers=LAYERS)
     granite = scaled(root / "scaled", llama)
-    params = [
-        getattr(getattr(item, "callspec", None), "params", None) for item in request.session.items
-    ]
-    cases = [p["case"] for p in params if p and p.get("case") in CASES]
-    chosen = [(p["row"], p["case"]) for p in params if p and p.get("case") in CASES and "row" in p]
-    groups: dict[tuple[int, str], list[Path]] = {}
-    for row, case in dict.fromkeys([*((ONE, case) for case in cases), *chosen]):
-        (root / slug(row, case)).mkdir()
-        base = {
-            "batch": {"global_samples": 8, "micro_batch": 4},
-            "data": {"packing": False},
-            "optimizer": {"eps": 1e-3},
-        }
-        sections = (
-            base
-            | {key: value for key, value in case.sections.items() if key != "algorithm"}
-            | row.sections
-        )
-        path = write_config(
-            root / slug(row, case),
-            granite if "model" in case.sections else llama,
-            rows=48,
-            **sections,
-        )
-        asked = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
-        # The rows of `sft`, whatever learns from them: heads are what is tried here.
-        plan = with_algorithm(make_plan(asked, on_progress=lambda *_: None), case)
-        groups.setdefault((row.world_size, plan.engine), []).append(claim_run_dir(plan, asked)[0])
-    for (world_size, _), plans in groups.items():
-        run_module("tests.distributed.heads_worker", plans, world_size)
-    return lambda row, case: [
-        torch.load(root / slug(row, case) / "run" / f"{rank}.pt", weights_only=True)
-        for rank in range(row.world_size)
-    ]
+    pairs: dict[tuple[Row, Case], None] = {}
+    for params in chosen_params(request.session, __file__):
+        case = params["case"]
+        pairs[ONE, case] = None
+        pairs[params.get("row", ONE), case] = None
+    plans = []
+    for row, case in pairs:
+        model = llama
+        if "model" in case.sections:
+            model = granite
+        plans.append(plan_of(root, model, row, case))
+    for world_size, paths in by_engine(plans):
+        run_module("tests.distributed.heads_worker", paths, world_size)
+
+    def said(row: Row, case: Case) -> list[Said]:
+        run = root / run_name(row, case) / "run"
+        ranks = range(row.world_size)
+        return [torch.load(run / f"{rank}.pt", weights_only=True) for rank in ranks]
+
+    return said
 
 
-def with_algorithm(plan: Any, case: Case) -> Any:
+def plan_of(root: Path, model: Path, row: Row, case: Case) -> Path:
     from drumline.config.config import Config
 
-    config = Config.model_validate(
-        plan.config.model_dump() | {"algorithm": case.sections["algorithm"]}
-    )
-    return plan.model_copy(update={"config": config})
+    folder = root / run_name(row, case)
+    folder.mkdir()
+    base = {"batch": EIGHT_BY_FOUR, "data": {"packing": False}, "optimizer": {"eps": 1e-3}}
+    sections = {**base, **case.sections, **row.sections}
+    algorithm = sections.pop("algorithm")
+    path = write_config(folder, model, rows=48, **sections)
+    loaded = load(path, [f"data.cache_dir={root / 'cache'}"])
+    request = Request(loaded, world_size=row.world_size)
+    # The rows of `sft`, whatever learns from them: heads are what is tried here.
+    plan = make_plan(request, on_progress=lambda *_: None)
+    values = plan.config.model_dump() | {"algorithm": algorithm}
+    config = Config.model_validate(values)
+    return claim_run_dir(plan.model_copy(update={"config": config}), request)[0]
 
 
 def marked(row: Row, case: Case) -> Any:
     again = row.name in AGAIN or (case.rows and row.name != "zero3 2")
-    return pytest.param(
-        row, case, id=f"{row.name}-{case.name}", marks=pytest.mark.full if again else []
-    )
+    return case_of(row, case, id=f"{row.name}-{case.name}", full=bool(again))
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, within: float = TOLERANCE) -> bool:
+    """Whether two tensors differ by less than this part of the expected one's norm."""
+    return float((found - expected).norm()) <= within * float(expected.norm())
 
 
 @pytest.mark.claim("models beside the policy answer as in one process")
 @pytest.mark.parametrize(("row", "case"), [marked(*pair) for pair in PAIRS])
 def test_as_one_process(told: Told, row: Row, case: Case) -> None:
-    (one,), ranks = told(ONE, case), told(row, case)
+    (one,) = told(ONE, case)
     said: dict[str, list[float]] = {}
-    for rank in ranks:
+    for rank in told(row, case):
         assert rank["first"].keys() == one["first"].keys()
-        assert all(
-            torch.equal(tensor, one["first"][name]) for name, tensor in rank["first"].items()
-        )
+        same_tensors(rank["first"], one["first"])
         for got, expected in zip(rank["steps"], one["steps"], strict=True):
             assert got == pytest.approx(expected, rel=TOLERANCE)
         for name, tensor in one["weights"].items():
-            assert float((rank["weights"][name] - tensor).norm()) <= TOLERANCE * float(
-                tensor.norm()
-            ), name
+            assert near(rank["weights"][name], tensor), name
         for tokens, row_said in rank["read"].items():
             assert said.setdefault(tokens, row_said) == row_said
     assert said.keys() == one["read"].keys()
-    got, wanted = (
-        torch.tensor([answers[tokens] for tokens in one["read"]]) for answers in (said, one["read"])
-    )
+    found = torch.tensor([said[tokens] for tokens in one["read"]])
+    wanted = torch.tensor(list(one["read"].values()))
     # Of every layer and the head, the weights that make a score may each differ by the tolerance.
-    tolerance = (LAYERS + 1) * TOLERANCE
-    assert float((got - wanted).norm()) <= tolerance * float(wanted.norm())
+    assert near(found, wanted, (LAYERS + 1) * TOLERANCE)
+
+
+HEADS = {"ppo": {"value_head.weight", "value_head.bias"}, "reward": {"score.weight"}}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_head_learns(told: Told, case: Case) -> None:
     (one,) = told(ONE, case)
-    moved = {
-        name
-        for name, tensor in one["weights"].items()
-        if not torch.equal(tensor, one["first"][name])
-    }
+    moved = set()
+    for name, tensor in one["weights"].items():
+        if not torch.equal(tensor, one["first"][name]):
+            moved.add(name)
     heads = {name for name in one["weights"] if name.startswith(("score", "value_head"))}
-    expected = {"ppo": {"value_head.weight", "value_head.bias"}, "reward": {"score.weight"}}
-    assert heads == expected[case.sections["algorithm"]["kind"]] and heads <= moved
+    assert heads == HEADS[case.sections["algorithm"]["kind"]]
+    assert heads <= moved
     if "adapter" in case.sections:
-        assert all("lora_" in name for name in moved - heads)
+        for name in moved - heads:
+            assert "lora_" in name

@@ -1,26 +1,26 @@
-"""What ranks hold and what lives on them in a step, on two real processes: exact bytes of parameters, gradients and optimizer state."""
+"""What ranks hold and what lives on them in a step, on two real processes: exact bytes of
+parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
-from drumline.config.load import load
-from drumline.models.load import facts, load_config
 from drumline.plan.plan import Plan
 from drumline.planner import trace as tracing
-from drumline.train.setup import Request, claim_run_dir, make_plan
+from tests.distributed.promises import facts_of
 from tests.distributed.ranks import run_module
 from tests.distributed.rows import CUT
-from tests.harness import write_config
+from tests.distributed.setups import plan_in, slug
+from tests.harness import read_json
 from tests.tiny import tiny_model_dir
 
-# name → strategy, precision; parameters, gradients and optimizer of both ranks together, in bytes for each parameter.
-# Everything whole on both: 2 × (4, 4, 8). ZeRO keeps fp32 copies of its part (4 / 2) beside the moments.
+# name → strategy, precision; parameters, gradients and optimizer of both ranks together, in bytes
+# for each parameter. Everything whole on both: 2 × (4, 4, 8). ZeRO keeps fp32 copies of its part (4
+# / 2) beside the moments.
 ROWS: dict[str, tuple[Any, str, tuple[int, int, int]]] = {
     "ddp": ("ddp", "fp32", (8, 8, 16)),
     "fsdp2": ("fsdp2", "fp32", (4, 4, 8)),
@@ -34,28 +34,29 @@ ROWS: dict[str, tuple[Any, str, tuple[int, int, int]]] = {
 CUTS: dict[str, tuple[Any, str]] = {"tp": ("tp", "fp32"), "cp": ("cp", "fp32")}
 
 
+Told = dict[str, Any]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Any]:
+def told(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Told:
     root = tmp_path_factory.mktemp("held")
     plans: dict[str, Path] = {}
-    for number, (name, (strategy, precision, *_)) in enumerate((ROWS | CUTS).items()):
-        folder = root / str(number)
-        folder.mkdir()
-        batch = {"global_samples": 1 if name in CUTS else 4, "micro_batch": 1}
-        path = write_config(folder, model, strategy=strategy, precision=precision, batch=batch)
-        request = Request(load(path, []), world_size=2)
-        plans[name] = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
+    for name, (strategy, precision, *_) in (ROWS | CUTS).items():
+        batch = {"global_samples": 4, "micro_batch": 1}
+        if name in CUTS:
+            batch["global_samples"] = 1
+        sections = {"strategy": strategy, "precision": precision, "batch": batch}
+        plans[name] = plan_in(root, slug(name), 2, model, **sections)
     run_module("tests.distributed.held_worker", list(plans.values()), 2)
-    told: dict[str, Any] = {"plans": plans}
-    return told | {
-        name: [json.loads((plan.parent / f"{rank}.json").read_text()) for rank in (0, 1)]
-        for name, plan in plans.items()
-    }
+    told: Told = {"plans": plans}
+    for name, plan in plans.items():
+        told[name] = [read_json(plan.parent / f"{rank}.json") for rank in (0, 1)]
+    return told
 
 
 def sizes(model: Path) -> dict[str, int]:
@@ -64,42 +65,48 @@ def sizes(model: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_ranks_hold_what_they_must(told: dict[str, Any], model: Path, name: str) -> None:
+def test_ranks_hold_what_they_must(told: Told, model: Path, name: str) -> None:
     entries = sizes(model)
-    # Tied: both ends have it.
-    number = sum(entries.values()) + (entries["model.embed_tokens.weight"] if name == "pp" else 0)
-    both = [sum(rank["held"][i] for rank in told[name]) for i in range(3)]
-    for got, each in zip(both, ROWS[name][2], strict=True):
-        assert each * number <= got <= each * number + 256, name  # DeepSpeed's buffers are padded
+    number = sum(entries.values())
+    if name == "pp":  # tied: both ends have it
+        number += entries["model.embed_tokens.weight"]
+    held = [rank["held"] for rank in told[name]]
+    for first, second, each in zip(*held, ROWS[name][2], strict=True):
+        more = first + second - each * number
+        assert 0 <= more <= 256, name  # DeepSpeed's buffers are padded
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_step_gives_back_what_it_took(told: dict[str, Any], name: str) -> None:
+def test_a_step_gives_back_what_it_took(told: Told, name: str) -> None:
     for rank in told[name]:
         parameters, gradients, optimizer = rank["held"]
-        assert rank["peak"] == max(rank["peaks"].values()) == rank["peaks"][rank["in"]]
-        assert rank["base"] >= parameters + optimizer and abs(rank["after"] - rank["base"]) < 16384
-        assert rank["peaks"].keys() == {"forward", "backward", "clip", "step"}
-        assert rank["peaks"]["clip"] >= parameters + gradients + optimizer
+        peaks = rank["peaks"]
+        base = rank["base"]
+        assert peaks.keys() == {"forward", "backward", "clip", "step"}
+        assert rank["peak"] == max(peaks.values())
+        assert rank["peak"] == peaks[rank["in"]]
+        assert base >= parameters + optimizer
+        assert abs(rank["after"] - base) < 16384
+        assert peaks["clip"] >= parameters + gradients + optimizer
     if name == "ddp":
-        # Its buckets, which gradients are views of, stay between steps; when backward starts, all activations are there.
-        # A step's own numbers (the norm, whether it is finite) are some bytes.
-        assert (
-            told[name][0]["base"] >= sum(told[name][0]["held"])
-            and 0 <= told[name][0]["peaks"]["step"] - told[name][0]["base"] < 64
-        )
+        # Its buckets, which gradients are views of, stay between steps; when backward starts, all
+        # activations are there. A step's own numbers (the norm, whether it is finite) are some
+        # bytes.
+        first = told[name][0]
+        assert first["base"] >= sum(first["held"])
+        assert 0 <= first["peaks"]["step"] - first["base"] < 64
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CUTS)
-def test_a_trace_of_one_rank_is_what_lives_on_it(told: dict[str, Any], name: str) -> None:
+def test_a_trace_of_one_rank_is_what_lives_on_it(told: Told, name: str) -> None:
     """All layers, traced in a child without other ranks, against the first of two real ones: to 2%."""
     plan = Plan.load(told["plans"][name])
-    config = plan.config
-    known = facts(load_config(plan.model_path, config.model), config.data.max_length)
-    question = tracing.question_of(config, plan.model_path, plan, known)
-    (traced,) = tracing.trace_in_child({**question, "layers": [known.layers]})
+    known = facts_of(plan)
+    question = tracing.question_of(plan.config, plan.model_path, plan, known)
+    question = {**question, "layers": [known.layers]}
+    (traced,) = tracing.trace_in_child(question)
     real = told[name][0]
-    assert traced.peak == pytest.approx(
-        max(real["peaks"]["forward"], real["peaks"]["backward"]) - real["base"], rel=0.02
-    )
+    peaks = real["peaks"]
+    peak = max(peaks["forward"], peaks["backward"])
+    assert traced.peak == pytest.approx(peak - real["base"], rel=0.02)

@@ -1,8 +1,10 @@
-"""What a step of the loop costs between host, device and ranks besides its own arithmetic, counted at the operators that run.
+"""What a step of the loop costs between host, device and ranks besides its own arithmetic, counted
+at the operators that run.
 
-On a CPU nothing is far away, so what is counted is what would make the host wait for a GPU. Three kinds of steps read and sum
-more: those that are logged (evaluated, saved), the one whose traffic is counted, and the one after which `measured` is written.
-DeepSpeed, fp16, an optimizer without a fused kernel and gradients in host memory read at once whether the step is finite
+On a CPU nothing is far away, so what is counted is what would make the host wait for a GPU. Three
+kinds of steps read and sum more: those that are logged (evaluated, saved), the one whose traffic is
+counted, and the one after which `measured` is written. DeepSpeed, fp16, an optimizer without a
+fused kernel and gradients in host memory read at once whether the step is finite
 (drumline/engine/engine.py). Rows are packs, which transformers would look for in their positions.
 """
 
@@ -28,7 +30,8 @@ pytestmark = [
     )
 ]
 
-STEPS, QUIET = 12, range(8, 11)  # none of these is counted, says what was measured, or is logged
+STEPS = 12
+QUIET = range(8, 11)  # none of these is counted, says what was measured, or is logged
 READS = ("item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__")
 SIZED = {
     torch.ops.aten.nonzero.default,
@@ -38,11 +41,14 @@ SIZED = {
 
 
 class Ledger(TorchDispatchMode):
-    """Counts by step what the loop does (`sum`: a collective; `read`) and what the engine does (`engine read`)."""
+    """Counts by step what the loop does (`sum`: a collective; `read`) and what the engine does
+    (`engine read`)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.step, self.inside, self.apart = 0, False, False
+        self.step = 0
+        self.inside = False
+        self.apart = False
         self.counts: Counter[tuple[int, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +60,9 @@ class Ledger(TorchDispatchMode):
 
     def read(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.counts[self.step, "engine read" if self.inside else "read"] += not self.apart
+            if not self.apart:
+                reader = "engine read" if self.inside else "read"
+                self.counts[self.step, reader] += 1
             return method(*args, **kwargs)
 
         return counted
@@ -81,17 +89,18 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
     from drumline.engine.build import build_engine
     from tests.unit.test_loop import loop
 
-    ledger, rank, ranks = Ledger(), dist.get_rank(), dist.get_world_size()
+    ledger = Ledger()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         built, said = loop(Path(folder), steps=range(STEPS), held_out=False)
         values = {
             "data": {"train": [{"kind": "file", "path": "x"}]},
             "run": {"log_every": 100},
             "checkpoint": {"every": None},
+            "strategy": strategy,
+            "model": {"id": model},
         }
-        config = Config.model_validate({**values, "strategy": strategy, "model": {"id": model}})
         how = {
-            "config": config,
+            "config": Config.model_validate(values),
             "mesh": Mesh(**degrees),
             "data_parallel": strategy,
             "steps": STEPS,
@@ -99,27 +108,30 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
         }
         built.plan = built.plan.model_copy(update=how)
         built.engine = build_engine(built.plan, "cpu")
-        built.gather = built.measure.gather = Gather(rank, ranks, "cpu")
+        gather = Gather(dist.get_rank(), dist.get_world_size(), "cpu")
+        built.gather = built.measure.gather = gather
         built.save = built._save_last = lambda *_: None  # type: ignore[method-assign]
-        packs = [collate([[learned_segment(10), learned_segment(14)]], 0, 24)] * 2
-        built.stream = [
-            replace(batch, micro_batches=packs, totals=(88.0, 96)) for batch in built.stream
-        ]
+        pack = collate([[learned_segment(10), learned_segment(14)]], 0, 24)
+        changes: dict[str, Any] = {"micro_batches": [pack] * 2, "totals": (88.0, 96)}
+        built.stream = [replace(batch, **changes) for batch in built.stream]
         for name in ("forward_backward", "grad_norm", "step"):
-            patch.setattr(built.engine, name, ledger.engine(getattr(built.engine, name)))
+            method = getattr(built.engine, name)
+            patch.setattr(built.engine, name, ledger.engine(method))
         for name in READS:
-            patch.setattr(torch.Tensor, name, ledger.read(getattr(torch.Tensor, name)))
-        fetch, read, step = Gathered.fetch, Gathered.read, built._train_step
+            method = getattr(torch.Tensor, name)
+            patch.setattr(torch.Tensor, name, ledger.read(method))
+        fetch = Gathered.fetch
+        read = Gathered.read
+        step = built._train_step
 
         def sent_off(self: Gathered, *more: torch.Tensor) -> None:
             vars(self).setdefault("sent_off", ledger.step)
             fetch(self, *more)
 
         def arrives(self: Gathered) -> Any:
-            # Else it is there.
-            ledger.counts[ledger.step, "read"] += (
-                vars(self).get("sent_off", ledger.step) == ledger.step
-            )
+            sent_at = vars(self).get("sent_off", ledger.step)
+            if sent_at == ledger.step:  # else it is there
+                ledger.counts[ledger.step, "read"] += 1
             ledger.apart = True
             try:
                 return read(self)
@@ -135,7 +147,8 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
         built._train_step = stepped  # type: ignore[method-assign]
         with ledger:
             built.run()
-    assert [event["step"] for event in said if event["kind"] == "step"] == [STEPS]
+    steps = [event["step"] for event in said if event["kind"] == "step"]
+    assert steps == [STEPS]
     return ledger.counts
 
 
@@ -149,11 +162,9 @@ def test_a_step_is_one_collective_and_nothing_is_waited_for(
     model = str(tiny_model_dir(tmp_path / "model"))
     for found in run(2, counts, model, strategy, degrees):
         for step in QUIET:
-            assert {what: found[step, what] for what in ("sum", "read", "engine read")} == {
-                "sum": 1,
-                "read": 0,
-                "engine read": 0,
-            }
-        assert found[STEPS, "read"] and found[STEPS, "sum"] > 1, (
-            "the ledger sees what a logged step and the end do"
-        )
+            assert found[step, "sum"] == 1
+            assert found[step, "read"] == 0
+            assert found[step, "engine read"] == 0
+        # The ledger sees what a logged step and the end do.
+        assert found[STEPS, "read"] > 0
+        assert found[STEPS, "sum"] > 1

@@ -1,18 +1,15 @@
-"""Mixed sources, a curriculum and a stream: a run that goes on with other ranks, and without any block on the disk, sees the same
-rows as one that was never stopped."""
+"""Mixed sources, a curriculum and a stream: a run that goes on with other ranks, and without any
+block on the disk, sees the same rows as one that was never stopped."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from drumline.config.load import Request, load
-from drumline.train.setup import claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
-from tests.harness import chat_rows, events, write_config, write_rows
+from tests.distributed.setups import EIGHT_BY_TWO, SAVED_TWICE, copy_checkpoint, plan_run
+from tests.harness import Sections, chat_rows, column, write_config, write_rows
 from tests.tiny import tiny_model_dir
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -20,7 +17,7 @@ SOURCES = [
     {"kind": "file", "path": "train.jsonl", "weight": 3},
     {"kind": "file", "path": "more.jsonl", "weight": 1, "where": "length(prompt) > 8"},
 ]
-DATA: dict[str, dict[str, Any]] = {
+DATA: dict[str, Sections] = {
     "mixed": {"curriculum": {"by": "length", "epochs": 1}, "packing": False},
     "packed": {"duplicates": "near", "max_length": 64},
     "streamed": {"stream": {"rows": 16, "blocks": 2}, "packing": False},
@@ -32,46 +29,47 @@ DATA: dict[str, dict[str, Any]] = {
 }
 
 
-def plan(root: Path, name: str, world_size: int, resumed: bool) -> Path:
-    place = root / f"{name}-{world_size}-{resumed}".replace(" ", "-")
+def plan(root: Path, name: str, world_size: int) -> Path:
+    place = root / f"{name}-{world_size}".replace(" ", "-")
     place.mkdir()
     path = write_config(
         place,
         root / "model",
         rows=30,
         data={"train": SOURCES, "cache_dir": str(place / "cache"), **DATA[name]},
-        batch={"global_samples": 8, "micro_batch": 2},
+        batch=EIGHT_BY_TWO,
         optimizer={"lr": 3e-3},
         run={"steps": 8},
-        checkpoint={"every": 4, "asynchronous": False, "export": "none"},
+        checkpoint={**SAVED_TWICE, "every": 4},
         eval={"at_start": False},
     )
     write_rows(place / "more.jsonl", chat_rows(20, seed=5))
-    request = Request(load(path, []), world_size=world_size)
-    return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
+    return plan_run(path, world_size)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     root = tmp_path_factory.mktemp("mixed")
     tiny_model_dir(root / "model")
-    whole = {name: plan(root, name, 2, False) for name in DATA}
-    run_plans(list(whole.values()), 2)
+    whole = {}
     parts = {}
     for name in DATA:
-        parts[name] = plan(root, name, 1, True)
-        stopped = whole[name].parent / "checkpoints" / "step-00000004"
-        shutil.copytree(stopped, parts[name].parent / "checkpoints" / stopped.name)
+        whole[name] = plan(root, name, 2)
+        parts[name] = plan(root, name, 1)
+    run_plans(list(whole.values()), 2)
+    found = {}
+    for name in DATA:
+        copy_checkpoint(whole[name].parent, parts[name], step=4)
+        found[name] = (whole[name].parent, parts[name].parent)
     run_plans(list(parts.values()), 1)
-    return {name: (whole[name].parent, parts[name].parent) for name in DATA}
+    return found
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_goes_on_with_the_same_rows(runs: dict[str, tuple[Path, Path]], name: str) -> None:
-    whole, part = (events(run, "step") for run in runs[name])
-    assert [event["step"] for event in part] == [5, 6, 7, 8]
+    whole, part = runs[name]
+    assert column(part, "step") == [5, 6, 7, 8]
     for key in ("tokens", "samples"):
-        assert [event[key] for event in part] == [event[key] for event in whole][4:], key
-    assert [event["loss"] for event in part] == pytest.approx(
-        [event["loss"] for event in whole][4:], rel=1e-4
-    )
+        assert column(part, key) == column(whole, key)[4:], key
+    expected = column(whole, "loss")[4:]
+    assert column(part, "loss") == pytest.approx(expected, rel=1e-4)

@@ -3,66 +3,38 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import ENV, events, write_config
+from tests.distributed.installing import install, interpret_drumline
+from tests.distributed.setups import EIGHT_BY_TWO
+from tests.harness import column, events, write_config
 from tests.npo import PLUGIN
 from tests.tiny import tiny_model_dir
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def run(*arguments: object, where: Path, **more: str) -> str:
-    done = subprocess.run(
-        list(map(str, arguments)),
-        cwd=where,
-        env=ENV | more,
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_npo_is_installed_and_trains(tmp_path: Path) -> None:
-    shutil.copytree(PLUGIN, tmp_path / "npo")
-    here = {"PYTHONPATH": os.pathsep.join([ENV["PYTHONPATH"], str(tmp_path / "site")])}
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--no-build-isolation",
-    )
-    run(*pip, "--target", tmp_path / "site", tmp_path / "npo", where=tmp_path)
-    schema: Any = json.loads(
-        run(sys.executable, "-m", "drumline", "schema", where=tmp_path, **here)
-    )
+    path = install(PLUGIN, tmp_path)
+    schema: Any = json.loads(interpret_drumline(path, "schema"))
     assert "keep_weight" in json.dumps(schema)
-    sections: dict[str, Any] = {
-        "algorithm": {"kind": "npo", "loss_chunk": 32},
-        "batch": {"global_samples": 8, "micro_batch": 2},
-        "eval": {"at_start": True},
-    }
     config = write_config(
-        tmp_path, tiny_model_dir(tmp_path / "model"), rows=24, run={"steps": 3}, **sections
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        rows=24,
+        run={"steps": 3},
+        algorithm={"kind": "npo", "loss_chunk": 32},
+        batch=EIGHT_BY_TWO,
+        eval={"at_start": True},
     )
-    run(sys.executable, "-m", "drumline", "train", config, where=tmp_path, **here)
-    steps, evaluations = events(tmp_path / "run", "step"), events(tmp_path / "run", "eval")
-    assert len(steps) == 3 and steps[0]["forgotten"] == pytest.approx(0.0, abs=1e-4)
-    assert (
-        evaluations[-1]["forgotten"] > evaluations[0]["forgotten"]
-        and {"loss", "kept"} <= evaluations[-1].keys()
-    )
+    interpret_drumline(path, "train", config)
+    run = tmp_path / "run"
+    forgotten = column(run, "forgotten")
+    assert len(forgotten) == 3
+    assert forgotten[0] == pytest.approx(0.0, abs=1e-4)
+    evaluations = events(run, "eval")
+    assert evaluations[-1]["forgotten"] > evaluations[0]["forgotten"]
+    assert {"loss", "kept"} <= evaluations[-1].keys()

@@ -1,17 +1,18 @@
-"""What commit 474a450 left on disk is still read: tests/fixtures/run_474a450 holds a model, rows, token caches and a run of four steps.
+"""What commit 474a450 left on disk is still read: tests/fixtures/run_474a450 holds a model, rows,
+token caches and a run of four steps.
 
-Made by `drumline train config.yaml` of that commit in an empty folder, with the rows and the model of tests/harness.py and tests/tiny.py.
+Made by `drumline train config.yaml` of that commit in an empty folder, with the rows and the model
+of tests/harness.py and tests/tiny.py.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, drumline, events
+from tests.harness import ROOT, column, events, read_json, run_drumline
 
 MADE_AT = "/tmp/fx"  # where the run was; its plan.json says so
 
@@ -28,23 +29,18 @@ def folder(tmp_path: Path) -> Path:
 
 def test_it_goes_on(folder: Path) -> None:
     more = ["--resume", "--allow", "run.steps", "run.steps=6"]
-    ended = drumline("train", "config.yaml", *more, cwd=folder)
-    assert ended.code == 0, ended.err
-    assert events(folder / "run", "restore")[-1]["step"] == 4
-    assert [e["step"] for e in events(folder / "run", "step")] == [1, 2, 3, 4, 5, 6]
+    run_drumline("train", "config.yaml", *more, cwd=folder)
+    run = folder / "run"
+    assert events(run, "restore")[-1]["step"] == 4
+    assert column(run, "step") == [1, 2, 3, 4, 5, 6]
 
 
 def test_it_is_exported_and_evaluated(folder: Path) -> None:
-    ended = drumline("export", "run", "--to", "out", cwd=folder)
-    assert ended.code == 0, ended.err
-    assert (
-        json.loads((folder / "out" / "drumline.json").read_text())["checkpoint"] == "step-00000004"
-    )
-    ended = drumline(
-        "eval", "config.yaml", "--checkpoint", "run/checkpoints/step-00000004", cwd=folder
-    )
-    assert ended.code == 0, ended.err
+    run_drumline("export", "run", "--to", "out", cwd=folder)
+    exported = read_json(folder / "out" / "drumline.json")
+    assert exported["checkpoint"] == "step-00000004"
+    saved = "run/checkpoints/step-00000004"
+    run_drumline("eval", "config.yaml", "--checkpoint", saved, cwd=folder)
     before = events(folder / "run", "eval")[-1]["loss"]
-    assert json.loads((folder / "run" / "eval.json").read_text())["held_out"]["metrics"][
-        "loss"
-    ] == pytest.approx(before, rel=1e-5)
+    metrics = read_json(folder / "run" / "eval.json")["held_out"]["metrics"]
+    assert metrics["loss"] == pytest.approx(before, rel=1e-5)

@@ -1,7 +1,9 @@
-"""The heart of the project: the same global batch gives the same losses and weights however it is spread.
+"""The heart of the project: the same global batch gives the same losses and weights however it is
+spread.
 
-One row a strategy, one case a kind of work; a covering array of both, and with `--full` the whole cross. Each row's losses, gradient
-norms, weights and moments are held against one process with one micro-batch, in fp32, to 1e-5 relative.
+One row a strategy, one case a kind of work; a covering array of both, and with `--full` the whole
+cross. Each row's losses, gradient norms, weights and moments are held against one process with one
+micro-batch, in fp32, to 1e-5 relative.
 """
 
 from __future__ import annotations
@@ -13,14 +15,8 @@ from typing import Any
 import pytest
 
 from drumline.bench.verify import difference
-from drumline.config.load import load
-from drumline.models import load as models
-from drumline.plan.plan import Plan
-from drumline.planner.cost.memory import stage_of, state_of
-from drumline.planner.cost.traffic import flows
-from drumline.telemetry.events import last_measurement, read
-from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.conftest import Record
+from tests.distributed.promises import held_as_planned, sent_as_planned
 from tests.distributed.ranks import run_plans
 from tests.distributed.rows import (
     COVERING,
@@ -37,72 +33,70 @@ from tests.distributed.rows import (
     engine_of,
     group_of,
 )
-from tests.harness import events, write_config
+from tests.distributed.setups import EIGHT_BY_FOUR, UNSAVED, chosen_params, merge, plan_in, slug
+from tests.distributed.setups import case as case_of
+from tests.harness import column, events
 from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
-# Under tensor parallelism it depends on how long a batch's longest row is, and ZeRO 3 gathers more where one process has had several
-# engines, as here: see test_planner_traffic.
-COUNTED = [
-    (row, case)
-    for row, case in PAIRS
-    if case.name == "packed"
-    and row.world_size > 1
-    and "tp 2" not in row.name
-    and not row.name.startswith("zero3")
-]
-# What exchanges send hangs on the width of batches, which is fixed in a pipeline alone; not on the routing.
+
+def is_counted(row: Row, case: Case) -> bool:
+    """Whether the planner's bytes are held against a run's.
+
+    Under tensor parallelism they depend on how long a batch's longest row is, and ZeRO 3 gathers
+    more where one process has had several engines, as here: see test_planner_traffic. What
+    exchanges of experts send hangs on the width of batches, which is fixed in a pipeline alone; not
+    on the routing.
+    """
+    if "ep 2" in row.name:
+        return "pp 2" in row.name
+    if case.name != "packed" or row.world_size == 1:
+        return False
+    return "tp 2" not in row.name and not row.name.startswith("zero3")
+
+
+def is_zero(row: Row, case: Case) -> bool:
+    return case.name == "packed" and row.world_size > 1 and engine_of(row) == "zero"
+
+
+COUNTED = [pair for pair in PAIRS if is_counted(*pair)]
 EXPERTS = [(row, case) for row, case in PAIRS if "ep 2" in row.name]
-COUNTED += [(row, case) for row, case in EXPERTS if "pp 2" in row.name]
-# In the step that is counted DDP of a static graph tells the others how it has arranged its buckets: 20 parameters.
+# In the step that is counted DDP of a static graph tells the others how it has arranged its
+# buckets: 20 parameters.
 ONCE = {"ddp 2, static graph": 4 * (1 + 21) / 2}
-ZERO = [
-    (row, case)
-    for row, case in PAIRS
-    if case.name == "packed" and row.world_size > 1 and engine_of(row) == "zero"
-]
+ZERO = [pair for pair in PAIRS if is_zero(*pair)]
 # Plans that one process group trains in a row.
 AT_ONCE = 30
 # The first test of a group waits for the training of its rows.
 pytestmark = pytest.mark.timeout(3000)
 
 
-def merge(*layers: dict[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        for key, value in layer.items():
-            merged[key] = (
-                {**merged[key], **value}
-                if isinstance(value, dict) and isinstance(merged.get(key), dict)
-                else value
-            )
-    return merged
+def run_name(row: Row, case: Case) -> str:
+    return slug(f"{row.name}-{case.name}")
 
 
-def slug(row: Row, case: Case) -> str:
-    return f"{row.name}-{case.name}".replace(" ", "_").replace(",", "")
+def steps_of(case: Case) -> int:
+    steps: int = case.sections.get("run", {}).get("steps", STEPS)
+    return steps
 
 
 def wanted(session: pytest.Session, group: str) -> list[tuple[Row, Case]]:
     """What the chosen tests of this file look at in one group: `-k "tp 2"` trains nothing else."""
-    tests = [
-        item
-        for item in session.items
-        if isinstance(item, pytest.Function) and item.path == Path(__file__)
-    ]
-    pairs = [
-        (t.callspec.params["row"], t.callspec.params.get("case", LOW_CASE))
-        for t in tests
-        if hasattr(t, "callspec")
-    ]
     # Two tests may look at one run.
-    return list(dict.fromkeys(pair for pair in pairs if group_of(pair[0]) == group))
+    pairs: dict[tuple[Row, Case], None] = {}
+    for params in chosen_params(session, __file__):
+        row = params["row"]
+        if group_of(row) == group:
+            pairs[row, params.get("case", LOW_CASE)] = None
+    return list(pairs)
 
 
 class Runs:
-    """Rows × cases, trained when the first test of a group asks: one process group each, and one for the references."""
+    """Rows × cases, trained when the first test of a group asks: one process group each, and one
+    for the references."""
 
     def __init__(self, root: Path, session: pytest.Session) -> None:
-        self.root, self.session = root, session
+        self.root = root
+        self.session = session
         self.models: dict[str, Path] = {}
         self.groups: set[str] = set()
 
@@ -111,55 +105,62 @@ class Runs:
         name = f"{kind}-{row.layers}"
         if name not in self.models:
             folder = self.root / name
-            self.models[name] = (
-                tiny_model_dir(folder, layers=row.layers)
-                if kind == "llama"
-                else tiny_architecture_dir(folder, kind)
-            )
+            if kind == "llama":
+                self.models[name] = tiny_model_dir(folder, layers=row.layers)
+            else:
+                self.models[name] = tiny_architecture_dir(folder, kind)
         return self.models[name]
 
     def plan(self, row: Row, case: Case) -> Path:
-        folder = self.root / slug(row, case)
-        folder.mkdir()
+        is_reference = row in REFERENCES.values()
         base = {
             "optimizer": {"lr": 3e-3},
-            "batch": {"global_samples": 8, "micro_batch": 4},
-            "checkpoint": {"every": None, "asynchronous": False, "export": "none"},
+            "batch": EIGHT_BY_FOUR,
+            "checkpoint": UNSAVED,
             "run": {"steps": STEPS},
-            "eval": {"at_start": row in REFERENCES.values()},  # what they learn is held against it
+            "eval": {"at_start": is_reference},  # what they learn is held against it
         }
-        path = write_config(
-            folder, self.model(row, case), **merge(base, case.sections, row.sections)
-        )
-        asked = Request(
-            load(path, [f"data.cache_dir={self.root / 'cache'}"]), world_size=row.world_size
-        )
-        return claim_run_dir(make_plan(asked, on_progress=lambda *_: None), asked)[0]
+        sections = merge(base, case.sections, row.sections)
+        model = self.model(row, case)
+        return plan_in(self.root, run_name(row, case), row.world_size, model, **sections)
 
     def train(self, pairs: list[tuple[Row, Case]]) -> None:
-        new = [(row, case) for row, case in pairs if not (self.root / slug(row, case)).exists()]
+        new = [pair for pair in pairs if not (self.root / run_name(*pair)).exists()]
         for start in range(0, len(new), AT_ONCE):
             some = new[start : start + AT_ONCE]
-            plans = {pair: self.plan(*pair) for pair in some}
-            train(
-                list(plans.values()),
-                some[0][0].world_size,
-                [plans[pair] for pair in some if pair in COUNTED or pair in EXPERTS],
-            )
+            plans = []
+            counted = []
+            for row, case in some:
+                path = self.plan(row, case)
+                plans.append(path)
+                if (row, case) in COUNTED or (row, case) in EXPERTS:
+                    counted.append(path)
+            train(plans, some[0][0].world_size, counted)
 
     def of(self, row: Row, case: Case) -> Path:
         """The run folder of a row in a case."""
         if row in REFERENCES.values():
             self.train([(row, case)])
-        elif (group := group_of(row)) not in self.groups:
-            self.groups.add(group)
-            pairs = wanted(self.session, group)
-            self.train(pairs)
-            self.train(list(dict.fromkeys((REFERENCES[row.layers], case) for row, case in pairs)))
-        run = self.root / slug(row, case) / "run"
+        else:
+            self.train_group(group_of(row))
+        run = self.root / run_name(row, case) / "run"
         failure = run / "failure.txt"
         assert not failure.exists(), failure.read_text()
         return run
+
+    def train_group(self, group: str) -> None:
+        """Train the chosen rows of a group and what they are held against, once."""
+        if group in self.groups:
+            return
+        self.groups.add(group)
+        pairs = wanted(self.session, group)
+        self.train(pairs)
+        references = {(REFERENCES[row.layers], case): None for row, case in pairs}
+        self.train(list(references))
+
+    def reference(self, row: Row, case: Case) -> Path:
+        """The run folder of one process, which a row is held against."""
+        return self.of(REFERENCES[row.layers], case)
 
 
 @pytest.fixture(scope="module")
@@ -173,99 +174,78 @@ def train(plans: list[Path], world_size: int, counted: list[Path]) -> None:
         run_plans(plans, world_size, counted=counted)
     except (AssertionError, subprocess.TimeoutExpired) as failure:
         for plan in plans:
-            if not any((plan.parent / "checkpoints").glob("step-*")):
-                (plan.parent / "failure.txt").write_text(str(failure))
+            run = plan.parent
+            if not any((run / "checkpoints").glob("step-*")):
+                (run / "failure.txt").write_text(str(failure))
 
 
-def params(pairs: list[tuple[Row, Case]], name: str) -> list[Any]:
+def params(pairs: list[tuple[Row, Case]]) -> list[Any]:
     """Those beyond the covering array are the full cross."""
-    return [
-        pytest.param(
-            row,
-            case,
-            id=name.format(row=row, case=case),
-            marks=[] if (row.name, case.name) in COVERING else pytest.mark.full,
-        )
-        for row, case in pairs
-    ]
+    found = []
+    for row, case in pairs:
+        name = f"{row.name}-{case.name}"
+        full = (row.name, case.name) not in COVERING
+        found.append(case_of(row, case, id=name, full=full))
+    return found
 
 
 def learns(reference: Path, case: Case) -> None:
     """Parity of runs that stand still would prove nothing."""
-    if (
-        case.sections.get("run", {}).get("steps", STEPS) < STEPS
-    ):  # too few for a loss or a reward to say much
-        assert min(e["grad_norm"] for e in events(reference, "step")) > 0.05
+    if steps_of(case) < STEPS:  # too few for a loss or a reward to say much
+        assert min(column(reference, "grad_norm")) > 0.05
         return
-    figures = [e["loss"] for e in events(reference, "eval")]
+    figures = column(reference, "loss", "eval")
     assert figures[-1] < figures[0] - 0.02
 
 
 @pytest.mark.claim("the same numbers however the work is spread, 1e-5 in fp32")
-@pytest.mark.parametrize(("row", "case"), params(PAIRS, "{row.name}-{case.name}"))
+@pytest.mark.parametrize(("row", "case"), params(PAIRS))
 def test_same_numbers_as_one_process(runs: Runs, row: Row, case: Case, parity: Record) -> None:
-    mine, reference = (runs.of(r, case) for r in (row, REFERENCES[row.layers]))
+    mine = runs.of(row, case)
+    reference = runs.reference(row, case)
     apart = difference(mine, reference)
     parity(row, case, apart)
-    assert len(events(mine, "step")) == case.sections.get("run", {}).get("steps", STEPS)
+    assert len(events(mine, "step")) == steps_of(case)
     assert apart.largest <= TOLERANCE, apart
-    assert [e["tokens"] for e in events(mine, "step")] == [
-        e["tokens"] for e in events(reference, "step")
-    ]
-    figure = "reward" if events(mine, "rollout") else "loss"
-    held_out = [events(run, "eval")[-1][figure] for run in (mine, reference)]
-    assert held_out[0] == pytest.approx(held_out[1], rel=TOLERANCE)
+    assert column(mine, "tokens") == column(reference, "tokens")
+    figure = "loss"
+    if events(mine, "rollout"):
+        figure = "reward"
+    held_out = column(mine, figure, "eval")[-1]
+    expected = column(reference, figure, "eval")[-1]
+    assert held_out == pytest.approx(expected, rel=TOLERANCE)
     learns(reference, case)
 
 
 @pytest.mark.claim("ranks hold and send what the plan says")
-@pytest.mark.parametrize(("row", "case"), params(COUNTED, "{row.name}-{case.name}"))
+@pytest.mark.parametrize(("row", "case"), params(COUNTED))
 def test_the_planner_says_what_a_step_sends(runs: Runs, row: Row, case: Case) -> None:
-    run = runs.of(row, case)
-    plan = Plan.load(run / "plan.json")
-    facts = models.facts(
-        models.load_config(plan.model_path, plan.config.model),
-        plan.config.data.max_length,
-        plan.config.adapter,
-    )
-    told = flows(plan, facts, step=2).traffic().total + ONCE.get(row.name, 0)
-    assert events(run, "step")[-1]["sent_bytes"] == pytest.approx(told, rel=1e-6, abs=1)
+    sent_as_planned(runs.of(row, case), more=ONCE.get(row.name, 0))
 
 
-@pytest.mark.parametrize(("row", "case"), params(ZERO, "{row.name}-{case.name}"))
+@pytest.mark.parametrize(("row", "case"), params(ZERO))
 def test_zero_measures_how_long_ranks_wait(runs: Runs, row: Row, case: Case) -> None:
-    waits = [event["comm_s"] / event["seconds"] for event in events(runs.of(row, case), "step")]
-    assert all(0 <= wait < 1 for wait in waits) and max(waits) > 0, waits
+    waits = []
+    for event in events(runs.of(row, case), "step"):
+        waits.append(event["comm_s"] / event["seconds"])
+    assert min(waits) >= 0, waits
+    assert 0 < max(waits) < 1, waits
 
 
-@pytest.mark.parametrize(("row", "case"), params(EXPERTS, "{row.name}-{case.name}"))
+@pytest.mark.parametrize(("row", "case"), params(EXPERTS))
 def test_experts_are_held_as_planned(runs: Runs, row: Row, case: Case) -> None:
-    run = runs.of(row, case)
-    plan = Plan.load(run / "plan.json")
-    facts = models.facts(
-        models.load_config(plan.model_path, plan.config.model),
-        plan.config.data.max_length,
-        plan.config.adapter,
-    )
-    states = [state_of(plan, facts, stage_of(plan, facts, stage)) for stage in range(plan.mesh.pp)]
-    memory = last_measurement(read(run / "events.jsonl"))
-    assert memory is not None
-    for part in ("parameters", "optimizer"):
-        assert max(memory.by_rank[part]) == max(getattr(state, part) for state in states), part
+    held_as_planned(runs.of(row, case), ("parameters", "optimizer"))
 
 
 @pytest.mark.claim("low precision stays near fp32")
 @pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(r, id=r.name, marks=pytest.mark.full if r.name in LOW_AGAIN else [])
-        for r in LOW
-    ],
+    "row", [case_of(row, id=row.name, full=row.name in LOW_AGAIN) for row in LOW]
 )
 def test_low_precision_stays_near(runs: Runs, row: Row) -> None:
-    mine, reference = (events(runs.of(r, LOW_CASE), "step") for r in (row, REFERENCES[row.layers]))
+    mine = runs.of(row, LOW_CASE)
+    reference = runs.reference(row, LOW_CASE)
     for key, tolerance in LOW_TOLERANCE.items():
-        figures = [[e[key] for e in steps] for steps in (mine, reference)]
-        assert (
-            figures[0] == pytest.approx(figures[1], rel=tolerance) and figures[0] != figures[1]
-        ), key
+        found = column(mine, key)
+        expected = column(reference, key)
+        assert found == pytest.approx(expected, rel=tolerance), key
+        assert found != expected, key

@@ -1,4 +1,5 @@
-"""Bytes that the planner says a step sends, held against those that real runs counted at their collectives."""
+"""Bytes that the planner says a step sends, held against those that real runs counted at their
+collectives."""
 
 from __future__ import annotations
 
@@ -8,24 +9,23 @@ from typing import Any
 
 import pytest
 
-from drumline.config.load import load
-from drumline.models.load import facts, load_config
 from drumline.plan.plan import Plan
 from drumline.planner.cost.traffic import flows
-from drumline.train.setup import Request, claim_run_dir, make_plan
-from tests.distributed.ranks import run_plans
+from tests.distributed import setups
+from tests.distributed.promises import facts_of
 from tests.distributed.rows import CUT, LOW, ROWS, Row
-from tests.distributed.test_parity import merge
-from tests.harness import WORDS, events, write_config, write_rows
+from tests.distributed.setups import EIGHT_BY_FOUR, case, chosen_params, merge, plan_run, train
+from tests.harness import WORDS, Sections, column, write_config, write_rows
 from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
 LENGTH = 96
-# Documents that are cut at LENGTH tokens, so that every row is full. Two steps pass before one is counted.
-BASE: dict[str, Any] = {
+# Documents that are cut at LENGTH tokens, so that every row is full. Two steps pass before one is
+# counted.
+BASE: Sections = {
     "algorithm": {"kind": "pretrain", "loss_chunk": 0},
     "data": {"packing": True, "max_length": LENGTH, "eval": []},
     "rows": 160,
-    "batch": {"global_samples": 8, "micro_batch": 4},
+    "batch": EIGHT_BY_FOUR,
     "run": {"steps": 3, "log_every": 1},
     "checkpoint": {"every": None, "asynchronous": False, "keep_best": False},
     "eval": {"at_start": False, "every": None},
@@ -33,9 +33,10 @@ BASE: dict[str, Any] = {
 
 
 # Widths that two and four ranks do not divide.
-MODEL: dict[str, Any] = {"vocab_size": 317, "layers": 4, "hidden": 40}
+MODEL: Sections = {"vocab_size": 317, "layers": 4, "hidden": 40}
 DOCUMENT = random.Random(0).choices(WORDS, k=3000)
-# Rows whose parts are uneven here. Those that send the same of any model are held against the planner in test_parity.
+# Rows whose parts are uneven here. Those that send the same of any model are held against the
+# planner in test_parity.
 UNEVEN = (
     "fsdp2 2, accumulation 4",
     "fsdp2 hybrid 2 x 2",
@@ -66,7 +67,7 @@ LORA = (
     "tp 2, activation checkpointing",
     "tp 2, whole stream",
 )
-COMPRESSED: dict[str, dict[str, Any]] = {
+COMPRESSED: dict[str, Sections] = {
     "int8": {},
     "topk": {"ratio": 0.1},
     "powersgd": {"rank": 4},
@@ -82,18 +83,25 @@ FAR = {
     },
 }
 OWN_HEAD = {"init": "random", "config": {"tie_word_embeddings": False}}
-SELECTIVE: dict[str, Any] = {"memory": {"activation_checkpointing": "selective"}}
+SELECTIVE: Sections = {"memory": {"activation_checkpointing": "selective"}}
+
+
+def rows_of_others() -> list[Row]:
+    """Rows of test_parity, some of them with adapters, and plain ones that compress."""
+    found = [row for row in ROWS + LOW if row.name in UNEVEN]
+    adapter = {"kind": "lora", "r": 4}
+    for row in ROWS:
+        if row.name in LORA:
+            sections = {**row.sections, "adapter": adapter}
+            found.append(Row(f"lora, {row.name}", row.world_size, sections))
+    for kind, options in COMPRESSED.items():
+        strategy = {"kind": "ddp", "compression": {"kind": kind, **options}}
+        found.append(Row(f"ddp, {kind}", 2, {"strategy": strategy}))
+    return found
+
+
 EXACT = [
-    *(row for row in ROWS + LOW if row.name in UNEVEN),
-    *(
-        Row(f"lora, {r.name}", r.world_size, {**r.sections, "adapter": {"kind": "lora", "r": 4}})
-        for r in ROWS
-        if r.name in LORA
-    ),
-    *(
-        Row(f"ddp, {kind}", 2, {"strategy": {"kind": "ddp", "compression": {"kind": kind, **o}}})
-        for kind, o in COMPRESSED.items()
-    ),
+    *rows_of_others(),
     Row("zero1, accumulation 4", 2, {"strategy": "zero1", "batch": {"micro_batch": 1}}),
     Row("zero3, what is far apart gathered twice", 2, {"strategy": FAR, "model": OWN_HEAD}),
     Row("local_sgd, a step together", 2, {"strategy": {"kind": "local_sgd", "period": 3}}),
@@ -112,7 +120,8 @@ EXACT = [
     ),
     Row("cp, selective", 2, {"strategy": "cp", **SELECTIVE}),
 ]
-# test_parity counts most strategies on an even model. One of each kind that is uneven here; the others with --full alone.
+# test_parity counts most strategies on an even model. One of each kind that is uneven here; the
+# others with --full alone.
 KEPT = ("fsdp2 2, accumulation 4", "tp 2", "ddp, int8")
 assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 9, (
     "a row is named that is not there"
@@ -120,7 +129,7 @@ assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 9, (
 
 
 def slug(row: Row) -> str:
-    return row.name.replace(" ", "_").replace(",", "")
+    return setups.slug(row.name)
 
 
 def plan_of(root: Path, row: Row) -> Path:
@@ -128,27 +137,18 @@ def plan_of(root: Path, row: Row) -> Path:
     folder.mkdir()
     path = write_config(folder, root / "model", **merge(BASE, row.sections))
     write_rows(folder / "train.jsonl", [{"text": " ".join(DOCUMENT)}])
-    request = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
-    return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
+    return plan_run(path, row.world_size, root / "cache")
 
 
 def predicted(plan: Plan) -> float:
-    config = plan.config
-    hf_config = load_config(plan.model_path, config.model)
     # Of the counted step; the last row of the data is shorter.
     layout = plan.model_copy(update={"data": None})
-    return (
-        flows(layout, facts(hf_config, LENGTH, config.adapter, config.head), step=2).traffic().total
-    )
+    return flows(layout, facts_of(plan), step=2).traffic().total
 
 
 def run_rows(root: Path, rows: list[Row]) -> None:
-    by_group: dict[tuple[int, str], list[Path]] = {}
-    for row in rows:
-        path = plan_of(root, row)
-        by_group.setdefault((row.world_size, Plan.load(path).engine), []).append(path)
-    for (world_size, _), plans in by_group.items():
-        run_plans(plans, world_size, counted=True)
+    plans = [plan_of(root, row) for row in rows]
+    train(plans, counted=True)
 
 
 @pytest.fixture(scope="module")
@@ -156,17 +156,14 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The rows that are asked for, trained: one process group for each world size and engine."""
     root = tmp_path_factory.mktemp("traffic")
     tiny_model_dir(root / "model", **MODEL)
-    chosen = []
-    for item in request.session.items:
-        # Tests without parameters train what they need by themselves.
-        if item.path == Path(__file__) and hasattr(item, "callspec"):
-            chosen.append(item.callspec.params["row"])
-    run_rows(root, chosen)
+    # Tests without parameters train what they need by themselves.
+    params = chosen_params(request.session, __file__)
+    run_rows(root, [asked["row"] for asked in params])
     return root
 
 
 def marked(row: Row) -> Any:
-    return pytest.param(row, id=row.name, marks=[] if row.name in KEPT else pytest.mark.full)
+    return case(row, id=row.name, full=row.name not in KEPT)
 
 
 @pytest.mark.parametrize("row", list(map(marked, EXACT)))
@@ -177,7 +174,7 @@ def test_the_planner_says_what_a_step_sends(runs: Path, row: Row) -> None:
 def assert_predicted(root: Path, row: Row) -> None:
     run = root / slug(row) / "run"
     plan = Plan.load(run / "plan.json")
-    sent = events(run, "step")[-1]["sent_bytes"]
+    sent = column(run, "sent_bytes")[-1]
     assert sent == pytest.approx(predicted(plan), rel=1e-6, abs=1)
 
 

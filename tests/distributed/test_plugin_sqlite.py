@@ -1,17 +1,15 @@
-"""The package examples/plugins/sqlite is installed as pip does it, and drumline knows its source and its tracker without being told."""
+"""The package examples/plugins/sqlite is installed as pip does it, and drumline knows its source
+and its tracker without being told."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.installing import install, interpret_drumline
 from tests.harness import ENV, ROOT, chat_rows, drumline, losses, write_config
 from tests.tiny import tiny_model_dir
 
@@ -20,22 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.full
 def test_it_is_installed_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, site = tmp_path / "source", tmp_path / "site"
-    shutil.copytree(ROOT / "examples" / "plugins" / "sqlite", source)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--target",
-        str(site),
-    ]
-    subprocess.run([*pip, str(source)], check=True, timeout=120, capture_output=True)
-    monkeypatch.setitem(ENV, "PYTHONPATH", os.pathsep.join([ENV["PYTHONPATH"], str(site)]))
+    path = install(ROOT / "examples" / "plugins" / "sqlite", tmp_path)
     with sqlite3.connect(tmp_path / "rows.db") as database:
         database.execute(
             "CREATE TABLE talks (id INTEGER PRIMARY KEY, prompt TEXT, completion TEXT)"
@@ -50,29 +33,16 @@ def test_it_is_installed_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         data=data,
         run={"steps": 2, "report_to": ["sqlite"]},
     )
-    # An interpreter of its own: what tests fork has looked for installed packages before.
-    done = subprocess.run(
-        [sys.executable, "-m", "drumline", "train", config],
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    with sqlite3.connect(tmp_path / "run" / "metrics.db") as database:
-        found = dict(database.execute("SELECT step, value FROM metrics WHERE name = 'train/loss'"))
-    assert found == pytest.approx(losses(tmp_path / "run")) and len(found) == 2
-    schema = subprocess.run(
-        [sys.executable, "-m", "drumline", "schema"],
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "SQLiteSource" in json.loads(schema.stdout)["$defs"]
-    without = {name: value for name, value in ENV.items() if name != "PYTHONPATH"} | {
-        "PYTHONPATH": str(ROOT)
-    }
-    monkeypatch.setitem(ENV, "PYTHONPATH", without["PYTHONPATH"])
+    interpret_drumline(path, "train", config)
+    run = tmp_path / "run"
+    with sqlite3.connect(run / "metrics.db") as database:
+        logged = database.execute("SELECT step, value FROM metrics WHERE name = 'train/loss'")
+        found = dict(logged)
+    assert len(found) == 2
+    assert found == pytest.approx(losses(run))
+    schema = json.loads(interpret_drumline(path, "schema"))
+    assert "SQLiteSource" in schema["$defs"]
+    monkeypatch.setitem(ENV, "PYTHONPATH", str(ROOT))
     refused = drumline("train", config, f"run.dir={tmp_path / 'other'}")
-    assert refused.code == 2 and "no kind 'sqlite' here" in refused.error_lines[0]
+    assert refused.code == 2
+    assert "no kind 'sqlite' here" in refused.error_lines[0]

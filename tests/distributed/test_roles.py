@@ -1,7 +1,9 @@
-"""Engines answer without learning: `infer`, `whole_weights`, frozen models beside the one that learns, and two that learn as one.
+"""Engines answer without learning: `infer`, `whole_weights`, frozen models beside the one that
+learns, and two that learn as one.
 
-Each strategy against one process: what is read of each row of a global batch (by its tokens, wherever it was dealt to) before and after
-a step, with and without the adapter; and every weight, whole, on every rank.
+Each strategy against one process: what is read of each row of a global batch (by its tokens,
+wherever it was dealt to) before and after a step, with and without the adapter; and every weight,
+whole, on every rank.
 """
 
 from __future__ import annotations
@@ -21,14 +23,24 @@ from drumline.plan.stages import stage_layers
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_module
 from tests.distributed.rows import CUT, FOURS, Row
-from tests.harness import write_config
+from tests.distributed.setups import (
+    EIGHT_BY_FOUR,
+    EIGHT_BY_TWO,
+    by_engine,
+    case,
+    chosen_params,
+    slug,
+)
+from tests.distributed.test_heads import Said, near
+from tests.harness import Sections, same_tensors, write_config
 from tests.tiny import tiny_model_dir
 
-Told = Callable[[Row], list[dict[str, Any]]]
+Told = Callable[[Row], list[Said]]
 pytestmark = pytest.mark.timeout(900)
 TOLERANCE = 1e-5
 ONE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
-LORA = {"adapter": {"kind": "lora", "r": 4}}
+LORA: Sections = {"adapter": {"kind": "lora", "r": 4}}
+ONE_LORA = Row("one process, lora", 1, {**ONE.sections, **LORA})
 # First words of rows whose ranks hold a model that can be called.
 WHOLE = (
     "one",
@@ -49,7 +61,7 @@ ROWS = [
         4,
         {
             "strategy": {"kind": "fsdp2", "replicate": 2},
-            "batch": {"global_samples": 8, "micro_batch": 2},
+            "batch": EIGHT_BY_TWO,
         },
     ),
     Row("tp 2", 2, {"strategy": "tp"}),
@@ -57,7 +69,7 @@ ROWS = [
     Row(
         "fsdp2 2 x tp 2",
         4,
-        {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}},
+        {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": EIGHT_BY_TWO},
     ),
     Row("pp 2, interleaved", 2, {"strategy": {"kind": "pp", "schedule": "interleaved"}, **FOURS}),
     Row("tp 2 x pp 2", 4, {"strategy": {"kind": "ddp", "tp": 2, "pp": 2}, **FOURS}),
@@ -73,15 +85,10 @@ ROWS = [
         2,
         {"strategy": {**CUT, "offload_optimizer": "cpu", "offload_parameters": "cpu"}},
     ),
-    *(
-        Row(f"{name}, lora", ranks, {"strategy": strategy, **LORA, **more})
-        for name, ranks, strategy, more in (
-            ("fsdp2 2", 2, "fsdp2", {}),
-            ("tp 2", 2, "tp", {}),
-            ("pp 2", 2, "pp", FOURS),
-            ("zero3 2", 2, CUT, {}),
-        )
-    ),
+    Row("fsdp2 2, lora", 2, {"strategy": "fsdp2", **LORA}),
+    Row("tp 2, lora", 2, {"strategy": "tp", **LORA}),
+    Row("pp 2, lora", 2, {"strategy": "pp", **LORA, **FOURS}),
+    Row("zero3 2, lora", 2, {"strategy": CUT, **LORA}),
 ]
 # What ranks hold is not one process's: told apart below.
 LOCAL = [
@@ -96,75 +103,87 @@ LOW = [
 ]
 
 
-# Two degrees at once and offloading are parity's, too (its DPO and PPO cases have models beside the policy): here with --full alone.
-AGAIN = ("fsdp2 2, grad-op", "tp 2, lora", "pp 2, lora", "fsdp2 2, offload", "fsdp2 hybrid 2 x 2", "fsdp2 2 x tp 2", "tp 2 x pp 2",
-         "fsdp2 2 x pp 2, interleaved", "zero2 2, offload", "dp", "zero1 2", "diloco 2", "fsdp2 2, lora", "cp 2", "pp 2, bf16",
-         "fsdp2 2, bf16", "zero3 2, lora")  # fmt: skip
+# Two degrees at once and offloading are parity's, too (its DPO and PPO cases have models beside the
+# policy): here with --full alone.
+AGAIN = (
+    "fsdp2 2, grad-op",
+    "tp 2, lora",
+    "pp 2, lora",
+    "fsdp2 2, offload",
+    "fsdp2 hybrid 2 x 2",
+    "fsdp2 2 x tp 2",
+    "tp 2 x pp 2",
+    "fsdp2 2 x pp 2, interleaved",
+    "zero2 2, offload",
+    "dp",
+    "zero1 2",
+    "diloco 2",
+    "fsdp2 2, lora",
+    "cp 2",
+    "pp 2, bf16",
+    "fsdp2 2, bf16",
+    "zero3 2, lora",
+)
 
 
 def marked(rows: list[Row]) -> list[Any]:
-    return [
-        pytest.param(row, id=row.name, marks=pytest.mark.full if row.name in AGAIN else [])
-        for row in rows
-    ]
-
-
-def slug(row: Row) -> str:
-    return row.name.replace(" ", "_").replace(",", "")
+    return [case(row, id=row.name, full=row.name in AGAIN) for row in rows]
 
 
 @pytest.fixture(scope="module")
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What each rank of a row said: the chosen rows, one process group for each world size and engine."""
+    """What each rank of a row said: the chosen rows, one process group for each world size and
+    engine."""
     root = tmp_path_factory.mktemp("roles")
-    model, other = (
-        tiny_model_dir(root / "model", layers=4),
-        tiny_model_dir(root / "other", layers=6, hidden=48, seed=1),
-    )
-    lora = Row(f"{ONE.name}, lora", 1, {**ONE.sections, **LORA})
-    params = [
-        getattr(getattr(item, "callspec", None), "params", None) for item in request.session.items
-    ]
-    chosen = [p["row"] for p in params if p and p.get("row") in (*ROWS, *LOCAL, *LOW)]
-    groups: dict[tuple[int, str], list[Path]] = {}
-    for row in dict.fromkeys([ONE, lora, *chosen]):
-        (root / slug(row)).mkdir()
+    model = tiny_model_dir(root / "model", layers=4)
+    other = tiny_model_dir(root / "other", layers=6, hidden=48, seed=1)
+    rows = {ONE: None, ONE_LORA: None}
+    for params in chosen_params(request.session, __file__):
+        rows[params["row"]] = None
+    plans = [plan_of(root, model, other, row) for row in rows]
+    for world_size, paths in by_engine(plans):
+        run_module("tests.distributed.roles_worker", paths, world_size)
+
+    def said(row: Row) -> list[Said]:
+        run = root / slug(row.name) / "run"
+        ranks = range(row.world_size)
+        return [torch.load(run / f"{rank}.pt", weights_only=True) for rank in ranks]
+
+    return said
+
+
+def plan_of(root: Path, model: Path, other: Path, row: Row) -> Path:
+    folder = root / slug(row.name)
+    folder.mkdir()
+    base = {
+        "batch": EIGHT_BY_FOUR,
+        "data": {"packing": False},
         # Plain steps, clipped hard: they say how long the gradient was thought to be.
-        optimizer = {"kind": "sgd", "max_grad_norm": 0.3}
-        base = {
-            "batch": {"global_samples": 8, "micro_batch": 4},
-            "data": {"packing": False},
-            "optimizer": optimizer,
-        }
-        path = write_config(root / slug(row), model, rows=48, **base | row.sections)
-        asked = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
-        plan = with_roles(make_plan(asked, on_progress=lambda *_: None), other)
-        groups.setdefault((row.world_size, plan.engine), []).append(claim_run_dir(plan, asked)[0])
-    for (world_size, _), plans in groups.items():
-        run_module("tests.distributed.roles_worker", plans, world_size)
-    return lambda row: [
-        torch.load(root / slug(row) / "run" / f"{rank}.pt", weights_only=True)
-        for rank in range(row.world_size)
-    ]
+        "optimizer": {"kind": "sgd", "max_grad_norm": 0.3},
+    }
+    path = write_config(folder, model, rows=48, **base | row.sections)
+    loaded = load(path, [f"data.cache_dir={root / 'cache'}"])
+    request = Request(loaded, world_size=row.world_size)
+    plan = make_plan(request, on_progress=lambda *_: None)
+    return claim_run_dir(with_roles(plan, other), request)[0]
 
 
 def with_roles(plan: Plan, other: Path) -> Plan:
     """A larger reference, and a second model of that kind that learns, at half the rate."""
     model = ModelConfig(id=str(other))
-    layers = stage_layers(
-        plan.mesh, plan.config.strategy, facts(load_config(str(other), model), 96)
-    )
+    sizes = facts(load_config(str(other), model), 96)
+    layers = stage_layers(plan.mesh, plan.config.strategy, sizes)
     frozen = RolePlan(model=model, model_path=str(other), head="lm", layers=layers)
     learning = frozen.model_copy(update={"trainable": True, "lr_ratio": 0.5})
     return plan.model_copy(update={"roles": {"reference": frozen, "value": learning}})
 
 
-def reference(told: Told, row: Row) -> dict[str, Any]:
-    (one,) = told(Row(f"{ONE.name}, lora" if "lora" in row.name else ONE.name, 1))
+def reference(told: Told, row: Row) -> Said:
+    (one,) = told(ONE_LORA if "lora" in row.name else ONE)
     return one
 
 
-def together(ranks: list[dict[str, Any]], key: str) -> dict[str, float]:
+def together(ranks: list[Said], key: str) -> dict[str, float]:
     """Rows of all ranks; those that share samples must say the same."""
     said: dict[str, float] = {}
     for rank in ranks:
@@ -176,15 +195,17 @@ def together(ranks: list[dict[str, Any]], key: str) -> dict[str, float]:
 @pytest.mark.claim("models beside the policy answer as in one process")
 @pytest.mark.parametrize("row", marked(ROWS))
 def test_answers_as_one_process(told: Told, row: Row) -> None:
-    one, ranks = reference(told, row), told(row)
+    one = reference(told, row)
+    ranks = told(row)
     for key in ("before", "after", "without", "value", "reference"):
         assert together(ranks, key) == pytest.approx(one[key], rel=TOLERANCE), key
-    assert one["without"] == pytest.approx(
-        one["before" if "lora" in row.name else "after"], rel=1e-6
-    )
-    assert one["after"] != pytest.approx(one["before"], rel=1e-3) and one["value"] != pytest.approx(
-        one["reference"], rel=1e-3
-    )
+    # Without an adapter nothing is taken away.
+    whole = "after"
+    if "lora" in row.name:
+        whole = "before"
+    assert one["without"] == pytest.approx(one[whole], rel=1e-6)
+    assert one["after"] != pytest.approx(one["before"], rel=1e-3)
+    assert one["value"] != pytest.approx(one["reference"], rel=1e-3)
     for rank in ranks:
         assert rank["modes"] == [True, True, False]
         assert rank["norm"] == pytest.approx(one["norm"], rel=TOLERANCE)
@@ -192,38 +213,46 @@ def test_answers_as_one_process(told: Told, row: Row) -> None:
 
 @pytest.mark.parametrize("row", LOW, ids=lambda row: row.name)
 def test_answers_in_low_precision_are_near(told: Told, row: Row) -> None:
-    one, ranks = reference(told, row), told(row)
+    one = reference(told, row)
+    ranks = told(row)
     for key in ("before", "after", "value", "reference"):
         assert together(ranks, key) == pytest.approx(one[key], rel=2e-3), key
 
 
 @pytest.mark.parametrize("row", marked([ONE, *ROWS, *LOCAL, *LOW]))
 def test_every_rank_is_handed_every_weight(told: Told, row: Row) -> None:
-    one, ranks = reference(told, row), told(row)
+    one = reference(told, row)
+    ranks = told(row)
     for key in ("first weights", "weights", "value weights", "reference weights"):
-        still = key.startswith("first") or (key.startswith("reference") and row not in LOW)
+        is_still = key.startswith("first") or (key.startswith("reference") and row not in LOW)
+        first = ranks[0][key]
+        expected = one[key]
+        assert first.keys() == expected.keys()
         for rank in ranks:
-            assert list(rank[key]) == list(ranks[0][key]) and rank[key].keys() == one[key].keys()
-            for name, tensor in rank[key].items():
-                assert torch.equal(tensor, ranks[0][key][name]), name
-                assert not still or torch.equal(tensor, one[key][name]), name
-                if row in ROWS:
-                    assert float((tensor - one[key][name]).norm()) <= TOLERANCE * float(
-                        one[key][name].norm()
-                    ), name
+            assert list(rank[key]) == list(first)
+            same_tensors(rank[key], first)
+        if is_still:
+            same_tensors(first, expected)
+        if row in ROWS:
+            for name, tensor in first.items():
+                assert near(tensor, expected[name]), name
     for rank in ranks:
-        handed = rank["weights"] | {
-            f"value/{name}": tensor for name, tensor in rank["value weights"].items()
-        }
-        assert {tensor.dtype for tensor in (*handed.values(), *rank["kept"].values())} == {
-            torch.float32
-        }
-        for name, part in rank["kept"].items():  # what a checkpoint would hold of it, to the bit
-            assert part.numel() < handed[name].numel() or torch.equal(
-                part.flatten(), handed[name].flatten()
-            ), name
-        learns, frozen = row.name.startswith(WHOLE), row.name.startswith((*WHOLE, "zero1", "zero2"))
+        check_handed_weights(rank)
+        learns = row.name.startswith(WHOLE)
+        frozen = row.name.startswith((*WHOLE, "zero1", "zero2"))
         assert rank["live"] == [learns, learns, frozen]
+
+
+def check_handed_weights(rank: Said) -> None:
+    """What is handed out is fp32, and is what a checkpoint would hold of it, to the bit."""
+    handed = dict(rank["weights"])
+    for name, tensor in rank["value weights"].items():
+        handed[f"value/{name}"] = tensor
+    kept = rank["kept"]
+    assert {tensor.dtype for tensor in (*handed.values(), *kept.values())} == {torch.float32}
+    for name, part in kept.items():
+        if part.numel() >= handed[name].numel():
+            assert torch.equal(part.flatten(), handed[name].flatten()), name
 
 
 @pytest.mark.parametrize("row", LOCAL, ids=lambda row: row.name)
@@ -234,7 +263,6 @@ def test_copies_that_differ_answer_with_their_mean(told: Told, row: Row) -> None
         copies = torch.stack([rank["copy"][name] for rank in ranks])
         differing += not torch.equal(copies[0], copies[1])
         torch.testing.assert_close(mean, copies.mean(0), rtol=1e-6, atol=1e-7)
-        assert all(torch.equal(rank["copy again"][name], rank["copy"][name]) for rank in ranks), (
-            name
-        )
+        for rank in ranks:
+            assert torch.equal(rank["copy again"][name], rank["copy"][name]), name
     assert differing

@@ -1,17 +1,21 @@
-"""Rollouts over 1, 2 and 3 real ranks give what one process gives: no request lost or done twice, every rank with all completions.
+"""Rollouts over 1, 2 and 3 real ranks give what one process gives: no request lost or done twice,
+every rank with all completions.
 
-And two ranks hand their weights to one server: rank 0 writes them, neither goes on before the server has them, both hear of a failure.
+And two ranks hand their weights to one server: rank 0 writes them, neither goes on before the
+server has them, both hear of a failure.
 """
 
 from __future__ import annotations
 
-import json
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drumline.rl.generate import Request, assign_requests
 from tests.distributed.ranks import run_module
+from tests.harness import read_json
 from tests.tiny import tiny_model_dir
 from tests.vllm_stub import StubServer
 
@@ -24,7 +28,7 @@ def requests(lengths: list[int]) -> list[Request]:
 def test_each_request_is_dealt_once_and_evenly(ranks: int) -> None:
     lengths = [(7 * i) % 40 + 1 for i in range(37)]
     shares = assign_requests(requests(lengths), ranks)
-    assert sorted(index for share in shares for index in share) == list(range(37))
+    assert sorted(chain(*shares)) == list(range(37))
     loads = [sum(lengths[index] for index in share) for share in shares]
     assert max(loads) - min(loads) <= max(lengths)
 
@@ -39,21 +43,23 @@ def test_any_number_of_ranks_gives_the_completions_of_one(tmp_path: Path) -> Non
     model = tiny_model_dir(tmp_path / "model")
     for world in (1, 2, 3):
         run_module("tests.distributed.rollout_worker", [model, tmp_path / f"{world}"], world)
-    expected = json.loads((tmp_path / "1-0.json").read_text())
-    assert len(expected["many"]) == 7 and expected["none"] == []
+    expected = read_json(tmp_path / "1-0.json")
+    assert len(expected["many"]) == 7
+    assert expected["none"] == []
     for world in (2, 3):
         for rank in range(world):
-            found = json.loads((tmp_path / f"{world}-{rank}.json").read_text())
+            found = read_json(tmp_path / f"{world}-{rank}.json")
             for name, completions in expected.items():
-                assert len(found[name]) == len(completions), (world, rank, name)
-                for (tokens, log_probs, ended), (tokens_1, log_probs_1, ended_1) in zip(
-                    found[name], completions, strict=True
-                ):
-                    assert (tokens, ended) == (tokens_1, ended_1)
-                    assert log_probs == pytest.approx(log_probs_1, abs=1e-5)
-    assert {ended for _, _, ended in expected["many"]} == {True, False}, (
-        "both kinds of ends went round"
-    )
+                same_completions(found[name], completions)
+    # Both kinds of ends went round.
+    assert {ended for _, _, ended in expected["many"]} == {True, False}
+
+
+def same_completions(found: list[list[Any]], expected: list[list[Any]]) -> None:
+    """Tokens and ends are equal, log-probs near."""
+    for (tokens, log_probs, ended), other in zip(found, expected, strict=True):
+        assert [tokens, ended] == [other[0], other[2]]
+        assert log_probs == pytest.approx(other[1], abs=1e-5)
 
 
 def test_two_ranks_hand_one_server_their_weights(tmp_path: Path) -> None:
@@ -66,9 +72,8 @@ def test_two_ranks_hand_one_server_their_weights(tmp_path: Path) -> None:
         run_module("tests.distributed.rollout_worker", [folder, tmp_path / "out", server.url], 2)
         loads = [path for path, _ in server.asked if path != "/v1/completions"]
         assert loads == ["/collective_rpc", "/reset_prefix_cache"], "once, by rank 0"
-    found = [json.loads((tmp_path / f"out-{rank}.json").read_text()) for rank in range(2)]
-    assert found[0]["expected"] == found[0]["made"] == found[1]["made"], "by the new weights"
-    assert (
-        "weights cannot be written" in found[0]["failure"]
-        and "rank 0 could not" in found[1]["failure"]
-    )
+    first, second = (read_json(tmp_path / f"out-{rank}.json") for rank in range(2))
+    assert first["made"] == first["expected"], "by the new weights"
+    assert second["made"] == first["made"]
+    assert "weights cannot be written" in first["failure"]
+    assert "rank 0 could not" in second["failure"]

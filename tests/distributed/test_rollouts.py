@@ -1,6 +1,8 @@
-"""Learning from rollouts gives the same episodes, rewards and losses however the model is spread: sampling is in the loop.
+"""Learning from rollouts gives the same episodes, rewards and losses however the model is spread:
+sampling is in the loop.
 
-Every rank samples, from the live model under DDP, from a copy filled from whole weights where the model is cut.
+Every rank samples, from the live model under DDP, from a copy filled from whole weights where the
+model is cut.
 """
 
 from __future__ import annotations
@@ -10,17 +12,20 @@ from typing import Any
 
 import pytest
 
-from drumline.config.load import load
-from drumline.train.setup import Request, claim_run_dir, make_plan
-from tests.distributed.ranks import run_plans
-from tests.harness import events, write_config
+from tests.distributed.rows import CUT
+from tests.distributed.setups import (
+    EIGHT_BY_TWO,
+    UNSAVED,
+    asked_for,
+    cases,
+    plan_in,
+    same_evaluations,
+    train,
+)
+from tests.harness import column, events
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.timeout(600)
-ZERO3 = {
-    "kind": "zero3",
-    "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
-}
 # name → processes, strategy
 ROWS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
@@ -29,7 +34,7 @@ ROWS: dict[str, tuple[int, Any]] = {
     "tp": (2, "tp"),
     "cp": (2, "cp"),
     "pp": (2, "pp"),
-    "zero3": (2, ZERO3),
+    "zero3": (2, CUT),
 }
 GRPO = {
     "kind": "grpo",
@@ -46,85 +51,85 @@ GRPO = {
     "curriculum": {"kind": "success"},
 }
 STEPS = 8
-KEPT = ("ddp", "zero3")  # parity has GRPO under each engine; with --full all
+# Parity has GRPO under each engine; with --full all.
+AGAIN = ("fsdp2", "tp", "cp", "pp")
+SPREADS = [name for name in ROWS if name != "single"]
+SOURCES = [
+    {"kind": "file", "path": "train.jsonl", "domain": "one", "limit": 10},
+    {"kind": "file", "path": "train.jsonl", "domain": "two", "limit": 20},
+]
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("rollouts")
     model = tiny_model_dir(root / "model", layers=2)
-    groups: dict[tuple[int, str], list[Path]] = {}
-    chosen = (
-        ROWS
-        if request.config.getoption("--full")
-        else {name: ROWS[name] for name in ("single", *KEPT)}
-    )
-    for name, (world_size, strategy) in chosen.items():
-        folder = root / name
-        folder.mkdir()
-        path = write_config(
-            folder,
+    plans = []
+    for name, (world_size, strategy) in asked_for(request, ROWS, AGAIN).items():
+        path = plan_in(
+            root,
+            name,
+            world_size,
             model,
             algorithm=GRPO,
             strategy=strategy,
-            data={
-                "train": [
-                    {"kind": "file", "path": "train.jsonl", "domain": d, "limit": n}
-                    for d, n in (("one", 10), ("two", 20))
-                ],
-                "cache_dir": str(root / "cache"),
-            },
-            batch={"global_samples": 8, "micro_batch": 2},
+            data={"train": SOURCES},
+            batch=EIGHT_BY_TWO,
             optimizer={"lr": 3e-3},
             run={"steps": STEPS},
-            checkpoint={"every": None, "asynchronous": False, "export": "none"},
+            checkpoint=UNSAVED,
         )
-        asked = Request(load(path, []), world_size=world_size)
-        plan = make_plan(asked, on_progress=lambda *_: None)
-        groups.setdefault((world_size, plan.engine), []).append(claim_run_dir(plan, asked)[0])
-    for (world_size, _), plans in groups.items():
-        run_plans(plans, world_size)
+        plans.append(path)
+    train(plans)
     return root
 
 
-@pytest.mark.claim("classification, vision and rollouts also have the numbers of one process")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in KEPT else pytest.mark.full) for n in ROWS if n != "single"],
+# Figures of a rollout or of a step: those that are near, and those that are equal.
+NEAR_OF_ROLLOUTS = ("reward", "reward_std", "length", "ended", "groups_differ")
+EQUAL_OF_ROLLOUTS = ("prompts", "drawn", "episodes", "shares", "failures")
+NEAR_OF_STEPS = (
+    "loss",
+    "entropy",
+    "ratio_mean",
+    "ratio_max",
+    "clip_fraction",
+    "importance_mean",
 )
+
+
+@pytest.mark.claim("classification, vision and rollouts also have the numbers of one process")
+@pytest.mark.parametrize("name", cases(SPREADS, AGAIN))
 def test_same_episodes_and_losses_as_one_process(runs: Path, name: str) -> None:
-    mine, alone = runs / name / "run", runs / "single" / "run"
-    for got, expected in zip(events(mine, "rollout"), events(alone, "rollout"), strict=True):
-        for key in ("reward", "reward_std", "length", "ended", "groups_differ"):
-            assert got[key] == pytest.approx(expected[key], abs=1e-6), (
-                f"{key} of the rollout up to step {got['step']}"
-            )
-        for key in ("prompts", "drawn", "episodes", "shares", "failures"):
-            assert got[key] == expected[key], key
-        assert got["rewards"] == pytest.approx(expected["rewards"])
-    for got, expected in zip(events(mine, "step"), events(alone, "step"), strict=True):
-        for key in (
-            "loss",
-            "entropy",
-            "ratio_mean",
-            "ratio_max",
-            "clip_fraction",
-            "importance_mean",
-        ):
-            assert got[key] == pytest.approx(expected[key], abs=1e-5), (
-                f"{key} at step {got['step']}"
-            )
-        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-        assert (got["tokens"], got["samples"]) == (expected["tokens"], expected["samples"])
-    held_out = [[e["reward"] for e in events(run, "eval")] for run in (mine, alone)]
-    assert held_out[0] == pytest.approx(held_out[1])
+    mine = runs / name / "run"
+    alone = runs / "single" / "run"
+    for key in NEAR_OF_ROLLOUTS:
+        expected = column(alone, key, "rollout")
+        assert column(mine, key, "rollout") == pytest.approx(expected, abs=1e-6), key
+    for key in EQUAL_OF_ROLLOUTS:
+        assert column(mine, key, "rollout") == column(alone, key, "rollout"), key
+    expected = [pytest.approx(rewards) for rewards in column(alone, "rewards", "rollout")]
+    assert column(mine, "rewards", "rollout") == expected
+    for key in NEAR_OF_STEPS:
+        expected = column(alone, key)
+        assert column(mine, key) == pytest.approx(expected, abs=1e-5), key
+    expected = column(alone, "grad_norm")
+    assert column(mine, "grad_norm") == pytest.approx(expected, rel=1e-4)
+    for key in ("tokens", "samples"):
+        assert column(mine, key) == column(alone, key)
+    same_evaluations(mine, alone, 1e-6, "reward")
 
 
 def test_it_learns_and_says_where_time_went(runs: Path) -> None:
-    told = events(runs / "single" / "run", "rollout")
-    assert [e["step"] for e in told] == [4, 8]
-    assert {e["episodes"] for e in told} == {16} and {e["prompts"] for e in told} == {4}
-    assert all(e["generate_s"] > 0 and e["infer_s"] > 0 and e["train_s"] > 0 for e in told)
-    assert set(told[0]["shares"]) == {"one", "two"} and told[0]["groups_differ"] > 0
-    steps = events(runs / "single" / "run", "step")
-    assert steps[0]["ratio_max"] == pytest.approx(1.0, abs=1e-5) and steps[-1]["ratio_max"] > 1.01
+    run = runs / "single" / "run"
+    told = events(run, "rollout")
+    assert column(run, "step", "rollout") == [4, 8]
+    for event in told:
+        assert event["episodes"] == 16
+        assert event["prompts"] == 4
+        for part in ("generate_s", "infer_s", "train_s"):
+            assert event[part] > 0, part
+    assert set(told[0]["shares"]) == {"one", "two"}
+    assert told[0]["groups_differ"] > 0
+    ratios = column(run, "ratio_max")
+    assert ratios[0] == pytest.approx(1.0, abs=1e-5)
+    assert ratios[-1] > 1.01

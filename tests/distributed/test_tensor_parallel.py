@@ -1,6 +1,8 @@
-"""Tensor parallelism on kinds of models: loss and every gradient as in one process, whatever the model's own plan says.
+"""Tensor parallelism on kinds of models: loss and every gradient as in one process, whatever the
+model's own plan says.
 
-Two real processes take all models in turn; the reference is the same model, whole, in the same process.
+Two real processes take all models in turn; the reference is the same model, whole, in the same
+process.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, require_next_token
 from drumline.plan.stream import PROVEN
 from tests.distributed.ranks import free_port
+from tests.distributed.setups import cases, chosen_params
+from tests.harness import Sections
 
 SIZES = {
     "hidden_size": 32,
@@ -50,7 +54,7 @@ class Kind:
     """A model: its type and what differs from SIZES."""
 
     model_type: str
-    config: dict[str, Any] = field(default_factory=dict)
+    config: Sections = field(default_factory=dict)
     adapter: LoRAConfig | None = None
     checkpointing: bool = False
     compiled: bool = False
@@ -223,16 +227,19 @@ LACK = {
 
 
 def of_type(name: str, stream: bool) -> Kind:
-    """Two ranks of a stream have other numbers of tokens."""
+    lacks = LACK.get(name, ())
+    config: Sections = {"num_key_value_heads": 4, **PARTS.get(name, {})}
     if name == "gpt2":
         config = GPT2
-    else:
-        config = {"num_key_value_heads": 4, **PARTS.get(name, {})}
-    lacks = LACK.get(name, ())
-    config = {key: value for key, value in config.items() if key not in lacks}
+    config = leave_out(config, lacks)
+    # Two ranks of a stream have other numbers of tokens.
     length = 23 if stream else 24
     packed = name not in NOT_PACKED
     return Kind(name, config, stream=stream, length=length, packed=packed, without=lacks)
+
+
+def leave_out(config: Sections, keys: tuple[str, ...]) -> Sections:
+    return {key: value for key, value in config.items() if key not in keys}
 
 
 # BERT is no causal model: test_classify has it.
@@ -287,51 +294,55 @@ def batch(vocabulary: int, length: int, packed: bool = True) -> TokenBatch:
 
 
 def built(kind: Kind) -> Any:
-    sizes = {} if kind.model_type == "gpt2" else SIZES
-    sizes = {key: value for key, value in sizes.items() if key not in kind.without}
-    config = {"model_type": kind.model_type, **sizes, **kind.config}
+    config = {"model_type": kind.model_type, **kind.config}
+    if kind.model_type != "gpt2":
+        config = leave_out(SIZES, kind.without) | config
     model = build_model(None, ModelConfig(config=config), seed=3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():
             # Fresh biases are zero and fresh norms one: nothing would tell a wrong one.
             if parameter.ndim == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) / 4)
+                parameter.add_(noise(parameter, generator))
         if kind.adapter is not None:
             inject(model, kind.adapter, seed=5)
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+                    parameter.copy_(noise(parameter, generator))
     return model
+
+
+def noise(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(like.shape, generator=generator) / 4
 
 
 def trained(model: Any, kind: Kind) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """The sums and all gradients, whole, of two micro-batches."""
     module = ForwardWithObjective(model)
     objective = NextToken(kind.chunk, True).eval_objective
+    micro_batch = batch(model.config.vocab_size, kind.length, kind.packed)
     sums: dict[str, float] = {}
     for _ in range(2):
-        loss, others = module(batch(model.config.vocab_size, kind.length, kind.packed), objective)
+        loss, others = module(micro_batch, objective)
         (loss / 40).backward()
-        sums = {
-            "loss": float(loss.detach()),
-            **{name: float(value) for name, value in others.items()},
-        }
+        sums["loss"] = float(loss.detach())
+        for name, value in others.items():
+            sums[name] = float(value)
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            assert parameter.grad is not None, name
-            gradients[name] = (
-                parameter.grad.full_tensor()
-                if isinstance(parameter.grad, DTensor)
-                else parameter.grad
-            )
+            gradient = parameter.grad
+            assert gradient is not None, name
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
+            gradients[name] = gradient
     return sums, gradients
 
 
 @contextlib.contextmanager
 def compiled_into(graphs: list[torch.fx.GraphModule]) -> Iterator[None]:
-    """What is given to torch.compile here is one graph or an error. Notes the graphs that are made of it later."""
+    """What is given to torch.compile here is one graph or an error. Notes the graphs that are made
+    of it later."""
     compile_by = torch.compile
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -351,17 +362,17 @@ def count_products(graph: torch.fx.GraphModule) -> int:
     return sum(node.target is torch.nn.functional.linear for node in graph.graph.nodes)
 
 
-def compare(kind: Kind) -> dict[str, Any]:
+Wrong = dict[str, Any]
+Results = dict[tuple[str, int], Wrong]
+
+
+def compare(kind: Kind) -> Wrong:
     """What differs: {} where all is as in one process."""
     expected, whole = trained(built(kind), kind)
     model = built(kind)
     require_next_token(model, "cpu", packed=kind.packed)
-    apply_tp(
-        model,
-        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
-        kind.stream,
-        not kind.checkpointing,
-    )
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    apply_tp(model, mesh, kind.stream, not kind.checkpointing)
     apply_activation_checkpointing(model, "full" if kind.checkpointing else "none")
     graphs: list[torch.fx.GraphModule] = []
     if kind.one_graph:
@@ -371,22 +382,23 @@ def compare(kind: Kind) -> dict[str, Any]:
         apply_compile(model, CompileConfig(enabled=kind.compiled))
     sums, gradients = trained(model, kind)
     assert gradients.keys() == whole.keys()
-    wrong: dict[str, Any] = {}
-    # Every block runs one and the same graph; what cuts and gathers the stream around them has others.
+    wrong: Wrong = {}
+    # Every block runs one and the same graph; what cuts and gathers the stream around them has
+    # others.
     products = [number for number in map(count_products, graphs) if number]
     if kind.one_graph and products != [PRODUCTS]:
         wrong["products of each graph"] = products
     for name, value in expected.items():
         if sums[name] != pytest.approx(value, rel=1e-5):
             wrong[name] = (sums[name], value)
-    # A wrong sum would be off by the half. What is next to nothing beside the others (queries of a fresh model) is made of rounding.
+    # A wrong sum would be off by the half. What is next to nothing beside the others (queries of a
+    # fresh model) is made of rounding.
     least = 1e-2 * max(gradient.norm() for gradient in whole.values())
     for name, gradient in whole.items():
-        difference = float(
-            (gradients[name] - gradient).norm() / torch.maximum(gradient.norm(), least)
-        )
+        size = torch.maximum(gradient.norm(), least)
+        difference = (gradients[name] - gradient).norm() / size
         if not difference <= 5e-5:
-            wrong[name] = difference
+            wrong[name] = float(difference)
     return wrong
 
 
@@ -398,14 +410,10 @@ def worker(rank: int, port: int, names: list[str], results: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, Any]]:
+def results(request: pytest.FixtureRequest) -> Results:
     """Of the kinds that the chosen tests look at."""
-    items = [
-        item
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.module is request.module
-    ]
-    names = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
+    params = chosen_params(request.session, __file__)
+    names = [asked["name"] for asked in params]
     port = free_port()
     with mp.Manager() as manager:
         shared = manager.dict()
@@ -417,10 +425,6 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, A
 @pytest.mark.claim(
     "sequence parallelism, models like BERT, GPT-2 and experts under tensor parallelism have the gradients of one process"
 )
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in AGAIN else []) for name in KINDS]
-)
-def test_same_gradients_as_in_one_process(
-    results: dict[tuple[str, int], dict[str, Any]], name: str
-) -> None:
+@pytest.mark.parametrize("name", cases(KINDS, AGAIN))
+def test_same_gradients_as_in_one_process(results: Results, name: str) -> None:
     assert [results[name, rank] for rank in range(2)] == [{}, {}]

@@ -1,8 +1,8 @@
-"""Vision-language SFT spread over processes: the numbers of one process, also where some ranks have text alone in every step."""
+"""Vision-language SFT spread over processes: the numbers of one process, also where some ranks have
+text alone in every step."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,33 @@ import pytest
 
 from drumline.bench.verify import difference
 from drumline.config.load import load
-from drumline.train.setup import Request, claim_run_dir, make_plan
-from tests.distributed.ranks import run_plans
+from drumline.train.setup import Request
 from tests.distributed.rows import CUT, TOLERANCE
-from tests.distributed.test_parity import merge
-from tests.harness import events, same_weights, vision_rows, write_config, write_rows
+from tests.distributed.setups import (
+    SAVED_TWICE,
+    chosen_params,
+    claim,
+    copy_checkpoint,
+    merge,
+    same_evaluations,
+    train,
+)
+from tests.distributed.setups import case as case_of
+from tests.harness import (
+    Sections,
+    column,
+    events,
+    same_weights,
+    vision_rows,
+    write_config,
+    write_rows,
+)
 from tests.tiny import tiny_vision_dir
 
 pytestmark = pytest.mark.timeout(600)
 BASE = {
     "optimizer": {"lr": 3e-3, "eps": 1e-6},
-    "checkpoint": {"every": 2, "asynchronous": False, "export": "none"},
+    "checkpoint": SAVED_TWICE,
     "eval": {"at_start": False},
 }
 # In order, an image row and a text row a step: of two ranks one sees text alone, always.
@@ -36,7 +52,7 @@ PACKED = {
 LORA = {**PACKED, "adapter": {"kind": "lora", "r": 4}, "optimizer": {"lr": 1e-2}}
 FROZEN = {**PACKED, "model": {"freeze": ["model.visual"]}}
 SGD = {**APART, "optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.0, "max_grad_norm": None}}
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Sections] = {
     "text apart": APART,
     "sgd": SGD,
     "packed": PACKED,
@@ -50,7 +66,7 @@ ALL = ("text apart", "packed", "lora", "tower frozen")
 @dataclass(frozen=True, eq=False)
 class Way:
     name: str
-    sections: dict[str, Any] = field(default_factory=dict)
+    sections: Sections = field(default_factory=dict)
     cases: tuple[str, ...] = ("text apart",)
 
 
@@ -65,7 +81,8 @@ WAYS = [
         "fsdp2, activation checkpointing",
         {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}},
     ),
-    # Without momentum or clipping, the mean of weights after one step is the weights after the mean gradient.
+    # Without momentum or clipping, the mean of weights after one step is the weights after the mean
+    # gradient.
     Way(
         "local SGD, averaged each step", {"strategy": {"kind": "local_sgd", "period": 1}}, ("sgd",)
     ),
@@ -79,91 +96,97 @@ RESUMED = [
     (Way("zero3", {"strategy": CUT}), "tower frozen"),
 ]
 # Each case and each way has another that stays; `--full` has these.
-AGAIN = [("ddp", "packed"), ("ddp", "lora"), ("fsdp2", "tower frozen"), ("ddp, activation checkpointing", "text apart"), ("zero3", "lora"),
-         ("fsdp2", "text apart"), ("ddp", "tower frozen"), ("zero3", "text apart"), ("fsdp2", "lora"), ("zero2", "text apart"),
-         ("fsdp2, activation checkpointing", "text apart")]  # fmt: skip
+AGAIN = [
+    ("ddp", "packed"),
+    ("ddp", "lora"),
+    ("fsdp2", "tower frozen"),
+    ("ddp, activation checkpointing", "text apart"),
+    ("zero3", "lora"),
+    ("fsdp2", "text apart"),
+    ("ddp", "tower frozen"),
+    ("zero3", "text apart"),
+    ("fsdp2", "lora"),
+    ("zero2", "text apart"),
+    ("fsdp2, activation checkpointing", "text apart"),
+]
 RESUMED += [(Way("fsdp2", {"strategy": "fsdp2"}), "tower frozen")]
+
+
+def pairs() -> list[Any]:
+    found = []
+    for way, case in ASKED:
+        names = (way.name, case)
+        found.append(case_of(way, case, id="-".join(names), full=names in AGAIN))
+    return found
+
+
+class Planner:
+    """Plans runs of one model on one set of rows."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.model = tiny_vision_dir(root / "model")
+        # An image, none, an image, ….
+        some = [row for row in vision_rows(root, 48) if "images" not in row]
+        rows = []
+        for pair in zip(some[::2], some[1::2], strict=True):
+            rows += pair
+        train = write_rows(root / "train.jsonl", rows)
+        held_out = write_rows(root / "eval.jsonl", rows[:5])
+        self.overrides = [
+            f"data.train=[{{kind: file, path: {train}}}]",
+            f"data.eval=[{{kind: file, path: {held_out}}}]",
+            f"data.cache_dir={root / 'cache'}",
+        ]
+
+    def plan(self, name: str, world_size: int, *sections: Sections) -> Path:
+        folder = self.root / name
+        folder.mkdir()
+        path = write_config(folder, self.model, **merge(BASE, *sections))
+        loaded = load(path, self.overrides)
+        return claim(Request(loaded, world_size=world_size))
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    items = [
-        item
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == Path(__file__)
-    ]
-    chosen: list[dict[str, Any]] = [
-        item.callspec.params
-        for item in items
-        if item.originalname == "test_same_numbers_as_one_process"
-    ]
     root = tmp_path_factory.mktemp("vision")
-    model = tiny_vision_dir(root / "model")
-    # An image, none, an image, ….
-    rows = [row for row in vision_rows(root, 48) if "images" not in row]
-    rows = [row for pair in zip(rows[::2], rows[1::2], strict=True) for row in pair]
-
-    def plan(name: str, sections: dict[str, Any], world_size: int) -> tuple[str, Path]:
-        folder = root / name
-        folder.mkdir()
-        path = write_config(folder, model, **merge(BASE, sections))
-        for file in ("train", "eval"):
-            (folder / f"{file}.jsonl").unlink()
-        data = {
-            "train": write_rows(root / "train.jsonl", rows),
-            "eval": write_rows(root / "eval.jsonl", rows[:5]),
-        }
-        told = [f"data.{key}=[{{kind: file, path: {value}}}]" for key, value in data.items()]
-        asked = Request(
-            load(path, [*told, f"data.cache_dir={root / 'cache'}"]), world_size=world_size
-        )
-        made = make_plan(asked, on_progress=lambda *_: None)
-        return made.engine, claim_run_dir(made, asked)[0]
-
-    run_plans([plan(case, sections, 1)[1] for case, sections in CASES.items()], 1)
-    plans = [
-        plan(f"{way.name}-{case}", merge(CASES[case], way.sections), 2)
-        for way, case in ((c["way"], c["case"]) for c in chosen)
-    ]
+    planner = Planner(root)
+    train([planner.plan(case, 1, sections) for case, sections in CASES.items()])
+    plans = []
+    for params in chosen_params(request.session, __file__):
+        way = params["way"]
+        case = params["case"]
+        if (way, case) in ASKED:
+            plans.append(planner.plan(f"{way.name}-{case}", 2, CASES[case], way.sections))
     for way, case in RESUMED:
-        plans.append(plan(f"{way.name}-resumed-{case}", merge(CASES[case], way.sections), 2))
-        stopped = root / case / "run" / "checkpoints" / "step-00000002"
-        shutil.copytree(stopped, plans[-1][1].parent / "checkpoints" / stopped.name)
-    for engine in ("native", "deepspeed"):
-        run_plans([path for name, path in plans if name == engine], 2)
+        path = planner.plan(f"{way.name}-resumed-{case}", 2, CASES[case], way.sections)
+        copy_checkpoint(root / case / "run", path)
+        plans.append(path)
+    train(plans)
     return root
 
 
 @pytest.mark.claim("classification, vision and rollouts also have the numbers of one process")
-@pytest.mark.parametrize(
-    ("way", "case"),
-    [
-        pytest.param(
-            w, c, id=f"{w.name}-{c}", marks=pytest.mark.full if (w.name, c) in AGAIN else []
-        )
-        for w, c in ASKED
-    ],
-)
+@pytest.mark.parametrize(("way", "case"), pairs())
 def test_same_numbers_as_one_process(runs: Path, way: Way, case: str) -> None:
-    mine, reference = runs / f"{way.name}-{case}" / "run", runs / case / "run"
+    mine = runs / f"{way.name}-{case}" / "run"
+    reference = runs / case / "run"
     apart = difference(mine, reference)
-    # Each rank of local SGD has a gradient of its own.
-    largest = max(apart.loss, apart.weights) if case == "sgd" else apart.largest
+    largest = apart.largest
+    if case == "sgd":  # each rank of local SGD has a gradient of its own
+        largest = max(apart.loss, apart.weights)
     assert largest <= TOLERANCE, apart
-    held_out = [[e["loss"] for e in events(run, "eval")] for run in (mine, reference)]
-    assert (
-        held_out[0] == pytest.approx(held_out[1], rel=TOLERANCE) and len(events(mine, "step")) == 4
-    )
+    same_evaluations(mine, reference, TOLERANCE)
+    assert len(events(mine, "step")) == 4
 
 
 @pytest.mark.parametrize(
     ("way", "case"), RESUMED, ids=[f"{way.name}-{case}" for way, case in RESUMED]
 )
 def test_goes_on_from_one_process(runs: Path, way: Way, case: str) -> None:
-    mine, reference = runs / f"{way.name}-resumed-{case}" / "run", runs / case / "run"
-    steps = events(mine, "step")
-    assert [e["step"] for e in steps] == [3, 4]
-    assert [e["loss"] for e in steps] == pytest.approx(
-        [e["loss"] for e in events(reference, "step")][2:], rel=TOLERANCE
-    )
+    mine = runs / f"{way.name}-resumed-{case}" / "run"
+    reference = runs / case / "run"
+    assert column(mine, "step") == [3, 4]
+    expected = column(reference, "loss")[2:]
+    assert column(mine, "loss") == pytest.approx(expected, rel=TOLERANCE)
     same_weights(mine, reference, TOLERANCE)

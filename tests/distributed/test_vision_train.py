@@ -1,8 +1,8 @@
-"""`drumline train` of a tiny Qwen3-VL on PNGs, on two ranks, and the folder that it leaves; what cannot be is one line."""
+"""`drumline train` of a tiny Qwen3-VL on PNGs, on two ranks, and the folder that it leaves; what
+cannot be is one line."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,16 @@ import torch
 from drumline.config.load import load
 from drumline.errors import DrumlineError
 from drumline.train.setup import Request, make_plan
-from tests.harness import drumline, events, vision_rows, weights, write_config, write_rows
+from tests.harness import (
+    column,
+    events,
+    read_json,
+    run_drumline,
+    vision_rows,
+    weights,
+    write_config,
+    write_rows,
+)
 from tests.tiny import tiny_vision_dir
 
 
@@ -37,48 +46,49 @@ def test_it_trains_and_leaves_a_folder_that_transformers_reads(tmp_path: Path) -
         model={"freeze": ["model.visual.patch_embed"]},
         checkpoint={"export": "last"},
     )
-    prepared = drumline("prepare", path)
-    assert prepared.code == 0 and "24 images" in prepared.out, prepared.err
-    finished = drumline("train", path)
-    assert finished.code == 0 and "Tokenising" not in finished.err, finished.err
+    prepared = run_drumline("prepare", path)
+    assert "24 images" in prepared.out
+    finished = run_drumline("train", path)
+    assert "Tokenising" not in finished.err
     run = tmp_path / "run"
-    assert [e["step"] for e in events(run, "step")] == [1, 2]
-    plan = json.loads((run / "plan.json").read_text())
-    assert (
-        plan["data"]["images"] == 24
-        and plan["data"]["samples_with_images"] == 16
-        and plan["data"]["image_tokens"] > 24
-    )
+    assert column(run, "step") == [1, 2]
+    plan = read_json(run / "plan.json")
+    data = plan["data"]
+    assert data["images"] == 24
+    assert data["samples_with_images"] == 16
+    assert data["image_tokens"] > 24
     assert any(line.startswith("images 24 in 16 of 24 samples") for line in plan["why"])
     (exported,) = events(run, "export")
     assert exported["max_logit_difference"] <= 1e-5
     folder = run / "export"
-    model, base = (
-        AutoModelForImageTextToText.from_pretrained(folder),
-        AutoModelForImageTextToText.from_pretrained(tmp_path / "model"),
-    )
-    learned, before = weights(run), dict(base.named_parameters())
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    learned = weights(run)
+    before = dict(base.named_parameters())
     for name, parameter in model.named_parameters():
-        kept = name.startswith("model.visual.patch_embed")
-        assert torch.equal(parameter, before[name] if kept else learned[f"model.{name}"]), name
-    tokenizer, processor = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoImageProcessor.from_pretrained(folder, backend="pil"),
-    )
+        if name.startswith("model.visual.patch_embed"):
+            assert torch.equal(parameter, before[name]), name
+        else:
+            assert torch.equal(parameter, learned[f"model.{name}"]), name
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     image = processor([Image.new("RGB", (16, 8), "red")], return_tensors="pt")
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "one?"}]}],
         add_generation_prompt=True,
         tokenize=False,
     )
-    ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * 2), return_tensors="pt")[
-        "input_ids"
-    ]
+    text = text.replace("<|image_pad|>", "<|image_pad|>" * 2)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
     kinds = (ids == model.config.image_token_id).int()
     said = model.generate(
         input_ids=ids, mm_token_type_ids=kinds, **image, max_new_tokens=3, do_sample=False
     )
     assert said.shape[1] > ids.shape[1]
+
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+TARGETS = ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 
 
 @pytest.mark.full
@@ -89,24 +99,15 @@ def test_a_lora_run_exports_what_peft_lays_over(tmp_path: Path) -> None:
         run={"steps": 2},
         checkpoint={"export": "last", "export_adapter": True},
     )
-    finished = drumline("train", path)
-    assert finished.code == 0, finished.err
-    saved = json.loads((tmp_path / "run" / "export" / "adapter_config.json").read_text())
-    assert set(saved["target_modules"]) == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    }
-    (exported,) = events(tmp_path / "run", "export")
+    run_drumline("train", path)
+    run = tmp_path / "run"
+    saved = read_json(run / "export" / "adapter_config.json")
+    assert set(saved["target_modules"]) == TARGETS
+    (exported,) = events(run, "export")
     assert exported["max_logit_difference"] <= 1e-5
-    names = weights(tmp_path / "run")
-    assert not any("visual" in name for name in names) and any(
-        "language_model" in name for name in names
-    )
+    names = " ".join(weights(run))
+    assert "visual" not in names
+    assert "language_model" in names
 
 
 @pytest.mark.parametrize(
@@ -124,14 +125,17 @@ def test_a_lora_run_exports_what_peft_lays_over(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_one_line(tmp_path: Path, overrides: list[str], line: str) -> None:
     row = {
-        "messages": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "x"}],
+        "messages": [
+            {"role": "user", "content": "<image>"},
+            {"role": "assistant", "content": "x"},
+        ],
         "images": ["gone.png"],
     }
     write_rows(tmp_path / "bad.jsonl", [row])
+    path = config(tmp_path)
     with pytest.raises(DrumlineError) as caught:
-        make_plan(Request(load(config(tmp_path), overrides)), on_progress=lambda *_: None)
-    assert (
-        caught.value.exit_code == 2
-        and line in caught.value.line()
-        and "\n" not in caught.value.line()
-    )
+        make_plan(Request(load(path, overrides)), on_progress=lambda *_: None)
+    assert caught.value.exit_code == 2
+    said = caught.value.line()
+    assert line in said
+    assert "\n" not in said

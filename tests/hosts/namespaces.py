@@ -1,7 +1,9 @@
-"""Hosts on one machine: a network, UTS, mount and PID namespace each, joined by veth pairs to a bridge, with a real sshd in each.
+"""Hosts on one machine: a network, UTS, mount and PID namespace each, joined by veth pairs to a
+bridge, with a real sshd in each.
 
-Names resolve in all of them (a hosts file of their own is mounted over /etc/hosts); the disk is shared, as by a network file system.
-All of it is made and removed here; it needs root, `unshare`, `ip` and openssh-server.
+Names resolve in all of them (a hosts file of their own is mounted over /etc/hosts); the disk is
+shared, as by a network file system. All of it is made and removed here; it needs root, `unshare`,
+`ip` and openssh-server.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ INSTALL_SECONDS = 300.0
 
 
 def missing() -> str | None:
-    """Why there can be no hosts here; None where there can. Installs Debian's packages where it is root and may."""
+    """Why there can be no hosts here; None where there can. Installs Debian's packages where it is
+    root and may."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not shutil.which("unshare") or not shutil.which("nsenter"):
@@ -53,7 +56,8 @@ def missing() -> str | None:
 
 
 class Host:
-    """One of them. `pid`: of its first process, in this machine's counting; `ssh_config`: for `ssh -F`, the same for all."""
+    """One of them. `pid`: of its first process, in this machine's counting; `ssh_config`: for `ssh
+    -F`, the same for all."""
 
     def __init__(self, name: str, address: str, veth: str, bridge: str, folder: Path) -> None:
         self.name, self.address, self.veth, self.bridge, self.folder = (
@@ -115,7 +119,8 @@ class Host:
         )
 
     def die(self) -> None:
-        """As without power: the cable first, so that nothing is said to the others, and then all that runs there."""
+        """As without power: the cable first, so that nothing is said to the others, and then all
+        that runs there."""
         self.link(up=False)
         self.starter.kill()  # and with the first process all of its namespace
         self.starter.wait()
@@ -188,7 +193,8 @@ class Host:
 
 
 def ended(process: subprocess.Popen[str], timeout: float) -> tuple[int, str]:
-    """Exit code and output of one that `Host.start` started; its session is killed when the time is up."""
+    """Exit code and output of one that `Host.start` started; its session is killed when the time is
+    up."""
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -202,12 +208,13 @@ def ended(process: subprocess.Popen[str], timeout: float) -> tuple[int, str]:
 def hosts(
     folder: Path, names: Sequence[str], env: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, Host]]:
-    """Hosts by these names, removed at the end with all that runs there; `env`: variables of who comes by ssh. The test is skipped, with
-    the reason, where there can be none."""
+    """Hosts by these names, removed at the end with all that runs there; `env`: variables of who
+    comes by ssh. The test is skipped, with the reason, where there can be none."""
     if reason := missing():
         pytest.skip(reason)
     folder.mkdir(parents=True, exist_ok=True)
-    tag, made = f"{os.getpid() % 10**5:05d}", dict[str, Host]()
+    tag = f"{os.getpid() % 10**5:05d}"
+    made = dict[str, Host]()
     bridge = f"dl{tag}"
     net = f"10.{66 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
     _make_keys(folder, {"OMP_NUM_THREADS": "1", **(env or {})})  # all hosts share these cores

@@ -1,4 +1,5 @@
-"""A callback that slows a run down while a file is there, so that a test can do something meanwhile."""
+"""A callback that slows a run down while a file is there, so that a test can do something
+meanwhile."""
 
 from __future__ import annotations
 

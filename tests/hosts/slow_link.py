@@ -1,9 +1,12 @@
-"""A slow link between two hosts of `tests.hosts.namespaces`, beside the one they have: a rate and a delay in both directions.
+"""A slow link between two hosts of `tests.hosts.namespaces`, beside the one they have: a rate and a
+delay in both directions.
 
-By netem on a veth pair where the kernel has it. Elsewhere each host has a TUN device whose rate `tc tbf` limits, and a process that has
-both devices open holds each packet for the delay: `python -m tests.hosts.slow_link PID PID NAME SECONDS`. Packets are as
-large as a network card gets them from the kernel, so that this process and each packet's timers take little of a core: at the full rate in
-both directions two busy processes beside it run 0.92 times as fast, and 0.84 times with packets of 9,000 bytes.
+By netem on a veth pair where the kernel has it. Elsewhere each host has a TUN device whose rate `tc
+tbf` limits, and a process that has both devices open holds each packet for the delay: `python -m
+tests.hosts.slow_link PID PID NAME SECONDS`. Packets are as large as a network card gets them from
+the kernel, so that this process and each packet's timers take little of a core: at the full rate in
+both directions two busy processes beside it run 0.92 times as fast, and 0.84 times with packets of
+9,000 bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ from pathlib import Path
 
 from tests.hosts.namespaces import Host
 
-TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x1, 0x1000, 0x40000000
+TUNSETIFF = 0x400454CA
+IFF_TUN = 0x1
+IFF_NO_PI = 0x1000
+CLONE_NEWNET = 0x40000000
 MTU = 60000
 QUEUE_MS = 100  # of the rate limiter: what waits longer is dropped, and TCP slows down
 
@@ -43,8 +49,10 @@ def has_netem(host: Host) -> bool:
 def slow_link(
     one: Host, other: Host, mbit: float = 100, delay: float = 0.05, number: int = 0
 ) -> Iterator[tuple[str, str]]:
-    """The addresses of `one` and `other` on a link of its own, whose device is `slow{number}` in both. `delay`: seconds, of each way."""
-    device, relay = f"slow{number}", None
+    """The addresses of `one` and `other` on a link of its own, whose device is `slow{number}` in
+    both. `delay`: seconds, of each way."""
+    device = f"slow{number}"
+    relay = None
     addresses = f"10.251.{number}.1", f"10.251.{number}.2"
     if has_netem(one):
         peer = ("peer", "name", device, "netns", str(other.pid))
@@ -73,7 +81,8 @@ def slow_link(
             str(delay),
         ]
         relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert relay.stdout is not None and relay.stdout.readline(), "the relay has ended"
+        assert relay.stdout is not None, "the relay has ended"
+        assert relay.stdout.readline(), "the relay has ended"
         shape = ("tbf", "rate", f"{mbit:g}mbit", "burst", "128kb", "latency", f"{QUEUE_MS}ms")
     try:
         for host, address in zip((one, other), addresses, strict=True):
@@ -101,7 +110,8 @@ def device(pid: int, name: str) -> int:
 
 def relay(one: int, other: int, delay: float, stop: int) -> None:
     """Until `stop` can be read: its other end has gone."""
-    other_side, held = {one: other, other: one}, deque[tuple[float, int, bytes]]()
+    other_side = {one: other, other: one}
+    held = deque[tuple[float, int, bytes]]()
     while True:
         wait = None if not held else max(0.0, held[0][0] - time.monotonic())
         readable, _, _ = select.select([one, other, stop], [], [], wait)
@@ -122,6 +132,7 @@ def relay(one: int, other: int, delay: float, stop: int) -> None:
 
 
 if __name__ == "__main__":
-    first, second = device(int(sys.argv[1]), sys.argv[3]), device(int(sys.argv[2]), sys.argv[3])
+    first = device(int(sys.argv[1]), sys.argv[3])
+    second = device(int(sys.argv[2]), sys.argv[3])
     print("ready", flush=True)
     relay(first, second, float(sys.argv[4]), sys.stdin.fileno())

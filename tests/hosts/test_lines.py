@@ -1,4 +1,5 @@
-"""The launch lines of training guides over two hosts: torchrun, torch.distributed.launch, accelerate, and deepspeed by pdsh."""
+"""The launch lines of training guides over two hosts: torchrun, torch.distributed.launch,
+accelerate, and deepspeed by pdsh."""
 
 from __future__ import annotations
 
@@ -19,16 +20,15 @@ pytestmark = pytest.mark.full
 PYTHON = sys.executable
 PAGE = (ROOT / "docs" / "guides" / "torchrun.md").read_text()
 SEVERAL_HOSTS = PAGE.partition("## Several hosts")[2].partition("\n## ")[0]
-# The page's own lines, by how they begin. They differ between hosts by the number of the host alone.
+# The page's own lines, by how they begin. They differ between hosts by the number of the host
+# alone.
 LINES = [
     line
     for block in re.findall(r"```bash\n(.*?)```", SEVERAL_HOSTS, re.DOTALL)
     for line in block.strip().splitlines()
 ]
-EACH, DEEPSPEED = (
-    [line for line in LINES if not line.startswith("deepspeed")],
-    [line for line in LINES if line.startswith("deepspeed")],
-)
+EACH = [line for line in LINES if not line.startswith("deepspeed")]
+DEEPSPEED = [line for line in LINES if line.startswith("deepspeed")]
 PROGRAMS = {
     "python": [PYTHON],
     "torchrun": [PYTHON, "-m", "torch.distributed.run"],
@@ -38,7 +38,8 @@ PROGRAMS = {
 
 
 def words(line: str, number: int, config: Path) -> list[str]:
-    """A line of the page as host `number` starts it: with two hosts of one rank each, and the test's config."""
+    """A line of the page as host `number` starts it: with two hosts of one rank each, and the
+    test's config."""
     here = {"mine.yaml": str(config), "hosts.txt": str(config.with_name("hostfile"))}
     line = re.sub(
         r"(nproc_per_node[ =])8",
@@ -60,10 +61,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lines")
     # Which a launcher's file may say.
-    model, batch = (
-        tiny_model_dir(folder / "model"),
-        {"micro_batch": None},
-    )
+    model = tiny_model_dir(folder / "model")
+    batch = {"micro_batch": None}
     return write_config(
         folder,
         model,
@@ -84,7 +83,8 @@ def own(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, flo
 
 
 def environment(config: Path) -> dict[str, str]:
-    """accelerate's default config must not decide; nor a host's GPUs, which all hosts of a test share."""
+    """accelerate's default config must not decide; nor a host's GPUs, which all hosts of a test
+    share."""
     return {**ENV, "HF_HOME": str(config.parent / "hf"), "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -94,7 +94,8 @@ def test_a_line_of_each_host(
 ) -> None:
     if line.startswith("accelerate"):
         pytest.importorskip("accelerate")
-    run, processes = tmp_path / "run", []
+    run = tmp_path / "run"
+    processes = []
     for number, host in enumerate(two.values()):
         processes.append(
             host.start(*words(line, number, config), f"run.dir={run}", env=environment(config))
@@ -124,7 +125,8 @@ def test_deepspeed_with_a_hostfile(
     (line,) = DEEPSPEED
     env = {**environment(config), "PDSH_SSH_ARGS_APPEND": f"-F {two['a'].ssh_config}"}
     run = tmp_path / "run"
-    program, more = PROGRAMS["deepspeed"], words(line, 0, config)[len(PROGRAMS["deepspeed"]) :]
+    program = PROGRAMS["deepspeed"]
+    more = words(line, 0, config)[len(PROGRAMS["deepspeed"]) :]
     # Its own look at the hosts knows no other configuration of ssh.
     code, out = ended(
         two["a"].start(*program, "--no_ssh_check", *more, f"run.dir={run}", env=env), 280
@@ -147,8 +149,6 @@ def test_a_host_of_rank_0_without_an_address_is_one_line(
         "MASTER_PORT": "29505",
     }
     code, out = ended(two["b"].start(*line, env={**ENV, **usual}), 120)
-    assert (
-        code == 2
-        and re.search("the host 'no-such-host.invalid' of rank 0 has no address", out)
-        and "Traceback" not in out
-    ), out
+    assert code == 2, out
+    assert re.search("the host 'no-such-host.invalid' of rank 0 has no address", out), out
+    assert "Traceback" not in out, out

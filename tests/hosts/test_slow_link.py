@@ -39,7 +39,8 @@ def test_it_takes_as_long_as_its_rate_and_delay(tmp_path: Path) -> None:
     """At least: a machine that is busy takes longer."""
     with hosts(tmp_path, ["a", "b"]) as made, slow_link(made["a"], made["b"]) as (_, address):
         taker = made["b"].start(sys.executable, "-c", TAKE)
-        assert taker.stdout is not None and taker.stdout.readline() == "ready\n"
+        assert taker.stdout is not None
+        assert taker.stdout.readline() == "ready\n"
         assert seconds(made["a"], address, 1) >= 2 * 0.05
         assert seconds(made["a"], address, 10**7) >= 8 * 10**7 / 1e8
         ended(taker, 20)

@@ -1,8 +1,10 @@
-"""Makes grpo_trl.json: a fixed batch, and the losses and gradients of TRL's GRPOTrainer and RLOOTrainer for it. Needs trl (1.16.0).
+"""Makes grpo_trl.json: a fixed batch, and the losses and gradients of TRL's GRPOTrainer and
+RLOOTrainer for it. Needs trl (1.16.0).
 
     python tests/reference/grpo_trl.py
 
-The losses are those of TRL's own `_compute_loss`; only the model is replaced, by logits that are given. CI reads the file, and has no trl.
+The losses are those of TRL's own `_compute_loss`; only the model is replaced, by logits that are
+given. CI reads the file, and has no trl.
 """
 
 from __future__ import annotations
@@ -14,12 +16,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import trl
 from trl import GRPOTrainer, RLOOTrainer
 
-EPISODES, LONGEST, VOCABULARY, MAX_COMPLETION = 6, 5, 7, 8
+EPISODES = 6
+LONGEST = 5
+VOCABULARY = 7
+MAX_COMPLETION = 8
 LENGTHS = [5, 3, 1, 4, 2, 5]
-BETA, CAP = 0.1, 1.5
-# TRL's loss_type, and what differs from its defaults. `importance`: level of the generator's correction.
+BETA = 0.1
+CAP = 1.5
+# TRL's loss_type, and what differs from its defaults. `importance`: level of the generator's
+# correction.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo"},
     "grpo_kl": {"loss_type": "grpo", "beta": BETA},
@@ -36,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "entropy": {"loss_type": "dapo", "entropy_weight": 0.3},
     "rloo": {"loss_type": "rloo", "ratio": "product"},
 }
+DEFAULTS = {"beta": 0.0, "clip_high": 0.2, "importance": "none"}
 NORMALIZE = {
     "grpo": "sequence",
     "rloo": "sequence",
@@ -56,10 +65,8 @@ def main() -> None:
     mask_BM = (torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]).long()
     now_BM = log_probs(logits_BMV, completions_BM)
     # Far enough from the present policy that some tokens are clipped on each side.
-    old_BM, reference_BM = (
-        now_BM + 0.3 * normal(EPISODES, LONGEST),
-        now_BM + 0.5 * normal(EPISODES, LONGEST),
-    )
+    old_BM = now_BM + 0.3 * normal(EPISODES, LONGEST)
+    reference_BM = now_BM + 0.5 * normal(EPISODES, LONGEST)
     sampler_BM = old_BM + 0.4 * normal(EPISODES, LONGEST)
     advantages_B = normal(EPISODES)
     inputs = {
@@ -88,37 +95,37 @@ def main() -> None:
         if importance != "none":
             # As _generate_and_score_completions does it for token_truncate and sequence_truncate.
             difference = (old_BM - sampler_BM) * mask_BM
-            difference = (
-                difference.sum(-1, keepdim=True) if importance == "sequence" else difference
-            )
+            if importance == "sequence":
+                difference = difference.sum(-1, keepdim=True)
             batch["importance_sampling_ratio"] = difference.exp().clamp(max=CAP)
-        kind = RLOOTrainer if options["loss_type"] == "rloo" else GRPOTrainer
+        loss_type = options["loss_type"]
+        kind = RLOOTrainer if loss_type == "rloo" else GRPOTrainer
         loss = kind._compute_loss(trainer(leaf, options), None, batch)
         loss.backward()
+        differs = {key: value for key, value in options.items() if key != "loss_type"}
         cases[name] = {
-            "normalize": NORMALIZE[options["loss_type"]],
-            "surrogate": "cispo" if options["loss_type"] == "cispo" else "clip",
-            **{
-                "beta": 0.0,
-                "clip_high": 0.2,
-                "importance": "none",
-                **{key: v for key, v in options.items() if key != "loss_type"},
-            },
+            "normalize": NORMALIZE[loss_type],
+            "surrogate": "cispo" if loss_type == "cispo" else "clip",
+            **DEFAULTS,
+            **differs,
             "loss": loss.item(),
             "gradient_BMV": leaf.grad.tolist(),
         }
-    said = {
-        "trl": __import__("trl").__version__,
+    content = {
+        "trl": trl.__version__,
         "lengths": LENGTHS,
         "max_completion": MAX_COMPLETION,
         "cap": CAP,
     }
-    content = {**said, **{name: tensor.tolist() for name, tensor in inputs.items()}, "cases": cases}
+    for name, tensor in inputs.items():
+        content[name] = tensor.tolist()
+    content["cases"] = cases
     Path(__file__).with_suffix(".json").write_text(json.dumps(content) + "\n")
 
 
 def log_probs(logits_BMV: torch.Tensor, tokens_BM: torch.Tensor) -> torch.Tensor:
-    return logits_BMV.log_softmax(-1).gather(-1, tokens_BM[..., None]).squeeze(-1)
+    all_BMV = logits_BMV.log_softmax(-1)
+    return all_BMV.gather(-1, tokens_BM[..., None]).squeeze(-1)
 
 
 def trainer(logits_BMV: torch.Tensor, options: dict[str, Any]) -> Any:
@@ -131,17 +138,18 @@ def trainer(logits_BMV: torch.Tensor, options: dict[str, Any]) -> Any:
         entropy = -(probs * probs.log()).sum(-1)
         return log_probs(logits_BMV, input_ids[:, 1:]), entropy, None
 
-    importance = options.get("importance", "none") != "none"
+    corrects = options.get("importance", "none") != "none"
     cispo = options["loss_type"] == "cispo"  # TRL's epsilon_high is the bound itself there
     accelerator = SimpleNamespace(
         num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x.detach()
     )
+    args = SimpleNamespace(
+        delta=options.get("delta"), use_bias_correction_kl=False, steps_per_generation=1
+    )
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=answers,
         accelerator=accelerator,
-        args=SimpleNamespace(
-            delta=options.get("delta"), use_bias_correction_kl=False, steps_per_generation=1
-        ),
+        args=args,
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
@@ -150,8 +158,8 @@ def trainer(logits_BMV: torch.Tensor, options: dict[str, Any]) -> Any:
         loss_type=options["loss_type"],
         epsilon_low=0.2,
         epsilon_high=options.get("clip_high", 0.2) + cispo,
-        use_vllm=importance,
-        vllm_importance_sampling_correction=importance,
+        use_vllm=corrects,
+        vllm_importance_sampling_correction=corrects,
         model=SimpleNamespace(training=False),
         max_completion_length=MAX_COMPLETION,
         _entropy_bonus_enabled="entropy_weight" in options,

@@ -1,8 +1,10 @@
-"""Makes kinds_trl.json: losses and gradients of TRL's DPOTrainer, ORPOTrainer and CPOTrainer (SimPO) for given models. Needs trl (1.16.0).
+"""Makes kinds_trl.json: losses and gradients of TRL's DPOTrainer, ORPOTrainer and CPOTrainer
+(SimPO) for given models. Needs trl (1.16.0).
 
     python tests/reference/kinds_trl.py
 
-The losses are those of TRL's own trainers; only the models are replaced, by logits that are given. CI reads the file, and has no trl.
+The losses are those of TRL's own trainers; only the models are replaced, by logits that are given.
+CI reads the file, and has no trl.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import trl
 from trl import DPOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-PAIRS, LONGEST, VOCABULARY = 4, 6, 7  # a prompt of one token, and at most 5 of an answer
+PAIRS = 4
+VOCABULARY = 7
+LONGEST = 6  # a prompt of one token, and at most 5 of an answer
 LENGTHS = [5, 3, 1, 4, 2, 5, 4, 3]  # of the answers: the chosen ones, then the rejected ones
 DPO: dict[str, dict[str, Any]] = {
     "sigmoid": {"loss": {"sigmoid": 1.0}, "beta": 0.3},
@@ -46,6 +51,7 @@ DPO: dict[str, dict[str, Any]] = {
         "f_alpha": 0.3,
     },
 }
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 ORPO = {"beta 0.1": {"beta": 0.1}, "beta 1": {"beta": 1.0}}
 SIMPO: dict[str, dict[str, Any]] = {
     "plain": {"beta": 2.0, "gamma": 1.0},
@@ -56,43 +62,41 @@ SIMPO: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     draw = torch.Generator().manual_seed(0)
-    logits_BTV, reference_BTV = (
-        torch.randn(2 * PAIRS, LONGEST, VOCABULARY, generator=draw) for _ in range(2)
-    )
+    shape = (2 * PAIRS, LONGEST, VOCABULARY)
+    logits_BTV = torch.randn(shape, generator=draw)
+    reference_BTV = torch.randn(shape, generator=draw)
     tokens_BT = torch.randint(VOCABULARY, (2 * PAIRS, LONGEST), generator=draw)
-    answers_BT = (torch.arange(LONGEST) > 0) & (
-        torch.arange(LONGEST) <= torch.tensor(LENGTHS)[:, None]
-    )
-    content = {
-        "trl": __import__("trl").__version__,
+    places_T = torch.arange(LONGEST)
+    lengths_B1 = torch.tensor(LENGTHS)[:, None]
+    answers_BT = (places_T > 0) & (places_T <= lengths_B1)
+    reference_B = (log_probs(reference_BTV, tokens_BT) * answers_BT[:, 1:]).sum(1)
+    content: dict[str, Any] = {
+        "trl": trl.__version__,
         "lengths": LENGTHS,
         "logits_BTV": logits_BTV.tolist(),
         "tokens_BT": tokens_BT.tolist(),
-        "reference_B": (log_probs(reference_BTV, tokens_BT) * answers_BT[:, 1:]).sum(1).tolist(),
-        "dpo": {
-            name: case(
-                o, logits_BTV, lambda leaf, o=o: dpo(o, leaf, reference_BTV, tokens_BT, answers_BT)
-            )
-            for name, o in DPO.items()
-        },
-        "orpo": {
-            name: case(o, logits_BTV, lambda leaf, o=o: alone(orpo(o), leaf, tokens_BT, answers_BT))
-            for name, o in ORPO.items()
-        },
-        "simpo": {
-            name: case(
-                o, logits_BTV, lambda leaf, o=o: alone(simpo(o), leaf, tokens_BT, answers_BT)
-            )
-            for name, o in SIMPO.items()
-        },
+        "reference_B": reference_B.tolist(),
+        "dpo": {},
+        "orpo": {},
+        "simpo": {},
     }
+    for name, o in DPO.items():
+        leaf = logits_BTV.clone().requires_grad_()
+        loss, metrics = dpo(o, leaf, reference_B, tokens_BT, answers_BT)
+        content["dpo"][name] = case(o, leaf, loss, metrics)
+    for kind, trainer_of, cases in (("orpo", orpo, ORPO), ("simpo", simpo, SIMPO)):
+        for name, o in cases.items():
+            leaf = logits_BTV.clone().requires_grad_()
+            loss, metrics = alone(trainer_of(o), leaf, tokens_BT, answers_BT)
+            content[kind][name] = case(o, leaf, loss, metrics)
     Path(__file__).with_suffix(".json").write_text(json.dumps(content) + "\n")
 
 
-def case(options: dict[str, Any], logits_BTV: torch.Tensor, loss_of: Any) -> dict[str, Any]:
-    leaf = logits_BTV.clone().requires_grad_()
-    loss, metrics = loss_of(leaf)
+def case(
+    options: dict[str, Any], leaf: torch.Tensor, loss: torch.Tensor, metrics: dict[str, float]
+) -> dict[str, Any]:
     loss.backward()
+    assert leaf.grad is not None
     return {
         "options": options,
         "loss": loss.item(),
@@ -103,13 +107,14 @@ def case(options: dict[str, Any], logits_BTV: torch.Tensor, loss_of: Any) -> dic
 
 def log_probs(logits_BTV: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Of each token behind the first."""
-    return logits_BTV[:, :-1].log_softmax(-1).gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
+    all_BTV = logits_BTV[:, :-1].log_softmax(-1)
+    return all_BTV.gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
 
 
 def dpo(
     o: dict[str, Any],
     leaf: torch.Tensor,
-    reference_BTV: torch.Tensor,
+    reference_B: torch.Tensor,
     tokens_BT: torch.Tensor,
     answers_BT: torch.Tensor,
 ) -> Any:
@@ -123,12 +128,10 @@ def dpo(
 
     model: Any = said
     model.training = False
-    reference_B = (log_probs(reference_BTV, tokens_BT) * answers_BT[:, 1:]).sum(1)
+    accelerator = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
     trainer = SimpleNamespace(
         model=model,
-        accelerator=SimpleNamespace(
-            device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x
-        ),
+        accelerator=accelerator,
         args=SimpleNamespace(discopop_tau=o.get("discopop_tau", 0.05)),
         aux_loss_enabled=False,
         ld_alpha=None,
@@ -143,45 +146,40 @@ def dpo(
         _metrics={"eval": defaultdict(list)},
         _total_train_tokens=0,
     )
-    # `completion_mask[..., 1:]` marks targets; lengths are counted over the mask, whose first column is a prompt's token.
+    # `completion_mask[..., 1:]` marks targets; lengths are counted over the mask, whose first
+    # column is a prompt's token.
     inputs = {"input_ids": tokens_BT, "completion_mask": answers_BT.long()}
-    references = dict(
-        zip(("ref_chosen_logps", "ref_rejected_logps"), reference_B.chunk(2), strict=True)
-    )
-    loss = DPOTrainer._compute_loss(trainer, model, inputs | references, False)
-    wanted = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
-    return loss, {name: trainer._metrics["eval"][name][-1] for name in wanted}
+    chosen, rejected = reference_B.chunk(2)
+    inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+    loss = DPOTrainer._compute_loss(trainer, model, inputs, False)
+    found = trainer._metrics["eval"]
+    return loss, {name: found[name][-1] for name in REWARDS}
 
 
 def alone(
     trainer: Any, leaf: torch.Tensor, tokens_BT: torch.Tensor, answers_BT: torch.Tensor
 ) -> Any:
-    """Mean over batches of one pair: TRL's likelihood term is a mean over all tokens of a batch, which hangs on how it is cut."""
-    total, metrics = torch.zeros(()), defaultdict[str, float](float)
+    """Mean over batches of one pair: TRL's likelihood term is a mean over all tokens of a batch,
+    which hangs on how it is cut."""
+    total = torch.zeros(())
+    metrics = defaultdict[str, float](float)
     for pair in range(PAIRS):
         rows = [pair, PAIRS + pair]
-        ids, labels = tokens_BT[rows], tokens_BT[rows].where(answers_BT[rows], -100)
+        ids = tokens_BT[rows]
+        labels = ids.where(answers_BT[rows], -100)
         real = answers_BT[rows] | (torch.arange(LONGEST) == 0)
         batch = {}
         for row, side in enumerate(("chosen", "rejected")):
-            batch |= {
-                f"{side}_input_ids": ids[row : row + 1],
-                f"{side}_labels": labels[row : row + 1],
-            }
-            batch[f"{side}_attention_mask"] = real[row : row + 1].long()
+            this = slice(row, row + 1)
+            batch[f"{side}_input_ids"] = ids[this]
+            batch[f"{side}_labels"] = labels[this]
+            batch[f"{side}_attention_mask"] = real[this].long()
         said = SimpleNamespace(logits=leaf[rows])
         loss, found = type(trainer).get_batch_loss_metrics(
             trainer, lambda *_, said=said, **__: said, batch
         )
         total = total + loss / PAIRS
-        for name in (
-            "rewards/chosen",
-            "rewards/rejected",
-            "rewards/accuracies",
-            "rewards/margins",
-            "logps/chosen",
-            "logps/rejected",
-        ):
+        for name in (*REWARDS, "logps/chosen", "logps/rejected"):
             metrics[name] += float(found[name]) / PAIRS
     return total, dict(metrics)
 
@@ -207,15 +205,14 @@ def orpo(options: dict[str, Any]) -> Any:
 
 
 def simpo(o: dict[str, Any]) -> Any:
-    smoothing, sft = o.get("label_smoothing", 0.0), o.get("sft_weight", 0.0)
     return bare(
         CPOTrainer,
         loss_type="simpo",
         alpha=0.0,
         beta=o["beta"],
         simpo_gamma=o["gamma"],
-        label_smoothing=smoothing,
-        cpo_alpha=sft,
+        label_smoothing=o.get("label_smoothing", 0.0),
+        cpo_alpha=o.get("sft_weight", 0.0),
     )
 
 

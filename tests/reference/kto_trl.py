@@ -1,8 +1,10 @@
-"""Makes kto_trl.json: what TRL's KTOTrainer makes of eight answers in one batch. Needs trl (made with 1.16.0).
+"""Makes kto_trl.json: what TRL's KTOTrainer makes of eight answers in one batch. Needs trl (made
+with 1.16.0).
 
     PYTHONPATH=. python tests/reference/kto_trl.py
 
-TRL does all of it: it tokenises the rows, pairs prompts with other answers for the KL, runs both models, and gives the loss.
+TRL does all of it: it tokenises the rows, pairs prompts with other answers for the KL, runs both
+models, and gives the loss.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import trl
 from datasets import Dataset
 from transformers import LlamaForCausalLM
 from trl import KTOConfig, KTOTrainer
@@ -25,13 +28,21 @@ CASES: dict[str, dict[str, Any]] = {
     # The models change sides: a KL that is below 0 is clipped in one of the two.
     "other_way": {"beta": 0.1, "seeds": [REFERENCE, POLICY]},
 }
-FIGURES = {"kl": "kl", "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected", "margin": "rewards/margins",
-           "log_prob_chosen": "logps/chosen", "log_prob_rejected": "logps/rejected"}  # fmt: skip
+FIGURES = {
+    "kl": "kl",
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "margin": "rewards/margins",
+    "log_prob_chosen": "logps/chosen",
+    "log_prob_rejected": "logps/rejected",
+}
 
 
 def kto(options: dict[str, Any]) -> dict[str, Any]:
-    (policy_seed, reference_seed), rows = options.pop("seeds", (POLICY, REFERENCE)), unpaired()
-    policy, reference = (model(LlamaForCausalLM, seed) for seed in (policy_seed, reference_seed))
+    policy_seed, reference_seed = options.pop("seeds", (POLICY, REFERENCE))
+    rows = unpaired()
+    policy = model(LlamaForCausalLM, policy_seed)
+    reference = model(LlamaForCausalLM, reference_seed)
     settings = KTOConfig(**common(len(rows)), **options)
     trainer = KTOTrainer(
         policy,
@@ -56,13 +67,11 @@ def kto(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    content = {
-        "trl": __import__("trl").__version__,
-        "cases": {
-            name: {"options": {k: v for k, v in o.items() if k != "seeds"}, **kto(dict(o))}
-            for name, o in CASES.items()
-        },
-    }
+    cases = {}
+    for name, case in CASES.items():
+        options = {key: value for key, value in case.items() if key != "seeds"}
+        cases[name] = {"options": options, **kto(dict(case))}
+    content = {"trl": trl.__version__, "cases": cases}
     Path(__file__).with_suffix(".json").write_text(json.dumps(content) + "\n")
 
 

@@ -50,7 +50,8 @@ def tokenizer() -> Any:
 
 
 def model(kind: Any, seed: int) -> Any:
-    """A Llama of the given class. Weights from numpy's legacy generator, which no version of torch or transformers changes."""
+    """A Llama of the given class. Weights from numpy's legacy generator, which no version of torch
+    or transformers changes."""
     from transformers import AutoConfig
 
     text = tokenizer()
@@ -65,8 +66,12 @@ def model(kind: Any, seed: int) -> Any:
     draw = np.random.RandomState(seed)
     with torch.no_grad():
         for name, parameter in sorted(made.named_parameters()):
-            drawn = torch.from_numpy(draw.standard_normal(tuple(parameter.shape))).float()
-            parameter.copy_(1 + 0.1 * drawn if "norm" in name else 0.2 * drawn)
+            values = draw.standard_normal(tuple(parameter.shape))
+            drawn = torch.from_numpy(values).float()
+            if "norm" in name:
+                parameter.copy_(1 + 0.1 * drawn)
+            else:
+                parameter.copy_(0.2 * drawn)
     return made.eval()
 
 
@@ -75,33 +80,37 @@ def messages(role: str, text: str) -> list[dict[str, str]]:
 
 
 def rows() -> list[dict[str, Any]]:
-    return [
-        {
+    found = []
+    for prompt, chosen, rejected in PAIRS:
+        row = {
             "prompt": messages("user", prompt),
             "chosen": messages("assistant", chosen),
             "rejected": messages("assistant", rejected),
         }
-        for prompt, chosen, rejected in PAIRS
-    ]
+        found.append(row)
+    return found
 
 
 def unpaired() -> list[dict[str, Any]]:
-    """The answers one by one, each with what is thought of it: all that were chosen, then all that were rejected."""
-    return [
-        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
-        for side in ("chosen", "rejected")
-        for row in rows()
-    ]
+    """The answers one by one, each with what is thought of it: all that were chosen, then all that
+    were rejected."""
+    found = []
+    for side in ("chosen", "rejected"):
+        for row in rows():
+            answer = {"completion": row[side], "label": side == "chosen"}
+            found.append({"prompt": row["prompt"], **answer})
+    return found
 
 
 def gradients(learner: Any) -> dict[str, Any]:
     """Of each parameter the norm of its gradient; of the small ones every entry."""
-    found = {name: p.grad for name, p in learner.named_parameters() if p.grad is not None}
-    return {
-        "norms": {name: float(grad.norm()) for name, grad in found.items()},
-        "entries": {
-            name: grad.flatten().tolist()
-            for name, grad in found.items()
-            if "norm" in name or "score" in name
-        },
-    }
+    norms = {}
+    entries = {}
+    for name, parameter in learner.named_parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        norms[name] = float(gradient.norm())
+        if "norm" in name or "score" in name:
+            entries[name] = gradient.flatten().tolist()
+    return {"norms": norms, "entries": entries}

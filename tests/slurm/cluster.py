@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from tests.harness import ENV
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 START_SECONDS = 60
-# Two partitions with the same nodes: jobs of `urgent` preempt those of `work`, which have some seconds to save. A job that is requeued
-# waits until its old credentials have ended.
+# Two partitions with the same nodes: jobs of `urgent` preempt those of `work`, which have some
+# seconds to save. A job that is requeued waits until its old credentials have ended.
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -65,22 +65,21 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=60 PriorityTier=9 PreemptMode=OFF
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm here; None where its programs are installed, which this does where it may."""
+    """Why there can be no Slurm here; None where its programs are installed, which this does where
+    it may."""
     if os.geteuid() != 0:
         return "Slurm's daemons start tasks as root"
     if all(map(shutil.which, PROGRAMS)):
         return None
     if shutil.which("apt-get") is None:
-        return f"there is no {', '.join(name for name in PROGRAMS if not shutil.which(name))}, and no apt-get to install it"
+        lacking = [name for name in PROGRAMS if not shutil.which(name)]
+        return f"there is no {', '.join(lacking)}, and no apt-get to install it"
     command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return f"apt-get install failed: {done.stderr.strip()[-200:]}" if done.returncode else None
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    return f"apt-get install failed: {done.stderr.strip()[-200:]}"
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Slurm:
         self, *command: object, timeout: float = 120, cwd: Path | None = None, **env: str
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*map(str, command)],
+            list(map(str, command)),
             env={**self.env, **env},
             capture_output=True,
             text=True,
@@ -112,14 +111,16 @@ class Slurm:
     def wait(self, job: int | str, *states: str, timeout: float = 120) -> dict[str, str]:
         """Wait until a job is in one of `states`."""
         until = time.monotonic() + timeout
-        while (found := self.job(job)).get("JobState") not in states:
+        while True:
+            found = self.job(job)
+            state = found.get("JobState")
+            if state in states:
+                return found
             if time.monotonic() > until:
-                log = (self.folder / "slurmctld.log").read_text(errors="replace")[-2000:]
-                raise AssertionError(
-                    f"job {job} is {found.get('JobState')} ({found.get('Reason')}), not {states}\n{log}"
-                )
+                log = (self.folder / "slurmctld.log").read_text(errors="replace")
+                why = f"job {job} is {state} ({found.get('Reason')}), not {states}"
+                raise AssertionError(f"{why}\n{log[-2000:]}")
             time.sleep(0.3)
-        return found
 
     def end(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -143,9 +144,9 @@ def _end_steps(folder: Path) -> None:
     for process in psutil.process_iter(["pid", "name"]):
         if process.info["name"] == "slurmstepd":
             with contextlib.suppress(psutil.Error):
-                if any(str(folder) in file.path for file in process.open_files()) or str(
-                    folder
-                ) in str(process.environ()):
+                places = [file.path for file in process.open_files()]
+                places.append(str(process.environ()))
+                if any(str(folder) in place for place in places):
                     for child in process.children(recursive=True):
                         child.kill()
                     process.kill()
@@ -159,26 +160,29 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     for name in ("state", "spool-n1", "spool-n2"):
         (folder / name).mkdir(parents=True)
     folder.chmod(0o755)
-    conf, key = folder / "slurm.conf", folder / "munge.key"
+    conf = folder / "slurm.conf"
+    key = folder / "munge.key"
     conf.write_text(CONF.format(host=host, folder=folder, ports=ports))
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    env = {
-        **{name: value for name, value in ENV.items() if not name.startswith(("SLURM", "SBATCH"))},
-        "SLURM_CONF": str(conf),
-    }
+    env = {"SLURM_CONF": str(conf)}
+    for name, value in ENV.items():
+        if not name.startswith(("SLURM", "SBATCH")):
+            env[name] = value
     env["PATH"] = f"{folder / 'bin'}:{env.get('PATH', '')}:/usr/sbin:/sbin"
     (folder / "bin").mkdir()
-    for name in (
-        "munge",
-        "unmunge",
-    ):  # which would ask the munged of a cluster that this host may be in
+    # They would ask the munged of a cluster that this host may be in.
+    for name in ("munge", "unmunge"):
         program = folder / "bin" / name
         program.write_text(f'#!/bin/sh\nexec /usr/bin/{name} --socket={folder}/munge.socket "$@"\n')
         program.chmod(0o755)
-    munge = [f"--{name}={folder / file}" for name, file in
-             (("key-file", "munge.key"), ("socket", "munge.socket"), ("pid-file", "munged.pid"), ("log-file", "munged.log"),
-              ("seed-file", "munged.seed"))]  # fmt: skip
+    munge = [
+        f"--key-file={key}",
+        f"--socket={folder / 'munge.socket'}",
+        f"--pid-file={folder / 'munged.pid'}",
+        f"--log-file={folder / 'munged.log'}",
+        f"--seed-file={folder / 'munged.seed'}",
+    ]
     commands = {
         "munged": ["munged", "--force", "--foreground", *munge],
         "slurmctld": ["slurmctld", "-D", "-f", str(conf)],
@@ -190,40 +194,40 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         for name, command in commands.items():
             with (folder / f"{name}.out").open("wb") as out:
                 # They die with this process, however it ends.
-                tied, nowhere = ["setpriv", "--pdeathsig", "KILL", *command], subprocess.DEVNULL
+                tied = ["setpriv", "--pdeathsig", "KILL", *command]
+                nowhere = subprocess.DEVNULL
                 started.daemons[name] = subprocess.Popen(
                     tied, env=env, stdin=nowhere, stdout=out, stderr=out, start_new_session=True
                 )
             if name == "munged":
                 _until((folder / "munge.socket").exists, folder, name)
-        _until(
-            lambda: (
-                started.call("sinfo", "-h", "-p", "work", "-t", "idle", "-o", "%D").stdout.strip()
-                == "2"
-            ),
-            folder,
-            "n2",
-        )
+
+        def is_ready() -> bool:
+            idle = started.call("sinfo", "-h", "-p", "work", "-t", "idle", "-o", "%D")
+            return idle.stdout.strip() == "2"
+
+        _until(is_ready, folder, "n2")
         yield started
     finally:
         started.end()
 
 
-def _until(there, folder: Path, name: str) -> None:  # type: ignore[no-untyped-def]
+def _until(there: Callable[[], bool], folder: Path, name: str) -> None:
     until = time.monotonic() + START_SECONDS
     while not there():
         if time.monotonic() > until:
-            logs = "\n".join(
-                f"{path.name}: {path.read_text(errors='replace')[-800:]}"
-                for path in folder.glob("*.out")
-            )
-            raise AssertionError(f"{name} did not start\n{logs}")
+            logs = [f"{name} did not start"]
+            for path in folder.glob("*.out"):
+                text = path.read_text(errors="replace")
+                logs.append(f"{path.name}: {text[-800:]}")
+            raise AssertionError("\n".join(logs))
         time.sleep(0.1)
 
 
 def require() -> None:
     """Skip, with the reason, where there can be none."""
-    if (why := missing()) is not None:
+    why = missing()
+    if why is not None:
         pytest.skip(why)
 
 

@@ -37,8 +37,6 @@ def test_bench_runs_on_one_node_and_on_two(tmp_path: Path) -> None:
             sys.executable, "-m", "drumline", "bench", config, *options, timeout=300
         )
     rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
-    assert done.returncode == 0 and [len(row["rounds"]) for row in rows] == [1, 1], (
-        done.stdout,
-        done.stderr,
-        rows,
-    )
+    said = (done.stdout, done.stderr, rows)
+    assert done.returncode == 0, said
+    assert [len(row["rounds"]) for row in rows] == [1, 1], said
