@@ -58,5 +58,5 @@ REASONS = {
     "engine/strategies/zero/engine.py:forward_backward < train/loop.py:_train_step": DEEPSPEED,
     "engine/strategies/zero/engine.py:grad_norm < train/loop.py:_train_step": DEEPSPEED,
     "engine/strategies/zero/engine.py:step < train/loop.py:_train_step": DEEPSPEED,
-    "models/head.py:outputs < models/head.py:forward": DEEPSPEED,
+    "models/head.py:compute_outputs < models/head.py:forward": DEEPSPEED,
 }
