@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,45 +12,94 @@ from drumline.models.losses import LinearHead, linear_log_probs, log_probs
 N, D, V = 37, 16, 53
 
 
-def linear_of(hidden: Any, weight: Any, bias: Any, *options: Any, **named: Any) -> Any:
-    """Return `linear_log_probs`; a head without a bias has None in its place."""
-    return linear_log_probs(hidden, LinearHead(weight, bias), *options, **named)
+class HeadCase(NamedTuple):
+    """Inputs, and a gradient for each answer; both have both signs and uneven sizes."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    targets: torch.Tensor
+    back: torch.Tensor
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        tensors = [self.hidden, self.weight]
+        if self.bias is not None:
+            tensors.append(self.bias)
+        return tensors
+
+    @property
+    def has_target(self) -> torch.Tensor:
+        return self.targets != -100
+
+    def log_probs(self, *options: Any, **named: Any) -> Any:
+        """Return `linear_log_probs` of this case."""
+        head = LinearHead(self.weight, self.bias)
+        return linear_log_probs(self.hidden, head, self.targets, *options, **named)
+
+    def gradients(self, answers: Any, factor: float = 1.0) -> list[torch.Tensor]:
+        """Return the leaves' gradients if `back`, times the factor, comes back to the answers."""
+        loss = torch.zeros(())
+        for answer, back in zip(answers, self.back * factor, strict=True):
+            loss = loss + (answer * back).sum()
+
+        return list(torch.autograd.grad(loss, self.leaves))
+
+    def gradients_of_one(self, answer: torch.Tensor, **options: bool) -> list[torch.Tensor]:
+        """Return the leaves' gradients if the first row of `back` comes back to an answer."""
+        loss = (answer * self.back[0]).sum()
+        return list(torch.autograd.grad(loss, self.leaves, **options))
 
 
-def tensors(
-    dtype: torch.dtype = torch.float32, bias: bool = True, sizes: tuple[int, int, int] = (N, D, V)
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Leaves (hidden, weight, bias), targets of which some are −100, and a gradient for each answer: of both signs, uneven."""
+def make_case(
+    dtype: torch.dtype = torch.float32,
+    bias: bool = True,
+    sizes: tuple[int, int, int] = (N, D, V),
+) -> HeadCase:
+    """Return random tensors; some of the targets are −100."""
     generator = torch.Generator().manual_seed(0)
     rows, width, vocabulary = sizes
-    shapes = [(rows, width), (vocabulary, width), *([(vocabulary,)] if bias else [])]
-    leaves = [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for shape in shapes
-    ]
+
+    def leaf(*shape: int) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values.to(dtype).requires_grad_()
+
+    hidden = leaf(rows, width)
+    weight = leaf(vocabulary, width)
+    bias_or_none = leaf(vocabulary) if bias else None
     targets = torch.randint(vocabulary, (rows,), generator=generator)
     targets[torch.rand(rows, generator=generator) < 0.3] = -100
-    return leaves, targets, torch.randn(2, rows, generator=generator)
+    back = torch.randn(2, rows, generator=generator)
+    return HeadCase(hidden, weight, bias_or_none, targets, back)
 
 
-def exact(
-    leaves: list[torch.Tensor], targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula, row by row."""
-    hidden, weight, bias = (*(leaf.double() for leaf in leaves), None)[:3]
-    assert hidden is not None and weight is not None
-    rows = torch.nn.functional.linear(hidden, weight, bias) / temperature
-    zero = rows.new_zeros(())
-    log_p = [row - row.exp().sum().log() for row in rows]
-    chosen = [zero if t < 0 else row[t] for row, t in zip(log_p, targets.tolist(), strict=True)]
-    return torch.stack(chosen), torch.stack(
-        [zero if t < 0 else -(row.exp() * row).sum() for row, t in zip(log_p, targets, strict=True)]
-    )
+def exact(case: HeadCase, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropies in float64 by the formula, row by row."""
+    bias = None if case.bias is None else case.bias.double()
+    logits = torch.nn.functional.linear(case.hidden.double(), case.weight.double(), bias)
+    zero = logits.new_zeros(())
+    chosen = []
+    entropies = []
+    for row, target in zip(logits / temperature, case.targets.tolist(), strict=True):
+        if target < 0:
+            chosen.append(zero)
+            entropies.append(zero)
+        else:
+            log_p = row - row.exp().sum().log()
+            chosen.append(log_p[target])
+            entropies.append(-(log_p.exp() * log_p).sum())
+
+    return torch.stack(chosen), torch.stack(entropies)
 
 
-def gradients(answers: Any, back: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    loss = sum((answer * g).sum() for answer, g in zip(answers, back, strict=True))
-    return list(torch.autograd.grad(loss, leaves))
+def assert_all_close(got: Any, wanted: Any, rtol: float = 1e-5, atol: float = 1e-5) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+def assert_all_equal(got: Any, wanted: Any) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.claim("the chunked cross-entropy and log-probs are the plain ones")
@@ -58,97 +107,105 @@ def gradients(answers: Any, back: torch.Tensor, leaves: list[torch.Tensor]) -> l
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])
 def test_equals_the_formula_in_float64(chunk: int, temperature: float, bias: bool) -> None:
-    leaves, targets, back = tensors(bias=bias)
-    got = linear_of(*(*leaves, None)[:3], targets, chunk, temperature, entropy=True)
-    wanted = exact(leaves, targets, temperature)
-    assert got[1] is not None and got[0].dtype == got[1].dtype == torch.float32
-    assert not got[0][targets == -100].any() and not got[1][targets == -100].any()
+    case = make_case(bias=bias)
+    got = case.log_probs(chunk, temperature, entropy=True)
+    wanted = exact(case, temperature)
+
     for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == torch.float32
+        assert not one[~case.has_target].any()
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
-    for one, other in zip(
-        gradients(got, back, leaves), gradients(wanted, back, leaves), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+    assert_all_close(case.gradients(got), case.gradients(wanted))
 
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_one_answer_alone_has_its_own_gradient(entropy: bool) -> None:
-    leaves, targets, back = tensors()
-    got = linear_of(*leaves, targets, 8, 1.3, entropy)
+    case = make_case()
+    got = case.log_probs(8, 1.3, entropy)
+
     assert (got[1] is None) is not entropy
-    which = slice(1, 2) if entropy else slice(0, 1)
-    wanted = exact(leaves, targets, 1.3)[which]
-    for one, other in zip(
-        gradients(got[which], back[which], leaves),
-        gradients(wanted, back[which], leaves),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+    number = int(entropy)
+    back = case.back[number]
+    wanted = exact(case, 1.3)[number]
+    grads = torch.autograd.grad((got[number] * back).sum(), case.leaves)
+    assert_all_close(grads, torch.autograd.grad((wanted * back).sum(), case.leaves))
 
 
 @pytest.mark.parametrize("chunk", [0, 3])
 def test_gradcheck(chunk: int) -> None:
-    # Gradcheck goes once forward for each number.
-    leaves, targets, _ = tensors(torch.float64, sizes=(7, 3, 11))
-    assert 0 < int((targets == -100).sum()) < len(targets)
-    assert torch.autograd.gradcheck(
-        lambda *given: linear_of(*given, targets, chunk, 0.9, True), leaves
-    )
+    """The case is small, because gradcheck goes once forward for each number."""
+    case = make_case(torch.float64, sizes=(7, 3, 11))
+
+    assert 0 < int(case.has_target.sum()) < 7
+
+    def forward(hidden: Any, weight: Any, bias: Any) -> Any:
+        changed = case._replace(hidden=hidden, weight=weight, bias=bias)
+        return changed.log_probs(chunk, 0.9, True)
+
+    assert torch.autograd.gradcheck(forward, case.leaves)
 
 
 def test_answers_can_be_gone_back_from_twice() -> None:
-    leaves, targets, back = tensors()
-    got = linear_of(*leaves, targets, 8)[0]
-    first = torch.autograd.grad((got * back[0]).sum(), leaves, retain_graph=True)
-    second = torch.autograd.grad((got * back[0]).sum(), leaves)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    case = make_case()
+    got = case.log_probs(8)[0]
+    first = case.gradients_of_one(got, retain_graph=True)
+    assert_all_equal(first, case.gradients_of_one(got))
 
 
 @pytest.mark.parametrize("chunk", [0, 8])
 def test_rows_without_a_target_are_not_looked_at(chunk: int) -> None:
-    leaves, targets, back = tensors(bias=False)
-    broken = leaves[0].detach().clone()
-    broken[targets == -100] = torch.nan
-    broken.requires_grad_()
-    got = gradients(
-        linear_of(broken, leaves[1], None, targets, chunk, entropy=True), back, [broken, leaves[1]]
-    )
-    wanted = gradients(linear_of(*leaves, None, targets, chunk, entropy=True), back, leaves)
-    if chunk == 0:  # a product of all rows: the weight's gradient adds 0 · NaN
-        got, wanted = got[:1], wanted[:1]
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    """Numbers that are none change no gradient; in a product of all rows the weight's adds 0 · NaN."""
+    case = make_case(bias=False)
+    hidden = case.hidden.detach().clone()
+    hidden[~case.has_target] = torch.nan
+    broken = case._replace(hidden=hidden.requires_grad_())
+    got = broken.gradients(broken.log_probs(chunk, entropy=True))
+    wanted = case.gradients(case.log_probs(chunk, entropy=True))
+    compared = 1 if chunk == 0 else 2
+    assert_all_equal(got[:compared], wanted[:compared])
 
 
 def test_no_targets_at_all() -> None:
-    leaves, targets, back = tensors()
-    got = linear_of(*leaves, torch.full_like(targets, -100), 8, entropy=True)
-    assert not any(answer.any() for answer in got if answer is not None)
-    assert not any(g.any() for g in gradients(got, back, leaves)), (
-        "and yet every weight has a gradient, which DDP waits for"
-    )
+    """Yet every weight has a gradient, which DDP waits for."""
+    case = make_case()
+    case.targets.fill_(-100)
+    got = case.log_probs(8, entropy=True)
+    for answer in got:
+        assert not answer.any()
+
+    for gradient in case.gradients(got):
+        assert not gradient.any()
 
 
 def test_what_is_frozen_gets_no_gradient() -> None:
-    leaves, targets, back = tensors()
-    got = linear_of(leaves[0], leaves[1].detach(), leaves[2].detach(), targets, 8)[0]
-    (grad,) = torch.autograd.grad((got * back[0]).sum(), [leaves[0]])
-    wanted = gradients(exact(leaves, targets, 1.0)[:1], back[:1], leaves)[0]
-    torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
+    case = make_case()
+    assert case.bias is not None
+
+    frozen = case._replace(weight=case.weight.detach(), bias=case.bias.detach())
+    loss = (frozen.log_probs(8)[0] * case.back[0]).sum()
+    (grad,) = torch.autograd.grad(loss, [case.hidden])
+    wanted = case.gradients_of_one(exact(case, 1.0)[0])
+    assert_all_close([grad], wanted[:1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> None:
-    leaves, targets, back = tensors()
-    truth = gradients(exact(leaves, targets, 1.0), back, leaves)
+    case = make_case()
+    truth = case.gradients(exact(case, 1.0))
+
     with torch.autocast("cpu", dtype):
-        got = linear_of(*leaves, targets, 8, entropy=True)
-        plain = linear_of(*leaves, targets, 0, entropy=True)
-    for one, other in zip(got, plain, strict=True):
-        assert one is not None and other is not None and one.dtype == torch.float32
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    for one, other, right in zip(
-        gradients(got, back, leaves), gradients(plain, back, leaves), truth, strict=True
-    ):
+        got = case.log_probs(8, entropy=True)
+        plain = case.log_probs(0, entropy=True)
+
+    for one in got:
+        assert one.dtype == torch.float32
+
+    assert_all_close(got, plain, rtol=1e-3, atol=1e-3)
+    grads = case.gradients(got)
+
+    for one, other, right in zip(grads, case.gradients(plain), truth, strict=True):
         assert one.dtype == torch.float32
         assert (one - right).norm() <= 1.2 * (other - right).norm()
 
@@ -156,28 +213,29 @@ def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("factor", [2.0**-40, 1.0, 2.0**40])
 def test_in_fp16_any_size_of_gradient_survives(factor: float) -> None:
     """With the loss scale on it, one that comes back may be far over fp16's largest number, or under its smallest."""
-    leaves, targets, back = tensors()
+    case = make_case()
     with torch.autocast("cpu", torch.float16):
-        got = linear_of(*leaves, targets, 8, entropy=True)
-    wanted = gradients(exact(leaves, targets, 1.0), back, leaves)
-    for one, other in zip(gradients(got, back * factor, leaves), wanted, strict=True):
+        got = case.log_probs(8, entropy=True)
+
+    scaled = case.gradients(got, factor)
+    wanted = case.gradients(exact(case, 1.0))
+    for one, other in zip(scaled, wanted, strict=True):
         assert (one / factor - other).norm() <= 1e-2 * other.norm()
 
 
 def test_an_overflow_is_not_hidden() -> None:
-    leaves, targets, back = tensors()
+    case = make_case()
     with torch.autocast("cpu", torch.float16):
-        got = linear_of(*leaves, targets, 8)[0]
-    back[0, int((targets != -100).nonzero()[0])] = torch.inf
-    assert not any(g.isfinite().all() for g in torch.autograd.grad((got * back[0]).sum(), leaves))
+        got = case.log_probs(8)[0]
+
+    first = int(case.has_target.nonzero()[0])
+    case.back[0, first] = torch.inf
+    for gradient in case.gradients_of_one(got):
+        assert not gradient.isfinite().all()
 
 
 def test_of_logits_as_of_a_head() -> None:
-    leaves, targets, back = tensors(bias=False)
-    logits = torch.nn.functional.linear(*leaves)
-    got = log_probs(logits, targets, 0.7, entropy=True)
-    wanted = exact(leaves, targets, 0.7)
-    for one, other in zip(
-        gradients(got, back, leaves), gradients(wanted, back, leaves), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    case = make_case(bias=False)
+    logits = torch.nn.functional.linear(case.hidden, case.weight)
+    got = case.gradients(log_probs(logits, case.targets, 0.7, entropy=True))
+    assert_all_close(got, case.gradients(exact(case, 0.7)))
