@@ -153,12 +153,12 @@ class SpareModel(LlamaForCausalLM):
 """
 
 
-def train_spare(folder: Path, model: Path, **sections: Any) -> Finished:
+def train_spare(folder: Path, model_dir: Path, **sections: Any) -> Finished:
     """Train a model of the user's own code on two ranks. Weights that no file has are drawn."""
     folder.mkdir(exist_ok=True)
     own = {"init": "random", "trust_remote_code": True, **sections.pop("model", {})}
     config = write_config(
-        folder, model, launch={"nproc": 2}, run={"steps": 2}, model=own, **sections
+        folder, model_dir, launch={"nproc": 2}, run={"steps": 2}, model=own, **sections
     )
     return drumline("train", config, "model.trust_remote_code=true")
 

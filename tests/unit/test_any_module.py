@@ -40,16 +40,27 @@ class Many(nn.Module):
         self.embed = nn.Embedding(50, 16, padding_idx=0)
         self.position = nn.Parameter(torch.randn(1, 8, 16) * 0.02)
         self.token = nn.Parameter(torch.zeros(16))
-        self.first, self.copy = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.norm, self.batch_norm = nn.LayerNorm(16), nn.BatchNorm1d(16)
+        self.first = nn.Linear(16, 16)
+        self.copy = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.batch_norm = nn.BatchNorm1d(16)
         self.attention = nn.MultiheadAttention(16, 2)
         self.orthogonal = nn.Linear(16, 16)
-        self.register_buffer("mask", torch.tril(torch.ones(8, 8)), persistent=False)
+        self.register_buffer(
+            "mask",
+            torch.tril(torch.ones(8, 8)),
+            persistent=False,
+        )
         self.head = nn.Linear(16, 50, bias=False)
         self.head.weight = self.embed.weight
         self.apply(self.rule)
         nn.init.orthogonal_(self.orthogonal.weight)
-        trunc_normal_(self.first.weight, std=0.5, a=-0.6, b=0.6)
+        trunc_normal_(
+            self.first.weight,
+            std=0.5,
+            a=-0.6,
+            b=0.6,
+        )
         self.copy.load_state_dict(self.first.state_dict())
 
     def rule(self, module: nn.Module) -> None:
@@ -59,46 +70,57 @@ class Many(nn.Module):
 
 def filled(seed: int = 0) -> Many:
     model, source = lay_out_module(Many, seed, "cpu")
-    assert isinstance(source, ReplayedValues) and all(
-        parameter.is_meta for parameter in model.parameters()
-    )
+    assert isinstance(source, ReplayedValues)
+
+    for parameter in model.parameters():
+        assert parameter.is_meta
+
     Values(source, "cpu", seed).fill(model)
     assert isinstance(model, Many)
+
     return model
 
 
 def test_first_values_follow_the_modules_own_rules() -> None:
     model = filled()
     first = model.first.weight
-    assert first.abs().max() <= 0.6 and 0.2 < first.std() < 0.5, (
-        "trunc_normal_, which does nothing without memory"
-    )
-    assert torch.equal(model.copy.weight, first) and torch.equal(model.copy.bias, model.first.bias)
+    # trunc_normal_, which does nothing without memory.
+    assert first.abs().max() <= 0.6
+    assert 0.2 < first.std() < 0.5
+    assert torch.equal(model.copy.weight, first)
+    assert torch.equal(model.copy.bias, model.first.bias)
+
     weight = model.orthogonal.weight
     assert torch.allclose(weight @ weight.T, torch.eye(16), atol=1e-5)
-    assert model.head.weight is model.embed.weight and 0.015 < model.head.weight.std() < 0.025
-    assert 0.01 < model.position.std() < 0.03 and not model.token.any()
-    assert (
-        model.norm.weight.eq(1).all()
-        and model.batch_norm.running_var.eq(1).all()
-        and model.batch_norm.num_batches_tracked == 0
-    )  # type: ignore[union-attr]
+
+    head = model.head.weight
+    assert head is model.embed.weight
+    assert 0.015 < head.std() < 0.025
+    assert 0.01 < model.position.std() < 0.03
+    assert not model.token.any()
+    assert model.norm.weight.eq(1).all()
+
+    batch_norm: Any = model.batch_norm
+    assert batch_norm.running_var.eq(1).all()
+    assert batch_norm.num_batches_tracked == 0
     assert torch.equal(model.mask, torch.tril(torch.ones(8, 8)))  # type: ignore[arg-type]
 
 
 def test_a_seed_gives_the_same_weights_whatever_part_is_asked_for() -> None:
-    whole, other = dict(filled().named_parameters()), dict(filled(seed=1).named_parameters())
+    whole = filled().orthogonal.weight
+    other = filled(seed=1).orthogonal.weight
     model, source = lay_out_module(Many, 0, "cpu")
     part = torch.empty(16, 16)
     source.put({"orthogonal.weight": part}, model)
-    assert torch.equal(part, whole["orthogonal.weight"])
-    assert not torch.equal(other["orthogonal.weight"], whole["orthogonal.weight"])
+    assert torch.equal(part, whole)
+    assert not torch.equal(other, whole)
 
 
 class Looks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.rates = nn.Linear(4, 4), [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.layer = nn.Linear(4, 4)
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
 
 
 class Listed(nn.Module):
@@ -117,7 +139,8 @@ class Drawn(nn.Module):
 class Held(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.rates = nn.Linear(4, 4), [torch.linspace(0, 1, 3)]
+        self.layer = nn.Linear(4, 4)
+        self.rates = [torch.linspace(0, 1, 3)]
 
 
 class Rows(nn.Module):
@@ -125,20 +148,29 @@ class Rows(nn.Module):
 
     def __init__(self, width: int = 3, own: bool = False) -> None:
         super().__init__()
-        self.weight, self.base_layer = (
-            nn.Parameter(torch.full((4, width), 2.0)),
-            nn.Embedding(4, width),
+        self.weight = nn.Parameter(torch.full((4, width), 2.0))
+        self.base_layer = nn.Embedding(4, width)
+        self.lora_A = nn.ModuleDict(
+            {
+                "default": nn.Linear(
+                    2,
+                    2,
+                    bias=False,
+                )
+            }
         )
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)})
         nn.init.constant_(self.lora_A["default"].weight, 5.0)
-        buffer = (
-            torch.empty(width, device="cpu")
-            if own
-            else torch.from_numpy(np.zeros(width, np.float32))
-        )
+        if own:
+            buffer = torch.empty(width, device="cpu")
+        else:
+            buffer = torch.from_numpy(np.zeros(width, np.float32))
+
         with torch.no_grad():
             for index in range(4):
-                (buffer if own else buffer.numpy())[:] = index
+                if own:
+                    buffer[:] = index
+                else:
+                    buffer.numpy()[:] = index
                 self.base_layer.weight[index].copy_(buffer)
 
 
@@ -150,10 +182,12 @@ def test_values_are_those_that_the_host_had_then_whatever_weights_are_called(
 ) -> None:
     model, source = lay_out_module(lambda: Rows(width, own), 0, "cpu")
     assert isinstance(source, ReplayedValues) == (width == 3)
+
     Values(source, "cpu", 0).fill(model)
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    values = dict(model.named_parameters())
     assert values["base_layer.weight"][:, -1].tolist() == [0, 1, 2, 3]
-    assert values["weight"].eq(2).all() and values["lora_A.default.weight"].eq(5).all()
+    assert values["weight"].eq(2).all()
+    assert values["lora_A.default.weight"].eq(5).all()
 
 
 @pytest.mark.parametrize("build", [Looks, Listed, Drawn, Held])
@@ -161,12 +195,14 @@ def test_what_the_tape_does_not_have_is_built_whole(build: type[nn.Module]) -> N
     device_constructors.cache_clear()
     with meta_device_safe_creation_ops(), torch.device("meta"):
         torch.empty(1)  # a model of transformers was made before
-    (first, source), (again, _) = lay_out_module(build, 3, "cpu"), lay_out_module(build, 3, "cpu")
+
+    first, source = lay_out_module(build, 3, "cpu")
+    again, _ = lay_out_module(build, 3, "cpu")
     assert isinstance(source, NothingToFill)
-    assert all(
-        torch.equal(a, b) and not a.is_meta
-        for a, b in zip(first.parameters(), again.parameters(), strict=True)
-    )
+
+    for a, b in zip(first.parameters(), again.parameters(), strict=True):
+        assert not a.is_meta
+        assert torch.equal(a, b)
 
 
 def test_build_must_give_a_module() -> None:
@@ -180,14 +216,17 @@ def test_what_python_and_numpy_draw_comes_from_the_seed() -> None:
         nn.init.constant_(layer.weight, random.random() + np.random.rand())
         return layer
 
-    before = random.getstate()
-    first, again, other = (lay_out_module(build, seed, "cpu") for seed in (3, 3, 4))
-    assert before == random.getstate()
-    values = []
-    for model, source in (first, again, other):
+    def drawn(seed: int) -> float:
+        before = random.getstate()
+        model, source = lay_out_module(build, seed, "cpu")
+        assert before == random.getstate()
+
         Values(source, "cpu", 0).fill(model)
-        values.append(model.weight.sum().item())  # type: ignore[operator, union-attr]
-    assert values[0] == values[1] != values[2]
+        return model.weight.sum().item()  # type: ignore[operator, union-attr]
+
+    first = drawn(3)
+    assert drawn(3) == first
+    assert drawn(4) != first
 
 
 def with_weight(weight: torch.Tensor) -> nn.Module:
@@ -202,23 +241,39 @@ def hooked() -> nn.Module:
     return module
 
 
+def sparse() -> nn.Module:
+    return nn.Embedding(4, 2, sparse=True)
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(2)
+
+
+def complex_weight() -> nn.Module:
+    return with_weight(torch.zeros(2, dtype=torch.cfloat))
+
+
+def normed() -> nn.Module:
+    return nn.Embedding(4, 2, max_norm=1.0)
+
+
+def scalar() -> nn.Module:
+    return with_weight(torch.zeros(()))
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+
+
 @pytest.mark.parametrize(
     ("build", "cut", "says"),
     [
-        (lambda: nn.Embedding(4, 2, sparse=True), False, "sparse gradients"),
-        (lambda: nn.LazyLinear(2), False, "weight has no shape yet"),
-        (lambda: with_weight(torch.zeros(2, dtype=torch.cfloat)), False, "weight is complex"),
-        (
-            lambda: nn.Embedding(4, 2, max_norm=1.0),
-            True,
-            "max_norm of it changes a weight in forward",
-        ),
-        (lambda: with_weight(torch.zeros(())), True, "weight has no dimension"),
-        (
-            lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
-            True,
-            "weights of float32 and float64",
-        ),
+        (sparse, False, "sparse gradients"),
+        (lazy, False, "weight has no shape yet"),
+        (complex_weight, False, "weight is complex"),
+        (normed, True, "max_norm of it changes a weight in forward"),
+        (scalar, True, "weight has no dimension"),
+        (mixed, True, "weights of float32 and float64"),
         (hooked, True, "weight has a hook"),
     ],
 )
@@ -242,29 +297,49 @@ def mlp() -> nn.Module:
 
 
 def plan(mesh: Mesh | None = None, **sections: Any) -> Plan:
-    config = Config.model_validate(
-        {"data": {"train": [{"kind": "file", "path": "x"}]}, "strategy": "single", **sections}
-    )
+    values = {
+        "data": {"train": [{"kind": "file", "path": "x"}]},
+        "strategy": "single",
+        **sections,
+    }
     return Plan(
-        config=config, run_dir="r", mesh=mesh or Mesh(), engine="native", device="cpu", backend="gloo", precision="fp32",
-        batch=BatchPlan(global_samples=8, micro_batch=4, accumulation=2, eval_micro_batch=4), lr=1e-2, steps=3,
-        data=None, model_path=None, predicted=Predicted(),
-    )  # fmt: skip
+        config=Config.model_validate(values),
+        run_dir="r",
+        mesh=mesh or Mesh(),
+        engine="native",
+        device="cpu",
+        backend="gloo",
+        precision="fp32",
+        batch=BatchPlan(global_samples=8, micro_batch=4, accumulation=2, eval_micro_batch=4),
+        lr=1e-2,
+        steps=3,
+        data=None,
+        model_path=None,
+        predicted=Predicted(),
+    )
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(4, 4, generator=draw), torch.randint(2, (4,), generator=draw))
-        for _ in range(2)
-    ]
+    drawn = []
+    for _ in range(2):
+        inputs = torch.randn(4, 4, generator=draw)
+        targets = torch.randint(
+            2,
+            (4,),
+            generator=draw,
+        )
+        drawn.append((inputs, targets))
+    return drawn
+
+
+def loss_sum(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum")
 
 
 def objective(model: Any, batch: Any) -> Any:
     inputs, targets = batch
-    return SimpleNamespace(
-        loss_sum=nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), sums={}
-    )
+    return SimpleNamespace(loss_sum=loss_sum(model(inputs), targets), sums={})
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -282,9 +357,9 @@ def by_hand(engine: OpenEngine) -> float:
     """As a session does it: divided by something else first, and once by the weight."""
     for index, (inputs, targets) in enumerate(batches()):
         with engine.micro_batch(last=index == 1):
-            engine.backward(
-                nn.functional.cross_entropy(engine.call(inputs), targets, reduction="sum"), 2.0
-            )
+            loss = loss_sum(engine.call(inputs), targets)
+            engine.backward(loss, 2.0)
+
     engine.divide(torch.tensor(4.0))
     norm = engine.grad_norm()
     engine.step(None, norm, norm.isfinite())
@@ -292,15 +367,30 @@ def by_hand(engine: OpenEngine) -> float:
 
 
 def test_one_engine_for_an_objective_and_for_a_loop_of_ones_own() -> None:
-    one, other = (build_module(plan(), mlp, "cpu", make_optimizer=make_optimizer) for _ in range(2))
+    one = build_module(
+        plan(),
+        mlp,
+        "cpu",
+        make_optimizer=make_optimizer,
+    )
+    other = build_module(
+        plan(),
+        mlp,
+        "cpu",
+        make_optimizer=make_optimizer,
+    )
     for _ in range(3):
         assert by_objective(one) == pytest.approx(by_hand(other), rel=1e-6)
-    mine, others = one.tensors(), other.tensors()
-    assert (
-        mine.keys() == others.keys()
-        and {"model.0.weight", "optim.0.weight.exp_avg", "optim.0.weight.step"} <= mine.keys()
-    )
-    assert all(torch.allclose(mine[name], others[name], rtol=1e-5, atol=1e-7) for name in mine)
+
+    mine = one.tensors()
+    others = other.tensors()
+    assert mine.keys() == others.keys()
+
+    for name in ("model.0.weight", "optim.0.weight.exp_avg", "optim.0.weight.step"):
+        assert name in mine
+
+    for name, tensor in mine.items():
+        assert torch.allclose(tensor, others[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +402,9 @@ def test_a_strategy_that_lacks_something_says_what(mesh: Mesh, what: str) -> Non
 
 
 def test_modules_that_a_plan_names_must_be_there() -> None:
+    parts = ModuleParts(tp_plan={"up": "colwise"})
     with pytest.raises(PlanError, match="no module up"):
-        build_module(plan(), mlp, "cpu", parts=ModuleParts(tp_plan={"up": "colwise"}))
+        build_module(plan(), mlp, "cpu", parts=parts)
 
 
 class Running(nn.Module):
@@ -321,7 +412,8 @@ class Running(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.norm = nn.Linear(4, 2).double(), nn.BatchNorm1d(2).double()
+        self.layer = nn.Linear(4, 2).double()
+        self.norm = nn.BatchNorm1d(2).double()
         self.register_buffer("mean", torch.zeros(2))
         self.register_buffer("fixed", torch.ones(2))
 
@@ -333,12 +425,15 @@ class Running(nn.Module):
 
 def test_buffers_that_forward_changes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     # In fp64, too.
-    assert math.isfinite(
-        by_hand(build_module(plan(), Running, "cpu", make_optimizer=make_optimizer))
+    engine = build_module(
+        plan(),
+        Running,
+        "cpu",
+        make_optimizer=make_optimizer,
     )
-    assert [
-        record.message.partition(":")[0] for record in caplog.records if "changes" in record.message
-    ] == ["forward changes mean"]
+    assert math.isfinite(by_hand(engine))
+    (message,) = [message for message in caplog.messages if "changes" in message]
+    assert message.partition(":")[0] == "forward changes mean"
 
 
 def shared() -> nn.Module:
@@ -388,10 +483,7 @@ def test_stages_that_cannot_be_cut(module: nn.Module, what: str) -> None:
 
 def test_stages_are_cut_where_they_hold_as_much() -> None:
     # Flatten, 40 weights, Tanh | 144, Tanh, 34.
-    assert cut(nn.Sequential(*sequence()), 2) == [
-        (0, 3),
-        (3, 6),
-    ]
+    assert cut(nn.Sequential(*sequence()), 2) == [(0, 3), (3, 6)]
 
 
 @pytest.mark.parametrize(
@@ -407,8 +499,9 @@ def test_stages_that_are_no_chain(module: nn.Module, what: str) -> None:
 
 
 def test_a_class_that_is_not_there() -> None:
+    parts = ModuleParts(units=["Block"])
     with pytest.raises(PlanError, match="no module of class Block"):
-        build_module(plan(), mlp, "cpu", parts=ModuleParts(units=["Block"]))
+        build_module(plan(), mlp, "cpu", parts=parts)
 
 
 def test_blocks_are_computed_again_where_checkpointing_is_on() -> None:
@@ -426,24 +519,26 @@ def test_blocks_are_computed_again_where_checkpointing_is_on() -> None:
     def build() -> nn.Module:
         return nn.Sequential(Block(), Block())
 
-    norms = []
-    for kind in ("none", "full"):
+    def norm(kind: str) -> float:
         calls.clear()
-        made = build_module(
-            plan().model_copy(update={"activation_checkpointing": kind}),
-            build,
-            "cpu",
-            parts=ModuleParts(units=["Block"]),
-        )
-        norms.append(by_hand_norm(made))
-        assert len(calls) == (4 if kind == "none" else 8)
-    assert norms[0] == norms[1] and math.isfinite(norms[0])
+        checkpointed = plan().model_copy(update={"activation_checkpointing": kind})
+        parts = ModuleParts(units=["Block"])
+        return by_hand_norm(build_module(checkpointed, build, "cpu", parts=parts))
+
+    once = norm("none")
+    assert len(calls) == 4
+
+    again = norm("full")
+    assert len(calls) == 8
+    assert once == again
+    assert math.isfinite(once)
 
 
 def by_hand_norm(engine: OpenEngine) -> float:
     for index, (inputs, _) in enumerate(batches()):
         with engine.micro_batch(last=index == 1):
-            engine.backward(engine.call(inputs).square().sum(), 8.0)
+            loss = engine.call(inputs).square().sum()
+            engine.backward(loss, 8.0)
     return float(engine.grad_norm())
 
 

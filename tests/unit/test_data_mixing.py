@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +34,64 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def write(base: Path, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    (base / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"kind": "file", "path": name}
+class Workspace:
+    """A folder with files of rows, and configurations that train on them."""
+
+    def __init__(self, base: Path, tokenizer: str) -> None:
+        self.base = base
+        self.tokenizer = tokenizer
+        # Sections of the configurations beside `data`.
+        self.sections: dict[str, Any] = {"algorithm": "sft", "model": {}}
+
+    def write(self, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Write a file of rows, and return it as a source."""
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (self.base / name).write_text("".join(lines))
+        return {"kind": "file", "path": name}
+
+    def write_texts(self, name: str, texts: list[str]) -> dict[str, Any]:
+        """Write a file of rows that have a text each, and return it as a source."""
+        return self.write(name, [{"text": text} for text in texts])
+
+    def write_numbers(self, word: str, number: int) -> dict[str, Any]:
+        """Write a file of rows "word 0", "word 1" and so on, and return it as a source."""
+        return self.write_texts(f"{word}.jsonl", [f"{word} {n}" for n in range(number)])
+
+    def config(self, *train: dict[str, Any], **options: Any) -> Config:
+        data = {
+            "train": train,
+            "max_length": 64,
+            "packing": False,
+            "cache_dir": str(self.base / "cache"),
+            **options,
+        }
+        return Config.model_validate({**self.sections, "data": data})
+
+    def prepare(self, *train: dict[str, Any], **options: Any) -> DataPlan:
+        return prepare(self.config(*train, **options), self.tokenizer, self.base)
 
 
-def made(base: Path, tokenizer: str, train: list[dict[str, Any]], **data: Any) -> DataPlan:
-    return prepare(config(base, train, **data), tokenizer, base)
+@pytest.fixture
+def workspace(tmp_path: Path, tokenizer: str) -> Workspace:
+    return Workspace(tmp_path, tokenizer)
 
 
-def config(base: Path, train: list[dict[str, Any]], **data: Any) -> Config:
-    settings = {
-        "train": train,
-        "max_length": 64,
-        "packing": False,
-        "cache_dir": str(base / "cache"),
-        **data,
-    }
-    return Config.model_validate({"algorithm": "sft", "data": settings, "model": {}})
+def texts(data: DataPlan) -> list[str]:
+    """Return the texts of the samples to train on, with a bar between the parts of a pack."""
+    cache = TokenCache.open(data.train_cache or "")
+    reader = tiny_tokenizer()
+
+    found = []
+    for sample in range(len(cache)):
+        parts = [reader.decode(tokens.tolist()) for tokens, _ in cache.segments(sample)]
+        found.append("|".join(parts).replace("<|im_end|>", ""))
+
+    return found
 
 
-def texts(folder: str | None) -> list[str]:
-    cache, reader = TokenCache.open(folder or ""), tiny_tokenizer()
-    return [
-        "|".join(reader.decode(tokens.tolist()) for tokens, _ in cache.segments(at)).replace(
-            "<|im_end|>", ""
-        )
-        for at in range(len(cache))
-    ]
+def random_texts(seed: int, number: int, words: int) -> list[str]:
+    draw = np.random.default_rng(seed)
+    return [" ".join(draw.choice(WORDS, words)) for _ in range(number)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- shares
@@ -82,11 +111,15 @@ SHARES = [
 ]
 
 
+def mix(sources: list[dict[str, Any]]) -> list[Mixed]:
+    return [Mixed(**each) for each in sources]
+
+
 @pytest.mark.parametrize(("sources", "sizes", "temperature", "counts"), SHARES)
 def test_an_epoch_has_so_many_samples_of_each_source(
     sources: list[Any], sizes: list[int], temperature: Any, counts: list[int]
 ) -> None:
-    assert epoch_counts([Mixed(**each) for each in sources], sizes, temperature) == counts
+    assert epoch_counts(mix(sources), sizes, temperature) == counts
 
 
 @pytest.mark.parametrize(
@@ -94,10 +127,9 @@ def test_an_epoch_has_so_many_samples_of_each_source(
     [[{"weight": 0}, {"weight": 0}], [{"weight": 1}, {"weight": 0}], [{"repeats": 2}, {}]],
 )
 def test_parts_that_make_no_epoch_are_one_line(sources: list[Any]) -> None:
-    with pytest.raises(
-        DataError, match=r"the weights sum to nothing|has a part of each epoch, and no sample"
-    ):
-        epoch_counts([Mixed(**each) for each in sources], [0, 4], None)
+    says = "the weights sum to nothing|has a part of each epoch, and no sample"
+    with pytest.raises(DataError, match=says):
+        epoch_counts(mix(sources), [0, 4], None)
 
 
 @pytest.mark.claim(
@@ -105,92 +137,114 @@ def test_parts_that_make_no_epoch_are_one_line(sources: list[Any]) -> None:
 )
 def test_each_sample_comes_once_before_any_comes_again() -> None:
     order = MixedOrder([5, 100, 7], [12, 30, 0], seed=3, shuffle=True)
-    ids = order.ids(0, 10 * 42).reshape(10, 42)
-    for epoch in ids:
-        assert (epoch < 5).sum() == 12 and ((epoch >= 5) & (epoch < 105)).sum() == 30
-    seen = Counter(ids.ravel().tolist())
-    assert {seen[n] for n in range(5)} == {24} and {seen[n] for n in range(5, 105)} == {3}
-    assert (ids[0] != ids[1]).any()
+    ids = order.ids(0, 10 * 42)
+
+    epochs = ids.reshape(10, 42)
+    assert ((epochs < 5).sum(axis=1) == 12).all()
+    assert (((epochs >= 5) & (epochs < 105)).sum(axis=1) == 30).all()
+    assert (epochs[0] != epochs[1]).any()
+
+    times = np.bincount(ids)
+    assert times.tolist() == [24] * 5 + [3] * 100
+
     for start, stop in ((0, 1), (41, 43), (100, 300)):
-        assert order.ids(start, stop).tolist() == ids.ravel()[start:stop].tolist(), (
-            "a function of the position alone"
-        )
+        window = order.ids(start, stop)
+        assert window.tolist() == ids[start:stop].tolist(), "a function of the position alone"
 
 
 @pytest.mark.parametrize("counts", [[4, 10], [8, 5], [2, 20], [1, 1, 1]])
 def test_a_curriculum_rises_in_each_source_side_by_side(counts: list[int]) -> None:
     sizes = [4, 10, 3][: len(counts)]
-    order, size = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2), sum(counts)
-    for epoch in order.ids(0, 2 * size).reshape(2, size):
-        firsts = np.cumsum([0, *sizes])
+    firsts = np.cumsum([0, *sizes])
+    size = sum(counts)
+    order = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2)
+    falling = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2, falling=True)
+
+    for epoch in (0, 1):
+        window = (epoch * size, (epoch + 1) * size)
+        ids = order.ids(*window)
+        falling_ids = falling.ids(*window)
+
         for source, count in enumerate(counts):
-            own = [n for n in epoch.tolist() if firsts[source] <= n < firsts[source + 1]]
-            assert len(own) == count and own == sorted(own)
-            assert max(Counter(own).values()) - min(Counter(own).values()) <= 1
-            gaps = [
-                b - a
-                for a, b in pairwise(
-                    [at for at, n in enumerate(epoch) if firsts[source] <= n < firsts[source + 1]]
-                )
-            ]
-            assert not gaps or max(gaps) <= 2 * size / count + 1, (
-                "as evenly spread as whole numbers allow"
-            )
-    back = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2, falling=True)
-    assert sorted(back.ids(0, size).tolist(), reverse=True)[0] == back.ids(0, size).max()
-    assert (np.diff(order.ids(2 * size, 3 * size)) < 0).any() or size < 4, (
-        "shuffled behind the curriculum"
-    )
+            is_own = (ids >= firsts[source]) & (ids < firsts[source + 1])
+            own = ids[is_own].tolist()
+            assert len(own) == count
+            assert own == sorted(own)
+            assert falling_ids[is_own].tolist() == sorted(falling_ids[is_own], reverse=True)
+
+            times = Counter(own).values()
+            assert max(times) - min(times) <= 1
+
+            gaps = np.diff(np.flatnonzero(is_own))
+            most = 2 * size / count + 1
+            assert (gaps <= most).all(), "as evenly spread as whole numbers allow"
+
+    if size >= 4:
+        behind = order.ids(2 * size, 3 * size)
+        assert (np.diff(behind) < 0).any(), "shuffled behind the curriculum"
 
 
 # --------------------------------------------------------------------------------------------------------------- prepare
 
 
-def test_weights_change_steps_and_not_the_cache(tmp_path: Path, tokenizer: str) -> None:
-    one = write(tmp_path, "one.jsonl", [{"text": f"one {n}"} for n in range(30)])
-    two = write(tmp_path, "two.jsonl", [{"text": f"two {n}"} for n in range(10)])
+def test_weights_change_steps_and_not_the_cache(workspace: Workspace) -> None:
+    one = workspace.write_numbers("one", 30)
+    two = workspace.write_numbers("two", 10)
     train = [{**one, "weight": 1}, {**two, "weight": 3}]
-    data = made(tmp_path, tokenizer, train)
-    assert [(each.name, each.samples, each.per_epoch, each.read) for each in data.sources] == [
-        ("one.jsonl", 30, 10, 30),
-        ("two.jsonl", 10, 30, 10),
-    ]
-    assert (
-        data.mixture[1]
-        == "data.train: an epoch has 30 samples of two.jsonl, × 3 of its 10 (75.0% of it)"
-    )
-    other = made(tmp_path, tokenizer, [{**one, "weight": 1}, {**two, "repeats": 0.5}])
-    assert other.train_cache == data.train_cache and other.epoch == 35
+
+    data = workspace.prepare(*train)
+    first, second = data.sources
+    assert (first.name, second.name) == ("one.jsonl", "two.jsonl")
+    assert (first.samples, second.samples) == (30, 10)
+    assert (first.per_epoch, second.per_epoch) == (10, 30)
+    assert (first.read, second.read) == (30, 10)
+
+    line = "data.train: an epoch has 30 samples of two.jsonl, × 3 of its 10 (75.0% of it)"
+    assert data.mixture[1] == line
+
+    other = workspace.prepare({**one, "weight": 1}, {**two, "repeats": 0.5})
+    assert other.train_cache == data.train_cache
+    assert other.epoch == 35
+
+    config = workspace.config(*train)
     batch = BatchPlan(global_samples=8, micro_batch=8, accumulation=1, eval_micro_batch=8)
-    assert total_samples(config(tmp_path, train), batch, data) == 40
-    assert total_samples(config(tmp_path, train), batch, other) == 35
-    packed = made(tmp_path, tokenizer, train, packing=True)
-    assert all(
-        len({line.split()[0] for line in text.split("|")}) == 1
-        for text in texts(packed.train_cache)
-    ), "a pack is of one source"
+    assert total_samples(config, batch, data) == 40
+    assert total_samples(config, batch, other) == 35
 
 
-def test_a_condition_keeps_rows(tmp_path: Path, tokenizer: str) -> None:
-    rows = [
-        {"text": "a" * n, "n": n, "tags": ["x"] * (n % 3), "odd": n if n % 2 else str(n)}
-        for n in range(1, 31)
-    ]
-    file = write(tmp_path, "rows.jsonl", rows)
-    data = made(
-        tmp_path,
-        tokenizer,
-        [{**file, "where": "n <= 25 and len(tags) > 0", "limit": 8}],
-        where="length(text) > 20 -- and so on",
-    )
-    assert sorted(map(len, texts(data.train_cache))) == [22, 23, 25]
+def test_a_pack_is_of_one_source(workspace: Workspace) -> None:
+    one = workspace.write_numbers("one", 30)
+    two = workspace.write_numbers("two", 10)
+
+    packed = workspace.prepare({**one, "weight": 1}, {**two, "weight": 3}, packing=True)
+    for text in texts(packed):
+        first_words = {line.split()[0] for line in text.split("|")}
+        assert len(first_words) == 1
+
+
+def test_a_condition_keeps_rows(workspace: Workspace) -> None:
+    rows = []
+    for n in range(1, 31):
+        odd = n if n % 2 else str(n)
+        rows.append({"text": "a" * n, "n": n, "tags": ["x"] * (n % 3), "odd": odd})
+
+    file = workspace.write("rows.jsonl", rows)
+
+    conditions = {"where": "n <= 25 and len(tags) > 0", "limit": 8}
+    data = workspace.prepare({**file, **conditions}, where="length(text) > 20 -- and so on")
+    assert sorted(map(len, texts(data))) == [22, 23, 25]
+
     (source,) = data.sources
-    assert (source.read, source.filtered, source.rows) == (30, 27, 3)
+    assert source.read == 30
+    assert source.filtered == 27
+    assert source.rows == 3
     assert data.left_out == ("data.train: 27 of 30 rows left out by `where`",)
-    assert made(tmp_path, tokenizer, [file], where="odd = '4'").train_samples == 1, (
-        "a column of several types is text"
-    )
-    assert made(tmp_path, tokenizer, [file], where="n > 29").train_cache != data.train_cache
+
+    of_several_types = workspace.prepare(file, where="odd = '4'")
+    assert of_several_types.train_samples == 1, "a column of several types is text"
+
+    other = workspace.prepare(file, where="n > 29")
+    assert other.train_cache != data.train_cache
 
 
 @pytest.mark.parametrize(
@@ -204,23 +258,20 @@ def test_a_condition_keeps_rows(tmp_path: Path, tokenizer: str) -> None:
         "lang = 'en' or m.late = 1",
     ],
 )
-def test_a_column_may_begin_behind_many_rows(
-    tmp_path: Path, tokenizer: str, condition: str
-) -> None:
+def test_a_column_may_begin_behind_many_rows(workspace: Workspace, condition: str) -> None:
     """A row without it has null there."""
-    rows: list[dict[str, Any]] = [
-        {"text": f"row {number}", "m": {"a": number}} for number in range(1100)
-    ]
+    rows: list[dict[str, Any]] = []
+    for number in range(1100):
+        rows.append({"text": f"row {number}", "m": {"a": number}})
+
     rows[1050] |= {"lang": "en", "m": {"n": 1, "late": 1}, "late": {"n": 1}}
-    file = write(tmp_path, "rows.jsonl", rows)
-    data = made(tmp_path, tokenizer, [file], where=condition)
-    assert texts(data.train_cache) == ["row 1050"]
-    assert (
-        made(
-            tmp_path, tokenizer, [{**file, "limit": 4}], where=f"not coalesce({condition}, false)"
-        ).train_samples
-        == 4
-    )
+    file = workspace.write("rows.jsonl", rows)
+
+    data = workspace.prepare(file, where=condition)
+    assert texts(data) == ["row 1050"]
+
+    others = workspace.prepare({**file, "limit": 4}, where=f"not coalesce({condition}, false)")
+    assert others.train_samples == 4
 
 
 BAD = {
@@ -241,176 +292,182 @@ BAD = {
 
 @pytest.mark.claim("a condition on rows reaches no file and no network")
 @pytest.mark.parametrize("condition", BAD)
-def test_a_bad_condition_is_one_line(tmp_path: Path, tokenizer: str, condition: str) -> None:
-    file = write(tmp_path, "rows.jsonl", [{"text": "hello", "n": 1, "m": {"a": 1}}])
+def test_a_bad_condition_is_one_line(workspace: Workspace, condition: str) -> None:
+    file = workspace.write("rows.jsonl", [{"text": "hello", "n": 1, "m": {"a": 1}}])
     with pytest.raises(DataError, match=BAD[condition]) as caught:
-        made(tmp_path, tokenizer, [file], where=condition)
+        workspace.prepare(file, where=condition)
     assert "\n" not in str(caught.value)
 
 
-def test_copies_and_near_copies_fall(tmp_path: Path, tokenizer: str) -> None:
-    draw = np.random.default_rng(0)
-    long = [" ".join(draw.choice(WORDS, 60)) for _ in range(6)]
-    # One word of 60: 5 of 56 grams.
-    changed = [" ".join([*text.split()[:30], "other", *text.split()[31:]]) for text in long[:3]]
-    file = write(
-        tmp_path,
-        "rows.jsonl",
-        [
-            {"text": text}
-            for text in [*long, *changed, long[5].upper() + "!", long[0], "a b", "a b", "b a"]
-        ],
-    )
-    whole = made(tmp_path, tokenizer, [file])
-    exact = made(tmp_path, tokenizer, [file], duplicates="exact")
-    near = made(tmp_path, tokenizer, [file], duplicates={"kind": "near", "threshold": 0.7})
-    assert [each.sources[0].duplicates for each in (whole, exact, near)] == [0, 2, 6]
-    assert near.train_samples == 8 and near.left_out[0].startswith(
-        "data.train: 6 of 14 rows left out: alike an earlier row"
-    )
-    assert texts(near.train_cache)[-2:] == ["a b", "b a"]
-    one, two = (set(grams(text, 5).tolist()) for text in (long[0], changed[0]))
-    index = len(one & two) / len(one | two)
-    assert index == pytest.approx((minhash(long[0]) == minhash(changed[0])).mean(), abs=0.15)
-    strict = made(tmp_path, tokenizer, [file], duplicates={"kind": "near", "threshold": 1.0})
+def test_copies_and_near_copies_fall(workspace: Workspace) -> None:
+    long = random_texts(0, 6, words=60)
+    changed = []
+    for text in long[:3]:
+        # One word of 60: 5 of 56 grams.
+        words = text.split()
+        words[30] = "other"
+        changed.append(" ".join(words))
+
+    copies = [long[5].upper() + "!", long[0]]
+    rows = [*long, *changed, *copies, "a b", "a b", "b a"]
+    file = workspace.write_texts("rows.jsonl", rows)
+
+    whole = workspace.prepare(file)
+    assert whole.sources[0].duplicates == 0
+
+    exact = workspace.prepare(file, duplicates="exact")
+    assert exact.sources[0].duplicates == 2
+
+    near = workspace.prepare(file, duplicates={"kind": "near", "threshold": 0.7})
+    assert near.sources[0].duplicates == 6
+    assert near.train_samples == 8
+
+    says = "data.train: 6 of 14 rows left out: alike an earlier row"
+    assert near.left_out[0].startswith(says)
+    assert texts(near)[-2:] == ["a b", "b a"]
+
+    strict = workspace.prepare(file, duplicates={"kind": "near", "threshold": 1.0})
     assert strict.sources[0].duplicates == 3, "case and punctuation do not count"
+
+    one = set(grams(long[0], 5).tolist())
+    two = set(grams(changed[0], 5).tolist())
+    jaccard_index = len(one & two) / len(one | two)
+    estimate = (minhash(long[0]) == minhash(changed[0])).mean()
+    assert jaccard_index == pytest.approx(estimate, abs=0.15)
+
+
+def tool_call(code: str, number: int) -> dict[str, Any]:
+    function = {"name": "run", "arguments": json.dumps({"code": code})}
+    return {"id": f"call {number}", "type": "function", "function": function}
 
 
 @pytest.mark.parametrize("kind", ["calls", "reasoning_content", "thinking"])
-def test_calls_and_reasoning_tell_rows_apart(tmp_path: Path, tokenizer: str, kind: str) -> None:
+def test_calls_and_reasoning_tell_rows_apart(workspace: Workspace, kind: str) -> None:
     """The numbers of calls do not."""
-    draw = np.random.default_rng(2)
-    said = [" ".join(draw.choice(WORDS, 20)) for _ in range(4)]
+    said = random_texts(2, 4, words=20)
+    question = {"role": "user", "content": "run it"}
 
     def row(text: str, number: int) -> dict[str, Any]:
-        call = {
-            "id": f"call {number}",
-            "type": "function",
-            "function": {"name": "run", "arguments": json.dumps({"code": text})},
-        }
-        answer = (
-            {"content": "", "tool_calls": [call]}
-            if kind == "calls"
-            else {"content": "4", kind: text}
-        )
-        return {
-            "messages": [{"role": "user", "content": "run it"}, {"role": "assistant", **answer}]
-        }
+        answer: dict[str, Any] = {"role": "assistant", "content": "4", kind: text}
+        if kind == "calls":
+            calls = [tool_call(text, number)]
+            answer = {"role": "assistant", "content": "", "tool_calls": calls}
 
-    train = write(
-        tmp_path, "rows.jsonl", [row(text, number) for number, text in enumerate([*said, said[0]])]
-    )
-    held_out = write(tmp_path, "eval.jsonl", [row(said[1], 9)])
+        return {"messages": [question, answer]}
 
-    def prepared(**data: Any) -> DataPlan:
-        settings = config(tmp_path, [train], max_length=2000, **data).model_dump(exclude_unset=True)
-        return prepare(
-            Config.model_validate({**settings, "model": {"chat_template": "chatml"}}),
-            tokenizer,
-            tmp_path,
-        )
+    rows = [row(text, number) for number, text in enumerate([*said, said[0]])]
+    train = workspace.write("rows.jsonl", rows)
+    held_out = workspace.write("eval.jsonl", [row(said[1], 9)])
+    workspace.sections["model"] = {"chat_template": "chatml"}
 
-    assert prepared(duplicates="near").train_samples == 4
-    assert prepared(eval=[held_out], decontaminate=True).sources[0].contaminated == 1
+    distinct = workspace.prepare(train, max_length=2000, duplicates="near")
+    assert distinct.train_samples == 4
+
+    clean = workspace.prepare(train, max_length=2000, eval=[held_out], decontaminate=True)
+    assert clean.sources[0].contaminated == 1
 
 
-def test_prompts_with_other_columns_for_the_rewards_are_no_copies(
-    tmp_path: Path, tokenizer: str
-) -> None:
+def test_prompts_with_other_columns_for_the_rewards_are_no_copies(workspace: Workspace) -> None:
     """Nor near ones. What is held out goes by the prompt alone where copies stay."""
     words = " ".join(WORDS[:60])
-    rows = [
-        {"prompt": text, "answer": answer, "m": {"b": 1}}
-        for text in (words, words + "!")
-        for answer in ("3", "4", "4")
-    ]
-    file = write(tmp_path, "rows.jsonl", rows)
-    rewards = [{"kind": "regex", "pattern": "a"}]
-    grpo = {"kind": "grpo", "generator": {"kind": "hf", "max_new_tokens": 8}, "rewards": rewards}
+    rows = []
+    for prompt in (words, words + "!"):
+        for answer in ("3", "4", "4"):
+            rows.append({"prompt": prompt, "answer": answer, "m": {"b": 1}})
+
+    file = workspace.write("rows.jsonl", rows)
+    workspace.sections["algorithm"] = {
+        "kind": "grpo",
+        "generator": {"kind": "hf", "max_new_tokens": 8},
+        "rewards": [{"kind": "regex", "pattern": "a"}],
+    }
 
     def answers(**data: Any) -> list[str]:
-        settings = config(tmp_path, [file], max_length=2000, **data).model_dump(exclude_unset=True)
-        made = prepare(Config.model_validate({**settings, "algorithm": grpo}), tokenizer, tmp_path)
-        cache = TokenCache.open(made.train_cache)
-        return [cache.meta(at)["answer"] for at in range(len(cache))]
+        plan = workspace.prepare(file, max_length=2000, **data)
+        cache = TokenCache.open(plan.train_cache)
+        return [cache.meta(sample)["answer"] for sample in range(len(cache))]
 
-    assert answers(duplicates="exact") == ["3", "4", "3", "4"] and answers(duplicates="near") == [
-        "3",
-        "4",
-    ]
-    assert len(answers()) == 6 and sorted(answers(holdout=3)) == ["3", "4", "4"]
+    assert answers(duplicates="exact") == ["3", "4", "3", "4"]
+    assert answers(duplicates="near") == ["3", "4"]
+    assert len(answers()) == 6
+    assert sorted(answers(holdout=3)) == ["3", "4", "4"]
 
 
-def test_a_mapped_column_that_no_row_has_is_refused(tmp_path: Path, tokenizer: str) -> None:
-    file = write(
-        tmp_path,
-        "rows.jsonl",
-        [{"text": f"row {number}"} for number in range(9)] + [{"text": "last", "pictures": None}],
-    )
-    for part, name in (("tools", "function"), ("images", "picture"), ("margin", "delta")):
-        with pytest.raises(
-            DataError, match=rf"rows.jsonl: no row has the column '{name}', which `columns` maps"
-        ):
-            made(tmp_path, tokenizer, [{**file, "columns": {part: name}}])
-    for keys in (
-        {"columns": {"tools": ""}},
-        {"columns": {"images": "pictures"}},
-        {"columns": {"tools": "function"}, "limit": 10},
-    ):
-        assert made(tmp_path, tokenizer, [{**file, **keys}]).train_samples == 10
+def test_a_mapped_column_that_no_row_has_is_refused(workspace: Workspace) -> None:
+    rows: list[dict[str, Any]] = [{"text": "one of nine"}] * 9
+    rows.append({"text": "last", "pictures": None})
+    file = workspace.write("rows.jsonl", rows)
+
+    def train_samples(part: str, column: str, **keys: Any) -> int:
+        source = {**file, "columns": {part: column}, **keys}
+        return workspace.prepare(source).train_samples
+
+    for part, column in (("tools", "function"), ("images", "picture"), ("margin", "delta")):
+        says = f"rows.jsonl: no row has the column '{column}', which `columns` maps"
+        with pytest.raises(DataError, match=says):
+            train_samples(part, column)
+
+    assert train_samples("tools", "") == 10
+    assert train_samples("images", "pictures") == 10
+    assert train_samples("tools", "function", limit=10) == 10
+
     with pytest.raises(DataError, match="no row has the column"):
-        made(tmp_path, tokenizer, [{**file, "columns": {"tools": "function"}, "limit": 11}])
-    assert (
-        made(
-            tmp_path,
-            tokenizer,
-            [{**file, "columns": {"images": "pictures"}, "where": "text <> 'last'"}],
-        ).train_samples
-        == 9
-    )
+        train_samples("tools", "function", limit=11)
+
+    assert train_samples("images", "pictures", where="text <> 'last'") == 9
 
 
-def test_rows_that_hold_evaluation_rows_fall(tmp_path: Path, tokenizer: str) -> None:
-    draw = np.random.default_rng(1)
-    story, other = " ".join(draw.choice(WORDS, 40)), " ".join(draw.choice(WORDS, 40))
+def test_rows_that_hold_evaluation_rows_fall(workspace: Workspace) -> None:
+    story, other = random_texts(1, 2, words=40)
+    a_third = story[: len(story) // 3]
+    kept = [other, a_third + other, "yes it is"]
     rows = [
         f"{other} {story.title()}, {other}",
-        other,
-        story[: len(story) // 3] + other,
+        kept[0],
+        kept[1],
         "Yes.",
-        "yes it is",
+        kept[2],
         "你好吗今天天气很好我们一起去公园散步吧",
     ]
-    train = write(tmp_path, "train.jsonl", [{"text": text} for text in rows])
-    held_out = write(
-        tmp_path,
-        "eval.jsonl",
-        [{"text": story}, {"text": "yes"}, {"text": "今天天气很好，我们一起去公园散步吧"}],
-    )
-    data = made(tmp_path, tokenizer, [train], eval=[held_out], decontaminate=True, max_length=2000)
-    assert data.sources[0].contaminated == 3 and texts(data.train_cache) == [
-        rows[1],
-        rows[2],
-        rows[4],
-    ]
+    train = workspace.write_texts("train.jsonl", rows)
+    evaluation = [story, "yes", "今天天气很好，我们一起去公园散步吧"]
+    held_out = workspace.write_texts("eval.jsonl", evaluation)
+
+    data = workspace.prepare(train, eval=[held_out], decontaminate=True, max_length=2000)
+    assert data.sources[0].contaminated == 3
+    assert texts(data) == kept
     assert data.left_out == ("data.train: 3 of 6 rows left out: they hold rows of data.eval",)
+
     with pytest.raises(DataError, match=r"all rows hold rows of data.eval"):
-        made(tmp_path, tokenizer, [held_out], eval=[held_out], decontaminate={"ngram": 5})
+        workspace.prepare(held_out, eval=[held_out], decontaminate={"ngram": 5})
 
 
-def test_a_curriculum_lies_in_the_cache(tmp_path: Path, tokenizer: str) -> None:
+def test_a_curriculum_lies_in_the_cache(workspace: Workspace) -> None:
     rows = [{"text": "x" * (n % 7 + 1), "level": -n} for n in range(40)]
-    file = write(tmp_path, "rows.jsonl", rows)
-    by_length = TokenCache.open(made(tmp_path, tokenizer, [file], curriculum="length").train_cache)
-    assert (np.diff(by_length.lengths) >= 0).all() and len(by_length) == 40
-    column = made(tmp_path, tokenizer, [file], curriculum={"by": "level"})
-    assert texts(column.train_cache) == [row["text"] for row in reversed(rows)]
-    for bad, line in (
+    file = workspace.write("rows.jsonl", rows)
+
+    by_length = workspace.prepare(file, curriculum="length")
+    lengths = TokenCache.open(by_length.train_cache).lengths
+    assert len(lengths) == 40
+    assert (np.diff(lengths) >= 0).all()
+
+    by_column = workspace.prepare(file, curriculum={"by": "level"})
+    assert texts(by_column) == [row["text"] for row in reversed(rows)]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
         ({"text": "a"}, "no column 'level'; its columns are: text"),
         ({"text": "a", "level": "hard"}, "`level` is 'hard', not a number"),
-    ):
-        with pytest.raises(DataError, match=rf"bad.jsonl:1: {line}"):
-            made(tmp_path, tokenizer, [write(tmp_path, "bad.jsonl", [bad])], curriculum="level")
+    ],
+)
+def test_a_curriculum_by_a_column_needs_numbers(
+    workspace: Workspace, row: dict[str, Any], says: str
+) -> None:
+    file = workspace.write("bad.jsonl", [row])
+    with pytest.raises(DataError, match=rf"bad.jsonl:1: {says}"):
+        workspace.prepare(file, curriculum="level")
 
 
 REFUSED = {
@@ -426,26 +483,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_makes_no_sense_is_refused(tmp_path: Path, case: str) -> None:
+def test_what_makes_no_sense_is_refused(workspace: Workspace, case: str) -> None:
     keys, line = REFUSED[case]
     file = {"kind": "file", "path": "rows.jsonl"}
-    data = {"train": [{}], **keys}
-    for role in {"train", "eval"} & data.keys():
-        data[role] = [{**file, **each} for each in data[role]]
+    options: dict[str, Any] = {"train": [{}], **keys}
+    for role in {"train", "eval"} & options.keys():
+        options[role] = [{**file, **each} for each in options[role]]
+
     with pytest.raises(ValidationError, match=line):
-        config(tmp_path, **data)
-    for algorithm in ("grpo", "ppo"):
-        with pytest.raises(
-            ValidationError,
-            match=r"data.curriculum orders samples, and prompts are dealt by algorithm.curriculum",
-        ):
-            Config.model_validate(
-                {
-                    "algorithm": algorithm,
-                    "data": {"train": [file], "curriculum": "length"},
-                    "model": {},
-                }
-            )
+        workspace.config(*options.pop("train"), **options)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_prompts_have_a_curriculum_of_their_own(algorithm: str) -> None:
+    data = {"train": [{"kind": "file", "path": "rows.jsonl"}], "curriculum": "length"}
+    says = "data.curriculum orders samples, and prompts are dealt by algorithm.curriculum"
+    with pytest.raises(ValidationError, match=says):
+        Config.model_validate({"algorithm": algorithm, "data": data, "model": {}})
 
 
 def test_the_hash_of_a_large_file_is_kept_until_it_changes(
@@ -454,16 +508,23 @@ def test_the_hash_of_a_large_file_is_kept_until_it_changes(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(places, "LARGE", 1)
     monkeypatch.setattr(places, "SETTLED_SECONDS", 0.0)
+
     path = tmp_path / "rows.jsonl"
     path.write_text("one")
     first = places.hash_file(path)
     (entry,) = (tmp_path / "cache" / "drumline" / "hashes").iterdir()
+
     stamp, _ = json.loads(entry.read_text())
-    entry.write_text(json.dumps([stamp, "as kept"]))
+    kept = json.dumps([stamp, "as kept"])
+    entry.write_text(kept)
     assert places.hash_file(path) == "as kept"
+
     for damage in ("{", "3", "[]"):
         entry.write_text(damage)
         assert places.hash_file(path) == first
-    entry.write_text(json.dumps([stamp, "as kept"]))
+
+    entry.write_text(kept)
     path.write_text("two")
-    assert places.hash_file(path) == hashlib.sha256(b"two").hexdigest() != first
+    changed = places.hash_file(path)
+    assert changed == hashlib.sha256(b"two").hexdigest()
+    assert changed != first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from drumline.models.build import build_model
 from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.generate import (
     AtEndings,
+    Completion,
     Endings,
     HFGenerator,
     Request,
@@ -47,65 +47,98 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(folder: Path) -> Iterator[Any]:
+def model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def prompts() -> list[Request]:
-    return [Request(tiny_tokenizer().encode(text), (i, 0)) for i, text in enumerate(TEXTS)]
+    encode = tiny_tokenizer().encode
+    return [Request(encode(text), (i, 0)) for i, text in enumerate(TEXTS)]
+
+
+def samples_of(tokens: list[int], prompt: int, number: int) -> list[Request]:
+    """Return requests for several samples of one prompt."""
+    return [Request(tokens, (prompt, sample)) for sample in range(number)]
 
 
 def hf(model: Any, seed: int = 7, **options: Any) -> HFGenerator:
-    return HFGenerator(HFConfig(**{"max_new_tokens": 24, **options}), model, tiny_tokenizer(), seed)
+    config = HFConfig(**{"max_new_tokens": 24, **options})
+    return HFGenerator(config, model, tiny_tokenizer(), seed)
+
+
+def continuous(model: Any, **options: Any) -> ContinuousGenerator:
+    config = ContinuousConfig(**{"max_new_tokens": 24, **options})
+    return ContinuousGenerator(config, model, tiny_tokenizer(), 7)
+
+
+def tokens_of(completions: list[Completion]) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+def ends_of(completions: list[Completion]) -> list[bool]:
+    return [completion.ended for completion in completions]
+
+
+def assert_each_token_has_a_log_prob(completions: list[Completion]) -> None:
+    for completion in completions:
+        assert len(completion.tokens) == len(completion.log_probs)
+
+
+def assert_same_samples(made: list[Completion], expected: list[Completion]) -> None:
+    assert tokens_of(made) == tokens_of(expected)
+    for one, other in zip(made, expected, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
 def test_noise_is_gumbels_and_stays_what_it_is() -> None:
     seeds = torch.tensor([request_seed(1, 2, (3, row)) for row in range(64)])
     noise = gumbel(seeds, torch.arange(64), 4096).double()
     # Euler's γ, π²/6.
-    assert abs(float(noise.mean()) - 0.57722) < 0.01 and abs(float(noise.var()) - 1.64493) < 0.03
-    assert torch.isfinite(noise).all() and noise.unique().numel() > 0.99 * noise.numel()
+    assert abs(float(noise.mean()) - 0.57722) < 0.01
+    assert abs(float(noise.var()) - 1.64493) < 0.03
+    assert torch.isfinite(noise).all()
+    assert noise.unique().numel() > 0.99 * noise.numel()
+
     # A run goes on with the numbers that it began with, on any machine and version: these are stored.
-    torch.testing.assert_close(
-        gumbel(torch.tensor([5]), torch.tensor([0]), 3),
-        torch.tensor([[3.8939576148986816, -0.8089520931243896, 1.9218164682388306]]),
-        rtol=1e-6,
-        atol=1e-7,
-    )
+    stored = torch.tensor([[3.8939576148986816, -0.8089520931243896, 1.9218164682388306]])
+    again = gumbel(torch.tensor([5]), torch.tensor([0]), 3)
+    torch.testing.assert_close(again, stored, rtol=1e-6, atol=1e-7)
     assert request_seed(1, 2, (3, 4)) == 4866362923935651086
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("temperature", "top_k", "top_p"),
     [
-        {},
-        {"temperature": 0.5},
-        {"top_k": 3},
-        {"top_p": 0.8},
-        {"top_k": 4, "top_p": 0.9, "temperature": 2.0},
+        (1.0, 0, 1.0),
+        (0.5, 0, 1.0),
+        (1.0, 3, 1.0),
+        (1.0, 0, 0.8),
+        (2.0, 4, 0.9),
     ],
 )
-def test_samples_have_the_probabilities_asked_for(options: dict[str, float]) -> None:
-    logits, draws = torch.tensor([1.5, 1.0, 0.0, -0.5, -2.0, 0.7]), 40_000
-    probabilities = (logits / options.get("temperature", 1.0)).softmax(0)
+def test_samples_have_the_probabilities_asked_for(
+    temperature: float, top_k: int, top_p: float
+) -> None:
+    logits = torch.tensor([1.5, 1.0, 0.0, -0.5, -2.0, 0.7])
+    draws = 40_000
+    probabilities = (logits / temperature).softmax(0)
     order = probabilities.argsort(descending=True)
-    likely = torch.zeros_like(probabilities)
-    if top_k := int(options.get("top_k", 0)):
+    if top_k:
         order = order[:top_k]
-    before = (
-        torch.cumsum(probabilities[order] / probabilities[order].sum(), 0)
-        - probabilities[order] / probabilities[order].sum()
-    )
-    likely[order[before < options.get("top_p", 1.0)]] = 1
-    expected = probabilities * likely / (probabilities * likely).sum()
-    sampler = Sampler(
-        options.get("temperature", 1.0), int(options.get("top_k", 0)), options.get("top_p", 1.0)
-    )
-    scores, log_probs = sampler.choose(
-        logits.expand(draws, -1), torch.full((draws,), 11), torch.arange(draws)
-    )
+
+    sorted_probabilities = probabilities[order] / probabilities[order].sum()
+    before = torch.cumsum(sorted_probabilities, 0) - sorted_probabilities
+    expected = torch.zeros_like(probabilities)
+    kept = order[before < top_p]
+    expected[kept] = probabilities[kept]
+    expected /= expected.sum()
+
+    sampler = Sampler(temperature, top_k, top_p)
+    logits_NV = logits.expand(draws, -1)
+    seeds_N = torch.full((draws,), 11)
+    scores, log_probs = sampler.choose(logits_NV, seeds_N, torch.arange(draws))
     chosen = scores.argmax(-1)
     seen = torch.bincount(chosen, minlength=6) / draws
     assert (seen - expected).abs().max() < 4 * (0.25 / draws) ** 0.5
@@ -115,7 +148,8 @@ def test_samples_have_the_probabilities_asked_for(options: dict[str, float]) -> 
 
 def test_greedy_decoding_draws_no_lots_among_equal_logits() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]]).expand(50, -1)
-    scores, log_probs = Sampler(1.0, top_k=1).choose(logits, torch.arange(50), torch.arange(50))
+    sampler = Sampler(1.0, top_k=1)
+    scores, log_probs = sampler.choose(logits, torch.arange(50), torch.arange(50))
     assert set(scores.argmax(-1).tolist()) == {1}
     torch.testing.assert_close(log_probs, logits.log_softmax(-1)[:, 1])
 
@@ -124,14 +158,14 @@ def test_greedy_decoding_draws_no_lots_among_equal_logits() -> None:
 def test_a_sample_hangs_on_neither_batch_nor_order_nor_company(model: Any) -> None:
     whole = hf(model, batch=6).generate(prompts(), step=3)
     for batch in (1, 4):
-        for one, other in zip(
-            whole, hf(model, batch=batch).generate(prompts(), step=3), strict=True
-        ):
-            assert one.tokens == other.tokens
-            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
-    backwards = hf(model, batch=3).generate(prompts()[::-1], step=3)[::-1]
-    assert [c.tokens for c in backwards] == [c.tokens for c in whole]
-    assert hf(model).generate(prompts()[2:3], step=3)[0].tokens == whole[2].tokens
+        made = hf(model, batch=batch).generate(prompts(), step=3)
+        assert_same_samples(made, whole)
+
+    backwards = hf(model, batch=3).generate(prompts()[::-1], step=3)
+    assert tokens_of(backwards[::-1]) == tokens_of(whole)
+
+    alone = hf(model).generate(prompts()[2:3], step=3)
+    assert alone[0].tokens == whole[2].tokens
 
 
 class HostReads(TorchDispatchMode):
@@ -140,40 +174,52 @@ class HostReads(TorchDispatchMode):
     reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.reads += 1
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_the_host_reads_nothing_of_a_token_but_the_token(model: Any, padded: bool) -> None:
     attend_by_documents(model, layout())
-    requests = prompts()[:2] if padded else [Request([5, 6, 7], (i, 0)) for i in range(2)]
+    requests = [Request([5, 6, 7], (0, 0)), Request([5, 6, 7], (1, 0))]
+    if padded:
+        requests = prompts()[:2]
+
     reads = []
     for tokens in (4, 12):
         generator = hf(model, max_new_tokens=tokens)
         generator.endings = Endings(frozenset(), (), None)
         with HostReads() as host:
-            made = generator.generate(requests, step=3)
-        assert [len(completion.tokens) for completion in made] == [tokens] * 2
+            first, second = generator.generate(requests, step=3)
+
+        assert len(first.tokens) == tokens
+        assert len(second.tokens) == tokens
+
         reads.append(host.reads)
+
     assert reads[0] == reads[1]
 
 
-def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token() -> None:
-    tokens_BT = torch.tensor([[9, 9, 5, 2, 7, 7, 7], [9, 9, 5, 6, 2, 7, 7], [9, 9, 5, 6, 7, 7, 7]])
-    found = {}
-    for is_late in (False, True):
-        ends = AtEndings(Endings(frozenset({2}), (), None), 3, 2, most=5, is_late=is_late)
-        flags = [ends(tokens_BT[:, : 3 + step], None).tolist() for step in range(3)]
-        assert ends.goes_on()
-        assert flags[2] == ([True, not is_late, False])
-        ends(tokens_BT[:, :6], None)
-        assert ends.goes_on()
-        ends(tokens_BT, None)
-        assert not ends.goes_on(), "all tokens are there that it may have"
-        ends.read_all()
-        found[is_late] = ends.lengths
-    assert found[False] == found[True] == [2, 3, None]
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token(is_late: bool) -> None:
+    rows = [[9, 9, 5, 2, 7, 7, 7], [9, 9, 5, 6, 2, 7, 7], [9, 9, 5, 6, 7, 7, 7]]
+    tokens_BT = torch.tensor(rows)
+    ends = AtEndings(Endings(frozenset({2}), (), None), 3, 2, most=5, is_late=is_late)
+    for width in (3, 4, 5):
+        flags = ends(tokens_BT[:, :width], None)
+
+    assert ends.goes_on()
+    assert flags.tolist() == [True, not is_late, False]
+
+    ends(tokens_BT[:, :6], None)
+    assert ends.goes_on()
+
+    ends(tokens_BT, None)
+    assert not ends.goes_on(), "all tokens are there that it may have"
+
+    ends.read_all()
+    assert ends.lengths == [2, 3, None]
 
 
 @pytest.mark.parametrize(
@@ -184,96 +230,132 @@ def test_a_group_of_requests_reads_its_prompt_once(kind: str) -> None:
     model = build_model(None, ModelConfig(id=None, config=PACK[kind]), seed=0).eval()
     read: list[int] = []
 
-    def look(_module: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-        read.append((args[0] if args else inputs["input_ids"]).numel())
+    def record_size(_module: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        ids = args[0] if args else inputs["input_ids"]
+        read.append(ids.numel())
 
-    model.get_decoder().register_forward_pre_hook(look, with_kwargs=True)
-    groups = [
-        [Request([5 + i, *range(8, 8 + length)], (i, sample)) for sample in range(4)]
-        for i, length in enumerate((2, 8, 5))
-    ]
+    model.get_decoder().register_forward_pre_hook(record_size, with_kwargs=True)
+    requests = []
+    for prompt, length in enumerate((2, 8, 5)):
+        tokens = [5 + prompt, *range(8, 8 + length)]
+        requests += samples_of(tokens, prompt, 4)
+
     generator = hf(model, max_new_tokens=6)
-    together = generator.generate([request for group in groups for request in group], step=1)
+    together = generator.generate(requests, step=1)
     # Prompts but for their last tokens, three rows 8 wide; then a token of each of the twelve.
     assert read == [3 * 8, *[12] * 6]
-    alone = [generator.generate([request], step=1)[0] for group in groups for request in group]
-    assert [each.tokens for each in together] == [each.tokens for each in alone]
-    for a, b in zip(together, alone, strict=True):
-        assert a.log_probs == pytest.approx(b.log_probs, abs=1e-5)
+
+    alone = []
+    for request in requests:
+        alone += generator.generate([request], step=1)
+
+    assert_same_samples(together, alone)
 
 
 def test_requests_of_a_prompt_go_together_where_prompts_divide_by_ranks() -> None:
-    groups = [
-        [Request([1] * (3 + prompt), (prompt, sample)) for sample in range(3)]
-        for prompt in range(4)
-    ]
-    requests = [request for group in groups for request in group]
-    shares = assign_requests(requests, 2)
-    assert sorted(len(share) for share in shares) == [6, 6] and sorted(
-        i for share in shares for i in share
-    ) == list(range(12))
-    assert all(len({requests[i].key[0] for i in share}) == 2 for share in shares)
-    assert sorted(len(share) for share in assign_requests(requests, 3)) == [4, 4, 4]
+    requests = []
+    for prompt in range(4):
+        requests += samples_of([1] * (3 + prompt), prompt, 3)
+
+    first, second = assign_requests(requests, 2)
+    assert sorted(first + second) == list(range(12))
+
+    for share in (first, second):
+        assert len(share) == 6
+
+        prompts_of_share = {requests[i].key[0] for i in share}
+        assert len(prompts_of_share) == 2
+
+    thirds = assign_requests(requests, 3)
+    assert list(map(len, thirds)) == [4, 4, 4]
 
 
 def test_seed_step_and_key_each_change_the_sample(model: Any) -> None:
-    tokens = prompts()[1].tokens
-    samples = [hf(model).generate([Request(tokens, (1, i))], 0)[0].tokens for i in range(2)]
-    samples += [
-        hf(model).generate([Request(tokens, (1, 0))], 1)[0].tokens,
-        hf(model, seed=8).generate([Request(tokens, (1, 0))], 0)[0].tokens,
+    first, second = samples_of(prompts()[1].tokens, 1, 2)
+    made = [
+        *hf(model).generate([first], 0),
+        *hf(model).generate([second], 0),
+        *hf(model).generate([first], 1),
+        *hf(model, seed=8).generate([first], 0),
     ]
-    assert len({tuple(s) for s in samples}) == 4
+    assert len(set(map(tuple, tokens_of(made)))) == 4
 
 
 def test_log_probs_are_those_of_the_model_at_the_temperature(model: Any) -> None:
     requests = prompts()
-    for request, made in zip(
-        requests, hf(model, temperature=0.7, top_k=20).generate(requests, 0), strict=True
-    ):
+    completions = hf(model, temperature=0.7, top_k=20).generate(requests, 0)
+    for request, made in zip(requests, completions, strict=True):
         ids = torch.tensor([request.tokens + made.tokens])
         with torch.no_grad():
-            log_probs = (model(ids).logits[0].float() / 0.7).log_softmax(-1)
-        at = range(len(request.tokens) - 1, ids.shape[1] - 1)
-        expected = [
-            float(log_probs[position, token])
-            for position, token in zip(at, made.tokens, strict=True)
-        ]
-        assert made.log_probs == pytest.approx(expected, abs=1e-5)
+            logits_TV = model(ids).logits[0].float()
+
+        log_probs_TV = (logits_TV / 0.7).log_softmax(-1)
+        positions = torch.arange(len(request.tokens) - 1, ids.shape[1] - 1)
+        expected = log_probs_TV[positions, made.tokens]
+        assert made.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_top_k_1_is_greedy_decoding(model: Any) -> None:
     request = prompts()[0]
-    expected = model.generate(torch.tensor([request.tokens]), do_sample=False, max_new_tokens=24)[
-        0, len(request.tokens) :
-    ].tolist()
-    assert hf(model, top_k=1).generate([request], 0)[0].tokens == expected
+    ids = torch.tensor([request.tokens])
+    expected = model.generate(ids, do_sample=False, max_new_tokens=24)[0].tolist()
+    (made,) = hf(model, top_k=1).generate([request], 0)
+    assert request.tokens + made.tokens == expected
+
+
+def end_early(model: Any, completions: list[Completion]) -> list[int]:
+    """Make two tokens of the completions end tokens of the model, and return all its end tokens."""
+    ends = [2, completions[0].tokens[5], completions[1].tokens[9]]
+    model.generation_config.eos_token_id = ends
+    return ends
+
+
+def cut(endings: Endings, tokens: list[int]) -> tuple[int, bool]:
+    """Return how many of `tokens` there are up to the end, and whether there is one."""
+    for count in range(1, len(tokens) + 1):
+        if endings.after(tokens[:count]):
+            return count, True
+
+    return len(tokens), False
+
+
+def find_end(tokens: list[int], ends: list[int]) -> tuple[int, bool]:
+    """Return how many of `tokens` there are up to the first of some end tokens, and whether there is one."""
+    for place, token in enumerate(tokens):
+        if token in ends:
+            return place + 1, True
+
+    return len(tokens), False
+
+
+def assert_cut(
+    made: list[Completion], free: list[Completion], expected: list[tuple[int, bool]]
+) -> None:
+    """Check that completions are those of free generation up to their ends, and that one has one.
+
+    `expected`: how many tokens each has, and whether it has an end.
+    """
+    for now, was, (count, ended) in zip(made, free, expected, strict=True):
+        assert now.tokens == was.tokens[:count]
+        assert now.ended == ended
+
+    assert_each_token_has_a_log_prob(made)
+    assert any(ends_of(made))
 
 
 def test_a_completion_ends_at_an_end_token_or_a_stop_text(model: Any) -> None:
     free = hf(model).generate(prompts(), 0)
-    assert not any(c.ended for c in free) and all(
-        len(c.tokens) == len(c.log_probs) == 24 for c in free
-    )
-    model.generation_config.eos_token_id = [2, free[0].tokens[5], free[1].tokens[9]]
+    assert not any(ends_of(free))
+
+    for completion in free:
+        assert len(completion.tokens) == 24
+
+    assert_each_token_has_a_log_prob(free)
+
+    ends = end_early(model, free)
     ended = hf(model).generate(prompts(), 0)
-    for was, now in zip(free, ended, strict=True):
-        ends = [
-            i for i, token in enumerate(was.tokens) if token in model.generation_config.eos_token_id
-        ]
-        count = ends[0] + 1 if ends else 24
-        assert (
-            now.tokens == was.tokens[:count]
-            and len(now.log_probs) == count
-            and now.ended == bool(ends)
-        )
-    assert any(c.ended for c in ended)
-
-
-def cut(endings: Endings, tokens: list[int]) -> tuple[int, bool]:
-    """(how many of `tokens` there are up to the end, whether there is one)."""
-    ends = [count for count in range(1, len(tokens) + 1) if endings.after(tokens[:count])]
-    return (ends[0], True) if ends else (len(tokens), False)
+    expected = [find_end(tokens, ends) for tokens in tokens_of(free)]
+    assert_cut(ended, free, expected)
 
 
 def test_a_stop_text_ends_where_it_is_complete() -> None:
@@ -281,11 +363,9 @@ def test_a_stop_text_ends_where_it_is_complete() -> None:
     tokens = tokenizer.encode("What is two plus three? Two plus three is five.")
     endings = Endings(frozenset({2}), ("ee? T", "</answer>"), tokenizer)
     count, ended = cut(endings, tokens)
-    assert (
-        ended
-        and "ee? T" in tokenizer.decode(tokens[:count])
-        and "ee? T" not in tokenizer.decode(tokens[: count - 1])
-    )
+    assert ended
+    assert "ee? T" in tokenizer.decode(tokens[:count])
+    assert "ee? T" not in tokenizer.decode(tokens[: count - 1])
     assert cut(endings, tokens[: count - 1]) == (count - 1, False)
     assert cut(endings, [5, 2, 7]) == (2, True)
 
@@ -295,78 +375,83 @@ def test_stop_texts_end_generation_of_a_model(model: Any) -> None:
     free = hf(model).generate(prompts(), 0)
     stop = tokenizer.decode(free[3].tokens[6:8])
     stopped = hf(model, stop=(stop,)).generate(prompts(), 0)
-    expected = [cut(Endings(frozenset({2}), (stop,), tokenizer), c.tokens) for c in free]
-    assert [(len(c.tokens), c.ended) for c in stopped] == expected and expected[3][1]
-    assert all(
-        now.tokens == was.tokens[: len(now.tokens)] for was, now in zip(free, stopped, strict=True)
-    )
+    endings = Endings(frozenset({2}), (stop,), tokenizer)
+    expected = [cut(endings, tokens) for tokens in tokens_of(free)]
+    assert_cut(stopped, free, expected)
+    assert stopped[3].ended
 
 
 def test_the_model_is_left_as_it_was_and_its_own_generation_config_has_no_say(model: Any) -> None:
     plain = hf(model).generate(prompts(), 0)
-    model.generation_config.repetition_penalty, model.config.use_cache = 3.0, False
     own = model.generation_config
+    own.repetition_penalty = 3.0
+    model.config.use_cache = False
+    first_layer, second_layer = model.model.layers[:2]
     model.train()
-    model.model.layers[0].eval()
-    assert [c.tokens for c in hf(model).generate(prompts(), 0)] == [c.tokens for c in plain]
+    first_layer.eval()
+    again = hf(model).generate(prompts(), 0)
+    assert tokens_of(again) == tokens_of(plain)
+
     with pytest.raises(PlanError):
         hf(model, max_new_tokens=512).generate(prompts(), 0)
-    assert model.generation_config is own and model.config.use_cache is False
-    assert model.training and model.model.layers[1].training and not model.model.layers[0].training
+
+    assert model.generation_config is own
+    assert model.config.use_cache is False
+    assert model.training
+    assert second_layer.training
+    assert not first_layer.training
 
 
 def test_no_room_and_no_prompt_are_one_line(model: Any) -> None:
-    with pytest.raises(
-        PlanError,
-        match="a prompt of 500 tokens and max_new_tokens 24 are more than the model's 512 positions — at most 12",
-    ):
+    no_room = "a prompt of 500 tokens and max_new_tokens 24 are more than the model's 512 positions — at most 12"
+    with pytest.raises(PlanError, match=no_room):
         hf(model).generate([Request([5] * 500, (0, 0))], 0)
+
     with pytest.raises(DataError, match="prompt \\(0, 0\\) has no tokens"):
         hf(model).generate([Request([], (0, 0))], 0)
     assert hf(model).generate([], 0) == []
 
 
-def continuous(model: Any, **options: Any) -> ContinuousGenerator:
-    return ContinuousGenerator(
-        ContinuousConfig(**{"max_new_tokens": 24, **options}), model, tiny_tokenizer(), 7
-    )
-
-
-MORE = ({"batch": 2}, {"top_p": 0.8, "temperature": 0.7})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, *(pytest.param(o, marks=pytest.mark.full) for o in MORE)], ids=str
+    "options",
+    [
+        {},
+        pytest.param({"batch": 2}, marks=pytest.mark.full),
+        pytest.param({"top_p": 0.8, "temperature": 0.7}, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_continuous_batching_samples_what_generate_samples(
     model: Any, options: dict[str, Any]
 ) -> None:
     """Twice as many requests as prompts: equal prompts share their cache, and their samples differ."""
-    requests = [Request(p.tokens, (p.key[0], sample)) for p in prompts() for sample in range(2)]
+    requests = []
+    for index, prompt in enumerate(prompts()):
+        requests += samples_of(prompt.tokens, index, 2)
+
     attention = model.config._attn_implementation
     model.train()
-    for one, other in zip(
-        hf(model, **options).generate(requests, 4),
-        continuous(model, **options).generate(requests, 4),
-        strict=True,
-    ):
-        assert one.tokens == other.tokens and one.ended == other.ended
-        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
-    assert model.training and model.config._attn_implementation == attention
+    expected = hf(model, **options).generate(requests, 4)
+    made = continuous(model, **options).generate(requests, 4)
+    assert_same_samples(made, expected)
+    assert ends_of(made) == ends_of(expected)
+    assert model.training
+    assert model.config._attn_implementation == attention
 
 
 @pytest.mark.slow
 def test_continuous_batching_ends_at_end_tokens_and_stop_texts(model: Any) -> None:
     free = hf(model).generate(prompts(), 0)
     stop = tiny_tokenizer().decode(free[3].tokens[6:8])
-    model.generation_config.eos_token_id = [2, free[0].tokens[5], free[1].tokens[9]]
-    for options in ({}, {"stop": (stop,)}):
-        expected = hf(model, **options).generate(prompts(), 0)
-        made = continuous(model, **options).generate(prompts(), 0)
-        assert [(c.tokens, c.ended) for c in made] == [(c.tokens, c.ended) for c in expected]
-        assert any(c.ended for c in made)
-        assert all(len(c.tokens) == len(c.log_probs) for c in made)
+    end_early(model, free)
+    for stops in ((), (stop,)):
+        expected = hf(model, stop=stops).generate(prompts(), 0)
+        made = continuous(model, stop=stops).generate(prompts(), 0)
+        assert tokens_of(made) == tokens_of(expected)
+        assert ends_of(made) == ends_of(expected)
+        assert any(ends_of(made))
+        assert_each_token_has_a_log_prob(made)
 
 
 @pytest.mark.slow
@@ -376,10 +461,12 @@ def test_what_fails_in_continuous_batching_is_said_and_nothing_hangs(model: Any)
     made.sampler.temperature = None  # type: ignore[assignment]
     with pytest.raises(DrumlineError, match="continuous batching failed: unsupported operand"):
         made.generate(prompts(), 0)
+
     started = set(threading.enumerate()) - before
     for thread in started:
         # Its work is over, and it is about to end.
         thread.join(60)
-    assert [thread.name for thread in started if thread.is_alive()] == []
+        assert not thread.is_alive(), thread.name
+
     assert len(continuous(model, batch=1).generate(prompts()[:2], 0)) == 2
     assert continuous(model).generate([], 0) == []

@@ -23,9 +23,8 @@ def a_plan(tf32: bool, compiled: bool, rolls_out: bool) -> Any:
         precision=SimpleNamespace(tf32=tf32),
         algorithm=algorithm,
         compile=SimpleNamespace(enabled=compiled),
-        data=SimpleNamespace(max_length=8),
     )
-    return SimpleNamespace(config=config, mesh=SimpleNamespace(pp=1, cp=1))
+    return SimpleNamespace(config=config, fixed_width=8 if compiled else None)
 
 
 @pytest.mark.parametrize("tf32", [True, False])

@@ -45,7 +45,7 @@ class HeadCase(NamedTuple):
 
         return list(torch.autograd.grad(loss, self.leaves))
 
-    def gradients_of_one(self, answer: torch.Tensor, **options: bool) -> list[torch.Tensor]:
+    def gradients_of_one(self, answer: torch.Tensor, **options: Any) -> list[torch.Tensor]:
         """Return the leaves' gradients if the first row of `back` comes back to an answer."""
         loss = (answer * self.back[0]).sum()
         return list(torch.autograd.grad(loss, self.leaves, **options))

@@ -13,80 +13,128 @@ from drumline.models.losses import LinearHead, cross_entropy, linear_cross_entro
 
 N, D, V = 37, 16, 53
 
+Tensor = torch.Tensor
+Leaves = list[Tensor | None]  # hidden states, weight and bias
+
 
 def tensors(
     dtype: torch.dtype = torch.float32,
     bias: bool = False,
     masked: float = 0.3,
     sizes: tuple[int, int, int] = (N, D, V),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[Leaves, Tensor]:
+    """Return what is learned and the targets, of which the share `masked` does not count."""
     torch.manual_seed(0)
     rows, width, vocabulary = sizes
-    hidden = torch.randn(rows, width, dtype=dtype, requires_grad=True)
-    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
-    bias_V = torch.randn(vocabulary, dtype=dtype, requires_grad=True) if bias else None
+    hidden = torch.randn(
+        rows,
+        width,
+        dtype=dtype,
+        requires_grad=True,
+    )
+    weight = torch.randn(
+        vocabulary,
+        width,
+        dtype=dtype,
+        requires_grad=True,
+    )
+    bias_V = None
+    if bias:
+        bias_V = torch.randn(vocabulary, dtype=dtype, requires_grad=True)
+
     targets = torch.randint(vocabulary, (rows,))
     targets[torch.rand(rows) < masked] = -100
-    return hidden, weight, bias_V, targets
+    return [hidden, weight, bias_V], targets
 
 
-def plain(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return cross_entropy(torch.nn.functional.linear(hidden, weight, bias), targets)
+def plain(leaves: Leaves, targets: Tensor) -> tuple[Tensor, Tensor]:
+    hidden, weight, bias = leaves
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return cross_entropy(logits, targets)
 
 
-def gradients(loss: torch.Tensor, *leaves: torch.Tensor | None) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(loss * 0.37, [leaf for leaf in leaves if leaf is not None]))
+def compute_in_chunks(
+    leaves: Leaves,
+    targets: Tensor,
+    chunk: int = 8,
+) -> tuple[Tensor, Tensor]:
+    hidden, weight, bias = leaves
+    head = LinearHead(weight, bias)
+    return linear_cross_entropy(hidden, head, targets, chunk)
+
+
+def gradients(loss: Tensor, leaves: Leaves) -> list[Tensor]:
+    present = [leaf for leaf in leaves if leaf is not None]
+    return list(torch.autograd.grad(loss * 0.37, present))
+
+
+def assert_near(got: list[Tensor], wanted: list[Tensor]) -> None:
+    torch.testing.assert_close(
+        got,
+        wanted,
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 8, 37, 1000])
 @pytest.mark.parametrize("bias", [False, True])
 def test_equals_the_plain_one(chunk: int, bias: bool) -> None:
-    hidden, weight, bias_V, targets = tensors(bias=bias)
-    loss, correct = linear_cross_entropy(hidden, LinearHead(weight, bias_V), targets, chunk)
-    expected, expected_correct = plain(hidden, weight, bias_V, targets)
+    leaves, targets = tensors(bias=bias)
+    loss, correct = compute_in_chunks(leaves, targets, chunk)
+    expected, expected_correct = plain(leaves, targets)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        loss,
+        expected,
+        rtol=1e-6,
+        atol=0,
+    )
     assert torch.equal(correct, expected_correct)
-    for got, wanted in zip(
-        gradients(loss, hidden, weight, bias_V),
-        gradients(expected, hidden, weight, bias_V),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    assert_near(gradients(loss, leaves), gradients(expected, leaves))
 
 
 def test_tied_weights_get_both_gradients() -> None:
-    _, weight, _, targets = tensors()
+    (_, weight, _), targets = tensors()
     ids = torch.randint(V, (N,))
-    loss, _ = linear_cross_entropy(weight[ids], LinearHead(weight), targets, 8)
-    expected, _ = plain(weight[ids], weight, None, targets)
-    torch.testing.assert_close(
-        gradients(loss, weight), gradients(expected, weight), rtol=1e-5, atol=1e-6
-    )
+    loss, _ = compute_in_chunks([weight[ids], weight, None], targets)
+    expected, _ = plain([weight[ids], weight, None], targets)
+    assert_near(gradients(loss, [weight]), gradients(expected, [weight]))
 
 
 def test_no_targets_at_all() -> None:
-    hidden, weight, _, targets = tensors(masked=1.1)
-    loss, correct = linear_cross_entropy(hidden, LinearHead(weight), targets, 8)
-    assert loss.item() == 0 and not correct.any()
-    assert all(not g.any() for g in gradients(loss, hidden, weight))
+    leaves, targets = tensors(masked=1.1)
+    loss, correct = compute_in_chunks(leaves, targets)
+    assert loss.item() == 0
+    assert not correct.any()
+
+    for gradient in gradients(loss, leaves):
+        assert not gradient.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> None:
-    hidden, weight, _, targets = tensors()
-    exact = gradients(plain(hidden, weight, None, targets)[0], hidden, weight)
+    leaves, targets = tensors()
+    exact_loss, _ = plain(leaves, targets)
+    exact = gradients(exact_loss, leaves)
     with torch.autocast("cpu", dtype):
-        loss, _ = linear_cross_entropy(hidden, LinearHead(weight), targets, 8)
-        expected, _ = plain(hidden, weight, None, targets)
-    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
-    for got, wanted, truth in zip(
-        gradients(loss, hidden, weight), gradients(expected, hidden, weight), exact, strict=True
-    ):
+        loss, _ = compute_in_chunks(leaves, targets)
+        expected, _ = plain(leaves, targets)
+
+    torch.testing.assert_close(
+        loss,
+        expected,
+        rtol=1e-3,
+        atol=0,
+    )
+
+    all_got = gradients(loss, leaves)
+    all_wanted = gradients(expected, leaves)
+    for got, wanted, truth in zip(all_got, all_wanted, exact, strict=True):
+        error = (got - truth).norm()
+        plain_error = (wanted - truth).norm()
         assert got.dtype == torch.float32
-        assert (got - truth).norm() <= 1.2 * (wanted - truth).norm()
+        assert error <= 1.2 * plain_error
 
 
 @pytest.mark.claim("the chunked cross-entropy and log-probs are the plain ones")
@@ -94,75 +142,113 @@ def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_gradient_is_right_in_float64(chunk: int) -> None:
     # Gradcheck goes once forward for each number.
-    hidden, weight, bias, targets = tensors(torch.float64, bias=True, sizes=(7, 3, 11))
-    assert 0 < int((targets == -100).sum()) < len(targets)
+    leaves, targets = tensors(
+        torch.float64,
+        bias=True,
+        sizes=(7, 3, 11),
+    )
+    masked = int((targets == -100).sum())
+    assert 0 < masked < len(targets)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return compute_in_chunks([*leaves], targets, chunk)[0]
+
     # gradcheck goes back twice, and our backward works on what it saved: hand it copies.
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, torch.clone):
-        assert torch.autograd.gradcheck(
-            lambda h, w, b: linear_cross_entropy(h, LinearHead(w, b), targets, chunk)[0],
-            (hidden, weight, bias),
-        )
+        assert torch.autograd.gradcheck(loss, tuple(leaves))
 
 
 def test_a_second_backward_is_refused_rather_than_wrong() -> None:
-    hidden, weight, _, targets = tensors()
-    loss, _ = linear_cross_entropy(hidden, LinearHead(weight), targets, 8)
+    loss, _ = compute_in_chunks(*tensors())
     (loss * 2).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (loss * 3).backward()
+
+
+def gradient_under_fp16(
+    hidden: Tensor,
+    vocabulary: int,
+    targets: Tensor,
+    chunk: int,
+) -> Tensor:
+    """Return the gradient of a weight of zeros, computed under autocast to fp16."""
+    weight = torch.zeros(vocabulary, D, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        loss, _ = compute_in_chunks([hidden, weight, None], targets, chunk)
+
+    loss.backward()
+    assert weight.grad is not None
+
+    return weight.grad
 
 
 def test_fp16_keeps_gradients_that_fp16_has_no_number_for() -> None:
     """Of 4096 equally likely tokens one is learned; the others' gradients, scaled by 2⁻¹⁴ as their hidden states are, are under fp16's
     smallest number (6e-8), and a loss scale that comes after them could not bring them back."""
     vocabulary = 4096
-    hidden = torch.full((2, D), 2.0**-14, requires_grad=True)
-    weight = torch.zeros(vocabulary, D, requires_grad=True)
-    with torch.autocast("cpu", torch.float16):
-        loss, _ = linear_cross_entropy(hidden, LinearHead(weight), torch.tensor([0, -100]), 8)
-    loss.backward()
-    assert weight.grad is not None
+    hidden = torch.full(
+        (2, D),
+        2.0**-14,
+        requires_grad=True,
+    )
+    gradient = gradient_under_fp16(hidden, vocabulary, torch.tensor([0, -100]), 8)
+    others = gradient[1:]
+    expected = torch.full_like(others, 2.0**-14 / vocabulary)
     torch.testing.assert_close(
-        weight.grad[1:], torch.full_like(weight.grad[1:], 2.0**-14 / vocabulary), rtol=1e-3, atol=0
+        others,
+        expected,
+        rtol=1e-3,
+        atol=0,
     )
 
 
 def test_fp16_sums_over_more_than_fp16_can_hold() -> None:
     """One token is wrong in the same way everywhere: its gradient, a sum over places, passes 65504."""
     places = 64
-    hidden = torch.full((places, D), 2048.0, requires_grad=True)
-    weight = torch.zeros(2, D, requires_grad=True)
-    with torch.autocast("cpu", torch.float16):
-        loss, _ = linear_cross_entropy(
-            hidden, LinearHead(weight), torch.zeros(places, dtype=torch.long), 64
-        )
-    loss.backward()
-    assert weight.grad is not None
-    torch.testing.assert_close(weight.grad[0], torch.full((D,), -0.5 * places * 2048.0))
+    hidden = torch.full(
+        (places, D),
+        2048.0,
+        requires_grad=True,
+    )
+    targets = torch.zeros(places, dtype=torch.long)
+    gradient = gradient_under_fp16(hidden, 2, targets, 64)
+    expected = torch.full((D,), -0.5 * places * 2048.0)
+    torch.testing.assert_close(gradient[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_16_bits_get_gradients_of_16_bits(dtype: torch.dtype) -> None:
-    hidden, weight, _, targets = tensors(dtype)
-    loss, _ = linear_cross_entropy(hidden, LinearHead(weight), targets, 8)
+    leaves, targets = tensors(dtype)
+    hidden, weight, _ = leaves
+    loss, _ = compute_in_chunks(leaves, targets)
     assert loss.dtype == torch.float32
-    exact = gradients(plain(hidden.float(), weight.float(), None, targets)[0], hidden, weight)
-    for got, truth in zip(gradients(loss, hidden, weight), exact, strict=True):
+
+    exact_loss, _ = plain([hidden.float(), weight.float(), None], targets)
+    exact = gradients(exact_loss, leaves)
+    rounding = torch.finfo(dtype).eps
+    for got, truth in zip(gradients(loss, leaves), exact, strict=True):
         assert got.dtype == dtype
-        assert (got - truth).norm() <= 2 * torch.finfo(dtype).eps * truth.norm()
+        error = (got - truth).norm()
+        assert error <= 2 * rounding * truth.norm()
 
 
 def test_only_learned_rows_are_looked_at() -> None:
     """What stands where nothing is learned (padding, prompts) has no part in the result, not even where it is no number."""
-    hidden, weight, _, targets = tensors()
+    leaves, targets = tensors()
+    hidden, weight, _ = leaves
+    is_masked = targets == -100
     broken = hidden.detach().clone()
-    broken[targets == -100] = torch.nan
+    broken[is_masked] = torch.nan
     broken.requires_grad_()
-    loss, correct = linear_cross_entropy(broken, LinearHead(weight), targets, 8)
-    expected, _ = linear_cross_entropy(hidden, LinearHead(weight), targets, 8)
-    assert torch.equal(loss, expected) and not correct[targets == -100].any()
-    got, wanted = gradients(loss, broken, weight), gradients(expected, hidden, weight)
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    loss, correct = compute_in_chunks([broken, weight, None], targets)
+    expected, _ = compute_in_chunks(leaves, targets)
+    assert torch.equal(loss, expected)
+    assert not correct[is_masked].any()
+
+    all_got = gradients(loss, [broken, weight])
+    all_wanted = gradients(expected, leaves)
+    for got, wanted in zip(all_got, all_wanted, strict=True):
+        assert torch.equal(got, wanted)
 
 
 class Products(TorchDispatchMode):
@@ -170,46 +256,56 @@ class Products(TorchDispatchMode):
 
     multiplied = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
-            a, b = args[-2:]
-            self.multiplied += a.shape[0] * a.shape[1] * b.shape[1]
+            left, right = args[-2:]
+            rows, inner = left.shape
+            self.multiplied += rows * inner * right.shape[1]
         return func(*args, **(kwargs or {}))
 
 
 def test_only_the_work_that_is_wanted_is_done() -> None:
     """In products of a learned row with the head: one for its logits, and one each for the gradients of hidden states and weight."""
-    hidden, weight, bias, targets = tensors(bias=True)
-    one = int((targets != -100).sum()) * D * V
+    (hidden, weight, bias), targets = tensors(bias=True)
+    learned = int((targets != -100).sum())
 
-    def products(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> float:
+    def products(*leaves: Tensor | None) -> float:
         with Products() as counter:
-            loss_sum, _ = linear_cross_entropy(h, LinearHead(w, b), targets, 8)
+            loss_sum, _ = compute_in_chunks([*leaves], targets)
             if loss_sum.requires_grad:
                 loss_sum.backward()
-        return counter.multiplied / one
+        return counter.multiplied / (learned * D * V)
 
     assert products(hidden, weight, bias) == 3
     assert products(hidden, weight.detach(), None) == 2
     assert products(hidden.detach(), weight.detach(), bias) == 1
+
     with torch.no_grad():
         assert products(hidden, weight, bias) == 1
 
 
 def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same() -> None:
-    hidden, weight, bias, targets = tensors(bias=True)
-    assert bias is not None
-    wanted = gradients(plain(hidden, weight, bias, targets)[0], hidden, weight, bias)
-    for frozen in itertools.product([False, True], repeat=3):
-        leaves = [
-            leaf.detach() if still else leaf
-            for leaf, still in zip((hidden, weight, bias), frozen, strict=True)
-        ]
-        loss, _ = linear_cross_entropy(leaves[0], LinearHead(leaves[1], leaves[2]), targets, 8)
-        assert loss.requires_grad is not all(frozen)
-        if loss.requires_grad:
-            expected = [grad for grad, still in zip(wanted, frozen, strict=True) if not still]
-            got = gradients(
-                loss, *[leaf for leaf, still in zip(leaves, frozen, strict=True) if not still]
-            )
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    leaves, targets = tensors(bias=True)
+    loss, _ = plain(leaves, targets)
+    wanted = gradients(loss, leaves)
+    for learns in itertools.product([True, False], repeat=3):
+        inputs: Leaves = []
+        learned: Leaves = []
+        expected = []
+        for leaf, gradient, leaf_learns in zip(leaves, wanted, learns, strict=True):
+            if leaf_learns:
+                inputs.append(leaf)
+                learned.append(leaf)
+                expected.append(gradient)
+            else:
+                inputs.append(leaf.detach())
+        loss, _ = compute_in_chunks(inputs, targets)
+        assert loss.requires_grad == any(learns)
+        if learned:
+            assert_near(gradients(loss, learned), expected)

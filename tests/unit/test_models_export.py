@@ -36,10 +36,20 @@ def write_plan(run: Path, model: dict[str, Any], model_path: str | None, kind: s
     data = {"train": [{"kind": "file", "path": "x.jsonl"}]}
     config = Config.model_validate({"model": model, "algorithm": {"kind": kind}, "data": data})
     plan = Plan(
-        config=config, run_dir=str(run), mesh=Mesh(), engine="native", device="cpu", backend="gloo", precision="fp32",
+        config=config,
+        run_dir=str(run),
+        mesh=Mesh(),
+        engine="native",
+        device="cpu",
+        backend="gloo",
+        precision="fp32",
         batch=BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1),
-        lr=1e-3, steps=3, data=None, model_path=model_path, predicted=Predicted(),
-    )  # fmt: skip
+        lr=1e-3,
+        steps=3,
+        data=None,
+        model_path=model_path,
+        predicted=Predicted(),
+    )
     run.mkdir(parents=True, exist_ok=True)
     plan.save(run / "plan.json")
     return plan
@@ -48,7 +58,7 @@ def write_plan(run: Path, model: dict[str, Any], model_path: str | None, kind: s
 def save_steps(
     run: Path, plan: Plan, metrics: list[float | None]
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """One checkpoint for each metric, the weights moved on between; what each step's weights were."""
+    """Save a checkpoint for each metric, the weights moved on between; return the weights of each step."""
     model = build_model(plan.model_path, plan.config.model, seed=0, head=plan.config.head)
     checkpointer = Checkpointer(
         run / "checkpoints", keep=9, keep_best=True, mode="min", asynchronous=False
@@ -56,28 +66,39 @@ def save_steps(
     weights = {}
     for step, metric in enumerate(metrics, start=1):
         torch.manual_seed(step)
-        for p in filter(lambda p: p.requires_grad, model.parameters()):
-            p.data += 0.1 * torch.randn_like(p)
-        extra = {"optim.x.step": torch.ones(1)}
-        checkpointer.save(step, canonical_tensors(model) | extra, {"step": step}, metric)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+
+        tensors = canonical_tensors(model) | {"optim.x.step": torch.ones(1)}
+        checkpointer.save(step, tensors, {"step": step}, metric)
         (result,) = checkpointer.wait()
+
         assert result.error is None, result.error
+
         weights[step] = {name: value.clone() for name, value in model.state_dict().items()}
+
     return weights
+
+
+def write_run(
+    root: Path, model: dict[str, Any], folder: Path, kind: str = "sft"
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Write a run with one checkpoint to `root`/run, and return its weights by step."""
+    run = root / "run"
+    return save_steps(run, write_plan(run, model, str(folder), kind), [1.0])
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of three checkpoints, the second the best; its model says how to generate, the config gives a chat template."""
     folder = tiny_model_dir(tmp_path / "model")
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [2, 0], "do_sample": True, "temperature": 0.3})
-    )
-    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    generation = {"eos_token_id": [2, 0], "do_sample": True, "temperature": 0.3}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    template = tmp_path / "own.jinja"
+    template.write_text(TEMPLATE)
     run = tmp_path / "run"
-    plan = write_plan(
-        run, {"id": str(folder), "chat_template": str(tmp_path / "own.jinja")}, str(folder)
-    )
+    plan = write_plan(run, {"id": str(folder), "chat_template": str(template)}, str(folder))
     torch.save(save_steps(run, plan, [3.0, 1.0, 2.0]), tmp_path / "weights.pt")
     return run
 
@@ -92,8 +113,10 @@ def trained(run: Path, step: int) -> dict[str, torch.Tensor]:
     return torch.load(run.parent / "weights.pt", weights_only=True)[step]
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert torch.equal(value, wanted[name]), name
 
 
 def left_over(folder: Path) -> list[str]:
@@ -106,14 +129,23 @@ def test_the_checkpoint_that_was_asked_for(
     run: Path, tmp_path: Path, which: Any, step: int
 ) -> None:
     seen: list[tuple[int, int | None]] = []
-    result = export(
-        run, tmp_path / "out", which, lambda phase, done, total: seen.append((done, total))
-    )
-    assert (result.path, result.step, result.max_logit_difference) == (tmp_path / "out", step, 0.0)
-    assert seen == [(i, 4) for i in range(5)]
-    assert same(read_back(result.path), trained(run, step))
-    origin = json.loads((result.path / "drumline.json").read_text())
-    assert origin.pop("torch") == torch.__version__ and origin.pop("transformers")
+
+    def show(phase: str, done: int, total: int | None) -> None:
+        seen.append((done, total))
+
+    out = tmp_path / "out"
+    result = export(run, out, which, show)
+
+    assert result.path == out
+    assert result.step == step
+    assert result.max_logit_difference == 0.0
+    assert seen == [(done, 4) for done in range(5)]
+
+    assert_same(read_back(out), trained(run, step))
+    origin = json.loads((out / "drumline.json").read_text())
+
+    assert origin.pop("torch") == torch.__version__
+    assert origin.pop("transformers")
     assert origin == {
         "drumline": __version__,
         "run": str(run),
@@ -124,59 +156,81 @@ def test_the_checkpoint_that_was_asked_for(
     assert left_over(tmp_path) == []
 
 
+def save_one_tensor(root: Path, step: int, metric: float | None, **options: Any) -> None:
+    """Save a checkpoint of one tensor; two are kept."""
+    checkpointer = Checkpointer(root, keep=2, asynchronous=False, **options)
+    checkpointer.save(step, {"model.w": torch.ones(1)}, {"step": step}, metric)
+    checkpointer.wait()
+
+
+def kept_steps(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
 def test_the_best_of_those_that_are_kept(tmp_path: Path) -> None:
     root = tmp_path / "run" / "checkpoints"
-    checkpointer = Checkpointer(root, keep=2, keep_best=False, mode="min", asynchronous=False)
     for step, metric in enumerate((1.0, 2.0, 3.0), start=1):
-        checkpointer.save(step, {"model.w": torch.ones(1)}, {"step": step}, metric)
-        checkpointer.wait()
-    assert [path.name for path in sorted(root.glob("step-*"))] == ["step-00000002", "step-00000003"]
+        save_one_tensor(root, step, metric, keep_best=False, mode="min")
+
+    assert kept_steps(root) == [2, 3]
+
     best = read_pointer(root, "best")
-    assert best is not None and best.name == "step-00000002"
-    (root / "best").write_text("step-00000001\n")  # of an older version, which had removed it
-    assert choose(f"file://{tmp_path / 'run'}", "best")[1] == "checkpoints/step-00000003"
+    assert best is not None
+    assert best.name == "step-00000002"
+
+    # Of an older version, which had removed the best one.
+    (root / "best").write_text("step-00000001\n")
+    _, chosen, _ = choose(f"file://{tmp_path / 'run'}", "best")
+
+    assert chosen == "checkpoints/step-00000003"
 
 
 def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
     """After `--allow eval.metric`; those of an older version, which does not say what they are of, count."""
-    root, found = tmp_path / "checkpoints", []
-    for step, (mode, metric) in enumerate(
-        [
-            ("min loss", 1.1),
-            ("min loss", 1.5),
-            ("max acc", None),
-            ("max acc", 0.6),
-            ("max acc", 0.5),
-        ],
-        1,
-    ):
-        checkpointer = Checkpointer(root, keep=2, keep_best=True, mode=mode, asynchronous=False)
-        checkpointer.save(step, {"model.w": torch.ones(1)}, {"step": step}, metric)
-        checkpointer.wait()
+    root = tmp_path / "checkpoints"
+    found = []
+    metrics = [
+        ("min loss", 1.1),
+        ("min loss", 1.5),
+        ("max acc", None),
+        ("max acc", 0.6),
+        ("max acc", 0.5),
+    ]
+
+    for step, (mode, metric) in enumerate(metrics, start=1):
+        save_one_tensor(root, step, metric, keep_best=True, mode=mode)
         best = read_pointer(root, "best")
-        found.append(best and int(best.name[-2:]))
-    assert found == [1, 1, 3, 4, 4]
-    assert sorted(int(path.name[-2:]) for path in root.glob("step-*")) == [4, 5]
+        assert best is not None
+        found.append(best.name)
+
+    assert [int(name.removeprefix("step-")) for name in found] == [1, 1, 3, 4, 4]
+    assert kept_steps(root) == [4, 5]
+
+
+def flip_a_bit(path: Path, position: int) -> None:
+    """Damage one byte of a file; a negative position counts from its end."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
 
 
 def test_a_damaged_shard_is_found_by_whoever_reads_it(run: Path, tmp_path: Path) -> None:
-    shard = next((run / "checkpoints" / "step-00000002").glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[-200] ^= 1
-    shard.write_bytes(data)
+    checkpoint = run / "checkpoints" / "step-00000002"
+    shard = next(checkpoint.glob("*.distcp"))
+    flip_a_bit(shard, -200)
     with pytest.raises(CheckpointError, match=r"distcp.*sha256"):
-        open_plan(plan_of(run, False), run / "checkpoints" / "step-00000002")
+        open_plan(plan_of(run, False), checkpoint)
 
 
 def test_the_base_of_an_adapter_has_its_name_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    copy, name = tmp_path / "hub" / "models--a--b" / "snapshots" / "1", ModelConfig(id="a/b")
-    assert (
-        _portable_name(name, str(copy)) == "a/b"
-        and _portable_name(name, "/elsewhere") == "/elsewhere"
-    )
+    model = ModelConfig(id="a/b")
+    copy = tmp_path / "hub" / "models--a--b" / "snapshots" / "1"
+
+    assert _portable_name(model, str(copy)) == "a/b"
+    assert _portable_name(model, "/elsewhere") == "/elsewhere"
 
 
 def test_texts_end_where_a_template_ends_answers(tmp_path: Path) -> None:
@@ -185,12 +239,9 @@ def test_texts_end_where_a_template_ends_answers(tmp_path: Path) -> None:
 
     folder = tiny_model_dir(tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    save_steps(
-        tmp_path / "run",
-        write_plan(tmp_path / "run", {"id": str(folder), "chat_template": "chatml"}, str(folder)),
-        [1.0],
-    )
+    write_run(tmp_path, {"id": str(folder), "chat_template": "chatml"}, folder)
     out = export(tmp_path / "run", tmp_path / "out", "last").path
+
     assert GenerationConfig.from_pretrained(out).eos_token_id == [0, 2]
     assert AutoTokenizer.from_pretrained(out).chat_template == read_template("chatml")
 
@@ -204,29 +255,27 @@ def test_the_padding_of_a_reward_model_ends_no_text(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 5}))
-    save_steps(
-        tmp_path / "run",
-        write_plan(tmp_path / "run", {"id": str(folder)}, str(folder), "reward"),
-        [1.0],
-    )
+    config_path = folder / "config.json"
+    config = json.loads(config_path.read_text())
+    config_path.write_text(json.dumps(config | {"pad_token_id": 5}))
+    write_run(tmp_path, {"id": str(folder)}, folder, "reward")
     out = export(tmp_path / "run", tmp_path / "out", "last").path
-    model, tokenizer = (
-        AutoModelForSequenceClassification.from_pretrained(out),
-        AutoTokenizer.from_pretrained(out),
-    )
-    assert model.config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
-    short = [{"role": "user", "content": "one"}]
-    texts = [
-        tokenizer.apply_chat_template(turns, tokenize=False).strip()
-        for turns in (short, [*short, *short])
-    ]
-    assert texts[0].endswith(tokenizer.eos_token)
-    both = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
-    assert torch.allclose(
-        both[0], model(**tokenizer(texts[:1], return_tensors="pt")).logits[0], atol=1e-5
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+    turn = {"role": "user", "content": "one"}
+    short = tokenizer.apply_chat_template([turn], tokenize=False).strip()
+    long = tokenizer.apply_chat_template([turn, turn], tokenize=False).strip()
+
+    assert short.endswith(tokenizer.eos_token)
+
+    both = model(**tokenizer([short, long], padding=True, return_tensors="pt")).logits
+    alone = model(**tokenizer([short], return_tensors="pt")).logits
+
+    assert torch.allclose(both[0], alone[0], atol=1e-5)
 
 
 def test_what_a_class_freezes_comes_from_the_models_files(tmp_path: Path) -> None:
@@ -237,13 +286,13 @@ def test_what_a_class_freezes_comes_from_the_models_files(tmp_path: Path) -> Non
     (bias,) = [name for name in tensors if "e_score_correction_bias" in name]
     tensors[bias] += torch.arange(4.0)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    weights = save_steps(
-        tmp_path / "run", write_plan(tmp_path / "run", {"id": str(folder)}, str(folder)), [1.0]
-    )
+    weights = write_run(tmp_path, {"id": str(folder)}, folder)
     found = read_back(export(tmp_path / "run", tmp_path / "out", "last").path)
+    assert_same(found, weights[1])
     # By another name than in the files.
     (read,) = [value for name, value in found.items() if name.endswith("e_score_correction_bias")]
-    assert same(found, weights[1]) and torch.equal(read, tensors[bias])
+
+    assert torch.equal(read, tensors[bias])
 
 
 def test_all_that_goes_with_the_weights(run: Path, tmp_path: Path) -> None:
@@ -251,13 +300,14 @@ def test_all_that_goes_with_the_weights(run: Path, tmp_path: Path) -> None:
 
     folder = export(run, tmp_path / "out", "last").path
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.chat_template == TEMPLATE and tokenizer.eos_token == "<|im_end|>"
+
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.eos_token == "<|im_end|>"
+
     generation = GenerationConfig.from_pretrained(folder)
-    assert (generation.eos_token_id, generation.do_sample, generation.temperature) == (
-        [2, 0],
-        True,
-        0.3,
-    )
+    assert generation.eos_token_id == [2, 0]
+    assert generation.do_sample is True
+    assert generation.temperature == 0.3
     assert AutoConfig.from_pretrained(folder).use_cache is True
     assert not list(folder.glob("*.bin")), "safetensors only"
 
@@ -268,8 +318,11 @@ def test_files_have_the_mode_of_the_umask(run: Path, tmp_path: Path) -> None:
         folder = export(run, tmp_path / "out", "last").path
     finally:
         os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
-    assert set(modes.values()) == {0o640} and "model.safetensors" in modes
+
+    assert (folder / "model.safetensors").exists()
+
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -279,11 +332,12 @@ def test_half_the_bytes_on_request(
 ) -> None:
     result = export(run, tmp_path / "out", "last", dtype=dtype)
     assert result.max_logit_difference == 0.0
-    assert json.loads((result.path / "config.json").read_text())["dtype"] == str(kind).removeprefix(
-        "torch."
-    )
+
+    config = json.loads((result.path / "config.json").read_text())
+    assert f"torch.{config['dtype']}" == str(kind)
+
     rounded = {name: value.to(kind) for name, value in trained(run, 3).items()}
-    assert same(read_back(result.path, kind), rounded)
+    assert_same(read_back(result.path, kind), rounded)
     with pytest.raises(EnvironmentFault, match="no dtype 'int3'"):
         export(run, tmp_path / "other", "last", dtype="int3")
 
@@ -291,28 +345,28 @@ def test_half_the_bytes_on_request(
 @pytest.mark.slow
 def test_a_model_written_out_by_its_config(tmp_path: Path) -> None:
     """Untied weights, the tokenizer from elsewhere, and an attention that this machine has not."""
-    tokenizer = tiny_model_dir(tmp_path / "model")
+    run = tmp_path / "run"
     config = {
         "model_type": "llama",
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
+        "vocab_size": 320,
+        "tie_word_embeddings": False,
     }
-    config |= {"vocab_size": 320, "tie_word_embeddings": False}
-    plan = write_plan(
-        tmp_path / "run",
-        {"id": None, "init": "random", "config": config, "tokenizer": str(tokenizer)},
-        None,
-    )
-    weights = save_steps(tmp_path / "run", plan, [None])
+    tokenizer = tiny_model_dir(tmp_path / "model")
+    model = {"id": None, "init": "random", "config": config, "tokenizer": str(tokenizer)}
+    plan = write_plan(run, model, None)
+    weights = save_steps(run, plan, [None])
     flash = plan.config.model.model_copy(update={"attention": "flash_attention_2"})
-    plan.model_copy(update={"config": plan.config.model_copy(update={"model": flash})}).save(
-        tmp_path / "run" / "plan.json"
-    )
-    result = export(tmp_path / "run", tmp_path / "out", "best")
+    changed = plan.config.model_copy(update={"model": flash})
+    plan.model_copy(update={"config": changed}).save(run / "plan.json")
+    result = export(run, tmp_path / "out", "best")
+
     assert result.max_logit_difference == 0.0
-    assert same(read_back(result.path), weights[1])
+
+    assert_same(read_back(result.path), weights[1])
 
 
 @pytest.mark.slow
@@ -320,16 +374,23 @@ def test_an_older_export_is_replaced_and_nothing_else(run: Path, tmp_path: Path)
     out = tmp_path / "out"
     out.mkdir()
     export(run, out, 1)
+
     assert export(run, out, "last").step == 3
-    assert same(read_back(out), trained(run, 3)) and left_over(tmp_path) == []
+
+    assert_same(read_back(out), trained(run, 3))
+    assert left_over(tmp_path) == []
+
     (out / "drumline.json").unlink()
     with pytest.raises(EnvironmentFault, match="not an export of Drumline"):
         export(run, out, 1)
-    assert same(read_back(out), trained(run, 3))
-    (tmp_path / "file").write_text("mine")
+
+    assert_same(read_back(out), trained(run, 3))
+    file = tmp_path / "file"
+    file.write_text("mine")
     with pytest.raises(EnvironmentFault):
-        export(run, tmp_path / "file", 1)
-    assert (tmp_path / "file").read_text() == "mine"
+        export(run, file, 1)
+
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.slow
@@ -348,30 +409,36 @@ def test_a_folder_that_reads_back_otherwise_is_not_kept(
     monkeypatch.setattr(module, "_read_back", read_another)
     with pytest.raises(DrumlineError, match="does not read back as the same model"):
         export(run, out, "last")
-    assert same(read_back(out), trained(run, 1)) and left_over(tmp_path) == []
+
+    assert_same(read_back(out), trained(run, 1))
+    assert left_over(tmp_path) == []
 
 
 def test_damage_is_noticed(run: Path, tmp_path: Path) -> None:
     newest = run / "checkpoints" / "step-00000003"
     (shard,) = newest.glob("*.distcp")
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip_a_bit(shard, shard.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=shard.name):
         export(run, tmp_path / "out", 3)
+
     assert export(run, tmp_path / "out", "last").step == 2, "the newest whole one"
 
 
 def test_where_there_is_nothing_to_export(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     with pytest.raises(CheckpointError, match=r"plan\.json"):
-        export(tmp_path, tmp_path / "out", "last")
+        export(tmp_path, out, "last")
+
     with pytest.raises(CheckpointError, match="step-00000009"):
-        export(run, tmp_path / "out", 9)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "plan.json").write_text((run / "plan.json").read_text())
+        export(run, out, 9)
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "plan.json").write_text((run / "plan.json").read_text())
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        export(tmp_path / "empty", tmp_path / "out", "last")
-    assert not (tmp_path / "out").exists()
+        export(empty, out, "last")
+
+    assert not out.exists()
 
 
 def test_where_it_cannot_be_written(run: Path, tmp_path: Path) -> None:

@@ -32,7 +32,17 @@ pytestmark = pytest.mark.slow
 
 
 def figures(text: str) -> list[dict]:
-    return json.loads(re.search(r'id="values">(.*?)</script>', text)[1])["charts"]
+    values = re.search(r'id="values">(.*?)</script>', text)[1]
+    return json.loads(values)["charts"]
+
+
+def run_of(folder: Path, *events: Any) -> RunFacts:
+    """Return the facts of a run with these events after its start."""
+    return RunFacts(write_run(folder, events=[start(), *events]))
+
+
+def page_of(run: Path) -> str:
+    return page.page([RunFacts(run)])
 
 
 @pytest.mark.claim(
@@ -44,19 +54,22 @@ def test_what_a_run_says_is_on_its_page_and_runs_nothing(
     monkeypatch.setenv("MY_TOKEN", "sesame-open-sesame")
     run = write_run(tmp_path / f"<b>{'run'}")
     with (run / "events.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"t": 1.0, "kind": "spike", "step": 3, "policy": "sesame-open-sesame"})
-            + "\n"
-        )
-    text = page.page([RunFacts(run)])
-    own = text.replace(page.asset("plotly.min.js"), "").replace(page.asset("page.js"), "")
-    assert (
-        "<script>window" not in own
-        and "<img" not in own
-        and "<b>run" not in own
-        and own.count("</script>") == 3
-    )
-    assert "hunter2" not in text and "sesame-open" not in text
+        spike = {"t": 1.0, "kind": "spike", "step": 3, "policy": "sesame-open-sesame"}
+        file.write(json.dumps(spike) + "\n")
+
+    text = page_of(run)
+    own = text
+    for asset in ("plotly.min.js", "page.js"):
+        own = own.replace(page.asset(asset), "")
+
+    for foreign in ("<script>window", "<img", "<b>run"):
+        assert foreign not in own
+
+    assert own.count("</script>") == 3
+
+    for secret in ("hunter2", "sesame-open"):
+        assert secret not in text
+
     for part in (
         "finished",
         "20 of 20",
@@ -70,39 +83,51 @@ def test_what_a_run_says_is_on_its_page_and_runs_nothing(
         "reward 0.75",
     ):
         assert part in own, part
-    titles = [figure["title"] for figure in figures(text)]
+
+    titles = {figure["title"] for figure in figures(text)}
     curves = {"loss", "held out: loss", "reward: a", "sampler gap", "learning rate"}
-    assert curves | {"Seconds by phase and rank", "Memory of the fullest rank"} <= {*titles}
+    assert titles >= curves
+    assert titles >= {"Seconds by phase and rank", "Memory of the fullest rank"}
+
     loss = figures(text)[0]
-    assert loss["series"][0]["x"] == list(range(1, 21)) and loss["marks"] == [
-        {"x": 10, "text": "restart"}
-    ]
+    assert loss["series"][0]["x"] == list(range(1, 21))
+    assert loss["marks"] == [{"x": 10, "text": "restart"}]
 
 
 def test_thinned_out_curves_keep_means_and_ends(tmp_path: Path) -> None:
     points = [(number, float(number % 7)) for number in range(1, 10_001)]
     made = thin_out(points, MOST_POINTS)
-    assert len(made["x"]) == MOST_POINTS and made["x"][-1] == 10_000 and made["of"] == 10_000
-    assert made["y"][0] == pytest.approx(
-        statistics.fmean(value for _, value in points[:10]), rel=1e-5
-    )
-    assert (made["low"][0], made["high"][0]) == (0.0, 6.0)
-    run = RunFacts(
-        write_run(tmp_path / "long", events=[start(), *(step(number) for number in range(1, 2501))])
-    )
+    assert len(made["x"]) == MOST_POINTS
+    assert made["x"][-1] == 10_000
+    assert made["of"] == 10_000
+
+    # Of 1 to 10, modulo 7.
+    first_mean = statistics.fmean([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
+    assert made["y"][0] == pytest.approx(first_mean, rel=1e-5)
+    assert made["low"][0] == 0.0
+    assert made["high"][0] == 6.0
+
+    run = run_of(tmp_path / "long", *map(step, range(1, 2501)))
     chart = charts([run], ["long"])[0]
     assert chart["note"].startswith("2,500 points drawn as 834 means of 3")
 
 
 def test_seeds_are_one_band_and_differences_are_marked(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / f"s{seed}", seed=seed, shift=seed) for seed in (0, 1, 2)]
-    runs = [RunFacts(folder) for folder in [*folders, write_run(tmp_path / "other", lr=2e-3)]]
+    runs = []
+    for seed in (0, 1, 2):
+        runs.append(RunFacts(write_run(tmp_path / f"s{seed}", seed=seed, shift=seed)))
+
+    runs.append(RunFacts(write_run(tmp_path / "other", lr=2e-3)))
+
     chart = charts(runs, short_names(runs))[0]
     mean = chart["series"][0]
-    assert mean["seeds"] == 3 and [each["color"] for each in chart["series"]] == [0, 0, 0, 0, 1]
+    assert mean["seeds"] == 3
+    assert [each["color"] for each in chart["series"]] == [0, 0, 0, 0, 1]
     # 3, 4, 5: a deviation of 1.
-    assert mean["y"][0] == pytest.approx(4.0) and mean["high"][0] == pytest.approx(5.0)
-    assert "3 seeds" in chart["note"] and differences(runs) == ["optimizer.lr", "run.seed"]
+    assert mean["y"][0] == pytest.approx(4.0)
+    assert mean["high"][0] == pytest.approx(5.0)
+    assert "3 seeds" in chart["note"]
+    assert differences(runs) == ["optimizer.lr", "run.seed"]
     assert page.page(runs).count(">differs</mark>") == 2
 
 
@@ -130,76 +155,89 @@ def test_a_damaged_or_empty_run_has_a_page_that_says_so(
 ) -> None:
     run = write_run(tmp_path / "run", events=[])
     (run / "events.jsonl").write_text("\n".join(lines))
-    assert remark in page.page([RunFacts(run)])
+    assert remark in page_of(run)
+
     (run / "plan.json").write_text('{"config": [')
-    assert "plan.json is left out" in page.page([RunFacts(run)])
+    assert "plan.json is left out" in page_of(run)
 
 
 def test_values_of_any_type_at_any_place_make_a_page(tmp_path: Path) -> None:
     whole = write_run(tmp_path / "whole")
     odd = [None, True, -1, 1e308, "x", [], {}, [None, {"a": []}], {"step": {}}]
-    lines = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
-    kinds = {line["kind"]: line for line in lines}
+    events = list(map(json.loads, (whole / "events.jsonl").read_text().splitlines()))
+    event_of_kind = {event["kind"]: event for event in events}
     for place, value in enumerate(odd):
         run = shutil.copytree(whole, tmp_path / f"odd{place}")
-        made = [
-            {**event, **{key: value for key in event if key not in ("t", "kind", "step")}}
-            for event in kinds.values()
-        ]
-        (run / "events.jsonl").write_text(
-            "".join(json.dumps(event) + "\n" for event in [*lines, *made])
-        )
+        with (run / "events.jsonl").open("a") as file:
+            for event in event_of_kind.values():
+                kept = {key: event[key] for key in ("t", "kind", "step") if key in event}
+                file.write(json.dumps(dict.fromkeys(event, value) | kept) + "\n")
+
         plan = json.loads((run / "plan.json").read_text())
         (run / "plan.json").write_text(json.dumps(dict.fromkeys(plan, value)))
-        assert "finished" in page.page([RunFacts(run)]) or "status" in page.page([RunFacts(run)])
+        text = page_of(run)
+        assert "finished" in text or "status" in text
 
 
 def test_an_older_run_and_many_runs(tmp_path: Path) -> None:
     runs = [RunFacts(ROOT / "tests/fixtures/run_474a450/run")]
     first = write_run(tmp_path / "r0")
-    runs += [
-        RunFacts(first if place == 0 else shutil.copytree(first, tmp_path / f"r{place}"))
-        for place in range(60)
-    ]
+    runs.append(RunFacts(first))
+    for place in range(1, 60):
+        runs.append(RunFacts(shutil.copytree(first, tmp_path / f"r{place}")))
+
     text = page.page(runs)
-    assert "of the first 12 of 61 runs" in text and text.count("<tr>") > 61
+    assert "of the first 12 of 61 runs" in text
+    assert text.count("<tr>") > 61
 
 
 def test_what_is_no_run_or_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder"):
         page.report([tmp_path], None)
+
     with pytest.raises(EnvironmentFault, match="cannot be written"):
         page.report([write_run(tmp_path / "run")], tmp_path / "no" / "such" / "folder.html")
+
     for out in (Path("/dev/null"), tmp_path, tmp_path / "curves.png"):
         with pytest.raises(UserError, match="no place for a page"):
             page.report([tmp_path / "run"], out)
 
 
 def test_any_name_is_in_the_picture(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    runs = [
-        RunFacts(write_run(tmp_path / "x").rename(tmp_path / os.fsdecode(name)))
-        for name in ("数学 😀".encode(), b"\xff")
-    ]
-    assert draw(runs, tmp_path / "curves.png") and (tmp_path / "curves.png").stat().st_size > 10_000
-    assert not [each for each in recwarn if "Glyph" in str(each.message)]
+    runs = []
+    for name in ("数学 😀".encode(), b"\xff"):
+        folder = write_run(tmp_path / "x").rename(tmp_path / os.fsdecode(name))
+        runs.append(RunFacts(folder))
+
+    picture = tmp_path / "curves.png"
+    assert draw(runs, picture)
+    assert picture.stat().st_size > 10_000
+
+    for warning in recwarn:
+        assert "Glyph" not in str(warning.message)
 
 
 def test_at_the_end_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan.load(ROOT / "tests/fixtures/run_474a450/run/plan.json").model_copy(
-        update={"run_dir": str(write_run(tmp_path / "run"))}
-    )
-    off = plan.config.report.model_copy(update={"html": False})
-    page.at_end(plan.model_copy(update={"config": plan.config.model_copy(update={"report": off})}))
-    assert not (tmp_path / "run/report.html").exists()
+    run = write_run(tmp_path / "run")
+    html = run / "report.html"
+    plan = Plan.load(ROOT / "tests/fixtures/run_474a450/run/plan.json")
+    plan = plan.model_copy(update={"run_dir": str(run)})
+
+    no_page = plan.config.report.model_copy(update={"html": False})
+    config = plan.config.model_copy(update={"report": no_page})
+    page.at_end(plan.model_copy(update={"config": config}))
+    assert not html.exists()
+
     page.at_end(plan)
-    assert (
-        "finished" in (tmp_path / "run/report.html").read_text()
-        and (tmp_path / "run/report.png").stat().st_size > 10_000
-    )
-    (tmp_path / "run/report.html").unlink()
-    (tmp_path / "run/report.html").mkdir()
+    assert "finished" in html.read_text()
+    assert (run / "report.png").stat().st_size > 10_000
+
+    html.unlink()
+    html.mkdir()
     page.at_end(plan)
-    assert "note: " in (err := capsys.readouterr().err) and "report.html" in err
+    err = capsys.readouterr().err
+    assert "note: " in err
+    assert "report.html" in err
 
 
 @pytest.mark.claim(
@@ -210,57 +248,76 @@ def test_browser(tmp_path: Path) -> None:
     sync_api = pytest.importorskip("playwright.sync_api")
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("there is no /usr/bin/chromium: apt-get install chromium")
+
     one = page.report([write_run(tmp_path / "one")], None)
-    two = page.report(
-        [tmp_path / "one", write_run(tmp_path / "two", seed=1, shift=0.5)], tmp_path / "two.html"
-    )
+    runs = [tmp_path / "one", write_run(tmp_path / "two", seed=1, shift=0.5)]
+    two = page.report(runs, tmp_path / "two.html")
+    assert HOSTILE not in one.read_text()
+
     with (
         sync_api.sync_playwright() as playwright,
         playwright.chromium.launch(
             executable_path="/usr/bin/chromium", args=["--no-sandbox"]
         ) as browser,
     ):
-        for width, theme in ((390, "dark"), (820, "light"), (1440, "dark")):
-            tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
-            seen: list[str] = []
-            tab.on(
-                "console",
-                lambda message, seen=seen: (
-                    seen.append(message.text) if message.type in ("error", "warning") else None
-                ),
-            )
-            tab.on("pageerror", lambda error, seen=seen: seen.append(str(error)))
-            tab.on(
-                "request",
-                lambda request, seen=seen: (
-                    seen.append(request.url)
-                    if not request.url.startswith(("file:", "data:", "blob:"))
-                    else None
-                ),
-            )
-            tab.goto(f"file://{one if width != 820 else two}")
-            tab.wait_for_selector(".chart .main-svg", timeout=60_000)
-            assert tab.evaluate("document.documentElement.dataset.theme") == theme
-            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
-                f"wider than {width}"
-            )
-            tab.click("#theme")
-            assert tab.evaluate("document.documentElement.dataset.theme") != theme
-            tab.click("#log")
-            before = tab.locator("#config tbody tr:visible").count()
-            tab.click(".only[data-only='']")
-            assert tab.locator("#config tbody tr:visible").count() > before
-            tab.fill("[data-search=config]", "optimizer.lr")
-            assert tab.locator("#config tbody tr:visible").count() >= 1
-            if width == 820:
-                tab.select_option("#pick", "1")
-                assert tab.locator(".run[data-run='0']:visible").count() == 0
-            else:
-                tab.fill(".least", "0.5")
-                assert tab.locator(".episodes .card:visible").count() == 2
-            assert not seen and tab.evaluate("window.hurt") is None
-            tab.close()
-    assert HOSTILE not in one.read_text()
+        use_page(browser, one, 390, "dark")
+        use_page(browser, two, 820, "light")
+        use_page(browser, one, 1440, "dark")
+
+
+def record_trouble(tab: Any) -> list[str]:
+    """Return a list that gets the tab's errors, warnings and requests to a network."""
+    seen: list[str] = []
+
+    def on_console(message: Any) -> None:
+        if message.type in ("error", "warning"):
+            seen.append(message.text)
+
+    def on_request(request: Any) -> None:
+        if not request.url.startswith(("file:", "data:", "blob:")):
+            seen.append(request.url)
+
+    tab.on("console", on_console)
+    tab.on("pageerror", lambda error: seen.append(str(error)))
+    tab.on("request", on_request)
+    return seen
+
+
+def use_page(browser: Any, path: Path, width: int, theme: str) -> None:
+    """Open a page at a width of the window, and click through it."""
+    tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+    seen = record_trouble(tab)
+    count_rows = tab.locator("#config tbody tr:visible").count
+
+    tab.goto(f"file://{path}")
+    tab.wait_for_selector(".chart .main-svg", timeout=60_000)
+    assert tab.evaluate("document.documentElement.dataset.theme") == theme
+
+    fits = tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert fits, f"wider than {width}"
+
+    tab.click("#theme")
+    assert tab.evaluate("document.documentElement.dataset.theme") != theme
+
+    tab.click("#log")
+    before = count_rows()
+    tab.click(".only[data-only='']")
+    assert count_rows() > before
+
+    tab.fill("[data-search=config]", "optimizer.lr")
+    assert count_rows() >= 1
+
+    if width == 820:
+        tab.select_option("#pick", "1")
+        assert tab.locator(".run[data-run='0']:visible").count() == 0
+    else:
+        tab.fill(".least", "0.5")
+        assert tab.locator(".episodes .card:visible").count() == 2
+
+    assert not seen
+    assert tab.evaluate("window.hurt") is None
+
+    tab.close()
 
 
 def test_the_summary_says_why_a_run_failed(tmp_path: Path) -> None:
@@ -268,7 +325,7 @@ def test_the_summary_says_why_a_run_failed(tmp_path: Path) -> None:
         attempt=0, rank=1, host="node7", signal="SIGKILL", exitcode=-9, error="killed by SIGKILL", log="logs/rank-1.log", step=4,
         action="stop: 3 restarts without progress", cause="memory ran out — use fewer loader workers",
     )  # fmt: skip
-    made = page.page([RunFacts(write_run(tmp_path / "x", events=[start(), step(4), fault]))])
+    made = page.page([run_of(tmp_path / "x", step(4), fault)])
     summary = made[made.index("<h2>Summary") : made.index("<h2>Curves")]
     for part in (
         "killed by SIGKILL",
@@ -277,70 +334,75 @@ def test_the_summary_says_why_a_run_failed(tmp_path: Path) -> None:
         "use fewer loader workers",
     ):
         assert part in summary
+
     stopped = RunEnd(status="stopped", exit_code=3, step=4, why="loss is NaN", goodput={})
-    facts = RunFacts(write_run(tmp_path / "y", events=[start(), step(4), stopped]))
-    assert facts.failure == {"reason": "loss is NaN"}
+    stopped_run = run_of(tmp_path / "y", step(4), stopped)
+    assert stopped_run.failure == {"reason": "loss is NaN"}
+
     finished = RunEnd(status="finished", exit_code=0, step=20, goodput={})
-    assert RunFacts(write_run(tmp_path / "z", events=[start(), step(4), finished])).failure == {}
+    finished_run = run_of(tmp_path / "z", step(4), finished)
+    assert finished_run.failure == {}
 
 
 def test_samples_are_matched_by_their_prompts(tmp_path: Path) -> None:
-    def shown(*prompts: str, when: str) -> list[dict[str, Any]]:
-        return [
-            {"set": None, "prompt": prompt, "text": f"{when} {prompt}", "answer": None}
-            for prompt in prompts
-        ]
+    def shown(word: str, *prompts: str) -> list[dict[str, Any]]:
+        made = []
+        for prompt in prompts:
+            text = f"{word} {prompt}"
+            made.append({"set": None, "prompt": prompt, "text": text, "answer": None})
 
-    first = watched.Samples(
-        step=0, when="before", samples=shown("EASY", "HARD", when="old"), seconds=0.1
-    )
-    last = watched.Samples(
-        step=4, when="after", samples=shown("EASY", "NEW", "HARD", when="new"), seconds=0.1
-    )
-    run = RunFacts(write_run(tmp_path / "x", events=[start(), first, step(1), last]))
+        return made
+
+    before = shown("old", "EASY", "HARD")
+    after = shown("new", "EASY", "NEW", "HARD")
+    first = watched.Samples(step=0, when="before", samples=before, seconds=0.1)
+    last = watched.Samples(step=4, when="after", samples=after, seconds=0.1)
+
+    run = run_of(tmp_path / "x", first, step(1), last)
     cards = str(samples(run, Drawings())).split("new ")
-    assert ["old EASY" in cards[0], "old" in cards[1], "old HARD" in cards[2]] == [
-        True,
-        False,
-        True,
-    ]
+    assert "old EASY" in cards[0]
+    assert "old" not in cards[1]
+    assert "old HARD" in cards[2]
+
+
+def story_with(**values: Any) -> list[Any]:
+    """Return the events of a run whose rollouts have these values."""
+    events = story(4)
+    for place, event in enumerate(events):
+        if isinstance(event, Rollout):
+            events[place] = dataclasses.replace(event, **values)
+
+    return events
 
 
 @pytest.mark.parametrize(("kind", "told"), [("grpo", True), ("ppo", False)])
 def test_groups_that_never_differ_are_a_matter_of_grpo(
     tmp_path: Path, kind: str, told: bool
 ) -> None:
-    events = [
-        dataclasses.replace(event, groups_differ=0.0) if isinstance(event, Rollout) else event
-        for event in story(4)
-    ]
-    run = RunFacts(write_run(tmp_path / "x", events=events))
+    run = RunFacts(write_run(tmp_path / "x", events=story_with(groups_differ=0.0)))
     run.config["algorithm.kind"] = kind
     assert ("nothing was learned" in page.page([run])) == told
 
 
 def test_rollouts_without_any_reward_are_counted(tmp_path: Path) -> None:
-    without = {"reward": None, "reward_std": None, "groups_differ": None, "trained": False}
-    events = [
-        dataclasses.replace(event, **without) if isinstance(event, Rollout) else event
-        for event in story(4)
-    ]
-    text = page.page([RunFacts(write_run(tmp_path / "x", events=events))])
-    assert "no episode got a reward in 1 of 1 rollouts" in text and "never differed" not in text
+    events = story_with(reward=None, reward_std=None, groups_differ=None, trained=False)
+    text = page_of(write_run(tmp_path / "x", events=events))
+    assert "no episode got a reward in 1 of 1 rollouts" in text
+    assert "never differed" not in text
 
 
 def test_sets_of_evaluation_share_a_chart(tmp_path: Path) -> None:
     scores = {"loss": 1.0, "easy/loss": 0.5, "hard/loss": 1.5, "mmlu/acc": 0.2}
-    run = write_run(
-        tmp_path / "x",
-        events=[start(), step(1), Eval(step=1, samples=6, seconds=0.1, metrics=scores)],
-    )
-    found = {
-        chart["title"]: [each["name"] for each in chart["series"]]
-        for chart in charts([RunFacts(run)], ["x"])
-    }
+    evaluation = Eval(step=1, samples=6, seconds=0.1, metrics=scores)
+    run = run_of(tmp_path / "x", step(1), evaluation)
+
+    found = {}
+    for chart in charts([run], ["x"]):
+        found[chart["title"]] = [each["name"] for each in chart["series"]]
+
     assert found["held out: loss"] == ["all sets", "easy", "hard"]
-    assert found["held out: mmlu/acc"] == ["x"] and "held out: easy/loss" not in found
+    assert found["held out: mmlu/acc"] == ["x"]
+    assert "held out: easy/loss" not in found
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
@@ -368,29 +430,38 @@ def test_a_table_is_sorted_by_numbers(column: list[object]) -> None:
     source = '{% from "report/templates/macros.html.jinja" import table %}{{ table(made) }}'
     made = table(["x"], [[each] for each in column])
     html = html_environment().from_string(source).render(made=made)
-    found = re.findall(r"<td(.*?)>(.*?)</td>", html)
-    keys = [re.search(r'data-key="(.*?)"', attributes) for attributes, _ in found]
-    texts = [re.sub("<.*?>", "", shown) for _, shown in found]
-    given = [
-        {"dataset": {"key": key[1]} if key else {}, "textContent": shown}
-        for key, shown in zip(keys, texts, strict=True)
-    ]
+
+    cells = []
+    for attributes, shown in re.findall(r"<td(.*?)>(.*?)</td>", html):
+        text = re.sub("<.*?>", "", shown)
+        key = re.search(r'data-key="(.*?)"', attributes)
+        dataset = {"key": key[1]} if key else {}
+        cells.append({"dataset": dataset, "textContent": text})
+
     source = page.asset("page.js")
     code = source[source.index("function inOrder") : source.index("function sortable")]
-    code += f"const cells = {json.dumps(given)};"
+    code += f"const cells = {json.dumps(cells)};"
     code += "const text = (cell) => cell.textContent;"
     code += "const shown = (those) => JSON.stringify(those.sort(inOrder).map(text));"
     code += "console.log(shown([...cells].reverse())); console.log(shown([...cells]))"
     out = subprocess.run(["node", "-e", code], capture_output=True, check=True)
-    assert [json.loads(line) for line in out.stdout.splitlines()] == [texts] * 2
+    backwards, forwards = map(json.loads, out.stdout.splitlines())
+    texts = [cell["textContent"] for cell in cells]
+    assert backwards == texts
+    assert forwards == texts
 
 
 def test_defaults_are_not_said_of_a_config_that_cannot_be_read_here(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    assert configuration([RunFacts(run)], ["run"]).choices[0].label.startswith("not default (")
+    shown = configuration([RunFacts(run)], ["run"])
+    assert shown.choices[0].label.startswith("not default (")
+
     plan = json.loads((run / "plan.json").read_text())
     plan["config"]["launch"] = {"kind": "of a package that is not installed"}
     (run / "plan.json").write_text(json.dumps(plan))
     shown = configuration([RunFacts(run)], ["run"])
-    assert [choice.label for choice in shown.choices] == [f"all ({len(shown.rows)})"]
-    assert not [row for row in shown.rows if row.title]
+    (choice,) = shown.choices
+    assert choice.label == f"all ({len(shown.rows)})"
+
+    for row in shown.rows:
+        assert not row.title

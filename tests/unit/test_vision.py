@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import re
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ from tests.harness import vision_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_vision_dir, write_images
 
 LOSS = NextToken(0, answers=True)
+ROWS = {"kind": "file", "path": "rows.jsonl"}
 
 
 pytestmark = pytest.mark.skipif(
@@ -65,42 +67,55 @@ def vision(folder: Path) -> Vision:
 
 
 def find_vision(model: ModelConfig) -> Vision | None:
-    config = Config.model_validate(
-        {"model": {"id": model.id}, "data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}}
-    )
-    return vision_of_run(config, model.id, load_config(model.id, model))
+    values = {"model": {"id": model.id}, "data": {"train": [ROWS]}}
+    return vision_of_run(Config.model_validate(values), model.id, load_config(model.id, model))
 
 
 def vision_of(path: Path) -> Vision:
-    model = ModelConfig(id=str(path))
-    found = find_vision(model)
+    found = find_vision(ModelConfig(id=str(path)))
     assert found is not None
     return found
 
 
 def cache_of(folder: Path, vision: Vision, **data: Any) -> TokenCache:
     values = {
-        "train": [{"kind": "file", "path": "rows.jsonl"}],
+        "train": [ROWS],
         "workers": 1,
         "max_length": 256,
         "cache_dir": str(folder / "cache"),
-    } | data
+        **data,
+    }
     config = Config.model_validate({"model": {"id": vision.path}, "data": values})
-    return TokenCache.open(prepare(config, vision.path, folder, vision=vision).train_cache)
+    prepared = prepare(config, vision.path, folder, vision=vision)
+    return TokenCache.open(prepared.train_cache)
 
 
-def built(folder: Path) -> Any:
-    return build_model(str(folder / "model"), ModelConfig(id=str(folder / "model")), seed=0).train()
+def built(vision: Vision) -> Any:
+    return build_model(vision.path, vision.model, seed=0).train()
 
 
-def learned_by(model: Any, batch: VisionBatch) -> tuple[float, dict[str, torch.Tensor]]:
+def collate_alone(cache: TokenCache, samples: list[int], vision: Vision) -> VisionBatch:
+    """Return a batch without a fixed width; the padding is token 0."""
+    return collate_vision(cache, samples, 0, None, vision)
+
+
+class Learned(NamedTuple):
     """The loss sum of a batch, and the gradients."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def learned_by(model: Any, batch: VisionBatch) -> Learned:
     model.zero_grad()
     loss, _ = ForwardWithObjective(model)(batch, LOSS.objective)
     loss.backward()
-    return float(loss.detach()), {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-    }
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.clone()
+
+    return Learned(float(loss.detach()), gradients)
 
 
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "mixture of experts"])
@@ -108,82 +123,99 @@ def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> N
     """Against transformers' forward with its own positions (get_rope_index), mask and loss, row by row."""
     if experts:
         vision = vision_of(tiny_vision_dir(folder / "experts", experts=experts))
-    cache, model = (
-        cache_of(folder, vision, packing=False),
-        build_model(vision.path, vision.model, seed=0).train(),
-    )
-    pad = 0
-    ids = list(range(len(cache)))
-    ours, gradients = learned_by(model, collate_vision(cache, ids, pad, None, vision))
+
+    cache = cache_of(folder, vision, packing=False)
+    model = built(vision)
+    samples = list(range(len(cache)))
+    ours = learned_by(model, collate_alone(cache, samples, vision))
     model.zero_grad()
-    total, weight = 0.0, 0
-    for sample in ids:
-        batch = collate_vision(cache, [sample], pad, None, vision)
-        real = int(cache.lengths[sample])
-        tokens, labels = batch.input_ids_BT[:, :real], torch.full((1, real), -100)
-        labels[:, 1:] = batch.targets_BT[:, : real - 1]
-        kinds = (tokens == vision.token_id).int()
-        images = (
-            {"pixel_values": batch.pixels_PD, "image_grid_thw": batch.grid_N3}
-            if kinds.any()
-            else {}
-        )
-        if images:
-            positions, _ = model.model.get_rope_index(tokens, kinds, batch.grid_N3)
-            assert torch.equal(batch.rope_3BT[:, :, :real], positions)
-        out = model(input_ids=tokens, labels=labels, mm_token_type_ids=kinds, **images)
-        (out.loss * batch.weight).backward()
-        total, weight = total + float(out.loss.detach()) * batch.weight, weight + batch.weight
-    assert ours == pytest.approx(total, rel=1e-6) and weight > 40
+    total = 0.0
+    weight = 0
+    for sample in samples:
+        batch = collate_alone(cache, [sample], vision)
+        loss = own_loss(model, batch, int(cache.lengths[sample]), vision)
+        (loss * batch.weight).backward()
+        total += float(loss.detach()) * batch.weight
+        weight += batch.weight
+
+    assert ours.loss == pytest.approx(total, rel=1e-6)
+    assert weight > 40
+
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
-    assert can_split(model) and trunk_and_head(model) == (model.model, model.lm_head)
+        assert_close(ours.gradients[name], parameter.grad, name)
+
+    assert can_split(model)
+    assert trunk_and_head(model) == (model.model, model.lm_head)
+
+
+def own_loss(model: Any, batch: VisionBatch, length: int, vision: Vision) -> torch.Tensor:
+    """Return the mean loss of a batch of one row of `length` tokens by transformers' own forward."""
+    tokens = batch.input_ids_BT[:, :length]
+    labels = torch.full((1, length), -100)
+    labels[:, 1:] = batch.targets_BT[:, : length - 1]
+    kinds = (tokens == vision.token_id).int()
+    images = {}
+    if kinds.any():
+        images = {"pixel_values": batch.pixels_PD, "image_grid_thw": batch.grid_N3}
+        positions, _ = model.model.get_rope_index(tokens, kinds, batch.grid_N3)
+        assert torch.equal(batch.rope_3BT[:, :, :length], positions)
+
+    return model(input_ids=tokens, labels=labels, mm_token_type_ids=kinds, **images).loss
+
+
+def assert_close(got: Any, wanted: Any, name: str, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol, msg=name)
 
 
 def test_packs_are_their_rows(folder: Path, vision: Vision) -> None:
     """Packed with others or alone, a row has the same loss and gradients: its documents, positions and images stay its own."""
-    packed, alone, model = (
-        cache_of(folder, vision, packing=True),
-        cache_of(folder, vision, packing=False),
-        built(folder),
-    )
-    assert len(packed) < len(alone) and packed.info["images"] == alone.info["images"] == 12
-    results = [
-        learned_by(model, collate_vision(c, list(range(len(c))), 0, 257, vision))
-        for c in (packed, alone)
-    ]
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
-    for name, gradient in results[1][1].items():
-        torch.testing.assert_close(results[0][1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+    packed = cache_of(folder, vision, packing=True)
+    alone = cache_of(folder, vision, packing=False)
+
+    assert len(packed) < len(alone)
+    assert packed.info["images"] == 12
+    assert alone.info["images"] == 12
+
+    model = built(vision)
+
+    def learned_by_all(cache: TokenCache) -> Learned:
+        samples = list(range(len(cache)))
+        return learned_by(model, collate_vision(cache, samples, 0, 257, vision))
+
+    of_packs = learned_by_all(packed)
+    of_rows = learned_by_all(alone)
+
+    assert of_packs.loss == pytest.approx(of_rows.loss, rel=1e-6)
+
+    for name, gradient in of_rows.gradients.items():
+        assert_close(of_packs.gradients[name], gradient, name)
 
 
 def test_an_image_in_the_padding_changes_nothing(folder: Path, vision: Vision) -> None:
     """A micro-batch of text: the tower takes part, with gradients of zero, and the others are those of text alone."""
-    cache, model = cache_of(folder, vision, packing=False), built(folder)
+    cache = cache_of(folder, vision, packing=False)
+    model = built(vision)
     text = [sample for sample in range(len(cache)) if not cache.meta(sample)]
-    batch = collate_vision(cache, [*text, -1], 0, None, vision)
-    assert (
-        batch.grid_N3.tolist() == [[1, 2, 2]]
-        and int((batch.input_ids_BT == vision.token_id).sum()) == 1
-    )
+    batch = collate_alone(cache, [*text, -1], vision)
+
+    assert batch.grid_N3.tolist() == [[1, 2, 2]]
+    assert int((batch.input_ids_BT == vision.token_id).sum()) == 1
+
     loss, gradients = learned_by(model, batch)
-    tower = {name for name in gradients if name.startswith("model.visual.")}
-    assert tower == {
-        name for name, _ in model.named_parameters() if name.startswith("model.visual.")
-    }
-    assert not any(bool(gradients[name].any()) for name in tower)
     model.zero_grad()
     out = model(input_ids=batch.input_ids_BT[:, :-1])
     plain = torch.nn.functional.cross_entropy(
         out.logits.flatten(0, 1), batch.targets_BT[:, :-1].flatten(), reduction="sum"
     )
     plain.backward()
+
     assert loss == pytest.approx(float(plain.detach()), rel=1e-6)
+
     for name, parameter in model.named_parameters():
-        if name not in tower:
-            torch.testing.assert_close(
-                gradients[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name
-            )
+        if name.startswith("model.visual."):
+            assert not gradients[name].any()
+        else:
+            assert_close(gradients[name], parameter.grad, name, rtol=1e-5, atol=1e-6)
 
 
 def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -> None:
@@ -191,26 +223,26 @@ def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -
     from PIL import Image
 
     path = folder / "wide.png"
-    Image.frombytes(
-        "RGB", (24, 16), np.random.default_rng(0).integers(0, 256, 24 * 16 * 3, np.uint8).tobytes()
-    ).save(path)
+    colours = np.random.default_rng(0).integers(0, 256, 24 * 16 * 3, np.uint8)
+    Image.frombytes("RGB", (24, 16), colours.tobytes()).save(path)
     grid = vision.grid(str(path), "row")
-    assert grid == (1, 4, 6) and vision.tokens(grid) == 6
+
+    assert grid == (1, 4, 6)
+    assert vision.tokens(grid) == 6
+
     pixels = (np.asarray(Image.open(path), np.float64) / 255 - 0.5) / 0.5
-    wanted = [
-        np.repeat(
-            pixels[4 * y : 4 * y + 4, 4 * x : 4 * x + 4].transpose(2, 0, 1)[:, None], 2, axis=1
-        ).ravel()
-        for top in range(0, 4, 2)
-        for left in range(0, 6, 2)
-        for y in (top, top + 1)
-        for x in (left, left + 1)
-    ]
+    wanted = []
+    for top, left, down, right in product((0, 2), (0, 2, 4), (0, 1), (0, 1)):
+        y = 4 * (top + down)
+        x = 4 * (left + right)
+        colours_first = pixels[y : y + 4, x : x + 4].transpose(2, 0, 1)
+        frames = np.stack([colours_first, colours_first], axis=1)
+        wanted.append(frames.ravel())
+
     np.testing.assert_allclose(vision.patches(str(path), grid), wanted, atol=1e-6)
     Image.new("RGB", (8, 8)).save(path)
-    with pytest.raises(
-        DataError, match=r"wide\.png: it has another size than when it was prepared"
-    ):
+    message = r"wide\.png: it has another size than when it was prepared"
+    with pytest.raises(DataError, match=message):
         vision.patches(str(path), grid)
 
 
@@ -219,6 +251,7 @@ def test_positions_of_two_images() -> None:
     eyes = Vision("", ModelConfig(), token_id=9, merge=2)
     tokens = np.array([1, 9, 9, 9, 9, 9, 9, 2, 9, 3], np.uint16)
     found = rope_positions(tokens, [(1, 4, 6), (1, 2, 2)], eyes)
+
     assert found.tolist() == [
         [0, 1, 1, 1, 1, 1, 1, 4, 5, 6],
         [0, 1, 1, 1, 2, 2, 2, 4, 5, 6],
@@ -242,21 +275,32 @@ def test_no_image_is_cut_in_two(
     eyes = Vision("", ModelConfig(), token_id=9, merge=2)
     short = Example(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
     full = expand_placeholders(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
+
     assert full.example.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
+
     found = cut_images(full, size, left)
-    assert found.example.tokens.tolist() == tokens and [path for path, _ in found.images] == images
-    assert all((found.example.tokens[slice(*span)] == 9).all() for span in found.spans)
+    assert found.example.tokens.tolist() == tokens
+    assert [path for path, _ in found.images] == images
+
+    for start, stop in found.spans:
+        assert (found.example.tokens[start:stop] == 9).all()
 
 
 def placed(folder: Path, **values: Any) -> tuple[list[Any], list[str]]:
+    """Return the contents of a row's turns, and the names of its images."""
     row = next(read_rows_of(folder, values))
     found, paths = place_images(row, folder)
-    content = [
-        m["content"]
-        for key in ("messages", "prompt", "completion")
-        for m in found.values.get(key, ())
-    ]
-    return content, [Path(path).name for path in paths]
+    contents = []
+    for key in ("messages", "prompt", "completion"):
+        for turn in found.values.get(key, ()):
+            contents.append(turn["content"])
+
+    return contents, [Path(path).name for path in paths]
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    """Return a conversation of one turn."""
+    return [{"role": "user", "content": content}]
 
 
 def read_rows_of(folder: Path, values: dict[str, Any]) -> Any:
@@ -270,25 +314,30 @@ IMAGE = {"type": "image"}
 
 def test_ways_to_say_where_an_image_stands(tmp_path: Path) -> None:
     text = {"type": "text", "text": "hm"}
-    in_content = [{**IMAGE, "image": "a.png", "text": None}, text]
-    assert placed(tmp_path, messages=[{"role": "user", "content": in_content}]) == (
-        [[IMAGE, text]],
-        ["a.png"],
-    )
-    two = placed(
-        tmp_path,
-        messages=[{"role": "user", "content": [text, IMAGE, IMAGE]}],
-        images=["a.png", "b.png"],
-    )
+    image = {**IMAGE, "image": "a.png", "text": None}
+
+    assert placed(tmp_path, messages=user([image, text])) == ([[IMAGE, text]], ["a.png"])
+
+    two = placed(tmp_path, messages=user([text, IMAGE, IMAGE]), images=["a.png", "b.png"])
     assert two == ([[text, IMAGE, IMAGE]], ["a.png", "b.png"])
+
     marked = placed(tmp_path, prompt="<image>hm", completion="ah", images=["a.png"])
     assert marked == ([[IMAGE, text], "ah"], ["a.png"])
-    assert placed(tmp_path, messages=[{"role": "user", "content": [text, text]}]) == (["hmhm"], [])
-    assert placed(tmp_path, messages=[{"role": "user", "content": "hm"}], image="") == (["hm"], [])
-    assert placed(tmp_path, messages=[{"role": "user", "content": "a tag: <image>"}]) == (
-        ["a tag: <image>"],
-        [],
-    )
+    assert placed(tmp_path, messages=user([text, text])) == (["hmhm"], [])
+    assert placed(tmp_path, messages=user("hm"), image="") == (["hm"], [])
+
+    tag = "a tag: <image>"
+    assert placed(tmp_path, messages=user(tag)) == ([tag], [])
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def png_bytes(folder: Path) -> bytes:
+    """Return the bytes of a random image."""
+    (name,) = write_images(folder, 1, seed=7)
+    return (folder / name).read_bytes()
 
 
 def test_images_that_rows_hold(tmp_path: Path, folder: Path) -> None:
@@ -296,178 +345,154 @@ def test_images_that_rows_hold(tmp_path: Path, folder: Path) -> None:
     from datasets import Dataset
     from PIL import Image
 
-    data = (folder / write_images(folder, 1, seed=7)[0]).read_bytes()
-    url, held = (
-        f"data:image/png;base64,{base64.b64encode(data).decode()}",
-        {"bytes": data, "path": None},
-    )
-    text, padded = {"type": "text", "text": "what?"}, {"text": None, "type": "image", "index": 0}
-    user = {"role": "user", "content": [{"text": "what?", "type": "text", "index": None}, padded]}
-    answer = {"role": "assistant", "content": [{"text": "RED", "type": "text", "index": None}]}
-    for row, content in (
-        ({"messages": [user, answer], "images": [held]}, [text, IMAGE]),
-        ({"image": held, "question": "what?", "answer": "RED"}, [IMAGE, text]),
-        (
-            {"images": [held], "texts": [{"user": "what?", "assistant": "RED", "source": "s"}]},
-            [IMAGE, text],
-        ),
-        (
-            {
-                "image": url,
-                "conversations": [
-                    {"from": "human", "value": "<image>what?"},
-                    {"from": "gpt", "value": "RED"},
-                ],
-            },
-            [IMAGE, text],
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [text, {"type": "image_url", "image_url": {"url": url}}],
-                    }
-                ]
-            },
-            [text, IMAGE],
-        ),
-    ):
+    data = png_bytes(folder)
+    url = data_url(data)
+    held = {"bytes": data, "path": None}
+    text = {"type": "text", "text": "what?"}
+    in_table = {"type": "text", "text": "what?", "index": None}
+    place = {"type": "image", "text": None, "index": 0}
+    answer = {"type": "text", "text": "RED", "index": None}
+    turns = [*user([in_table, place]), {"role": "assistant", "content": [answer]}]
+    chat = {"user": "what?", "assistant": "RED", "source": "s"}
+    conversation = [
+        {"from": "human", "value": "<image>what?"},
+        {"from": "gpt", "value": "RED"},
+    ]
+    linked = {"type": "image_url", "image_url": {"url": url}}
+    image_behind: list[dict[str, Any]] = [
+        {"messages": turns, "images": [held]},
+        {"messages": user([text, linked])},
+    ]
+    image_before: list[dict[str, Any]] = [
+        {"image": held, "question": "what?", "answer": "RED"},
+        {"images": [held], "texts": [chat]},
+        {"image": url, "conversations": conversation},
+    ]
+
+    def first_content(row: dict[str, Any]) -> Any:
         Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
         (found,) = read_rows(FileSource(path="rows.parquet"), tmp_path)
         shown, (path,) = place_images(found, tmp_path)
+
+        assert Path(path).read_bytes() == data
+
         turns = shown.values.get("messages") or shown.values["prompt"]
-        assert turns[0]["content"] == content and Path(path).read_bytes() == data
+        return turns[0]["content"]
+
+    for row in image_behind:
+        assert first_content(row) == [text, IMAGE]
+
+    for row in image_before:
+        assert first_content(row) == [IMAGE, text]
+
     assert len(list((tmp_path / "images").iterdir())) == 1, "the same bytes are one file"
-    loaded = Path(image_path(Image.open(io.BytesIO(data)), "hub/x row 1", tmp_path))
-    assert Image.open(loaded).tobytes() == Image.open(io.BytesIO(data)).tobytes()
+
+    image = Image.open(io.BytesIO(data))
+    loaded = Image.open(image_path(image, "hub/x row 1", tmp_path))
+
+    assert loaded.tobytes() == image.tobytes()
 
 
 def test_lost_images_that_rows_held_are_written_again(
     tmp_path: Path, folder: Path, vision: Vision
 ) -> None:
-    data = (folder / write_images(folder, 1, seed=7)[0]).read_bytes()
+    data = png_bytes(folder)
     row = {"prompt": "what?", "completion": "RED"}
-    write_rows(
-        tmp_path / "rows.jsonl",
-        [{**row, "image": f"data:image/png;base64,{base64.b64encode(data).decode()}"}, row],
-    )
+    write_rows(tmp_path / "rows.jsonl", [{**row, "image": data_url(data)}, row])
+
     for _ in range(2):
         cache = cache_of(tmp_path, vision, packing=False)
+        assert len(cache) == 2
+
         (path,) = (tmp_path / "cache" / "images").iterdir()
-        assert len(cache) == 2 and path.read_bytes() == data
+        assert path.read_bytes() == data
+
         path.unlink()
 
 
 def test_copies_have_the_same_images_and_not_the_same_names(
     tmp_path: Path, folder: Path, vision: Vision
 ) -> None:
-    data = base64.b64encode((folder / write_images(folder, 1, seed=7)[0]).read_bytes()).decode()
+    url = data_url(png_bytes(folder))
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        images = [*write_images(tmp_path / name, 2, seed=3), f"data:image/png;base64,{data}"]
-        write_rows(
-            tmp_path / name / "rows.jsonl",
-            [{"prompt": "what?", "completion": "RED", "image": image} for image in images],
-        )
+        root = tmp_path / name
+        root.mkdir()
+        rows = []
+        for image in [*write_images(root, 2, seed=3), url]:
+            rows.append({"prompt": "what?", "completion": "RED", "image": image})
+
+        write_rows(root / "rows.jsonl", rows)
+
     train = [{"kind": "file", "path": f"{name}/rows.jsonl"} for name in "aab"]
-    assert len(cache_of(tmp_path, vision, packing=False, train=train, duplicates="exact")) == 5
+    cache = cache_of(tmp_path, vision, packing=False, train=train, duplicates="exact")
+
+    assert len(cache) == 5
+
     for key, value in (("duplicates", "near"), ("decontaminate", True)):
         with pytest.raises(PlanError, match=f"data.{key} × images: it compares texts alone"):
             cache_of(tmp_path, vision, train=train, eval=train, **{key: value})
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{**IMAGE, "image": "https://x.org/a.png"}]}
-                ]
-            },
-            "a URL, not a path",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"a": 1}}]}
-                ]
-            },
-            "given as dict, neither as a path",
-        ),
-        (
-            {"prompt": "x", "completion": "x", "image": "data:image/png;base64,!"},
-            "is no data URL of base64",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png", "b.png"]},
-            "1 more images than places",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [IMAGE]}]},
-            "more places for images than images",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "body": "a"}]}]},
-            r"content\[0\] is text under type, body, neither",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
-            r"content\[0\] is video, neither text nor an image",
-        ),
-        (
-            {"prompt": "<image>", "completion": "x", "images": ["gone.png"]},
-            "gone.png: no such file",
-        ),
-        (
-            {"prompt": "<image>", "completion": "x", "images": ["bad.png"]},
-            "bad.png: cannot be read",
-        ),
-        ({"prompt": "x", "completion": "x", "images": [""]}, "given as an empty text"),
-        ({"text": "a picture", "image": "a.png"}, "what column 'image' holds would be left out"),
-        (
-            {"text": "a <image>", "images": ["a.png"]},
-            "what column 'images' holds would be left out",
-        ),
-        (
-            {"prompt": "<video>x", "completion": "x", "videos": ["a.mp4"]},
-            "what column 'videos' holds would be left out",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x"}], "audio": {"path": "a.mp3"}},
-            "what column 'audio' holds would be left out",
-        ),
-        (
-            {"prompt": "<|image_pad|>", "completion": "x"},
-            "0 images, but the chat template writes 1 places",
-        ),
-    ],
-)
-def test_mistakes_name_the_row(
-    folder: Path, vision: Vision, values: dict[str, Any], message: str
-) -> None:
-    good = write_images(folder, 1, seed=9)[0]
+# The error message that a row gets.
+MISTAKES: dict[str, dict[str, Any]] = {
+    "a URL, not a path": {"messages": user([{**IMAGE, "image": "https://x.org/a.png"}])},
+    "given as dict, neither as a path": {
+        "messages": user([{"type": "image_url", "image_url": {"a": 1}}]),
+    },
+    "is no data URL of base64": {
+        "prompt": "x",
+        "completion": "x",
+        "image": "data:image/png;base64,!",
+    },
+    "1 more images than places": {"messages": user("<image>"), "images": ["a.png", "b.png"]},
+    "more places for images than images": {"messages": user([IMAGE])},
+    r"content\[0\] is text under type, body, neither": {
+        "messages": user([{"type": "text", "body": "a"}]),
+    },
+    r"content\[0\] is video, neither text nor an image": {"messages": user([{"type": "video"}])},
+    "gone.png: no such file": {"prompt": "<image>", "completion": "x", "images": ["gone.png"]},
+    "bad.png: cannot be read": {"prompt": "<image>", "completion": "x", "images": ["bad.png"]},
+    "given as an empty text": {"prompt": "x", "completion": "x", "images": [""]},
+    "what column 'image' holds would be left out": {"text": "a picture", "image": "a.png"},
+    "what column 'images' holds would be left out": {"text": "a <image>", "images": ["a.png"]},
+    "what column 'videos' holds would be left out": {
+        "prompt": "<video>x",
+        "completion": "x",
+        "videos": ["a.mp4"],
+    },
+    "what column 'audio' holds would be left out": {
+        "messages": user("x"),
+        "audio": {"path": "a.mp3"},
+    },
+    "0 images, but the chat template writes 1 places": {
+        "prompt": "<|image_pad|>",
+        "completion": "x",
+    },
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_name_the_row(folder: Path, vision: Vision, message: str) -> None:
+    (good,) = write_images(folder, 1, seed=9)
     (folder / "bad.png").write_bytes((folder / good).read_bytes()[:60])
-    encoder = Config.model_validate(
-        {"data": {"train": [{"kind": "file", "path": "x"}]}}
-    ).algorithm.encoder(*of(folder, vision))
+    config = Config.model_validate({"data": {"train": [ROWS]}})
+    tokenizer = load_tokenizer(vision.path, vision.model)
+    encoder = config.algorithm.encoder(tokenizer, config.data, vision)
+    rows = read_rows_of(folder, MISTAKES[message])
     with pytest.raises(DataError, match=message) as caught:
-        encoder.encode(next(read_rows_of(folder, values)))
-    assert "one.jsonl:1" in str(caught.value) and "\n" not in str(caught.value)
+        encoder.encode(next(rows))
 
-
-def of(folder: Path, vision: Vision) -> tuple[Any, DataConfig, Vision]:
-    data = DataConfig.model_validate({"train": [{"kind": "file", "path": "x"}]})
-    return load_tokenizer(str(folder / "model"), vision.model), data, vision
+    assert "one.jsonl:1" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_model_of_text_takes_no_images(tmp_path: Path, folder: Path) -> None:
     model = ModelConfig(id=str(tiny_model_dir(tmp_path / "model")))
     assert find_vision(model) is None
-    config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}})
+
+    config = Config.model_validate({"data": {"train": [ROWS]}})
     encoder = config.algorithm.encoder(load_tokenizer(model.id, model), config.data)
-    row = Row("here:1", {"messages": [{"role": "user", "content": [IMAGE]}]})
+    row = Row("here:1", {"messages": user([IMAGE])})
     with pytest.raises(DataError, match=re.escape("this row holds images")):
         encoder.encode(row)
 
@@ -477,6 +502,7 @@ def test_a_folder_without_an_image_processor(tmp_path: Path) -> None:
     (path / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError) as caught:
         vision_of(path)
+
     assert "\n" not in str(caught.value)
 
 
