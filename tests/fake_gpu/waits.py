@@ -56,7 +56,7 @@ REASONS = {
     "engine/strategies/zero/engine.py:_step < engine/strategies/zero/engine.py:step": DEEPSPEED,
     "engine/strategies/zero/engine.py:backward < engine/strategies/zero/engine.py:forward_backward": DEEPSPEED,
     "engine/strategies/zero/engine.py:forward_backward < train/loop.py:_train_step": DEEPSPEED,
-    "engine/strategies/zero/engine.py:grad_norm < train/loop.py:_train_step": DEEPSPEED,
+    "engine/strategies/zero/engine.py:grad_norm < train/loop.py:_reduce_before_norm": DEEPSPEED,
     "engine/strategies/zero/engine.py:step < train/loop.py:_train_step": DEEPSPEED,
     "models/head.py:compute_outputs < models/head.py:forward": DEEPSPEED,
 }
