@@ -7,11 +7,13 @@ used, with a scale for each row or for a whole tensor. All other operators compu
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from drumline.models.blocks import blocks
+from drumline.models.classes import is_vision_language
 from drumline.plan.facts import MULTIPLE
 from drumline.plan.plan import Plan
 from drumline.plan.rules import NO_FP8
@@ -47,7 +49,7 @@ def apply_fp8(model: nn.Module, plan: Plan) -> None:
         Float8LinearConfig.from_recipe_name(options.scaling),
         emulate=plan.device == "cpu",
         enable_fsdp_float8_all_gather=options.gather == "fp8",
-        pad_inner_dim=not has_aligned_tokens(plan),
+        pad_inner_dim=not (_is_text(model, plan) and has_aligned_tokens(plan)),
     )
     convert_to_float8_training(
         model, config=recipe, module_filter_fn=lambda module, _name: id(module) in chosen
@@ -62,8 +64,15 @@ def _is_fit(module: nn.Module) -> bool:
     return all(side % MULTIPLE == 0 for side in module.weight.shape)
 
 
+def _is_text(model: Any, plan: Plan) -> bool:
+    """Return whether the rows of batches have all that the layers see: no patches, no own module."""
+    if plan.config.plain or plan.config.images_alone:
+        return False
+    return not is_vision_language(model.config)
+
+
 def has_aligned_tokens(plan: Plan) -> bool:
-    """Return whether each product takes a multiple of MULTIPLE tokens.
+    """Return whether each product of a model of text takes a multiple of MULTIPLE tokens.
 
     The gradient of a weight is a sum over tokens, and `torch._scaled_mm` takes only multiples there.
     Others are padded with zeros, which copies both sides of every product, so it is done if needed.
@@ -71,12 +80,8 @@ def has_aligned_tokens(plan: Plan) -> bool:
     width = plan.fixed_width
     if width is None:
         return False
-    if plan.data is None or plan.data.images:
-        # The patches of an image are tokens of the layers that see it.
-        return False
-    tokens_per_rank, remainder = divmod(width, plan.mesh.cp)
     chunk = plan.config.memory.mlp_chunk or MULTIPLE
-    return remainder == 0 and tokens_per_rank % MULTIPLE == 0 and chunk % MULTIPLE == 0
+    return width % MULTIPLE == 0 and chunk % MULTIPLE == 0
 
 
 def compute_gather_scales(model: nn.Module) -> None:

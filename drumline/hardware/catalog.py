@@ -475,7 +475,7 @@ _SAME_LINKS = {
     "lo": "loopback",
     "pcie": "pcie4",
 }
-# Names that several devices share → what the user is told of the one that was taken.
+# Names that several devices share → how messages name the one that was chosen.
 AMBIGUOUS = {
     "a100": "a100-80g (there is a100-40g, too)",
     "v100": "v100-32g (there is v100-16g, too)",

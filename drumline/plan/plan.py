@@ -328,9 +328,8 @@ class Layout(Frozen):
         """
         if self.config.images_alone:
             return 1.0
-        is_cut = self.mesh.pp * self.mesh.cp > 1
-        has_fixed_width = self.config.compile.enabled or self.config.packs or is_cut
-        return float(self.length) if has_fixed_width else self.tokens_per_row
+        has_full_width = self.fixed_width is not None or self.config.packs
+        return float(self.length) if has_full_width else self.tokens_per_row
 
     def trainable(self, facts: ModelFacts) -> list[tuple[Head, ModelFacts]]:
         """Return head and sizes of each model that is trained, the policy (`facts`) first."""

@@ -47,7 +47,7 @@ def check_rules(case: Case) -> None:
     """Raise PlanError by the first rule that refuses the case.
 
     Rules of all strategies come first, then those of the optimizer, then the strategy's own. If
-    several refuse, the order decides which one the user is told of.
+    several refuse, the order decides which one the user sees.
     """
     rules_in_order = (
         _mps,

@@ -79,8 +79,8 @@ def changed_at(run: Path) -> dict[str, int]:
     return found
 
 
-# What is evaluated of the run folder, overrides, and the step that is told; by the step whose
-# figures they are.
+# Each case: what of the run folder is evaluated, overrides, the step in the result, and the step
+# whose figures the result has.
 EVALUATED = [
     case(None, ["strategy=fsdp2"], 4, 4, id="best, under another strategy", full=False),
     case("export", ["launch.nproc=1"], None, 4, id="export on one process", full=True),

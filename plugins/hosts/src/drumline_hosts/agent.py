@@ -55,7 +55,7 @@ from drumline_hosts.timing import (
 
 
 class HostRanks(Agent):
-    """The ranks of this host. The launcher is told of a failure before the other ranks have ended.
+    """The ranks of this host. The launcher hears of a failure before the other ranks have ended.
 
     It overrides a step of the base's `attempt`, `_wait_for_remaining_ranks`.
     """
