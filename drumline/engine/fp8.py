@@ -49,7 +49,7 @@ def apply_fp8(model: nn.Module, plan: Plan) -> None:
         Float8LinearConfig.from_recipe_name(options.scaling),
         emulate=plan.device == "cpu",
         enable_fsdp_float8_all_gather=options.gather == "fp8",
-        pad_inner_dim=not (_is_text(model, plan) and has_aligned_tokens(plan)),
+        pad_inner_dim=not (is_text(model, plan) and has_aligned_tokens(plan)),
     )
     convert_to_float8_training(
         model, config=recipe, module_filter_fn=lambda module, _name: id(module) in chosen
@@ -64,7 +64,7 @@ def _is_fit(module: nn.Module) -> bool:
     return all(side % MULTIPLE == 0 for side in module.weight.shape)
 
 
-def _is_text(model: Any, plan: Plan) -> bool:
+def is_text(model: Any, plan: Plan) -> bool:
     """Return whether the rows of batches have all that the layers see: no patches, no own module."""
     if plan.config.plain or plan.config.images_alone:
         return False

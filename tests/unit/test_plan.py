@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from drumline.config.config import BatchConfig, Config, ScheduleConfig
-from drumline.engine.fp8 import has_aligned_tokens
+from drumline.engine.fp8 import has_aligned_tokens, is_text
 from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
 from drumline.plan.batch import resolve_batch
@@ -18,6 +19,7 @@ from drumline.plan.explain import count, explain, plan_line, size
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import KnownModel, resolve
+from tests.tiny import tiny_model_dir, tiny_vision_dir
 
 CPU = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 TWO_H100 = Machine(
@@ -416,3 +418,14 @@ def test_width_of_batches_and_products_in_fp8(
     )
     assert planned.fixed_width == width
     assert has_aligned_tokens(planned) is not pads_products
+
+
+def test_patches_are_tokens_that_no_width_aligns(tmp_path: Path) -> None:
+    """A batch without images has one of zeros, so the rows of a model that sees images never count."""
+    from transformers import AutoConfig
+
+    planned = plan(TWO_H100, 1, precision="fp8")
+    sees = SimpleNamespace(config=AutoConfig.from_pretrained(tiny_vision_dir(tmp_path / "sees")))
+    reads = SimpleNamespace(config=AutoConfig.from_pretrained(tiny_model_dir(tmp_path / "reads")))
+    assert is_text(reads, planned)
+    assert not is_text(sees, planned)
