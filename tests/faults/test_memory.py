@@ -103,8 +103,9 @@ def test_a_rank_without_memory_says_which_line_of_the_plan_was_wrong(
     code, err, _ = train(enough.config, tmp_path / "run", limit=enough.most - TAKEN)
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
     assert code == 1
+    # torch's allocator says how much it was asked for, C++'s `std::bad_alloc` does not.
     assert re.search(
-        r"ran out of memory in (forward|backward|the loss): .* in use, .* requested, room for ",
+        r"ran out of memory in (forward|backward|the loss): .* in use, (.* requested, )?room for ",
         line,
     ), err
     assert re.search(FITTING, line), err
