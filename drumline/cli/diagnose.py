@@ -22,6 +22,7 @@ def doctor(
             help="A config: before a run. A run or log: after it.",
         ),
     ] = None,
+    overrides: Overrides = None,
     bandwidth: Annotated[
         bool,
         typer.Option(
@@ -36,7 +37,7 @@ def doctor(
     """
     from drumline.doctor.command import doctor as run
 
-    exit_code = run(place, bandwidth, as_json)
+    exit_code = run(place, bandwidth, as_json, overrides or [])
     raise typer.Exit(exit_code)
 
 

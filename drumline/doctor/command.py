@@ -23,7 +23,7 @@ from drumline.system.output import plural
 CPU_RANKS = 2
 
 
-def doctor(place: str | None, bandwidth: bool, as_json: bool) -> int:
+def doctor(place: str | None, bandwidth: bool, as_json: bool, overrides: Sequence[str] = ()) -> int:
     """Check what a run needs, or find why a run failed; return the exit code.
 
     The code is 1 if a check failed, or if the logs tell why the run failed.
@@ -33,13 +33,20 @@ def doctor(place: str | None, bandwidth: bool, as_json: bool) -> int:
             log, or - for standard input.
         bandwidth: Also measure between pairs of ranks.
         as_json: Print JSON instead of text.
+        overrides: Values of the config that replace its own, as `key=value`.
 
-    Raises UserError if there is nothing at `place`.
+    Raises UserError if there is nothing at `place`, and for overrides without a config.
     """
     if place is None:
-        return _before(None, bandwidth, as_json)
+        return _before(None, (), bandwidth, as_json)
     if Path(place).suffix in (".yaml", ".yml") and not Path(place).is_dir():
-        return _before(Path(place), bandwidth, as_json)
+        return _before(Path(place), overrides, bandwidth, as_json)
+    if overrides:
+        raise UserError(
+            "only a config has values to replace",
+            where=f"drumline doctor {place} {overrides[0]}",
+            fix="name one place: a config, a run or a log",
+        )
     if bandwidth:
         raise UserError(
             "--bandwidth measures before a run",
@@ -123,13 +130,13 @@ def _finding_lines(finding: Finding) -> list[str]:
     ]
 
 
-def _before(config: Path | None, bandwidth: bool, as_json: bool) -> int:
+def _before(config: Path | None, overrides: Sequence[str], bandwidth: bool, as_json: bool) -> int:
     """Check the hosts of a run, or this one, and print the checks; return the exit code."""
     question = Question()
     inter = OTHER_NETWORK
     launcher = None
     if config:
-        question, inter, launcher = read_question(config)
+        question, inter, launcher = read_question(config, overrides)
     machine = detect()
     reached = launcher.reach() if launcher else {}
     if reached:
@@ -152,7 +159,9 @@ def _before(config: Path | None, bandwidth: bool, as_json: bool) -> int:
     return int(has_failed)
 
 
-def read_question(config: Path) -> tuple[Question, str, LauncherSpec]:
+def read_question(
+    config: Path, overrides: Sequence[str] = ()
+) -> tuple[Question, str, LauncherSpec]:
     """Return what a run of a config needs of a host, the link between its hosts, and its launcher.
 
     Raises ConfigError.
@@ -161,7 +170,7 @@ def read_question(config: Path) -> tuple[Question, str, LauncherSpec]:
     from drumline.config.load import load
     from drumline.plan.explain import default_run_dir
 
-    loaded = load(config, [])
+    loaded = load(config, list(overrides))
     run = loaded.config
     cache_dir = None
     paths: list[str] = []

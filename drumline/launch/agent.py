@@ -44,6 +44,7 @@ from drumline.launch.early import EarlyRanks
 from drumline.launch.hangs import Hang, gloo_abort_error
 from drumline.launch.postmortem import COLLECTIVE_EXIT_CODES, RankEnd, read_error
 from drumline.launch.watch import Watch
+from drumline.system.output import say
 from drumline.system.process import PIPE, SECRET_COMES, is_suspended, wait_for_exit
 from drumline.system.signals import LauncherSignals
 from drumline.system.sockets import for_store
@@ -401,6 +402,11 @@ class Agent(LocalElasticAgent):
                 if process.poll() is None:
                     process.send_signal(number)
             self._kill_at = time.monotonic() + self.grace_seconds
+            if self.signals.number == signal.SIGINT and 0 in self._processes():
+                say(
+                    f"stopping: the ranks have {self.grace_seconds:g} s to save; Ctrl-C again ends"
+                    " them at once"
+                )
         if self.signals.at_once:
             self._kill_at = 0.0
 

@@ -415,11 +415,11 @@ def _report_end(ends: list[RankEnd], code: int, stop_signal: int, plan: Plan) ->
     """Print one line about a deliberate end, once for all ranks."""
     reports = reports_with_exit_code(ends, code)
     if reports:
-        if code == 75:
+        if code == Preempted.exit_code:
             say(f"stopped: {reports[0].message}")
         else:
             say(f"error: {reports[0].message}")
-    elif code == 75:
+    elif code == Preempted.exit_code:
         say("stopped: before the first step, nothing was lost — go on with --resume")
     elif code == NotSaved.rank_code:
         _report_full_disk(plan)

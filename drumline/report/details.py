@@ -15,7 +15,15 @@ from drumline.config.load import override
 from drumline.plan.explain import count
 from drumline.plan.plan import LEFT_OUT
 from drumline.report.curves import MOST_POINTS, Series, thin_out
-from drumline.report.facts import Attempt, Points, RunFacts, as_mapping, as_number, as_numbers
+from drumline.report.facts import (
+    NOT_SCORES,
+    Attempt,
+    Points,
+    RunFacts,
+    as_mapping,
+    as_number,
+    as_numbers,
+)
 from drumline.report.markup import (
     ABSENT,
     Pairs,
@@ -50,8 +58,6 @@ DEVICE_CURVES = {
 }
 # Kinds of events that are shown below the attempts.
 TROUBLES = {"hang": "hang", "replan": "new plan", "takeover": "another host's launcher"}
-# Numbers of an evaluation's event that are no scores.
-NOT_SCORES = ("t", "step", "samples", "seconds")
 # Episodes that a page shows, at most.
 MOST_EPISODES = 400
 # Ranks whose memory is drawn one by one. Of more ranks the least and the most are drawn.

@@ -50,7 +50,7 @@ NOT_CURVES = {
     *RATES,
 }
 # Numbers of an evaluation's event that are no scores.
-NOT_SCORES = {"samples", "seconds"}
+NOT_SCORES = {"t", "step", "samples", "seconds"}
 # Fields of a rollout event and the names of their curves.
 ROLLOUT = {
     "reward": "reward",

@@ -100,12 +100,14 @@ class Packages:
     def joules(self) -> float:
         """Return the energy since the beginning.
 
-        NaN if any counter cannot be read, since a part would be taken for all.
+        NaN if any counter cannot be read, since a part would be taken for all. The next reading
+        then has what was used meanwhile.
         """
-        if not self.zones:
+        readings = {zone: self._number(zone / "energy_uj") for zone in self.zones}
+        if not readings or any(math.isnan(reading) for reading in readings.values()):
             return math.nan
-        for zone, before in self.zones.items():
-            now = self._number(zone / "energy_uj")
+        for zone, now in readings.items():
+            before = self.zones[zone]
             used = now - before
             if now < before:
                 # The counter has begun anew.

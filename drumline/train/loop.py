@@ -756,7 +756,7 @@ class Loop:
 
 def _add_sums(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
     """Return `sums` with the sums of `more` added; of a key `max_…` the larger one is taken."""
-    added = {}
+    added = dict(sums)
     for key, value in more.items():
         if key.startswith("max_"):
             added[key] = max(sums.get(key, value), value)

@@ -138,3 +138,5 @@ def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "POWERCAP", tmp_path)
     second.unlink()
     assert math.isnan(packages.joules()) and math.isnan(Packages(tmp_path / "none").joules())
+    second.write_text("1700000")
+    assert packages.joules() == 3.7, "one unreadable moment loses nothing"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config.resume import Resume
-from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.errors import DrumlineError, EnvironmentFault, Preempted
 from drumline.launch.lease import Lease
 from drumline.launch.local import furthest_step, launch, resume_of_restart
 from drumline.launch.postmortem import COLLECTIVE_EXIT_CODES, RankEnd, read_error
@@ -259,7 +259,7 @@ def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, 
     except DrumlineError as error:
         note_end(run_dir, error.exit_code)
         raise
-    if code == 75 and options.requeue:
+    if code == Preempted.exit_code and options.requeue:
         has_progressed = furthest_step(run_dir) > max(step_before, 0)
         is_requeued = _requeue(ranks.signal, has_progressed)
         if is_requeued:

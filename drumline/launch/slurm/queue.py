@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drumline.errors import EnvironmentFault
+from drumline.errors import EnvironmentFault, Preempted
 from drumline.foreign import first_line
 from drumline.launch.slurm.options import SlurmOptions
 from drumline.launch.slurm.script import SCRIPT, script
@@ -228,8 +228,8 @@ def _job_and_state(run_dir: Path) -> tuple[str | None, str]:
     The state is empty if the job has ended, or if this host has no Slurm.
     """
     job = job_of(run_dir)
-    # A job that ended with 75 may have been requeued.
-    may_be_in_queue = end_of(run_dir) in (None, 75)
+    # A job that was stopped and has saved may have been requeued.
+    may_be_in_queue = end_of(run_dir) in (None, Preempted.exit_code)
     if job is None or not may_be_in_queue or shutil.which("squeue") is None:
         return job, ""
     return job, state_of(job)[0]

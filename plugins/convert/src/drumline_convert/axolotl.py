@@ -47,7 +47,7 @@ from drumline_convert.llama_factory import (
     set_patience,
     set_pure_bf16,
 )
-from drumline_convert.mixtures import hold_out
+from drumline_convert.mixtures import hold_out, note_unknown
 from drumline_convert.sources import Dataset, put_sources, sources_of
 from drumline_convert.trl import (
     IDLE,
@@ -475,7 +475,7 @@ def _sources(sheet: Sheet, old: OldKey, algorithm: str) -> list[dict[str, Any]]:
             if columns:
                 source["columns"] = columns
             sources.append(source)
-        _note_unknown(sheet, entry)
+        note_unknown(sheet, entry, KNOWN)
     return sources
 
 
@@ -497,15 +497,6 @@ KNOWN = {
     "field_chosen",
     "field_rejected",
 }
-
-
-def _note_unknown(sheet: Sheet, entry: dict[str, OldKey]) -> None:
-    """Add a note for each key of a dataset that is not translated and has a value."""
-    empty = {key for key in entry if entry[key].value in (None, "", [], False)}
-    for key in entry.keys() - KNOWN - empty:
-        sheet.note(
-            entry[key], "unknown here: rows are read by their format (docs/reference/data.md)"
-        )
 
 
 def _locations(sheet: Sheet, entry: dict[str, OldKey]) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def read_mixture(sheet: Sheet, old: OldKey) -> None:
         sources += _entry(sheet, replace(datasets, value=entry, place=place))
     put_sources(sheet, "train", sources, datasets)
     hold_out(sheet, section.get("test_split_size"))
-    _note_unknown(sheet, section, {"datasets", "test_split_size"})
+    note_unknown(sheet, section, {"datasets", "test_split_size"})
 
 
 def hold_out(sheet: Sheet, old: OldKey | None) -> None:
@@ -81,7 +81,7 @@ def _entry(sheet: Sheet, old: OldKey) -> list[dict[str, Any]]:
             "sources are not cut to shares of a mixture",
             "set weight of each source",
         )
-    _note_unknown(sheet, entry, KNOWN)
+    note_unknown(sheet, entry, KNOWN)
     return sources
 
 
@@ -97,7 +97,7 @@ def _first_set(sheet: Sheet, entry: dict[str, OldKey], *names: str) -> OldKey | 
     return first
 
 
-def _note_unknown(sheet: Sheet, section: dict[str, OldKey], known: set[str]) -> None:
+def note_unknown(sheet: Sheet, section: dict[str, OldKey], known: set[str]) -> None:
     """Add a note for each key of a section that is not translated and has a value."""
     for key, old in section.items():
         if key not in known and old.value:
