@@ -20,6 +20,7 @@ from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.checkpoint.storage import read_index
 from drumline.errors import CheckpointError
 from tests.checkpoint_ranks import blank, content, differing, run
+from tests.distributed.setups import case
 
 Tensors = dict[str, torch.Tensor]
 Make = Callable[[bool], Tensors]
@@ -98,11 +99,11 @@ def as_lists(tensors: Tensors) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "make, writers, readers",
     [
-        (plain, TWO, ALONE),
-        (plain, ALONE, TWO),
-        (sharded, TWO, ALONE),
-        (sharded, ALONE, TWO),
-        (sharded, THREE, TWO),
+        case(plain, TWO, ALONE, full=True),
+        case(plain, ALONE, TWO, full=False),
+        case(sharded, TWO, ALONE, full=False),
+        case(sharded, ALONE, TWO, full=True),
+        case(sharded, THREE, TWO, full=True),
     ],
 )
 def test_any_number_of_ranks_reads_what_any_other_wrote(

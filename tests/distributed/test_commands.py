@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.setups import case
 from tests.harness import (
     Finished,
     drumline,
@@ -186,7 +187,11 @@ def test_weights_that_no_gradient_reaches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [("apertus", {"kind": "fsdp2"}), ("granitemoe", {"kind": "ddp", "tp": 2})]
+    ("kind", "strategy"),
+    [
+        case("apertus", {"kind": "fsdp2"}, id="apertus", full=False),
+        case("granitemoe", {"kind": "ddp", "tp": 2}, id="granitemoe", full=True),
+    ],
 )
 def test_architectures_of_others(tmp_path: Path, kind: str, strategy: dict[str, Any]) -> None:
     model = tiny_architecture_dir(tmp_path / "model", kind)

@@ -45,7 +45,7 @@ def last_step(degrees: dict[str, int], devices: int) -> dict[str, float]:
         case({"tp": 2}, 1, 1, id="tp", full=True),
         case({"pp": 2}, 1, 1, id="pp", full=True),
         case({"replicate": 2}, 2, 1, id="ddp", full=True),
-        case({"replicate": 2}, 2, 4, id="four devices a process", full=False),
+        case({"replicate": 2}, 2, 4, id="four devices a process", full=True),
     ],
 )
 def test_tokens_are_counted_once_and_mfu_over_all_devices(

@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint_ranks import run
+from tests.distributed.setups import case
 from tests.tiny import tiny_model_dir
 
 pytestmark = [
@@ -154,7 +155,11 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
 
 @pytest.mark.parametrize(
     ("strategy", "degrees"),
-    [("ddp", {"replicate": 2}), ("fsdp2", {"shard": 2}), ("local_sgd", {"replicate": 2})],
+    [
+        case("ddp", {"replicate": 2}, id="ddp", full=False),
+        case("fsdp2", {"shard": 2}, id="fsdp2", full=True),
+        case("local_sgd", {"replicate": 2}, id="local_sgd", full=True),
+    ],
 )
 def test_a_step_is_one_collective_and_nothing_is_waited_for(
     tmp_path: Path, strategy: str, degrees: dict[str, int]

@@ -122,7 +122,7 @@ EXACT = [
 ]
 # test_parity counts most strategies on an even model. One of each kind that is uneven here; the
 # others with --full alone.
-KEPT = ("fsdp2 2, accumulation 4", "tp 2", "ddp, int8")
+KEPT = ("tp 2", "ddp, int8")
 assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 9, (
     "a row is named that is not there"
 )

@@ -139,6 +139,9 @@ AGAIN += [
     ("ddp 2", "zero2 2"),
     ("zero2 2", "zero3 4"),
     ("ddp 2 x pp 2, sharded optimizer", "tp 2, whole stream"),
+    ("fsdp2 2", "fsdp2 2 grad-op offload"),
+    ("fsdp2 2 x tp 2", "single"),
+    ("tp 2", "cp 2"),
 ]
 AGAIN += [(a, b) for a, b in permutations(SPREADS, 2) if (a, b) not in SOME]
 ALL_SPREADS = SPREADS | PIPELINES | PARTS | MIXTURES | ZERO

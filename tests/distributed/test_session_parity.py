@@ -31,6 +31,9 @@ AGAIN = [
     ("resnet", "zero3"),
     ("resnet", "zero2"),
     ("gpt", "ddp"),
+    ("vit", "fsdp2"),
+    ("resnet", "fsdp2"),
+    ("gpt", "zero3"),
 ]
 # By its stages, and by a plan.
 CUT = [("mlp", strategy) for strategy in ("pp", "model_parallel", "tp")]

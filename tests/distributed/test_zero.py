@@ -76,6 +76,7 @@ def test_on_a_disk(tmp_path: Path) -> None:
     same(tmp_path, "resumed", skip=2)
 
 
+@pytest.mark.full
 def test_a_second_copy_within_each_host(tmp_path: Path) -> None:
     tiny_model_dir(tmp_path / "model")
     run_plans([plan(tmp_path, "alone", "single", 1)], 1)
