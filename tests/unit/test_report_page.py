@@ -439,10 +439,10 @@ def test_a_table_is_sorted_by_numbers(column: list[object]) -> None:
         cells.append({"dataset": dataset, "textContent": text})
 
     source = page.asset("page.js")
-    code = source[source.index("function inOrder") : source.index("function sortable")]
+    code = source[source.index("function numberOf") : source.index("function makeSortable")]
     code += f"const cells = {json.dumps(cells)};"
     code += "const text = (cell) => cell.textContent;"
-    code += "const shown = (those) => JSON.stringify(those.sort(inOrder).map(text));"
+    code += "const shown = (those) => JSON.stringify(those.sort(compareCells).map(text));"
     code += "console.log(shown([...cells].reverse())); console.log(shown([...cells]))"
     out = subprocess.run(["node", "-e", code], capture_output=True, check=True)
     backwards, forwards = map(json.loads, out.stdout.splitlines())
