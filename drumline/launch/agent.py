@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from drumline.hardware.detect import Groups, usable_cores
 from drumline.launch.early import EarlyRanks
 from drumline.launch.hangs import Hang, gloo_abort_error
-from drumline.launch.postmortem import COLLECTIVE_EXIT_CODES, RankEnd, read_error
+from drumline.launch.postmortem import EXIT_CODES_OF_ALL_RANKS, RankEnd, read_error
 from drumline.launch.watch import Watch
 from drumline.system.output import say
 from drumline.system.process import PIPE, SECRET_COMES, is_suspended, wait_for_exit
@@ -92,7 +92,7 @@ def open_store(listener: socket.socket) -> TCPStore:
     )
 
 
-class _Meeting(RendezvousHandler):
+class _SingleRendezvous(RendezvousHandler):
     """A rendezvous with a single participant, this agent.
 
     The agent's own store stays in this process. The ranks meet at the address of an existing store.
@@ -200,7 +200,7 @@ class Agent(LocalElasticAgent):
             store = open_store(meeting)
             meeting = Place("127.0.0.1", store.port, 0, nproc, "")
         self.place = meeting
-        self.meeting = _Meeting(meeting.address, meeting.port, store)
+        self.meeting = _SingleRendezvous(meeting.address, meeting.port, store)
         spec = WorkerSpec(
             role="drumline",
             local_world_size=nproc,
@@ -345,11 +345,11 @@ class Agent(LocalElasticAgent):
         an abort, and the grace time after a deliberate end, since other ranks may be saving.
         """
         codes = (set(self._exitcodes().values()) | self.failed_codes_of_other_hosts) - {None, 0}
-        was_killed = min(codes - {-signal.SIGABRT}, default=0) < 0
+        was_killed = any(code < 0 and code != -signal.SIGABRT for code in codes)
         if was_killed and not self.signals.number:
             return
         patience = SETTLE_SECONDS
-        if codes & COLLECTIVE_EXIT_CODES:
+        if codes & EXIT_CODES_OF_ALL_RANKS:
             patience = self.grace_seconds
         until = time.monotonic() + patience
         if self._kill_at is not None:
@@ -372,7 +372,7 @@ class Agent(LocalElasticAgent):
                 continue
             error = read_error(file)
             patience = SETTLE_SECONDS
-            if error is not None and error["exit_code"] in COLLECTIVE_EXIT_CODES:
+            if error is not None and error["exit_code"] in EXIT_CODES_OF_ALL_RANKS:
                 patience = self.grace_seconds
             self._must_end_by[rank] = now + patience
         return any(now > at for at in self._must_end_by.values())

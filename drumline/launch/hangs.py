@@ -50,7 +50,8 @@ class Seen:
     position: int = 0
     collectives: list[Entry] | None = None
     samples: list[int] | None = None
-    # Whether a rank of another host, no further than this one, is at work.
+    # Whether a rank of another host, which has finished as few steps as this one or fewer, is at
+    # work.
     is_other_host_working: bool = False
     has_started: bool = True  # it is past its imports
 
@@ -282,13 +283,13 @@ def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
 
 def _blame_slowest(seen: list[Seen], has_other_hosts: bool) -> Hang:
     """Blame the ranks with the fewest steps, if possible those outside a collective."""
-    # A rank without an answer may have had no core to answer with. Without entries it is not known
-    # what a rank waits for.
+    # Sure if there is no other host, or if a rank of this one is known to be outside of all
+    # collectives. A rank that did not answer proves nothing: it may have had no core.
     sure = not has_other_hosts or any(
         each.collectives and not each.pending_collective for each in seen
     )
-    first_step = min(each.step for each in seen)
-    slowest = [each for each in seen if each.step == first_step]
+    lowest_step = min(each.step for each in seen)
+    slowest = [each for each in seen if each.step == lowest_step]
     blamed = [each for each in slowest if not each.pending_collective] or slowest
     if len(seen) > 1:
         why = "it has not moved on"
@@ -299,8 +300,8 @@ def _blame_slowest(seen: list[Seen], has_other_hosts: bool) -> Hang:
 
 def _ranks_behind(seen: list[Seen]) -> list[Seen]:
     """Return the ranks that have not yet begun a collective in which another rank waits."""
-    for rank in seen:
-        entry = rank.pending_collective
+    for waiting in seen:
+        entry = waiting.pending_collective
         if entry is None:
             continue
         behind = []
@@ -308,7 +309,7 @@ def _ranks_behind(seen: list[Seen]) -> list[Seen]:
             newest = _newest_number(each, entry["group"])
             # A rank that was never seen in the group may not be a member of it.
             may_be_member = each.collectives is None or newest >= 0 or len(seen) == 2
-            if each is not rank and newest < entry["number"] and may_be_member:
+            if each is not waiting and newest < entry["number"] and may_be_member:
                 behind.append(each)
         if behind:
             return behind
@@ -336,7 +337,7 @@ def _why_behind(behind: list[Seen], seen: list[Seen]) -> str:
 
 
 def gloo_abort_error(log: Path) -> dict[str, Any] | None:
-    """Return the error of a rank that gloo aborted, in the form of `Hang.error`.
+    """Return the error of a rank that gloo aborted, in the form of `train.failure`.
 
     Gloo aborts a process if a message of another rank has an unexpected size. The result is None if
     `log`, the rank's standard error, does not say so.

@@ -60,24 +60,25 @@ class Lease:
         run_dir: Path,
         at: tuple[str, int] | None = None,
         after: str | None = None,
-        frozen: tuple[str | None, float] = (None, 0.0),
+        last_seen: tuple[str | None, float] = (None, 0.0),
     ) -> None:
         """Prepare a lease. Nothing is written before `__enter__`.
 
         Args:
             run_dir: The run folder.
             at: Address and port on which the holder listens to agents of other hosts.
-            after: Token of the only lease that this one may follow, once its holder is dead. A
-                lease that its holder has given back is not followed. None: follow any dead holder.
-            frozen: The text of the lease file that this host saw last, and the time since when it
-                has not changed (seconds of the monotonic clock). The text is None if no process has
-                looked yet. A holder whose lease has not changed for PATIENCE_SECONDS is dead, so a
+            after: Token of the only lease that this one may replace, once its holder is dead. A
+                lease that its holder has given back is not replaced. None: replace the lease of any
+                dead holder.
+            last_seen: The text of the lease file that this host saw last, and the time since when
+                it has not changed (seconds of the monotonic clock). The text is None if no process
+                has looked yet. A holder whose lease has not changed for PATIENCE_SECONDS is dead, so a
                 caller that has watched the file need not watch it again.
         """
         self.run_dir = run_dir
         self.path = run_dir / NAME
         self.after = after
-        self.frozen = frozen
+        self.last_seen = last_seen
         self.token = secrets.token_hex(8)
         owner = {
             "token": self.token,
@@ -128,8 +129,9 @@ class Lease:
     def _require_own_lease(self) -> None:
         """Make sure that this lease is still in place, shortly after a dead one was removed.
 
-        If several processes wait for one dead holder, one of them may move the lease of the next
-        aside for a moment, and a third may make its own lease in that moment.
+        Processes A and B may wait for one dead holder. A removes the dead lease and makes its own.
+        B, which was a moment later, moves A's lease aside in place of the dead one; before B has
+        put it back, C makes a lease. Then A has lost the folder to C.
 
         Raises:
             EnvironmentFault: Another process has the folder.
@@ -152,7 +154,7 @@ class Lease:
         seen = self._read_expected_lease()
         if seen is None:
             return
-        holder = _holder(seen)
+        holder = _process_of(seen)
         is_alive = holder and holder.alive()
         if is_alive is None:
             # The process cannot be seen from here, as on another host. A living holder changes the
@@ -183,7 +185,7 @@ class Lease:
 
     def _unchanged_since(self, seen: bytes) -> float:
         """Return the monotonic seconds since which this host has seen only this content."""
-        text, since = self.frozen
+        text, since = self.last_seen
         if seen.decode(errors="replace") == text:
             return since
         return time.monotonic()
@@ -218,8 +220,8 @@ class Lease:
         with suppress(FileNotFoundError):  # another process has removed it
             self.path.rename(aside)
             if aside.read_bytes() != dead:
-                # If a third process has made its own lease meanwhile, the holder whose lease was
-                # moved aside ends, in `_require_own_lease` or in `_renew`.
+                # This process is B of `_require_own_lease`. If C has made a lease meanwhile, A
+                # ends there, or in `_renew`.
                 with suppress(FileExistsError):
                     os.link(aside, self.path)
             aside.unlink()
@@ -272,14 +274,14 @@ class Holder:
     host: str
     pid: int
     since: str  # local time at which it took the folder
-    count: bytes  # whole text of the lease, which changes with the counter
+    content: bytes  # of the lease file, which changes with the counter
     alive: bool | None  # None if only a change of the counter can show that it lives
 
 
 def holder(run_dir: Path) -> Holder | None:
     """Return the holder of a run folder, alive or dead; None if there is no lease."""
     seen = _read(run_dir / NAME)
-    process = seen and _holder(seen)
+    process = seen and _process_of(seen)
     if not seen or not process:
         return None
     fields = _fields(seen)
@@ -341,7 +343,7 @@ def guard_run_folder(run_dir: Path) -> Iterator[None]:
             with suppress(OSError, EnvironmentFault):
                 if token_of(run_dir) not in (own_token, None) and not ended.is_set():
                     say(
-                        f"error: another launcher has taken {run_dir} over: this rank ends, its own may be suspended"
+                        f"error: another launcher has taken {run_dir} over: this rank ends; its own launcher may be suspended"
                     )
                     os._exit(1)
 
@@ -432,7 +434,7 @@ def _token(text: bytes) -> str | None:
     return None
 
 
-def _holder(text: bytes) -> ProcessId | None:
+def _process_of(text: bytes) -> ProcessId | None:
     """Return the process that a lease names; None if it names none."""
     fields = _fields(text)
     # The file may be damaged or made by anybody, so nothing in it is used unchecked.
@@ -447,7 +449,7 @@ def _holder(text: bytes) -> ProcessId | None:
 
 def _holder_text(text: bytes) -> str:
     """Return the holder of a lease as words of a message."""
-    holder = _holder(text)
+    holder = _process_of(text)
     if holder is None:
         return f"somebody (what {NAME} says cannot be read)"
     since = str(_fields(text).get("since"))[:30]

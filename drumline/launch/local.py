@@ -72,11 +72,13 @@ DELIBERATE = (
 class Ranks(Protocol):
     """Starts all ranks of a run, once for each attempt."""
 
-    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+    def attempt(
+        self, rank_command: list[str], logs: Path, signals: LauncherSignals
+    ) -> list[RankEnd]:
         """Start the ranks, wait until the last has ended, and return how each ended.
 
         Args:
-            rank: Module that each rank runs, followed by its arguments.
+            rank_command: Module that each rank runs, followed by its arguments.
             logs: Folder for the logs of this attempt.
             signals: The signals that the launcher has received. They are forwarded to the ranks.
 
@@ -109,13 +111,15 @@ class LocalRanks:
         options = plan.config.launch
         return cls(plan.mesh.world_size, options.port, options.grace_seconds, early)
 
-    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+    def attempt(
+        self, rank_command: list[str], logs: Path, signals: LauncherSignals
+    ) -> list[RankEnd]:
         """Run all ranks once. Raises EnvironmentFault for a port that is taken."""
         # The port is taken before the slow import of torch, so a taken port is reported at once.
         listener = listen(self.port)
         from drumline.launch.agent import Agent
 
-        command = tied(*rank)
+        command = tied(*rank_command)
         agent = Agent(command, self.nproc, listener, logs, signals, self.grace, self.early)
         return agent.attempt()
 
@@ -139,8 +143,9 @@ def launch(
         on_event: Gets each event of events.jsonl as it is written.
         worker: Module that each rank runs. Its arguments are the plan's path and, to resume,
             `--resume PATH`.
-        on_oom: Called when a rank ran out of memory. Another attempt follows only if it finds
-            another plan.
+        on_oom: Called when a rank ran out of memory. It returns what the plan predicted, as a line
+            for the user, and why no attempt follows. If that is None, it has written another plan
+            into `plan_path`, and an attempt follows.
         trial: Nothing of the run is worth saving, and a signal ends it at once.
         ranks: Starts the ranks; None for new processes on this machine.
 
@@ -226,8 +231,8 @@ class _AttemptJudge:
         self, cause: RankEnd, ends: list[RankEnd], attempt: int, signals: LauncherSignals
     ) -> bool:
         """Report a failure, and return whether to start again."""
-        reached, failed_at = progress_since(self.events_path, self.events_before_attempt)
-        step = max(failed_at, 0)
+        furthest_step, last_step = progress_of_attempt(self.events_path, self.events_before_attempt)
+        step = max(last_step, 0)
         out_of_memory = exhausted(cause)
         memory_line = None
         again = ""
@@ -243,7 +248,9 @@ class _AttemptJudge:
                 memory_line += f"; {advice}"
             again = "with that plan"
         else:
-            reason = self.restarts.decide(reached, failed_at, cause.rank, cause.message, cause.host)
+            reason = self.restarts.decide(
+                furthest_step, last_step, cause.rank, cause.message, cause.host
+            )
             again = f"{self.restarts.left} restarts left until the next progress"
         report_failure(cause, ends, attempt, step, reason, again, self.events_path, memory_line)
         return reason is None
@@ -270,10 +277,10 @@ def launch_trial(
 
 
 def resume_of_restart(resume: Resume | None, run_dir: Path, apart: bool, since: int = 0) -> Resume:
-    """Return the checkpoint that a run resumes from when it is started again.
+    """Return what a run resumes from when it is started again.
 
-    The result is `resume` until the run has saved a checkpoint of its own, and its own newest
-    checkpoint from then on. A checkpoint in the run's own folder that it resumed from counts as
+    It is `resume` until the run has saved a checkpoint of its own. From then on it is `Resume()`,
+    the newest checkpoint in the run folder. A checkpoint in the run's own folder that it resumed from counts as
     saved, since it is then the newest one there.
 
     Args:
@@ -315,8 +322,8 @@ def next_attempt(run_dir: Path) -> int:
     return max(numbered(run_dir / "logs", "attempt-"), default=-1) + 1
 
 
-def progress_since(events_path: Path, events_before: int) -> tuple[int, int]:
-    """Return the last step that any attempt finished, and the last one of the present attempt.
+def progress_of_attempt(events_path: Path, events_before: int) -> tuple[int, int]:
+    """Return the furthest step of all attempts, and the last step that the present one finished.
 
     Each is -1 if there is none. Events are taken in the order of the file and not of their times,
     because hosts have clocks of their own.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.errors import NotSaved, Preempted
+from drumline.errors import NotSaved, Preempted, TrainingStopped
 from drumline.plan.out_of_memory import Exhausted
 from drumline.system.redact import redact
 
@@ -25,7 +25,7 @@ CONSEQUENCES = (
 )  # fmt: skip
 # Exit codes (errors.py) of deliberate ends that all ranks reach, some of them later than others,
 # since they write the checkpoint first.
-COLLECTIVE_EXIT_CODES = {3, Preempted.exit_code, NotSaved.rank_code}
+EXIT_CODES_OF_ALL_RANKS = {TrainingStopped.exit_code, Preempted.exit_code, NotSaved.rank_code}
 LOG_LINES = 15
 MOST_CHARACTERS = 100  # of the error that is shown of a rank that failed in consequence
 OUT_OF_MEMORY = "the kernel does that too when memory runs out: see `dmesg`"
@@ -257,27 +257,27 @@ class Restarts:
         self.last: tuple[int, int, str, str] | None = None
 
     def decide(
-        self, reached: int, failed_at: int, rank: int, message: str, host: str = ""
+        self, furthest_step: int, last_step: int, rank: int, message: str, host: str = ""
     ) -> str | None:
         """Return the reason not to start again; None to start again.
 
         Args:
-            reached: Last step that any attempt finished.
-            failed_at: Last step that this attempt finished, -1 for none. It may be below `reached`,
-                since the attempt resumed from an earlier step.
+            furthest_step: Last step that any attempt finished.
+            last_step: Last step that this attempt finished, -1 for none. It may be below
+                `furthest_step`, since the attempt resumed from an earlier step.
             rank: The rank to blame.
             message: Its error.
             host: Its host, if the run has several.
         """
-        if reached > self.reached:
+        if furthest_step > self.reached:
             self.left = self.limit
-            self.reached = reached
+            self.reached = furthest_step
         if _CERTAIN_TO_RECUR.match(message):
             return "another start would not help: it is an error of code or of values"
-        failure = (failed_at, rank, host, _NUMBER.sub("#", message))
+        failure = (last_step, rank, host, _NUMBER.sub("#", message))
         if self.last == failure:
-            if failed_at >= 0:
-                when = f"after step {failed_at}"
+            if last_step >= 0:
+                when = f"after step {last_step}"
             else:
                 when = "before the first step"
             return f"the same failure came twice {when}: another start would not help"

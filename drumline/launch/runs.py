@@ -62,19 +62,19 @@ def is_run(folder: Path) -> bool:
     return (folder / "plan.json").is_file()
 
 
-def require_run(folder: Path) -> SubmittedRun | None:
-    """Return the run of a folder, if its real folder lies elsewhere; None if this is the real one.
+def find_submitted_run(folder: Path) -> SubmittedRun | None:
+    """Return the run if its files are on another machine; None if `folder` is its run folder.
 
     Raises:
         UserError: The folder belongs to no run.
     """
     if is_run(folder):
         return None
-    elsewhere = submitted_run(folder)
-    if elsewhere is None:
+    submitted = submitted_run(folder)
+    if submitted is None:
         fix = "name the folder of a run; `drumline ps` lists them"
         raise UserError("is no run folder: there is no plan.json", where=str(folder), fix=fix)
-    return elsewhere
+    return submitted
 
 
 def states(folder: Path) -> list[State]:
@@ -104,10 +104,10 @@ def _state_elsewhere(note: Path) -> State:
     run = note.parent
     age = max(0.0, time.time() - note.stat().st_mtime)
     try:
-        elsewhere = read_note(note)
+        submitted = read_note(note)
     except UserError as error:
         return State(run, "unknown", None, error.line(), age)
-    return State(run, elsewhere.state(), None, elsewhere.where, age)
+    return State(run, submitted.state(), None, submitted.where, age)
 
 
 def _state(run: Path, holder: lease.Holder | None) -> State:
@@ -184,9 +184,9 @@ def print_logs(run: Path, rank: int | None) -> None:
     Raises:
         UserError: There are no logs.
     """
-    elsewhere = require_run(run)
-    if elsewhere is not None:
-        elsewhere.print_logs(rank)
+    submitted = find_submitted_run(run)
+    if submitted is not None:
+        submitted.print_logs(rank)
         return
     files = _log_files(run / "logs")
     found = files
@@ -282,9 +282,9 @@ def follow(run: Path, on_event: Emit) -> int:
         run: Folder of the run.
         on_event: Gets each event.
     """
-    elsewhere = require_run(run)
-    if elsewhere is not None:
-        return elsewhere.follow()
+    submitted = find_submitted_run(run)
+    if submitted is not None:
+        return submitted.follow()
     path = run / "events.jsonl"
     start = last_start(path)
     job = queue.queued_job(run)
@@ -294,7 +294,7 @@ def follow(run: Path, on_event: Emit) -> int:
     if _may_change_hosts(run):
         patience = TAKEOVER_SECONDS
     with LauncherSignals() as signals, tail(path, on_event, start):
-        _wait_for_holder(run, patience, signals)
+        _wait_until_released(run, patience, signals)
     if signals.number:
         return LEFT
     exit_code = queue.end_of(run)
@@ -324,7 +324,7 @@ def _may_change_hosts(run: Path) -> bool:
     return isinstance(value, dict)
 
 
-def _wait_for_holder(run: Path, patience: float, signals: LauncherSignals) -> None:
+def _wait_until_released(run: Path, patience: float, signals: LauncherSignals) -> None:
     """Wait until a run has no holder any more, or a signal comes.
 
     `patience` is how many seconds a dead holder may take to be followed by another host.
@@ -357,9 +357,9 @@ def stop(run: Path) -> None:
         UserError: The run is not under way.
         DrumlineError: A signal ended the wait.
     """
-    elsewhere = require_run(run)
-    if elsewhere is not None:
-        elsewhere.stop()
+    submitted = find_submitted_run(run)
+    if submitted is not None:
+        submitted.stop()
         return
     holder = lease.holders([run]).get(run)
     if holder is not None and holder.alive:
@@ -385,15 +385,15 @@ def _wait_for_end(run: Path, token: str) -> None:
     """
     printed = time.monotonic()
     moved = 0.0
-    count = b""
+    content = b""
     with LauncherSignals() as signals:
         while True:
             holder = lease.holder(run)
             if holder is None or holder.token != token or signals.number:
                 break
-            if holder.count != count:
+            if holder.content != content:
                 moved = time.monotonic()
-                count = holder.count
+                content = holder.content
             stands_still = time.monotonic() - moved > lease.PATIENCE_SECONDS
             if holder.alive is False or (holder.alive is None and stands_still):
                 print(f"{run}: its launcher has died", file=sys.stderr)

@@ -25,7 +25,7 @@ from drumline.launch.local import (
     GRACE_SECONDS,
     decide_exit_code,
     next_attempt,
-    progress_since,
+    progress_of_attempt,
     report_failure,
     reports_with_exit_code,
 )
@@ -164,10 +164,10 @@ def _report_failed_attempt(
         signal: Number of the signal that asked the launcher to stop; 0 for none.
     """
     cause = root_cause(ends)
-    reached, failed_at = -1, -1
+    furthest_step, last_step = -1, -1
     if session is not None:
         events_path = session.run_dir / "events.jsonl"
-        reached, failed_at = progress_since(events_path, session.events_before)
+        furthest_step, last_step = progress_of_attempt(events_path, session.events_before)
     out_of_memory = exhausted(cause)
     memory_line = None
     if out_of_memory is not None:
@@ -177,13 +177,13 @@ def _report_failed_attempt(
     elif out_of_memory is not None:
         reason = "out of memory: another start would not help"
     elif session is not None:
-        reason = restarts.decide(reached, failed_at, cause.rank, cause.message)
+        reason = restarts.decide(furthest_step, last_step, cause.rank, cause.message)
     else:
         # How far the script came is unknown, so no two attempts count as the same failure.
         reason = restarts.decide(-1, attempt, cause.rank, cause.message)
     again = f"{restarts.left} restarts left"
     if session is not None:
-        step = max(failed_at, 0)
+        step = max(last_step, 0)
         report_failure(cause, ends, attempt, step, reason, again, events_path, memory_line)
         return reason is not None
     say(f"\n{report(cause, ends)}\n")

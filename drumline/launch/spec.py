@@ -29,7 +29,7 @@ class LocalLauncher(LauncherSpec):
     )
 
     def early(self, config: Config, plan_path: Path) -> EarlyRanks:
-        """Fork the processes that become ranks once there is a plan."""
+        """Fork processes before there is a plan. They become ranks as soon as there is one."""
         from drumline.launch.early import EarlyRanks
 
         return EarlyRanks(config)

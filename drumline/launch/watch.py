@@ -43,7 +43,8 @@ class _Pulse:
 
     count: int = -1  # number of its last beat
     waited: float = 0.0  # seconds since that beat, as far as this process has looked
-    # For each thread, the seconds that it had waited for a core soon after the beat.
+    # For each thread, the seconds that it had waited for a core since its start, as read
+    # CORE_WAITS_AFTER seconds after the beat: what `_seconds_over_limit` counts from.
     core_waits: dict[int, float] = field(default_factory=dict)
 
 
@@ -67,7 +68,7 @@ class Watch:
 
     Args:
         ranks: Number of ranks of this host.
-        first: Its lowest rank.
+        first: The rank of the first place on the board.
         world_size: Number of ranks of the run; None if all are on this host.
         board: A board of heartbeats with a place for each rank of the run. None makes a new board
             for the ranks of this host.
@@ -190,11 +191,11 @@ class Watch:
             return False
         # Read once, because ranks go on meanwhile: the minimum must be one of the compared values.
         steps = [self._int(each.place, beats.STEP) for each in busy]
-        first_step = min(steps)
-        behind = [each for each, step in zip(busy, steps, strict=True) if step == first_step]
-        if min(self._seconds_over_limit(each) for each in behind) > 0:
+        lowest_step = min(steps)
+        slowest = [each for each, step in zip(busy, steps, strict=True) if step == lowest_step]
+        if min(self._seconds_over_limit(each) for each in slowest) > 0:
             return True
-        return any(self._is_suspended_too_long(each) for each in behind)
+        return any(self._is_suspended_too_long(each) for each in slowest)
 
     def _is_doubt_over(self, hang: Hang, now: float) -> bool:
         """Return whether a hang that may be one of another host counts as one of this host.

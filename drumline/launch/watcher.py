@@ -45,7 +45,7 @@ class WatchedHost:
     ranks: int  # number of ranks of this host
     world_size: int
     run_dir: str
-    logs: str  # folder in which Drumline's own launcher reads the ends of ranks; empty without it
+    logs: str  # folder in which Drumline's launcher reads how ranks ended; empty if another program started them
     host: str
     program: str  # name of the program that has started the ranks
 
@@ -65,17 +65,17 @@ def watch_this_rank(name: str, rank: int, world_size: int, run_dir: Path) -> Non
         run_dir: The run folder.
     """
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    # Containers may share memory and the host's name, but not the numbers of processes.
-    space = here()[2].strip("pid:[]")
+    # Containers may share /dev/shm and the host's name. Their process ids are their own.
+    pid_namespace = here()[2].strip("pid:[]")
     try:
-        if not space:
+        if not pid_namespace:
             raise OSError("/proc is of another container")
-        folder, first = heartbeat.common_board(f"{name}-{host}-{space}", world_size)
+        folder, is_creator = heartbeat.common_board(f"{name}-{host}-{pid_namespace}", world_size)
     except OSError as error:
         print(f"note: rank {rank} is not watched: {error}", file=sys.stderr)
         return
     os.environ[heartbeat.VARIABLE] = f"{folder}:{rank}"
-    if first:
+    if is_creator:
         watched = _watched_host(str(folder), world_size, run_dir, host)
         start_module("drumline.launch.watcher", json.dumps(asdict(watched)), keeps=())
 

@@ -14,7 +14,7 @@ from drumline.launch.local import (
     decide_exit_code,
     launch,
     next_attempt,
-    progress_since,
+    progress_of_attempt,
     resume_of_restart,
 )
 from drumline.launch.postmortem import (
@@ -180,17 +180,17 @@ def test_exit_code(ends: list[RankEnd], asked: int, code: int | None) -> None:
 
 def test_how_far_the_attempt_came(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert progress_since(path, 0) == (-1, -1)
+    assert progress_of_attempt(path, 0) == (-1, -1)
     log = EventLog(path)
     for step in (1, 2, 3):
         log.emit(Eval(step=step, samples=1, seconds=0.0))
-    assert progress_since(path, 0) == (3, 3)
-    assert progress_since(path, 3) == (3, -1), "the next attempt has done nothing yet"
+    assert progress_of_attempt(path, 0) == (3, 3)
+    assert progress_of_attempt(path, 3) == (3, -1), "the next attempt has done nothing yet"
     log.emit(Restore(t=0.0, step=1, path="x", seconds=0.0, skipped=[]))  # by a clock that is late
-    assert progress_since(path, 3) == (3, 1)
+    assert progress_of_attempt(path, 3) == (3, 1)
     with path.open("a") as torn:
         torn.write(json.dumps({"kind": "eval", "step": 9})[:-3])
-    assert progress_since(path, 3) == (3, 1)
+    assert progress_of_attempt(path, 3) == (3, 1)
 
 
 def test_attempts_are_counted_over_launches(tmp_path: Path) -> None:

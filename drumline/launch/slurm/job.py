@@ -1,7 +1,7 @@
 """Run the ranks of a plan within a Slurm job, as the tasks of one srun step.
 
-The batch script runs this module, which watches the step. A job whose time is up is requeued. This
-module does not import torch.
+The batch script runs `drumline.train.slurm_job`, which calls `run`. `run` watches the srun step, and
+requeues a job whose time is up. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drumline.config.resume import Resume
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted
 from drumline.launch.lease import Lease
 from drumline.launch.local import furthest_step, launch, resume_of_restart
-from drumline.launch.postmortem import COLLECTIVE_EXIT_CODES, RankEnd, read_error
+from drumline.launch.postmortem import EXIT_CODES_OF_ALL_RANKS, RankEnd, read_error
 from drumline.launch.slurm.queue import END, ask, note_end
 from drumline.launch.slurm.spec import SlurmLauncher
 from drumline.plan.out_of_memory import OnOutOfMemory
@@ -42,7 +42,9 @@ class StepRanks:
         self.size = sum(options.host_ranks())
         self.signal = 0  # the number of the signal that stopped the last attempt
 
-    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+    def attempt(
+        self, rank_command: list[str], logs: Path, signals: LauncherSignals
+    ) -> list[RankEnd]:
         """Start the ranks, wait for the last one, and return how each ended."""
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
@@ -51,7 +53,7 @@ class StepRanks:
             env["MASTER_PORT"] = str(self.options.port)
         try:
             with (logs / "srun.log").open("w") as log:
-                srun = start_command(self._command(rank, logs), env, log)
+                srun = start_command(self._command(rank_command, logs), env, log)
         except OSError as error:
             raise EnvironmentFault(
                 f"srun cannot start: {error.strerror}",
@@ -62,8 +64,8 @@ class StepRanks:
         self.signal = signals.number
         return [_end(rank, logs, was_killed, signals.number) for rank in range(self.size)]
 
-    def _command(self, rank: list[str], logs: Path) -> list[str]:
-        """Return the srun of an attempt. `rank` is the module of a rank and its arguments."""
+    def _command(self, rank_command: list[str], logs: Path) -> list[str]:
+        """Return the command of srun for an attempt."""
         options = self.options
         command = [
             "srun",
@@ -84,7 +86,14 @@ class StepRanks:
         ]
         pattern = str(logs).replace("%", "%%")
         command += [f"--output={pattern}/rank-%t.out", f"--error={pattern}/rank-%t.log"]
-        return [*command, sys.executable, "-m", "drumline.launch.slurm.task", str(logs), *rank]
+        return [
+            *command,
+            sys.executable,
+            "-m",
+            "drumline.launch.slurm.task",
+            str(logs),
+            *rank_command,
+        ]
 
     def _watch(self, srun: Process, logs: Path, signals: LauncherSignals) -> bool:
         """Wait for the end of the step, and return whether it was killed.
@@ -120,7 +129,7 @@ class StepRanks:
         """
         if min(codes) < 0:
             return 0.0
-        if codes & COLLECTIVE_EXIT_CODES:
+        if codes & EXIT_CODES_OF_ALL_RANKS:
             return self.options.grace_seconds
         return SETTLE_SECONDS
 

@@ -31,7 +31,7 @@ def require_one_line(plan_path: Path) -> None:
 def script(options: SlurmOptions, plan_path: Path, resume: str | None) -> str:
     """Return the batch script of a run, for sbatch.
 
-    The script runs one process (`launch.slurm.job`), which starts the ranks by srun and watches
+    The script runs one process (`train.slurm_job`), which starts the ranks by srun and watches
     them.
 
     Raises:
