@@ -306,7 +306,7 @@ def holders(run_dirs: Sequence[Path]) -> dict[Path, Holder]:
     for folder, first in found.items():
         if first.alive is None:
             second = holder(folder)
-            has_moved = second is not None and second.count != first.count
+            has_moved = second is not None and second.content != first.content
             found[folder] = replace(first, alive=has_moved)
     return found
 

@@ -16,7 +16,6 @@ NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
 
 
 @pytest.mark.claim("the notebook runs from top to bottom")
-@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (find_spec("nbclient") and find_spec("ipykernel")),
