@@ -209,7 +209,9 @@ def parse_json(
         if lines:
             place = f"{where}:{error.lineno}"
             fix = fix or "fix that line"
-        what = f"not JSON: {error.msg} at column {error.colno}"
+        # Some of json's messages end in "at" already.
+        reason = error.msg.removesuffix(" at")
+        what = f"not JSON: {reason} at column {error.colno}"
         raise error_type(what, where=place, fix=fix) from None
     except RecursionError:
         raise error_type("not JSON: nested too deep", where=where, fix=fix) from None
