@@ -183,16 +183,16 @@ def _poisson(mean: float, number: int) -> float:
 
 
 def run_under_faults(
-    found: Candidate, cluster: Cluster, facts: ModelFacts, devices: int | None = None
+    candidate: Candidate, cluster: Cluster, facts: ModelFacts, devices: int | None = None
 ) -> RunUnderFaults:
     """Return a plan's run with the rates of its faults and the costs of its saves.
 
     `devices`: plan for another number of them, each with as much to do and to save. Without
     checkpoint.asynchronous the writing of a checkpoint holds the steps up.
     """
-    options = found.config.checkpoint
-    world = found.devices
-    state = checkpoint_bytes(found.layout, facts)
+    options = candidate.config.checkpoint
+    world = candidate.devices
+    state = checkpoint_bytes(candidate.layout, facts)
     copied = _copy_seconds(cluster, state / world)
     state_of_host = state / _hosts(world, cluster)
     written = cluster.disk_seconds("write", state_of_host)
@@ -215,7 +215,7 @@ def run_under_faults(
     return RunUnderFaults(
         devices=devices,
         hosts=hosts,
-        step=found.estimate.seconds.total,
+        step=candidate.estimate.seconds.total,
         disk=disk,
         memory=memory,
         hosts_lost=HOST_LOST_SHARE * HOUR_SECONDS / mtbf,

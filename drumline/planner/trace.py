@@ -197,7 +197,8 @@ def _config_of_trace(config: Config, layout: Layout, facts: ModelFacts) -> Confi
     if config.compile.enabled:
         kernel = choice_of(layout, facts).kernel
         if kernel == "masked" and not facts.keeps_scores:
-            # The masked kernel was chosen for torch.compile. An eager run uses torch's sdpa.
+            # The layout compiles, so its attention takes a mask. The trace compiles nothing and would
+            # choose another kernel; sdpa keeps the masked one.
             update["model"] = config.model.model_copy(update={"attention": "sdpa"})
     return config.model_copy(update=update)
 

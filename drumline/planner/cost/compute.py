@@ -152,7 +152,7 @@ def _device_seconds(
 ) -> Passes:
     """Return the seconds in which the device runs the kernels of a step.
 
-    `operator_costs`: of which the bandwidth is used here.
+    `operator_costs`: of a block; their bandwidth is used here.
     """
     mesh = layout.mesh
     micro_batches = layout.batch.accumulation
@@ -244,7 +244,7 @@ def _dequantising_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -
 def _host_seconds(layout: Layout, facts: ModelFacts, operator_costs: OperatorCosts) -> Passes:
     """Return the seconds in which the host starts the kernels of a step.
 
-    `operator_costs`: of which the latency is used here.
+    `operator_costs`: of a block; their latency is used here.
     """
     adapters = count_adapters(facts).layers
     forward = operator_costs.forward.latency + adapters * ADAPTER_START_SECONDS.forward
