@@ -11,7 +11,7 @@ from drumline.plan.plan import Layout
 from drumline.plan.rule import packed_bits
 
 # MOVED, PRODUCTS, UNPACKED and HOOK are also keys of benchmarks/results/planner_published.json.
-#
+
 # Bytes that an eager block in a precision of 16 bits moves through the device's memory, for each
 # token and entry of the hidden width, forward and backward together, besides its matrix products.
 MOVED = 557.0

@@ -217,8 +217,8 @@ SHARES: dict[Collective, Callable[[float, int], float]] = {
 class CommunicationVolume:
     """The flows that a rank sends in one step, added one after the other; means over ranks.
 
-    `rank_share`: the share of the ranks that take part in the calls that are added next. Set it
-    before `add`, which multiplies bytes and calls by it.
+    `rank_share`: a factor for the bytes and calls that are added next, which makes them means over
+    ranks: the share of the ranks that make these calls. Set it before `add`.
     """
 
     rank_share: float = 1.0
