@@ -204,7 +204,7 @@ def fitting() -> Candidate:
 
 
 def changed(
-    name: str, *, speed: float = 1.0, needs: float = 0.5, host: float = 0.1, simple: int = 0
+    name: str, *, speed: float = 1.0, needs: float = 0.5, host: float = 0.1, complexity: int = 0
 ) -> Candidate:
     """`fitting` with another speed (times its own), device memory and host memory (parts of the limits)."""
     candidate = fitting()
@@ -217,7 +217,9 @@ def changed(
         "host_limit": host_limit,
         "memory_range": (0.9, 1.38),
     }
-    return replace(candidate, name=name, simple=simple, estimate=estimate.model_copy(update=update))
+    return replace(
+        candidate, name=name, complexity=complexity, estimate=estimate.model_copy(update=update)
+    )
 
 
 def first_of(*candidates: Candidate) -> str:

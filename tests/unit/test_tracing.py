@@ -152,7 +152,7 @@ def test_a_trace_is_what_lives(
         assert saved + on_top * tokens == pytest.approx(
             max(saved, traced.peaks_at[place]), rel=0.02
         ), place
-    assert told.copies is not None and told.copies[1] + LAYERS * told.copies[0] == traced.copies
+    assert told.copies is not None and told.copies[1] + LAYERS * told.copies[0] == traced.cast_bytes
     assert memory(layout, known, CLUSTER, told).peak == pytest.approx(with_states, rel=0.05)
 
 

@@ -247,7 +247,7 @@ def ranged(value: float, factors: Ends, show: Callable[[float], str] = number) -
     return f"{show(value)} ({low}-{high})"
 
 
-def faster(estimate: Estimate, other: Estimate) -> bool:
+def is_faster_by_tie(estimate: Estimate, other: Estimate) -> bool:
     """Return whether the predicted tokens/s of an estimate exceed another's by more than TIE."""
     return estimate.tokens_per_s * (1 - TIE) > other.tokens_per_s
 
