@@ -450,7 +450,7 @@ def _layer_name(weight: Weight) -> str:
 
 
 def _adapted(block: tuple[Weight, ...], adapter: LoRAConfig) -> Iterator[Weight]:
-    """Yield a block's weights, frozen, with two factors behind the weights of each adapted layer.
+    """Yield a block's weights, frozen, with two factors after the weights of each adapted layer.
 
     Names, order and owners are those of PEFT's modules, which `models.load.facts` would count.
     """

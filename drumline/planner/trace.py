@@ -658,7 +658,7 @@ class _FakeValues(Values):
     def fill(
         self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None
     ) -> None:
-        """Give each tensor on the meta device a fake one, and leave real values behind.
+        """Replace each tensor on the meta device by a fake one; from then on no tensor has values.
 
         `owners`: the modules whose tensors are filled; None: all.
         """

@@ -239,7 +239,7 @@ def _attention_widths(facts: ModelFacts, layers: _Layers) -> tuple[int, int]:
     """Return the widths of all queries and of all keys of a block."""
     if layers.attention_output is None:
         return facts.hidden, facts.hidden
-    # The layer behind attention takes as many inputs as there are entries of queries.
+    # The layer after attention takes as many inputs as there are entries of queries.
     queries = layers.attention_output.inputs
     together = sum(weight.outputs for weight in layers.attention_inputs)
     # Half of the rest: keys and values are equally wide.
@@ -412,7 +412,7 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
     """Return what attention keeps under the layout's kernel."""
     mesh = layout.mesh
     kernel = choice_of(layout, facts).kernel
-    # A row has several documents, or padding counts because a token sees what is behind it.
+    # A row has several documents, or padding counts because a token attends to those after it.
     needs_bounds = layout.config.packs or facts.bidirectional
     mask_entries = 0
     if kernel == "masked" and needs_bounds:

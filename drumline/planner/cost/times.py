@@ -5,9 +5,9 @@ layout, facts, cluster ──▶ memory.memory ──▶ Memory ──▶ memory
 
 A device computes matrix products at the rate that large ones reach (or that was measured), and
 attention at a rate of its own. Between them it moves bytes through its memory (cost.fitted), and it
-cannot be faster than its host starts kernels. Communication hides behind computing if the engine
+cannot be faster than its host starts kernels. Communication overlaps with computing if the engine
 lets it (`Flow.beside`); it takes CONTENTION times as long while both use the device. On a CPU the
-cores do both, and nothing hides. benchmarks/planner_accuracy.py compares predicted with published
+cores do both, and nothing overlaps. benchmarks/planner_accuracy.py compares predicted with published
 values.
 
 All functions are pure, and an estimate takes microseconds.

@@ -65,8 +65,8 @@ def describe_use(
     if path is None:
         return _yaml_to_use(config, candidate)
     # The candidate's own strategy takes the place of the user's.
-    kept = [override for override in given if not _sets_strategy(override)]
-    command = ["drumline", "train", str(path), *kept, *overrides(config, candidate)]
+    other_overrides = [override for override in given if not _sets_strategy(override)]
+    command = ["drumline", "train", str(path), *other_overrides, *overrides(config, candidate)]
     return f"To train by {candidate.name}:\n  {shlex.join(command)}"
 
 

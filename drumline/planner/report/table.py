@@ -741,7 +741,7 @@ def _show_export(answer: Answer, console: Console) -> None:
 
 
 def _describe_safer(answer: Answer) -> str:
-    """Return the best plan that fits with room, as a sentence behind another one."""
+    """Return the best plan that fits with room, as a sentence that follows another."""
     found = answer.best_that_fits
     if found is None:
         return " No plan fits with more room."
