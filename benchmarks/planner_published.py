@@ -375,7 +375,7 @@ def candidates(row: Published) -> tuple[tuple[dict[str, Any], Question, Candidat
     import yaml
 
     from drumline.config.load import Loaded, load_text
-    from drumline.planner.question import ask
+    from drumline.planner.question import build_request
     from drumline.planner.search.search import evaluate
 
     found = []
@@ -392,7 +392,7 @@ def candidates(row: Published) -> tuple[tuple[dict[str, Any], Question, Candidat
             Path("row"),
             Path(),
         )
-        question = ask(loaded, lambda *_: None).question
+        question = build_request(loaded, lambda *_: None).question
         device: Any = replace(question.cluster.device, **row.device)  # type: ignore[arg-type]
         question = replace(question, cluster=replace(question.cluster, device=device))
         with suppress(PlanError) if row.open else nullcontext():

@@ -193,7 +193,7 @@ def plan(
     from drumline.planner.command import Options, Trial
     from drumline.planner.command import plan as run
     from drumline.planner.question import Flags
-    from drumline.planner.report.table import Kind
+    from drumline.planner.report.table import SizeLimit
 
     flags = Flags(
         model=model,
@@ -212,11 +212,11 @@ def plan(
             where="drumline plan",
             fix="give one at a time",
         )
-    most: Kind | None = None
+    find_limit_of: SizeLimit | None = None
     if max_seq:
-        most = "max_length"
+        find_limit_of = "max_length"
     elif max_batch:
-        most = "max_batch"
+        find_limit_of = "max_batch"
     trial: Trial | None = None
     if probe:
         # The planner may not import from `train`, so the command hands the trial over.
@@ -232,7 +232,7 @@ def plan(
         explain=explain,
         devices=devices,
         figure=figure,
-        most=most,
+        find_limit_of=find_limit_of,
         what_if=what_if,
         probe=trial,
         trace=trace,

@@ -216,8 +216,8 @@ class Cluster:
 
     `pod`: the number of hosts that reach one another at the full rate; None: all do. Links from a
     pod to others have the rate divided by `oversubscription`. `host_memory_bytes`: of one host;
-    None: no limit. `host_memory_assumed`: nobody has set it. `found`: it is this machine. `notes`:
-    assumptions, for the user.
+    None: no limit. `host_memory_assumed`: nobody has set it. `is_this_machine`: it is exactly the
+    machine that this process runs on. `notes`: assumptions, for the user.
     """
 
     device: DeviceSpec
@@ -234,7 +234,7 @@ class Cluster:
     repair_hours: float = 24.0
     pod: int | None = None
     oversubscription: float = 1.0
-    found: bool = False
+    is_this_machine: bool = False
     calibration: Calibration = field(default_factory=Calibration)
     notes: tuple[str, ...] = ()
 

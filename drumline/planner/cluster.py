@@ -74,9 +74,9 @@ def cluster_of(
         intra = described.link(described.intra)
     usual_network, _ = catalog.usual_network(intra.name, per_node)
     network = described.inter or usual_network
-    assumed = network_assumed(described, described.nodes, network)
+    assumed = network_notes(described, described.nodes, network)
     # It is this machine if neither the hosts nor the ranks of a host differ.
-    is_found = base.found and described.nodes == 1 and per_node == base.per_node
+    is_this_machine = base.is_this_machine and described.nodes == 1 and per_node == base.per_node
     return replace(
         base,
         device=host.device,
@@ -92,7 +92,7 @@ def cluster_of(
         repair_hours=described.repair_hours,
         pod=described.pod,
         oversubscription=described.oversubscription,
-        found=is_found,
+        is_this_machine=is_this_machine,
         calibration=measured,
         notes=(*base.notes, *named.notes, *assumed),
     )
@@ -212,10 +212,10 @@ def usual_inter(intra: str, per_node: int) -> Link:
 def cluster_here(
     config: Config, machine: Machine, device: Literal["cpu", "cuda"], world: int
 ) -> tuple[Cluster, list[str]]:
-    """Return the devices that `world` processes have, and notes for the user.
+    """Return the devices that `world` processes of this run have, and notes for the user.
 
-    These are the devices of the YAML if it describes what is here, else those that are found, with a
-    note.
+    `train.setup` and `train.replan` call it. These are the devices of the YAML if it describes what
+    is here, else those that are found, with a note.
 
     `device`: what the run computes on, which may be the CPU of a host with GPUs.
     """
@@ -236,7 +236,7 @@ def cluster_here(
         and described.device.name == here.device.name
     )
     if is_here:
-        notes = network_assumed(config.cluster, described.nodes, described.inter.name)
+        notes = network_notes(config.cluster, described.nodes, described.inter.name)
         return described, list(notes)
     lines = []
     if config.cluster is not None:
@@ -246,7 +246,7 @@ def cluster_here(
             f"strategy auto: the cluster of the YAML ({planned}) is not the one here ({actual}),"
             " which was planned for"
         )
-    lines += network_assumed(None, here.nodes, here.inter.name)
+    lines += network_notes(None, here.nodes, here.inter.name)
     return here, lines
 
 
@@ -265,10 +265,12 @@ def _split_into_hosts(here: Cluster, ranks: int, world: int) -> Cluster:
 
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
     """Return the cluster with another number of the same hosts."""
-    return replace(cluster, nodes=nodes, found=cluster.found and nodes == cluster.nodes)
+    return replace(
+        cluster, nodes=nodes, is_this_machine=cluster.is_this_machine and nodes == cluster.nodes
+    )
 
 
-def network_assumed(described: ClusterConfig | None, nodes: int, network: str) -> tuple[str, ...]:
+def network_notes(described: ClusterConfig | None, nodes: int, network: str) -> tuple[str, ...]:
     """Return notes on what is assumed of the network between hosts.
 
     It matters more to plans than anything else. There is a note if nobody has set the link between
@@ -326,7 +328,7 @@ def cluster_of_machine(
         inter=usual_inter(intra.name, devices.number),
         host_link=catalog.LINKS[devices.spec.host_link],
         host_memory_bytes=machine.memory_bytes,
-        found=True,
+        is_this_machine=True,
         calibration=devices.calibration,
         notes=devices.notes,
     )

@@ -1,4 +1,4 @@
-"""`drumline plan`: assemble the question, search, and show the answer."""
+"""`drumline plan`: build the question, search, and show the answer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from rich.console import Console
 from drumline.config.config import NoAdapter
 from drumline.config.load import Loaded
 from drumline.errors import UserError
-from drumline.planner.cluster import network_assumed
+from drumline.planner.cluster import network_notes
 from drumline.planner.cost.times import estimate
-from drumline.planner.question import FLAGS, Flags, FoundModel, ask, in_turn, load_with_flags
+from drumline.planner.question import (
+    FLAGS_ONLY_PATH,
+    Flags,
+    FoundModel,
+    build_request,
+    load_with_flags,
+    order_overrides,
+)
 from drumline.planner.report import table
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.devices import show_devices
@@ -26,8 +33,13 @@ from drumline.planner.report.output import (
     catalog_as_json,
     describe_use,
 )
-from drumline.planner.report.sizing import parse_what_if, report_most, report_what_if
-from drumline.planner.search.advice import Change, by_adapter, refusal, smallest_changes
+from drumline.planner.report.sizing import parse_what_if, report_largest, report_what_if
+from drumline.planner.search.advice import (
+    Change,
+    compare_modes,
+    nothing_fits_error,
+    smallest_changes,
+)
 from drumline.planner.search.answer import Answer, Candidate, Question, rank_again, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
@@ -52,7 +64,7 @@ class Options:
     `top`: plans to show.
     `everything`: show more than a screen.
     `explain`: the name or row number of a candidate.
-    `most`: find the largest length, or the largest batch.
+    `find_limit_of`: find the largest length, or the largest batch, that fits.
     `what_if`: such as `nodes=2,4,8`.
     `trace`: trace the activations of the best few candidates.
     `probe`: runs the best candidates for some real steps, which correct all estimates
@@ -69,7 +81,7 @@ class Options:
     explain: str | None = None
     devices: bool = False
     figure: Path | None = None
-    most: table.Kind | None = None
+    find_limit_of: table.SizeLimit | None = None
     what_if: str | None = None
     probe: Trial | None = None
     trace: bool = False
@@ -78,8 +90,8 @@ class Options:
 def plan(options: Options) -> int:
     """Do what the options of `drumline plan` request, and return its exit code.
 
-    Raises UserError for options that exclude one another, PlanError behind the answer if nothing fits,
-    and EnvironmentFault for a probe if the cluster is not this machine.
+    Raises UserError for options that exclude one another, PlanError after printing the answer if
+    nothing fits, and EnvironmentFault for a probe if the cluster is not this machine.
     """
     # Answers go to stdout, notes and progress to stderr, so that --json can be piped.
     console = Console(highlight=False)
@@ -96,18 +108,22 @@ def plan(options: Options) -> int:
         hosts = parse_what_if(options.what_if)
     loaded = load_with_flags(options.config, options.overrides, options.flags)
     with bars(aside) as on_progress:
-        request = ask(loaded, on_progress)
+        request = build_request(loaded, on_progress)
     question = request.question
     notes = [*loaded.notes, *request.notes]
     # On several hosts it is among the notes of the question.
     if hosts is not None and question.cluster.nodes == 1:
-        notes += network_assumed(question.config.cluster, max(hosts), question.cluster.inter.name)
+        notes += network_notes(question.config.cluster, max(hosts), question.cluster.inter.name)
     for note in notes:
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
-    if options.most is not None:
+    if options.find_limit_of is not None:
         with line_if_slow(aside, COMPARING):
-            report_most(
-                question, options.most, console, options.top or PLANS_OF_ALL, options.as_json
+            report_largest(
+                question,
+                options.find_limit_of,
+                console,
+                options.top or PLANS_OF_ALL,
+                options.as_json,
             )
     elif hosts is not None:
         with line_if_slow(aside, COMPARING):
@@ -126,7 +142,7 @@ def plan(options: Options) -> int:
 def _check_options(options: Options) -> None:
     """Raise UserError for two options of which one would be ignored, and for too many tokens."""
     alone = {
-        "--max-seq or --max-batch": options.most,
+        "--max-seq or --max-batch": options.find_limit_of,
         "--what-if": options.what_if,
         "--mtbf-hours": options.flags.mtbf_hours,
     }
@@ -175,7 +191,7 @@ def _trace_best(answer: Answer, policy: FoundModel, on_progress: OnProgress) -> 
     A candidate that does not fit by its new estimate is refused. One that cannot be traced keeps its
     estimate.
     """
-    from drumline.planner.trace import trace
+    from drumline.planner.trace import trace_activations
 
     question = answer.question
     candidates: list[Candidate] = []
@@ -183,7 +199,7 @@ def _trace_best(answer: Answer, policy: FoundModel, on_progress: OnProgress) -> 
     for number, candidate in enumerate(best):
         on_progress("tracing activations of the best", number, len(best))
         config = candidate.layout.config.model_copy(update={"model": policy.model})
-        activations = trace(config, policy.path, candidate.layout, question.facts)
+        activations = trace_activations(config, policy.path, candidate.layout, question.facts)
         if activations:
             traced = estimate(candidate.layout, question.facts, question.cluster, activations)
             candidates.append(replace(candidate, estimate=traced))
@@ -200,7 +216,7 @@ def _without_adapter(loaded: Loaded, question: Question) -> Question:
     if question.config.adapter.kind == "none":
         return question
     whole = loaded.config.model_copy(update={"adapter": NoAdapter()})
-    return ask(replace(loaded, config=whole), lambda *_: None).question
+    return build_request(replace(loaded, config=whole), lambda *_: None).question
 
 
 def _show_answer(
@@ -229,23 +245,23 @@ def _show_answer(
         _show_explanation(answer, options.explain, options, console)
         return
     with line_if_slow(aside, "looking for the longest rows of the best plans"):
-        adapted = by_adapter(answer, _without_adapter(loaded, question))
+        modes = compare_modes(answer, _without_adapter(loaded, question))
     if options.as_json:
-        print(json.dumps(answer_as_json(answer, options.tokens, changes, adapted), indent=2))
+        print(json.dumps(answer_as_json(answer, options.tokens, changes, modes), indent=2))
     else:
         if heuristic_line:
             console.print(f"{heuristic_line}\n", soft_wrap=True, markup=False)
         show_probes(answer.probes, console)
         if options.everything or not answer.ranked:
             top = options.top or PLANS_OF_ALL
-            table.show(answer, console, changes, adapted, top=top, tokens=options.tokens)
+            table.show(answer, console, changes, modes, top=top, tokens=options.tokens)
         else:
             top = options.top or PLANS_OF_ONE_SCREEN
-            table.show_short(answer, console, adapted, top=top, tokens=options.tokens)
+            table.show_short(answer, console, modes, top=top, tokens=options.tokens)
         if answer.ranked:
             _show_use(answer, loaded, options, console)
     if not answer.ranked:
-        raise refusal(answer, changes)
+        raise nothing_fits_error(answer, changes)
 
 
 def _show_explanation(answer: Answer, name: str, options: Options, console: Console) -> None:
@@ -261,7 +277,7 @@ def _show_explanation(answer: Answer, name: str, options: Options, console: Cons
 
 def _show_use(answer: Answer, loaded: Loaded, options: Options, console: Console) -> None:
     """Print how to train by the first candidate."""
-    path = None if loaded.path == Path(FLAGS) else loaded.path
-    given = in_turn(list(options.flags.overrides()), options.overrides)
+    path = None if loaded.path == Path(FLAGS_ONLY_PATH) else loaded.path
+    given = order_overrides(list(options.flags.overrides()), options.overrides)
     text = describe_use(answer.question.config, answer.ranked[0], path, given)
     console.print(text, soft_wrap=True, markup=False)

@@ -74,11 +74,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }
-# Keys that change what a model computes, and none of its sizes.
-NUMBERS = ("initializer_range", "rms_norm_eps", "rope_theta", "router_aux_loss_coef")
+# Keys whose values are numbers that change what a model computes, and none of its sizes.
+NUMERIC_KEYS = ("initializer_range", "rms_norm_eps", "rope_theta", "router_aux_loss_coef")
 # Keys that decide no size, so two configs that differ in them have the same sizes.
-NO_SIZES = {
-    *NUMBERS,
+KEYS_WITHOUT_EFFECT_ON_SIZES = {
+    *NUMERIC_KEYS,
     "model_type",
     "architectures",
     "_name_or_path",
@@ -217,7 +217,7 @@ def _other_keys(values: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = str(values.get("model_type"))
     if kind not in FAMILIES:
         return None
-    for key in NUMBERS:
+    for key in NUMERIC_KEYS:
         if type(values.get(key, 1)) not in (int, float):
             return None
     keys_of_sizes = {*SIZES, *MORE_SIZES.get(kind, ()), "pad_token_id"}
@@ -226,7 +226,7 @@ def _other_keys(values: Mapping[str, Any]) -> dict[str, Any] | None:
         keys_of_sizes.add("head_dim")
     keys = dict(FAMILIES[kind])
     for key, value in values.items():
-        if key in keys_of_sizes or key in NO_SIZES:
+        if key in keys_of_sizes or key in KEYS_WITHOUT_EFFECT_ON_SIZES:
             continue
         keys[key] = value
     _remove_ineffective(keys, int(values["num_hidden_layers"]))
@@ -306,8 +306,9 @@ def _resized(facts: ModelFacts, old: Dimensions, new: Dimensions, length: int) -
     is_tied = any(weight.place == "both" for weight in ends)
     if not is_tied:
         embedding -= head
-    # Matrix products, as models.load.facts counts them. An embedding that is no head is a look-up
-    # without FLOPs; its entries stand here for those of the head, which has as many.
+    # Matrix products, as models.load.facts counts them: those of the blocks and of the head. The head
+    # has as many entries as the embedding, tied or not. (An untied embedding is a look-up, which has
+    # no FLOPs.)
     products = layers * _block_flops(block, experts_per_token, experts)
     products += FLOPS_PER_ENTRY * embedding
     attention = FLOPS_PER_SCORE * new["queries"] * length
@@ -381,7 +382,7 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     for block in blocks:
         added += sum(weight.numel for weight in block if weight.trainable)
         parameters_of_blocks.append(sum(weight.numel for weight in block))
-    # The first blocks may be without a place in `block_parameters`.
+    # `block_parameters` leaves out blocks that are not of the language model. They come first.
     ahead = len(blocks) - len(facts.block_parameters)
     attention = facts.layers * facts.attention_flops
     products = facts.flops_per_token - attention
@@ -418,7 +419,8 @@ def _adapted_layers(blocks: Iterable[Iterable[Weight]]) -> set[str]:
 def _adapts_experts(blocks: Iterable[Iterable[Weight]], layers: Iterable[str]) -> bool:
     """Return whether PEFT adapts the experts of a mixture, too.
 
-    It does if other parts of its feed-forward layers have names that the experts' had before.
+    PEFT also matches the names that experts' layers had before transformers fused them, such as
+    `gate_proj`. It does so if other layers of the feed-forward part are adapted.
     """
     if not any(layer.startswith(("mlp.", "feed_forward.")) for layer in layers):
         return False
@@ -448,7 +450,7 @@ def _layer_name(weight: Weight) -> str:
 
 
 def _adapted(block: tuple[Weight, ...], adapter: LoRAConfig) -> Iterator[Weight]:
-    """Yield a block's weights, frozen, with two factors behind the weights of each adapted layer.
+    """Yield a block's weights, frozen, with two factors after the weights of each adapted layer.
 
     Names, order and owners are those of PEFT's modules, which `models.load.facts` would count.
     """

@@ -40,8 +40,10 @@ MOST_MEAN_TIMES = 500
 
 
 @dataclass(frozen=True)
-class Level:
-    """A kind of save, and the faults after which a run goes back to it; all times in seconds.
+class CheckpointTier:
+    """A tier of checkpoints (on disk or in host memory), and the faults after which it is restored.
+
+    All times are in seconds.
 
     `stall`: how long a save holds the steps up.
     `lag`: how long after that a run cannot go back to the save yet, while steps go on.
@@ -54,10 +56,11 @@ class Level:
     restart: float
     mtbf: float
 
-    def best(self, step: float) -> float:
-        """Return the best seconds of training between two saves, by Daly.
+    def best_interval_seconds(self, step: float) -> float:
+        """Return the best interval between two saves, in seconds of training, by Daly.
 
-        It is one step at least (`step` seconds), and a save ends before the next one begins.
+        It is one step (`step` seconds) at least, and long enough for a save to end before the next
+        one.
         """
         if self.stall >= 2 * self.mtbf:
             # Daly's series holds only if a save takes less than twice the time between faults.
@@ -81,7 +84,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Campaign:
+class RunUnderFaults:
     """A run on devices that fail.
 
     `step`: seconds of a step.
@@ -94,8 +97,8 @@ class Campaign:
     devices: int
     hosts: int
     step: float
-    disk: Level
-    memory: Level | None
+    disk: CheckpointTier
+    memory: CheckpointTier | None
     hosts_lost: float
     repair_hours: float
 
@@ -110,14 +113,14 @@ class Campaign:
     @property
     def every(self) -> int:
         """Return the best checkpoint.every, in steps."""
-        return max(1, round(self.disk.best(self.step) / self.step))
+        return max(1, round(self.disk.best_interval_seconds(self.step) / self.step))
 
     @property
     def in_memory_every(self) -> int | None:
         """Return the best checkpoint.in_memory_every, in steps; None without saves in memory."""
         if self.memory is None:
             return None
-        return max(1, round(self.memory.best(self.step) / self.step))
+        return max(1, round(self.memory.best_interval_seconds(self.step) / self.step))
 
     def goodput(self, every: int | None = None) -> float:
         """Return the expected share of the time that is training, if each lost host is replaced at once.
@@ -179,17 +182,17 @@ def _poisson(mean: float, number: int) -> float:
     return math.exp(number * math.log(mean) - mean - math.lgamma(number + 1))
 
 
-def campaign(
-    found: Candidate, cluster: Cluster, facts: ModelFacts, devices: int | None = None
-) -> Campaign:
-    """Return the campaign of a plan.
+def run_under_faults(
+    candidate: Candidate, cluster: Cluster, facts: ModelFacts, devices: int | None = None
+) -> RunUnderFaults:
+    """Return a plan's run with the rates of its faults and the costs of its saves.
 
     `devices`: plan for another number of them, each with as much to do and to save. Without
     checkpoint.asynchronous the writing of a checkpoint holds the steps up.
     """
-    options = found.config.checkpoint
-    world = found.devices
-    state = checkpoint_bytes(found.layout, facts)
+    options = candidate.config.checkpoint
+    world = candidate.devices
+    state = checkpoint_bytes(candidate.layout, facts)
     copied = _copy_seconds(cluster, state / world)
     state_of_host = state / _hosts(world, cluster)
     written = cluster.disk_seconds("write", state_of_host)
@@ -199,18 +202,20 @@ def campaign(
     restart = _restart_seconds(cluster, hosts)
     mtbf = (cluster.mtbf_hours or MTBF_HOURS) * HOUR_SECONDS / devices
     if options.asynchronous:
-        disk = Level(stall=copied, lag=written, restart=restart + read, mtbf=mtbf)
+        disk = CheckpointTier(stall=copied, lag=written, restart=restart + read, mtbf=mtbf)
     else:
-        disk = Level(stall=written, lag=0.0, restart=restart + read, mtbf=mtbf)
+        disk = CheckpointTier(stall=written, lag=0.0, restart=restart + read, mtbf=mtbf)
     memory = None
     if options.in_memory_every is not None:
         # A lost host goes back to the disk, all other faults to the host's memory.
-        memory = Level(stall=copied, lag=0.0, restart=restart, mtbf=mtbf / (1 - HOST_LOST_SHARE))
+        memory = CheckpointTier(
+            stall=copied, lag=0.0, restart=restart, mtbf=mtbf / (1 - HOST_LOST_SHARE)
+        )
         disk = replace(disk, mtbf=mtbf / HOST_LOST_SHARE)
-    return Campaign(
+    return RunUnderFaults(
         devices=devices,
         hosts=hosts,
-        step=found.estimate.seconds.total,
+        step=candidate.estimate.seconds.total,
         disk=disk,
         memory=memory,
         hosts_lost=HOST_LOST_SHARE * HOUR_SECONDS / mtbf,

@@ -29,12 +29,25 @@ from drumline.config.urls import is_url
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError, UserError
 from drumline.foreign import disk_errors, expanded, read_object
 from drumline.models.shapes import find
-from drumline.planner.question import ADAPTERS, Flags, FoundModel, ask, find_model, mistakes_by_flag
+from drumline.planner.question import (
+    ADAPTERS,
+    Flags,
+    FoundModel,
+    build_request,
+    find_model,
+    name_flags_in_errors,
+)
 from drumline.planner.report.output import SCHEMA, commented_yaml, explain_choice
-from drumline.planner.report.table import show_adapted
-from drumline.planner.search.advice import STEP, Adapted, beside_adapters, refusal, smallest_changes
+from drumline.planner.report.table import show_modes
+from drumline.planner.search.advice import (
+    LENGTH_MULTIPLE,
+    ModeResult,
+    compare_modes_quickly,
+    nothing_fits_error,
+    smallest_changes,
+)
 from drumline.planner.search.answer import Question
-from drumline.planner.search.choice import choose_adapter, slow_lines, why_adapter
+from drumline.planner.search.choice import choose_mode, explain_mode, slow_lines
 from drumline.planner.search.search import Answer, search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
 
@@ -141,7 +154,7 @@ def _print_choice(planned: Planned) -> None:
     """Print why the first plan was chosen, what the data are, and which packages are missing."""
     answer = planned.answer
     print(explain_choice(answer))
-    for line in slow_lines(answer, planned.adapted):
+    for line in slow_lines(answer, planned.modes):
         print(line)
     if planned.first_rows is None:
         length = answer.question.config.data.max_length
@@ -179,7 +192,7 @@ def _prepare(config: Config, path: Path, on_progress: OnProgress) -> Prepared:
         text_config = model.hf_config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None)
     config = fitted(config, first_rows, positions)
-    request = ask(Loaded(config, path, path.parent), on_progress)
+    request = build_request(Loaded(config, path, path.parent), on_progress)
     return Prepared(_with_batch(request.question), request.notes, first_rows)
 
 
@@ -195,21 +208,18 @@ def _with_batch(question: Question) -> Question:
     return question.with_values("batch", global_samples=samples)
 
 
-def _with_adapters(prepared: Prepared, console: Console) -> tuple[Adapted, ...]:
-    """Return the plans for training all weights, LoRA and QLoRA.
-
-    There are none if the question is of an adapter.
-    """
+def _compare_modes(prepared: Prepared, console: Console) -> tuple[ModeResult, ...]:
+    """Return the results of full training, LoRA and QLoRA; none if the config has an adapter."""
     if prepared.question.config.adapter.kind != "none":
         return ()
     with line_if_slow(console, COMPARING):
-        return beside_adapters(search(prepared.question))
+        return compare_modes_quickly(search(prepared.question))
 
 
-def _show_choices(adapted: Sequence[Adapted], choice: Adapted, console: Console) -> None:
+def _show_choices(modes: Sequence[ModeResult], choice: ModeResult, console: Console) -> None:
     """Print training all weights, LoRA and QLoRA as a table, and why `choice` is the one to take."""
-    show_adapted(adapted, console, None)
-    console.print(why_adapter(adapted, choice), markup=False)
+    show_modes(modes, console, None)
+    console.print(explain_mode(modes, choice), markup=False)
 
 
 def _propose_adapter(answers: InitAnswers, path: Path, console: Console) -> str:
@@ -223,11 +233,11 @@ def _propose_adapter(answers: InitAnswers, path: Path, console: Console) -> str:
         prepared = _prepare(_config(full, path), path, lambda *_: None)
     except DrumlineError:
         return "full"
-    adapted = _with_adapters(prepared, console)
-    choice = choose_adapter(adapted)
+    modes = _compare_modes(prepared, console)
+    choice = choose_mode(modes)
     if choice is None or choice.name == "full":
         return "full"
-    _show_choices(adapted, choice, console)
+    _show_choices(modes, choice, console)
     return choice.name.lower()
 
 
@@ -235,12 +245,12 @@ def _propose_adapter(answers: InitAnswers, path: Path, console: Console) -> str:
 class Planned:
     """The plans for all answers.
 
-    `adapted`: training all weights, LoRA and QLoRA, if the question is of the first.
+    `modes`: the results of full training, LoRA and QLoRA; empty if the config has an adapter.
     """
 
     answer: Answer
     first_rows: FirstRows | None
-    adapted: tuple[Adapted, ...]
+    modes: tuple[ModeResult, ...]
 
 
 def _plan_for(
@@ -253,26 +263,26 @@ def _plan_for(
     """
     with bars(console) as on_progress:
         prepared = _prepare(_config(answers, path), path, on_progress)
-    adapted = _with_adapters(prepared, console)
-    choice = choose_adapter(adapted)
+    modes = _compare_modes(prepared, console)
+    choice = choose_mode(modes)
     if may_take_adapter and choice is not None and choice.name != "full":
-        _show_choices(adapted, choice, console)
+        _show_choices(modes, choice, console)
         with_adapter = replace(answers, adapter=choice.name.lower())
         with bars(console) as on_progress:
             prepared = _prepare(_config(with_adapter, path), path, on_progress)
-        adapted = ()
+        modes = ()
     for note in prepared.notes:
         console.print(f"note: {note}", soft_wrap=True, markup=False)
-    if adapted:
-        answer = adapted[0].answer
+    if modes:
+        answer = modes[0].answer
     else:
         with line_if_slow(console, COMPARING):
             answer = search(prepared.question)
     if not answer.ranked:
         with line_if_slow(console, LOOKING_FOR_HELP):
             changes = smallest_changes(answer)
-        raise refusal(answer, changes)
-    return Planned(answer, prepared.first_rows, adapted)
+        raise nothing_fits_error(answer, changes)
+    return Planned(answer, prepared.first_rows, modes)
 
 
 def _model_of(config: Config, on_progress: OnProgress) -> FoundModel:
@@ -409,7 +419,7 @@ def _config(answers: InitAnswers, path: Path) -> Config:
     values["cluster"] = None if answers.cluster == "here" else answers.cluster
     by_flag = replace(answers, **values).overrides()
     by_flag.pop("adapter=none", None)
-    with mistakes_by_flag(by_flag):
+    with name_flags_in_errors(by_flag):
         return load_text(f"data: {{train: [{source}]}}", list(by_flag), "init")
 
 
@@ -573,11 +583,11 @@ def _global_samples(config: Config) -> int:
 
 
 def _length_for(config: Config, first: FirstRows, positions: int | None) -> int:
-    """Return a length that the rows fit in: a multiple of STEP, PACK if that gives enough packs.
+    """Return a length that the rows fit in, a multiple of LENGTH_MULTIPLE; PACK if there are enough packs.
 
     It is at most what the model takes (`positions`).
     """
-    length = STEP * math.ceil(max(first.lengths) / STEP)
+    length = LENGTH_MULTIPLE * math.ceil(max(first.lengths) / LENGTH_MULTIPLE)
     tokens = sum(first.lengths)
     if first.more:
         # At least as many rows are taken to follow.

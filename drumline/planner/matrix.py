@@ -88,10 +88,7 @@ def matrix(device: str) -> Matrix:
 
 
 def strategies() -> dict[str, type[StrategyConfig]]:
-    """Return the strategies by kind, except those for which the planner puts another one.
-
-    Such a kind is `auto`.
-    """
+    """Return the strategies by kind, except placeholders that the planner replaces, as `auto`."""
     return {kind: spec for kind, spec in kinds(StrategyConfig).items() if not spec.planned}
 
 

@@ -1,4 +1,4 @@
-"""New tokens in a plan: rows of a model that is not here, the adapter that trains them, notes."""
+"""New tokens in a plan: the size of the embedding, the adapter that trains its new rows, notes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from drumline.models import shapes
 from drumline.planner.sizes import FoundModel
 
 
-def shape_of(known: shapes.Known, model: ModelConfig) -> ModelConfig:
-    """Return the model by the config values of a known shape, with rows for its new tokens.
+def model_from_known_shape(known: shapes.Known, model: ModelConfig) -> ModelConfig:
+    """Return a model's section filled from a known shape, with embedding rows for its new tokens.
 
-    Only a tokenizer tells which rows of the embedding no token uses. If it is not here, each new
-    token gets a row of its own.
+    A known shape is the config of a published architecture, in a table of `models.shapes`. Only a
+    tokenizer tells which rows of the embedding no token uses. If it is not here, each new token
+    gets a row of its own.
     """
     found = shapes.with_config(known, model)
     if not model.may_grow:
@@ -58,8 +59,8 @@ def _with_rows(values: dict[str, Any], rows: int) -> dict[str, Any]:
     return changed
 
 
-def with_new_rows(config: Config, policy: FoundModel) -> Config:
-    """Return the config with an adapter that trains the rows of `model.new_tokens`.
+def with_trainable_token_embeddings(config: Config, policy: FoundModel) -> Config:
+    """Return the config with an adapter that also trains the embedding rows of `model.new_tokens`.
 
     An adapter that trains embedding and head in another way stays as it is. Raises ModelError.
     """
@@ -92,8 +93,8 @@ def with_new_rows(config: Config, policy: FoundModel) -> Config:
     return config.model_copy(update={"adapter": adapter})
 
 
-def rows_notes(config: Config, policy: FoundModel) -> list[str]:
-    """Return a line for each thing that new tokens do to embedding and head. Raises ModelError."""
+def vocabulary_notes(config: Config, policy: FoundModel) -> list[str]:
+    """Return notes for the user on how new tokens change the vocabulary. Raises ModelError."""
     growth = policy.growth
     if growth is None:
         return []

@@ -9,10 +9,10 @@ from typing import Any
 
 from drumline.config.load import Overrides, overrides_of
 from drumline.plan.out_of_memory import memory_errors
-from drumline.planner.question import Flags, ask, load_with_flags
+from drumline.planner.question import Flags, build_request, load_with_flags
 from drumline.planner.report.explanation import explain
 from drumline.planner.report.output import full_config
-from drumline.planner.search.advice import refusal, smallest_changes
+from drumline.planner.search.advice import nothing_fits_error, smallest_changes
 from drumline.planner.search.answer import Answer, Candidate, Refused
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
@@ -80,7 +80,7 @@ class Plans:
     def best(self) -> RankedPlan:
         """Return the best plan. Raises PlanError, with what would help, if nothing fits."""
         if not self.ranked:
-            raise refusal(self.answer, smallest_changes(self.answer))
+            raise nothing_fits_error(self.answer, smallest_changes(self.answer))
         return self.ranked[0]
 
 
@@ -116,7 +116,7 @@ def plan(
     )
     loaded = load_with_flags(config, overrides_of(overrides), flags)
     with aside(display) as on_progress:
-        found = ask(loaded, on_progress)
+        found = build_request(loaded, on_progress)
     answer, _ = heuristic_first(search(found.question))
     plans = []
     for candidate in answer.ranked:

@@ -1,6 +1,8 @@
-"""From a YAML and flags to the question of a search: sizes of models, lengths of data, and the cluster.
+"""Build the `Question` of a search, which is the planning problem, from a YAML and flags.
 
-No weights are read, and nothing is prepared.
+It has the config, the cluster, the sizes of the models, and the lengths of the data. Nobody is asked
+anything here; the questions that `drumline init` puts to a user are in `planner.init`. No weights
+are read, and nothing is prepared.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from drumline.models import shapes
 from drumline.plan.plan import DataPlan, RolePlan
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
 from drumline.planner.cluster import cluster_of
-from drumline.planner.new_tokens import rows_notes, shape_of, with_new_rows
+from drumline.planner.new_tokens import (
+    model_from_known_shape,
+    vocabulary_notes,
+    with_trainable_token_embeddings,
+)
 from drumline.planner.search.answer import Question
 from drumline.planner.sizes import FoundModel, sizes_of
 from drumline.report.bars import OnProgress
@@ -37,7 +43,7 @@ from drumline.system import mirror
 
 OVERRIDE = re.compile(r"[\w.]+=")
 CLUSTER_FORM = "write 8xh100-80g, or 2x8xh100-80g for two hosts of eight; `drumline plan --devices` lists devices"
-FLAGS = "flags"  # the name of a config that was not read from a file
+FLAGS_ONLY_PATH = "flags"  # stands for the path of a config that was not read from a file
 WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
 IMAGES = "algorithm={kind: classify, modality: image}"
 # Flag → key, in the order in which they override.
@@ -116,10 +122,11 @@ def _cluster_value(cluster: str) -> str:
 
 
 @contextmanager
-def mistakes_by_flag(overrides: dict[str, str]) -> Iterator[None]:
-    """Name the flag that an override comes from in the error of a mistake in it.
+def name_flags_in_errors(overrides: dict[str, str]) -> Iterator[None]:
+    """Context manager: errors in an override that came from a flag name the flag, not the key.
 
-    `overrides`: each with its flag as it was typed.
+    `overrides`: override → its flag as it was typed. Raises ConfigError again, with the flag as its
+    place.
     """
     try:
         yield
@@ -162,10 +169,10 @@ def load_with_flags(
         if not has_model:
             fix = "name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096"
             raise UserError("what is to be planned?", where="drumline plan", fix=fix)
-    with mistakes_by_flag(by_flag):
-        ordered = in_turn(list(by_flag), overrides)
+    with name_flags_in_errors(by_flag):
+        ordered = order_overrides(list(by_flag), overrides)
         if config is None:
-            return load_lines(WITHOUT_DATA, ordered, FLAGS)
+            return load_lines(WITHOUT_DATA, ordered, FLAGS_ONLY_PATH)
         return reader(config)(ordered)
 
 
@@ -185,8 +192,10 @@ def _algorithm_of_images(flags: Flags) -> dict[str, str]:
     return {IMAGES: f"--model {flags.model}"}
 
 
-def in_turn(flags: list[str], overrides: list[str]) -> list[str]:
-    """Return flags and overrides in the order in which they are applied: flags first.
+def order_overrides(flags: list[str], overrides: list[str]) -> list[str]:
+    """Return the overrides that flags stand for and other overrides, in the order of application.
+
+    Flags come first.
 
     An override of a whole section, such as `cluster=8xh100`, comes before flags that set a key in that
     section, since it would undo them.
@@ -207,15 +216,17 @@ def in_turn(flags: list[str], overrides: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A question, notes for the user on how it came about, and where the config of the policy is."""
+    """A question, notes for the user on what it assumes, and where the config of the policy is."""
 
     question: Question
     notes: tuple[str, ...]
     policy: FoundModel
 
 
-def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
-    """Return the question of a config.
+def build_request(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
+    """Return the question that a loaded config poses, with notes and where the policy was found.
+
+    `drumline plan`, `drumline init` and `drumline.plan` use it.
 
     Raises ModelError for a model of unknown shape, PlanError if the run is on the CPU and the cluster
     has GPUs, and what the config's own mistakes raise.
@@ -225,19 +236,19 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     notes = []
     if policy.how:
         notes.append(f"model: {policy.how}")
-    notes += rows_notes(config, policy)
-    config = with_new_rows(config, policy)
+    notes += vocabulary_notes(config, policy)
+    config = with_trainable_token_embeddings(config, policy)
     data = _data(config, policy, loaded, notes)
     roles = roles_of(config, policy, lambda model: find_model(model, on_progress))
     cluster = _cluster_to_plan_for(config)
-    question = assemble(
+    question = build_question(
         config,
         policy,
         roles,
         data,
         cluster,
-        needs_all_processes=config.launch.nproc is not None and cluster.found,
-        may_install=not cluster.found,
+        needs_all_processes=config.launch.nproc is not None and cluster.is_this_machine,
+        may_install=not cluster.is_this_machine,
     )
     if not config.images_alone:
         shapes.check_length(question.facts.max_positions, config.data.max_length)
@@ -264,7 +275,7 @@ def _cluster_to_plan_for(config: Config) -> Cluster:
     return cluster
 
 
-def assemble(
+def build_question(
     config: Config,
     policy: FoundModel,
     roles: Mapping[str, RolePlan],
@@ -274,9 +285,10 @@ def assemble(
     needs_all_processes: bool = False,
     may_install: bool = False,
 ) -> Question:
-    """Return the question of `plan`, of `train`, and of a new plan after memory ran out.
+    """Return the question: the given parts, with the sizes of the policy and of `roles`.
 
-    The sizes of the policy and of `roles` are counted on the meta device.
+    `build_request` calls it, `train.setup` before a run, and `train.replan` after one ran out of
+    memory. Sizes are counted on the meta device, if they are not known.
 
     `data`: None if none is prepared yet.
     `needs_all_processes`: their number is set, so each must have work.
@@ -378,7 +390,9 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
     if cached is not None:
         return FoundModel(model, str(cached.parent))
     return FoundModel(
-        shape_of(known, model), None, f"{name} is not on this machine; its shape is known"
+        model_from_known_shape(known, model),
+        None,
+        f"{name} is not on this machine; its shape is known",
     )
 
 
@@ -424,8 +438,8 @@ def _data(config: Config, policy: FoundModel, loaded: Loaded, notes: list[str]) 
     None if there is none yet: the planner then takes rows to be as long as they may be.
     """
     is_by_flags = False
-    if loaded.path == Path(FLAGS):
-        unset = load_text(WITHOUT_DATA, [], FLAGS).data.train
+    if loaded.path == Path(FLAGS_ONLY_PATH):
+        unset = load_text(WITHOUT_DATA, [], FLAGS_ONLY_PATH).data.train
         is_by_flags = config.data.train == unset
     has_tokenizer = policy.path is not None or config.model.tokenizer is not None
     if is_by_flags or not has_tokenizer:

@@ -26,7 +26,7 @@ from drumline.foreign import read_object, read_text
 from drumline.hardware.detect import cache_dir
 from drumline.models.shapes import KNOWN, full_config
 from drumline.plan.facts import ModelFacts, with_length
-from drumline.planner.derived import NO_SIZES, of_family, with_lora
+from drumline.planner.derived import KEYS_WITHOUT_EFFECT_ON_SIZES, of_family, with_lora
 from drumline.system.files import load_or_compute
 from drumline.version import __version__
 
@@ -36,7 +36,7 @@ COUNTED_BY = ("plan/facts.py", "models/*.py")
 # Written by scripts/known_sizes.py: transformers' version, then a line with name and sizes for each shape.
 SHIPPED = PACKAGE / "models" / "known_sizes.txt"
 # Keys of a model's section on which its sizes do not depend.
-CHANGES_NO_SIZE = {
+MODEL_KEYS_WITHOUT_EFFECT_ON_SIZES = {
     "id",
     "revision",
     "tokenizer",
@@ -113,20 +113,20 @@ def sizes_of(
 
     key = _key(found, head, [labels, frozen, adapter and adapter.model_dump(mode="json")])
     if key is None:
-        counted_at, sizes = count()
+        counted_length, sizes = count()
     else:
         file = cache_dir() / "facts" / f"{key}.json"
-        counted_at, sizes = load_or_compute(file, _read, count, _text)
-    if counted_at == length:
+        counted_length, sizes = load_or_compute(file, _read, count, _text)
+    if counted_length == length:
         return sizes
-    return with_length(sizes, counted_at, length)
+    return with_length(sizes, counted_length, length)
 
 
-def _key(found: FoundModel, head: Head, counted: list[Any]) -> str | None:
+def _key(found: FoundModel, head: Head, other_inputs: list[Any]) -> str | None:
     """Return the name under which the sizes of a model are kept; None if they are not kept.
 
     Not kept are the sizes of a model with code of its own, of one whose config.json is not here, and
-    of models of images, whose FLOPs depend on the side of the images in various ways. `counted`:
+    of models of images, whose FLOPs depend on the side of the images in various ways. `other_inputs`:
     what else the sizes depend on.
     """
     if found.model.trust_remote_code or head == "image":
@@ -144,8 +144,8 @@ def _key(found: FoundModel, head: Head, counted: list[Any]) -> str | None:
         _version("transformers"),
         _version("peft"),
     ]
-    model = found.model.model_dump(mode="json", exclude=CHANGES_NO_SIZE)
-    content: list[Any] = [versions, config, model, head, counted]
+    model = found.model.model_dump(mode="json", exclude=MODEL_KEYS_WITHOUT_EFFECT_ON_SIZES)
+    content: list[Any] = [versions, config, model, head, other_inputs]
     if found.model.may_grow:
         text_config = found.hf_config.get_text_config()
         content.append(getattr(text_config, "vocab_size", None))
@@ -180,8 +180,8 @@ def _derived(found: FoundModel, length: int) -> ModelFacts | None:
     known = _known_of_type(lines, values.get("model_type"))
     for config, body in known:
         if config == values:
-            counted_at, facts = parse(body)
-            return with_length(facts, counted_at, length)
+            counted_length, facts = parse(body)
+            return with_length(facts, counted_length, length)
     family = ((config, parse(body)[1]) for config, body in known)
     return of_family(values, family, length)
 
@@ -226,7 +226,7 @@ def _values_of_shape(model: ModelConfig) -> dict[str, Any] | None:
         values |= full_config(model.shape)
     values |= model.config
     # The class of the config must know each of these keys, and only the class can tell.
-    if NO_SIZES & (values.keys() - {"model_type"}):
+    if KEYS_WITHOUT_EFFECT_ON_SIZES & (values.keys() - {"model_type"}):
         return None
     return values
 

@@ -76,13 +76,14 @@ _ATEN = torch.ops.aten
 Tags = dict[int, weakref.ref[torch.UntypedStorage]]
 
 
-def trace(
+def trace_activations(
     config: Config, model_path: str | None, layout: Layout, facts: ModelFacts
 ) -> Activations | None:
-    """Return the activations of a layout in bytes of a token, traced; results are kept on disk.
+    """Trace a layout and return its activations, in bytes per token of a micro-batch.
 
-    A micro-batch of `layout` is traced without memory at two numbers of layers, and the difference
-    is extended to all layers. It is traced on the CPU, whatever the device: bf16 by the CPU's
+    A micro-batch of `layout` is traced without memory at two depths (numbers of layers), and the
+    difference is extended to all layers. Results are kept on disk; a failure is not stored, so the
+    next call tries again. It is traced on the CPU, whatever the device: bf16 by the CPU's
     autocast, and attention by its flash kernel, which like a GPU's saves its result and one number a
     row. FSDP2 and ZeRO are traced as one process with weights in the type in which they are
     gathered; tensor and context parallelism as rank 0 of torch's fake process group, in a child.
@@ -91,17 +92,17 @@ def trace(
     """
     if layout.config.memory.checkpointed_blocks is not None:
         some_layout, rest_layout = split_checkpointing(layout)
-        some = trace(config, model_path, some_layout, facts)
-        rest = trace(config, model_path, rest_layout, facts)
+        some = trace_activations(config, model_path, some_layout, facts)
+        rest = trace_activations(config, model_path, rest_layout, facts)
         if some is None or rest is None:
             return None
         return mix_activations(layout, facts, some, rest)
     try:
-        question = question_of(config, model_path, layout, facts)
+        inputs = trace_inputs(config, model_path, layout, facts)
         return load_or_compute(
-            cache_dir() / "traces" / f"{_key(question)}.json",
+            cache_dir() / "traces" / f"{_key(inputs)}.json",
             Activations.model_validate_json,
-            lambda: _measure_activations(question, layout),
+            lambda: _measure_activations(inputs, layout),
             Activations.model_dump_json,
         )
     except (Untraceable, DrumlineError) as reason:
@@ -109,10 +110,12 @@ def trace(
         return None
 
 
-def question_of(
+def trace_inputs(
     config: Config, model_path: str | None, layout: Layout, facts: ModelFacts
 ) -> dict[str, Any]:
-    """Return all that a trace depends on, as JSON. Its key `layers` has the two numbers of layers.
+    """Return all inputs of a trace as JSON, of which the name of the stored trace is a hash.
+
+    The key `layers` has the two depths (numbers of layers) to trace.
 
     Raises Untraceable if the layout cannot be traced.
     """
@@ -182,19 +185,20 @@ def _plan_of_trace(
 
 
 def _config_of_trace(config: Config, layout: Layout, facts: ModelFacts) -> Config:
-    """Return the config that is traced: one process, nothing compiled, nothing packed."""
+    """Return the config that is traced: one process, nothing compiled, no quantised weights."""
     update: dict[str, Any] = {
         "strategy": make(StrategyConfig, "single"),
         "compile": CompileConfig(),
         "memory": layout.config.memory,
     }
     if isinstance(config.adapter, LoRAConfig):
-        # What packed weights take is counted in cost.memory.
+        # cost.memory counts the bytes of quantised weights.
         update["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
     if config.compile.enabled:
         kernel = choice_of(layout, facts).kernel
         if kernel == "masked" and not facts.keeps_scores:
-            # As it is when nothing is compiled.
+            # The layout compiles, so its attention takes a mask. The trace compiles nothing and would
+            # choose another kernel; sdpa keeps the masked one.
             update["model"] = config.model.model_copy(update={"attention": "sdpa"})
     return config.model_copy(update=update)
 
@@ -228,94 +232,101 @@ def _period(kinds: list[str]) -> int:
     return max(1, len(kinds))
 
 
-def _key(question: dict[str, Any]) -> str:
-    """Return the key of a question by its content.
+def _key(inputs: dict[str, Any]) -> str:
+    """Return the key under which a trace with these inputs is stored, by their content.
 
     Paths on disk, and keys of the config that do not change the training step, are left out.
     """
-    config = question["plan"]["config"]
+    config = inputs["plan"]["config"]
     sections = ("model", "adapter", "algorithm", "precision", "memory")
     of_step = {name: config[name] for name in sections}
     of_step["packing"] = config["data"]["packing"]
-    plan = {**question["plan"], "config": of_step, "model_path": None, "batch": None}
+    plan = {**inputs["plan"], "config": of_step, "model_path": None, "batch": None}
     versions = [
         VERSION,
         __version__,
         metadata.version("torch"),
         metadata.version("transformers"),
     ]
-    content = {**question, "plan": plan, "versions": versions}
+    content = {**inputs, "plan": plan, "versions": versions}
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
 
-class _Line(NamedTuple):
-    """Bytes as a function of the number of layers: `ends` + layers × `block`."""
+class _LinearInLayers(NamedTuple):
+    """Bytes as a linear function of the number of layers: `outside` + layers × `per_layer`.
 
-    block: int
-    ends: int
+    `outside`: bytes outside of the blocks, such as those of the embedding and the last norm.
+    """
+
+    per_layer: int
+    outside: int
 
 
-def _measure_activations(question: dict[str, Any], layout: Layout) -> Activations:
-    """Trace a question and return the bytes of a token."""
+def _measure_activations(inputs: dict[str, Any], layout: Layout) -> Activations:
+    """Return activations in bytes per token of the micro-batch, measured at two depths.
+
+    `copies` and `copies_kept` are not divided by the tokens: they are bytes on the rank, as (per
+    layer, outside of the layers).
+    """
     if layout.mesh.tp * layout.mesh.cp > 1:
-        few, more = trace_in_child(question)
+        few, more = trace_in_child(inputs)
     else:
-        few, more = traces(question)
+        few, more = trace_depths(inputs)
     tokens = layout.rows * layout.length / layout.mesh.cp
 
-    def line(few_bytes: int, more_bytes: int) -> _Line:
-        """Return the line through the bytes at the two numbers of layers."""
-        block = (more_bytes - few_bytes) // (more.layers - few.layers)
-        return _Line(block, few_bytes - few.layers * block)
+    def fit_line(few_bytes: int, more_bytes: int) -> _LinearInLayers:
+        """Return the linear function that has these bytes at the two depths."""
+        per_layer = (more_bytes - few_bytes) // (more.layers - few.layers)
+        return _LinearInLayers(per_layer, few_bytes - few.layers * per_layer)
 
     saved = more.saved_at["loss"]
-    saved_line = line(few.saved_at["loss"], saved)
+    saved_line = fit_line(few.saved_at["loss"], saved)
     live_forward = 0
     live_backward = 0
     live_loss_backward = more.peaks_at.get("-loss", 0) - saved
     for index in range(more.layers):
         # A block runs on top of what the blocks up to it have saved.
-        saved_by_blocks = (index + 1) * saved_line.block
+        saved_by_blocks = (index + 1) * saved_line.per_layer
         forward_peak = more.peaks_at[f"{index}"]
         backward_peak = more.peaks_at.get(f"-{index}", 0)
         live_forward = max(live_forward, forward_peak - saved_by_blocks)
         live_backward = max(live_backward, backward_peak - saved_by_blocks)
     return Activations(
-        saved_block=saved_line.block / tokens,
-        saved_ends=saved_line.ends / tokens,
+        saved_block=saved_line.per_layer / tokens,
+        saved_ends=saved_line.outside / tokens,
         live_forward=live_forward / tokens,
         live_backward=live_backward / tokens,
         live_loss=max(0, more.peaks_at["loss"] - saved) / tokens,
         live_loss_backward=max(0, live_loss_backward) / tokens,
-        copies=line(few.copies, more.copies),
-        copies_kept=line(few.copies_kept, more.copies_kept),
+        copies=fit_line(few.cast_bytes, more.cast_bytes),
+        copies_kept=fit_line(few.cast_bytes_kept, more.cast_bytes_kept),
         source="trace",
     )
 
 
-def traces(question: dict[str, Any]) -> Iterator[Traced]:
-    """Yield the traces at each of the question's numbers of layers. Raises Untraceable."""
-    plan = Plan.model_validate(question["plan"])
-    for layers in question["layers"]:
+def trace_depths(inputs: dict[str, Any]) -> Iterator[DepthTrace]:
+    """Yield a trace at each of the two depths in `inputs`. Raises Untraceable."""
+    plan = Plan.model_validate(inputs["plan"])
+    for layers in inputs["layers"]:
         overrides = {**plan.config.model.config, "num_hidden_layers": layers}
         model = plan.config.model.model_copy(update={"config": overrides})
         config = plan.config.model_copy(update={"model": model})
-        yield run(
+        yield trace_one_depth(
             plan.model_copy(update={"config": config}),
-            question["rows"],
-            question["length"],
-            question["dtype"],
+            inputs["rows"],
+            inputs["length"],
+            inputs["dtype"],
         )
 
 
-def trace_in_child(question: dict[str, Any]) -> list[Traced]:
-    """Return the traces of a question, made in a process of their own.
+def trace_in_child(inputs: dict[str, Any]) -> list[DepthTrace]:
+    """Return a trace at each of the two depths, made in a process of their own.
 
     This process may be a rank of a real process group. Raises Untraceable.
     """
     code, out, err = run_module(
-        "drumline.planner.trace", json.dumps(question, default=str), CHILD_SECONDS
+        "drumline.planner.trace", json.dumps(inputs, default=str), CHILD_SECONDS
     )
     if code is None:
         raise Untraceable(f"no answer within {CHILD_SECONDS} s")
@@ -323,21 +334,22 @@ def trace_in_child(question: dict[str, Any]) -> list[Traced]:
     if code or not out_lines[-1].startswith("["):
         err_lines = err.strip().splitlines() or ["it ended without a reason"]
         raise Untraceable(err_lines[-1])
-    return [Traced(**traced) for traced in json.loads(out_lines[-1])]
+    return [DepthTrace(**traced) for traced in json.loads(out_lines[-1])]
 
 
 def _run_child() -> None:
     """Trace as rank 0 of a process group that sends nothing.
 
-    The question is read from stdin; the answer is the last line of stdout.
+    The inputs are read from stdin; the result is the last line of stdout.
     """
-    # The proof needs ranks that answer, and a run makes it.
+    # context_parallel compares a forward in parts with a whole one, over all ranks. The fake process
+    # group cannot do this. A real run does it at its start.
     context_parallel._same_in_parts = lambda *_: True
-    question = json.load(sys.stdin)
-    world_size = Plan.model_validate(question["plan"]).mesh.world_size
+    inputs = json.load(sys.stdin)
+    world_size = Plan.model_validate(inputs["plan"]).mesh.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        print(json.dumps([asdict(traced) for traced in traces(question)]))
+        print(json.dumps([asdict(traced) for traced in trace_depths(inputs)]))
     except Untraceable as reason:
         sys.exit(str(reason))
     finally:
@@ -396,23 +408,23 @@ def _is_one_condition(indices: Sequence[torch.Tensor | None]) -> bool:
 class Watch(LiveBytes):
     """Counts the bytes that live while one micro-batch of a model runs on FakeTensors.
 
-    A place is `ahead` (of the blocks), a block's number, `behind` (the blocks), or `loss`; in
-    backward it has a minus before it (`-0`, `-loss`).
+    A place is `before_blocks`, a block's number, `after_blocks`, or `loss`; in backward it has a
+    minus before it (`-0`, `-loss`).
 
     `peaks_at`: bytes at the peak in each place. `saved_at`: bytes when each place of forward begins.
-    Both are of activations: what lived before, gradients of weights, and copies of weights in a lower
-    precision (`copies`) are not counted.
+    Both are of activations: what lived before, gradients of weights, and casts of weights to a lower
+    precision (`cast_bytes`) are not counted.
     """
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
         super().__init__(fake=True)
         self.blocks = blocks
-        self.place = "ahead"
-        self.copies_at_loss = 0
+        self.place = "before_blocks"
+        self.cast_bytes_at_loss = 0
         self.saved_at: dict[str, int] = {}
         self.peaks_at: dict[str, int] = {}
         self._gradients = Tags()
-        self._copies = Tags()
+        self._casts = Tags()
         self._weights = set[int]()
         for parameter in model.parameters():
             self._weights |= self._storages(parameter.data)
@@ -427,7 +439,7 @@ class Watch(LiveBytes):
 
         def watched(outputs: Any, batch: Any) -> Any:
             self.enter("loss")
-            self.copies_at_loss = self.copies
+            self.cast_bytes_at_loss = self.cast_bytes
             return objective(outputs, batch)
 
         return watched
@@ -439,14 +451,14 @@ class Watch(LiveBytes):
             self.saved_at[place] = self.activations
 
     @property
-    def copies(self) -> int:
-        """Return the bytes of copies of weights in a lower precision."""
-        return self._bytes(self._copies)
+    def cast_bytes(self) -> int:
+        """Return the bytes of the casts of weights to a lower precision."""
+        return self._bytes(self._casts)
 
     @property
     def activations(self) -> int:
         """Return the bytes of activations."""
-        return self.current - self.base - self._bytes(self._gradients) - self.copies
+        return self.current - self.base - self._bytes(self._gradients) - self.cast_bytes
 
     def __torch_dispatch__(
         self,
@@ -457,9 +469,9 @@ class Watch(LiveBytes):
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         is_cast = func in (to_copy.default, _ATEN.to.dtype) and isinstance(result, torch.Tensor)
-        # Autocast casts weights. Their copies are counted by the strategy, not as activations.
+        # Autocast casts weights. The strategy counts these casts; they are no activations.
         if is_cast and self._storages(args[0]) & self._weights:
-            self._tag(result, self._copies)
+            self._tag(result, self._casts)
         return result
 
     def _tag_gradient(self, parameter: torch.Tensor) -> None:
@@ -496,7 +508,7 @@ class Watch(LiveBytes):
     ) -> None:
         """Enter a block in forward; in backward its input's gradient goes into the block before."""
         hidden = args[0] if args else kwargs.get("hidden_states")
-        before = "-ahead"
+        before = "-before_blocks"
         if index > 0:
             before = f"-{index - 1}"
         self._pass_on(hidden, f"{index}", before)
@@ -504,7 +516,7 @@ class Watch(LiveBytes):
     def _leave_blocks(self, _module: Any, _args: Any, output: Any) -> None:
         """Leave the last block in forward, which backward enters first."""
         hidden = output[0] if isinstance(output, tuple) else output
-        self._pass_on(hidden, "behind", f"-{len(self.blocks) - 1}")
+        self._pass_on(hidden, "after_blocks", f"-{len(self.blocks) - 1}")
 
     def _pass_on(self, hidden: Any, place: str, place_of_gradient: str) -> None:
         """Enter the place of a hidden state, and later the place of its gradient."""
@@ -521,19 +533,20 @@ class Untraceable(Exception):
 
 
 @dataclass(frozen=True)
-class Traced:
-    """Bytes of one micro-batch of a model with `layers` blocks.
+class DepthTrace:
+    """The trace of one micro-batch of a model that is cut to `layers` blocks, in bytes.
 
     `saved_at`, `peaks_at`: of activations by place (see `Watch`).
-    `copies`: of copies of weights when the objective begins; `copies_kept`: after forward.
+    `cast_bytes`: of autocast's casts of weights when the objective begins; `cast_bytes_kept`: of
+    those that are left after forward.
     `peak`: at the peak of forward and backward, besides what lived before.
     """
 
     layers: int
     saved_at: dict[str, int] = field(default_factory=dict)
     peaks_at: dict[str, int] = field(default_factory=dict)
-    copies: int = 0
-    copies_kept: int = 0
+    cast_bytes: int = 0
+    cast_bytes_kept: int = 0
     peak: int = 0
 
 
@@ -553,8 +566,8 @@ class _Engine(NativeEngine):
         self.model.train()
 
 
-def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
-    """Trace a micro-batch of `rows` × `length`.
+def trace_one_depth(plan: Plan, rows: int, length: int, dtype: str | None = None) -> DepthTrace:
+    """Trace a micro-batch of `rows` × `length` tokens at the depth that the plan's config sets.
 
     `plan`: of one data rank, on the CPU. `dtype` (bf16): all weights are in this type, as FSDP2
     gathers them and DeepSpeed keeps them, and there is no autocast. Raises Untraceable.
@@ -571,7 +584,8 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
     torch_dtype = None
     if dtype:
         torch_dtype = DTYPES[dtype]
-    # The objective tries a small copy of the model with real values; after `fill` nothing is real.
+    # `prepare` first tries a small copy of the model with real values (models.head.can_split). Then
+    # it calls `_FakeValues.fill`, which turns FakeTensorMode on; no tensor has values after that.
     with contextlib.ExitStack() as stack:
         values = _FakeValues(
             NothingToFill(),
@@ -592,24 +606,27 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
             with watch, engine.micro_batch(last=True):
                 with engine._autocast():
                     loss_sum, _ = engine.spread.module(batch, objective)
-                copies_kept = watch.copies
+                cast_bytes_kept = watch.cast_bytes
                 watch.enter("-loss")
                 loss_sum.backward()
         except Exception as error:
             # A model's own code may raise anything if it meets tensors without values.
             raise Untraceable(f"{class_and_line(error)}: {first_line(error)}") from error
-    return Traced(
+    return DepthTrace(
         layers=len(blocks),
         saved_at=watch.saved_at,
         peaks_at=watch.peaks_at,
-        copies=watch.copies_at_loss,
-        copies_kept=copies_kept,
+        cast_bytes=watch.cast_bytes_at_loss,
+        cast_bytes_kept=cast_bytes_kept,
         peak=watch.peak - watch.base,
     )
 
 
 def _build_without_weights(plan: Plan, dtype: str | None) -> Any:
-    """Return the model of a plan on the meta device, with its adapters; `dtype` as for `run`."""
+    """Return the model of a plan on the meta device, with its adapters.
+
+    `dtype`: as for `trace_one_depth`.
+    """
     config = plan.config
     model, _ = lay_out(
         plan.model_path,
@@ -641,7 +658,7 @@ class _FakeValues(Values):
     def fill(
         self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None
     ) -> None:
-        """Give each tensor on the meta device a fake one, and leave real values behind.
+        """Replace each tensor on the meta device by a fake one; from then on no tensor has values.
 
         `owners`: the modules whose tensors are filled; None: all.
         """

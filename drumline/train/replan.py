@@ -21,8 +21,12 @@ from drumline.plan.plan import Plan
 from drumline.plan.resolve import KnownModel, resolve
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
-from drumline.planner.question import FoundModel, assemble
-from drumline.planner.search.advice import changed, find_fallbacks, smallest_changes
+from drumline.planner.question import FoundModel, build_question
+from drumline.planner.search.advice import (
+    describe_config_difference,
+    find_fallbacks,
+    smallest_changes,
+)
 from drumline.planner.search.answer import Answer, Candidate, Question
 from drumline.planner.search.search import search
 from drumline.telemetry.events import EventLog, Replan
@@ -55,7 +59,9 @@ def question(plan: Plan, ranks: int | None = None) -> Question:
     policy = FoundModel(plan.config.model, plan.model_path)
     devices = (ranks or plan.mesh.world_size) * plan.devices_per_rank
     cluster, _ = cluster_here(plan.config, machine_of(plan), plan.device, devices)
-    return assemble(plan.config, policy, plan.roles, plan.data, cluster, needs_all_processes=True)
+    return build_question(
+        plan.config, policy, plan.roles, plan.data, cluster, needs_all_processes=True
+    )
 
 
 def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice:
@@ -80,7 +86,7 @@ def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice
     answer = _search_any_strategy(smaller, plan)
     if answer.ranked:
         best = answer.ranked[0]
-        best = dataclasses.replace(best, name=changed(baseline, best.config))
+        best = dataclasses.replace(best, name=describe_config_difference(baseline, best.config))
         return _advice(line, best, predicted)
     line += f" — nothing that takes the same steps fits into {size(memory_bytes)}"
     if leanest is not None:
@@ -121,7 +127,7 @@ def _search_any_strategy(request: Question, plan: Plan) -> Answer:
     """Return the plans of any strategy with the plan's global batch."""
     any_strategy = dataclasses.replace(request, config=_with_any_strategy(plan))
     # After memory ran out once, a plan that may run out of it again is the last choice.
-    answer = search(any_strategy, with_room=True)
+    answer = search(any_strategy, exclude_tight=True)
     if not answer.ranked:
         answer = search(any_strategy)
     return answer
@@ -185,7 +191,7 @@ class Replanner:
         self.micro_batch = plan.batch.micro_batch
         kept = self._save()
         event = Replan(
-            from_=changed(nearest.config, config_with_batch(old)),
+            from_=describe_config_difference(nearest.config, config_with_batch(old)),
             to=nearest.name,
             why=f"rank {out.rank} {out.describe()}; {verdict(out, predicted.memory)}",
             predicted_bytes={

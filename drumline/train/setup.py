@@ -54,12 +54,18 @@ from drumline.plan.resolve import KnownModel, batch_norm_why, device_of, process
 from drumline.plan.strategy_engine import engine_of
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
-from drumline.planner.faults import MTBF_HOURS, campaign
-from drumline.planner.new_tokens import rows_notes, with_new_rows
-from drumline.planner.question import FoundModel, assemble, find_model, require_adapter, roles_of
+from drumline.planner.faults import MTBF_HOURS, run_under_faults
+from drumline.planner.new_tokens import vocabulary_notes, with_trainable_token_embeddings
+from drumline.planner.question import (
+    FoundModel,
+    build_question,
+    find_model,
+    require_adapter,
+    roles_of,
+)
 from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.auto import choose, choose_compile
-from drumline.planner.search.budget import kinds_of, within_budget
+from drumline.planner.search.budget import checkpointing_modes, within_budget
 from drumline.report.bars import COMPARING, OnProgress, notes, notify_if_slow
 from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
@@ -97,8 +103,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
 
     # The models.
     policy = find_model(config.model, on_progress, weights=True)
-    notes(rows_notes(config, policy))
-    config = with_new_rows(config, policy)
+    notes(vocabulary_notes(config, policy))
+    config = with_trainable_token_embeddings(config, policy)
     if not config.images_alone:
         tokenizer = load_tokenizer(policy.path, config.model)
         models.check_fits(policy.hf_config, tokenizer, config.data.max_length)
@@ -120,7 +126,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     processes = processes_of(config, machine, device, request.world_size)
     cluster, about_cluster = cluster_here(config, machine, device, processes)
     has_fixed_processes = request.world_size is not None or config.launch.nproc is not None
-    question = assemble(
+    question = build_question(
         config, policy, roles, data, cluster, needs_all_processes=has_fixed_processes
     )
     config, why = _choose_open_keys(question, about_cluster, on_progress)
@@ -182,7 +188,7 @@ def _with_prediction(
     about_network = network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)
     if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
         # If the planner chose the strategy, it has kept to the budget already.
-        plan = within_budget(plan, facts, cluster, kinds_of(config.memory))
+        plan = within_budget(plan, facts, cluster, checkpointing_modes(config.memory))
     plan = plan.model_copy(update={"why": [*why, *about_network, *plan.why]})
     plan = predict(plan, facts, cluster)
     if config.checkpoint.every == "auto":
@@ -239,11 +245,11 @@ def _prepare_data(
 def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
     """Return the plan with the number of steps that `checkpoint.every: auto` stands for.
 
-    `planner.faults.campaign` weighs the time of saves against steps that a fault makes the run
-    repeat.
+    `planner.faults.run_under_faults` weighs the time of saves against steps that a fault makes the
+    run repeat.
     """
     assert plan.predicted.estimate is not None
-    best = campaign(Candidate("", plan, plan.predicted.estimate), cluster, facts)
+    best = run_under_faults(Candidate("", plan, plan.predicted.estimate), cluster, facts)
     checkpoint = plan.config.checkpoint.model_copy(update={"every": best.every})
     config = plan.config.model_copy(update={"checkpoint": checkpoint})
     seconds = best.every * best.step

@@ -10,7 +10,7 @@ import pytest
 from drumline.models import load as models
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Plan
-from drumline.planner.cost.memory import stage_of, state_of
+from drumline.planner.cost.memory import part_of_pp_rank, state_of
 from drumline.planner.cost.terms import State
 from drumline.planner.cost.traffic import flows
 from drumline.telemetry.events import last_measurement, read
@@ -28,7 +28,7 @@ def facts_of(plan: Plan) -> ModelFacts:
 def states_of(plan: Plan, facts: ModelFacts) -> list[State]:
     """Return what a rank of each stage of the pipeline holds between steps."""
     stages = range(plan.mesh.pp)
-    return [state_of(plan, facts, stage_of(plan, facts, stage)) for stage in stages]
+    return [state_of(plan, facts, part_of_pp_rank(plan, facts, stage)) for stage in stages]
 
 
 def measurement_of(run: Path) -> Measurement:

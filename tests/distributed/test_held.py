@@ -103,7 +103,7 @@ def test_a_trace_of_one_rank_is_what_lives_on_it(told: Told, name: str) -> None:
     """All layers, traced in a child without other ranks, against the first of two real ones: to 2%."""
     plan = Plan.load(told["plans"][name])
     known = facts_of(plan)
-    question = tracing.question_of(plan.config, plan.model_path, plan, known)
+    question = tracing.trace_inputs(plan.config, plan.model_path, plan, known)
     question = {**question, "layers": [known.layers]}
     (traced,) = tracing.trace_in_child(question)
     real = told[name][0]

@@ -32,7 +32,7 @@ from drumline.planner.cost.times import estimate
 from drumline.planner.search.advice import with_row_length
 from drumline.planner.search.budget import CHECKPOINTING, within_budget
 from drumline.planner.search.search import search
-from drumline.planner.trace import run
+from drumline.planner.trace import trace_one_depth
 from drumline.train.setup import Request, make_plan
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -120,7 +120,7 @@ def test_bytes_that_are_moved(made: Any, name: str, within: float) -> None:
     moves = around.func.__self__
     assert isinstance(moves, ActivationOffload)
     on_gpu = plan.model_copy(update={"device": "cuda"})
-    planned = offloaded_bytes(on_gpu, facts_of(plan), rounds=False)
+    planned = offloaded_bytes(on_gpu, facts_of(plan), as_pinned=False)
     assert planned > 0 and moves.moved_bytes == pytest.approx(planned, rel=within)
     assert (
         moves.most_device_bytes <= 2 * moves.moved_bytes / (LAYERS - 2)
@@ -260,7 +260,7 @@ def test_what_is_traced_is_what_was_estimated(tmp_path: Path) -> None:
     )
     on_gpu = plan.model_copy(update={"device": "cuda"})
     said = memory(on_gpu, known, CLUSTER)
-    traced = run(plan, 1, length)
+    traced = trace_one_depth(plan, 1, length)
     estimated = said.peak - said.parameters - said.optimizer
     assert 0.95 * estimated <= traced.peak <= 1.03 * estimated
 

@@ -15,7 +15,7 @@ from drumline.plan.facts import with_length
 from drumline.planner.derived import with_lora
 from drumline.planner.report.table import show_heuristics
 from drumline.planner.search.advice import (
-    STEP,
+    LENGTH_MULTIPLE,
     _find_largest,
     max_batch,
     max_length,
@@ -134,11 +134,11 @@ def test_the_longest_row_of_each_family() -> None:
         ]
         assert (
             most.candidate.layout.length == most.number
-            and most.number % STEP == 0
+            and most.number % LENGTH_MULTIPLE == 0
             and most.candidate.estimate.verdict == "fits"
         )
-        assert most.number > 131_072 - STEP or not fits(
-            with_row_length(asked, most.number + STEP), family
+        assert most.number > 131_072 - LENGTH_MULTIPLE or not fits(
+            with_row_length(asked, most.number + LENGTH_MULTIPLE), family
         )
 
 

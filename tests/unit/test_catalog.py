@@ -88,7 +88,7 @@ def test_a_cluster_that_is_said(text: str) -> None:
     assert (
         cluster.world_size == cluster.nodes * cluster.per_node and cluster.device.memory_bytes > GIB
     )
-    assert not cluster.found or cluster.device.kind == "cpu"
+    assert not cluster.is_this_machine or cluster.device.kind == "cpu"
 
 
 def test_a_name_that_several_devices_share_is_told() -> None:
@@ -183,7 +183,7 @@ def test_what_is_here_fills_up_what_is_not_said() -> None:
         [Device("NVIDIA A100-SXM4-80GB", 85_000_000_000)] * 4, 32, 500 * GIB, "cuda", True
     )
     here = cluster_of(None, a100, 4)
-    assert (here.device.name, here.per_node, here.found, here.device.memory_bytes) == (
+    assert (here.device.name, here.per_node, here.is_this_machine, here.device.memory_bytes) == (
         "a100-80g",
         4,
         True,
@@ -193,7 +193,12 @@ def test_what_is_here_fills_up_what_is_not_said() -> None:
         (c.nodes, c.per_node) for c in (cluster_of_machine(a100, 2), cluster_of_machine(a100, 8))
     ] == [(1, 2), (2, 4)]
     several = said("{nodes: 3, inter: 8x200Gb}", a100, 4)
-    assert (several.device.name, several.world_size, several.found, several.host_memory_bytes) == (
+    assert (
+        several.device.name,
+        several.world_size,
+        several.is_this_machine,
+        several.host_memory_bytes,
+    ) == (
         "a100-80g",
         12,
         False,
@@ -247,7 +252,7 @@ def test_a_device_of_one_s_own_by_the_name_of_what_is_here() -> None:
         here.intra.name,
         here.host_link.name,
     ) == (48e9, 900e9, "pcie3", "pcie3")
-    assert here.found and here.host_memory_bytes == 64 * GIB
+    assert here.is_this_machine and here.host_memory_bytes == 64 * GIB
 
 
 @pytest.mark.parametrize(

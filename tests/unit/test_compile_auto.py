@@ -186,7 +186,7 @@ def test_a_machine_without_triton_or_a_compiler_stays_eager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     question = on_h100("strategy=single")
-    here = replace(question, cluster=replace(question.cluster, found=True))
+    here = replace(question, cluster=replace(question.cluster, is_this_machine=True))
     monkeypatch.setattr(compiling, "installed", lambda package: False)
     assert "triton is missing here" in choose_compile(here)[1]
     monkeypatch.setattr(compiling, "installed", lambda package: True)

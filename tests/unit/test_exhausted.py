@@ -22,7 +22,7 @@ from drumline.plan.out_of_memory import (
     misestimate,
     verdict,
 )
-from drumline.planner.search.advice import changed
+from drumline.planner.search.advice import describe_config_difference
 from drumline.train.failure import MemoryWatch, describe_stack, reported_by_cuda
 from tests.unit.test_loop import plan
 
@@ -239,7 +239,7 @@ def test_changes_are_keys_of_the_yaml() -> None:
             "memory": {"activation_checkpointing": "full"},
         }
     )
-    assert changed(old, new) == (
+    assert describe_config_difference(old, new) == (
         "strategy: {kind: fsdp2, tp: 2}, batch: {global_samples: 8, micro_batch: 2}, memory: {activation_checkpointing: full}"
     )
 

@@ -19,7 +19,7 @@ from drumline.models.build import build_model, lay_out
 from drumline.models.load import facts, load_config
 from drumline.models.shards import NeedsFullModel, Values
 from drumline.models.tokenizer import load_tokenizer
-from drumline.planner.new_tokens import rows_notes, with_new_rows
+from drumline.planner.new_tokens import vocabulary_notes, with_trainable_token_embeddings
 from drumline.planner.question import find_model
 from drumline.planner.sizes import FoundModel, sizes_of
 from tests.tiny import tiny_tokenizer
@@ -77,7 +77,7 @@ def token_ids(folder: Path, text: str) -> list[int]:
 def notes_of(folder: Path, **keys: Any) -> list[str]:
     """Return what a plan says about the rows of new tokens."""
     config = load_text(json.dumps({"data": DATA}), [])
-    return rows_notes(config, FoundModel(described(folder, **keys), str(folder)))
+    return vocabulary_notes(config, FoundModel(described(folder, **keys), str(folder)))
 
 
 def assert_at_mean(rows: torch.Tensor, known: torch.Tensor) -> None:
@@ -238,7 +238,7 @@ def resolved(folder: Path, **adapter: Any) -> Any:
         "data": DATA,
     }
     config = load_text(json.dumps(values), [])
-    return with_new_rows(config, FoundModel(config.model, str(folder))).adapter
+    return with_trainable_token_embeddings(config, FoundModel(config.model, str(folder))).adapter
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,7 +15,7 @@ from drumline.hardware.cluster import calibration_for
 from drumline.hardware.detect import Machine
 from drumline.planner.cluster import cluster_of
 from drumline.planner.cost.times import _devices_per_link
-from drumline.planner.question import Flags, ask, load_with_flags
+from drumline.planner.question import Flags, build_request, load_with_flags
 from drumline.planner.report.output import full_config, overrides
 from drumline.planner.search.advice import max_batch, max_length, smallest_changes, with_row_length
 from drumline.planner.search.search import search
@@ -53,7 +53,7 @@ def test_ranks_that_a_yaml_asks_for_here_are_planned(tmp_path: Path) -> None:
     path = write_config(
         tmp_path, tiny_model_dir(tmp_path / "model"), strategy="auto", launch={"nproc": 2}
     )
-    answer = search(ask(load(path, ["run.device=cpu"]), lambda *_: None).question)
+    answer = search(build_request(load(path, ["run.device=cpu"]), lambda *_: None).question)
     assert answer.ranked and all(each.layout.mesh.world_size == 2 for each in answer.ranked)
 
 

@@ -14,7 +14,7 @@ import pytest
 from drumline.config.load import Request, load
 from drumline.errors import PlanError
 from drumline.plan.plan import RolePlan
-from drumline.planner.faults import MTBF_HOURS, Campaign, Level, campaign
+from drumline.planner.faults import MTBF_HOURS, CheckpointTier, RunUnderFaults, run_under_faults
 from drumline.planner.search.answer import Candidate
 from drumline.planner.search.search import search_strategy
 from drumline.train.setup import plan_own_module
@@ -32,10 +32,10 @@ PLAN = [
     "4096",
     "cluster.inter=8x400Gb",
 ]
-DISK = Level(stall=2.0, lag=40.0, restart=90.0, mtbf=6 * 3600.0)
+DISK = CheckpointTier(stall=2.0, lag=40.0, restart=90.0, mtbf=6 * 3600.0)
 
 
-def simulated(made: Campaign, training: float, seed: int) -> float:
+def simulated(made: RunUnderFaults, training: float, seed: int) -> float:
     """The part of the time that is training, in a campaign event by event: steps, saves, which hold the steps up and can be gone back to
     later, faults of two kinds at random times, restarts, in which there may be faults too. `training`: seconds of it to be done."""
     draw = random.Random(seed)
@@ -84,9 +84,11 @@ def simulated(made: Campaign, training: float, seed: int) -> float:
 def test_the_formula_is_the_campaign(hours: float, in_memory: bool) -> None:
     """Within 5%, and no other interval does better than the one that is called best."""
     mtbf = hours * 3600
-    memory = Level(stall=0.5, lag=0.0, restart=30.0, mtbf=mtbf / 0.3) if in_memory else None
+    memory = (
+        CheckpointTier(stall=0.5, lag=0.0, restart=30.0, mtbf=mtbf / 0.3) if in_memory else None
+    )
     disk = replace(DISK, mtbf=mtbf / 0.7 if in_memory else mtbf)
-    made = Campaign(64, 8, mtbf / 2000, disk, memory, 0.0, 24.0)
+    made = RunUnderFaults(64, 8, mtbf / 2000, disk, memory, 0.0, 24.0)
     found = [simulated(made, 40 * mtbf, seed) for seed in range(3)]
     assert made.goodput() == pytest.approx(sum(found) / 3, rel=0.05)
     assert made.goodput() >= max(
@@ -96,17 +98,17 @@ def test_the_formula_is_the_campaign(hours: float, in_memory: bool) -> None:
 
 def test_young_and_daly() -> None:
     """Daly's example grows into Young's formula where saves are short, and saves no more often than a save takes."""
-    short = Level(stall=1.0, lag=0.0, restart=0.0, mtbf=1e6)
-    assert short.best(0.1) == pytest.approx((2e6) ** 0.5, rel=0.01)
+    short = CheckpointTier(stall=1.0, lag=0.0, restart=0.0, mtbf=1e6)
+    assert short.best_interval_seconds(0.1) == pytest.approx((2e6) ** 0.5, rel=0.01)
     assert (
-        Level(1.0, 5000.0, 0.0, 1e6).best(0.1) == 4999.0
-        and Level(30.0, 0.0, 0.0, 10.0).best(0.1) == 10.0
+        CheckpointTier(1.0, 5000.0, 0.0, 1e6).best_interval_seconds(0.1) == 4999.0
+        and CheckpointTier(30.0, 0.0, 0.0, 10.0).best_interval_seconds(0.1) == 10.0
     )
     assert pytest.approx(50_677, abs=1) == MTBF_HOURS
 
 
 def test_spare_hosts() -> None:
-    made = Campaign(1024, 128, 5.0, DISK, None, hosts_lost=0.02, repair_hours=24)
+    made = RunUnderFaults(1024, 128, 5.0, DISK, None, hosts_lost=0.02, repair_hours=24)
     assert made.available(made.spares) > 0.9 and made.available(0) < 0.7
     assert (
         replace(made, hosts_lost=0.0).spares == 0
@@ -129,13 +131,13 @@ def test_a_checkpoint_has_what_the_optimizer_keeps(optimizer: dict[str, Any], ea
     asked = question("0.1b", "8xa100-80g", optimizer=optimizer, checkpoint={"asynchronous": False})
     first = search_strategy(asked, DDPStrategy())
     assert isinstance(first, Candidate)
-    made = campaign(first, asked.cluster, asked.facts)
+    made = run_under_faults(first, asked.cluster, asked.facts)
     assert made.disk.stall == pytest.approx(
         asked.cluster.disk_seconds("write", each * asked.facts.trainable)
     )
     value = RolePlan(model=asked.config.model, model_path=None, head="score", trainable=True)
     both = replace(first, layout=first.layout.model_copy(update={"roles": {"value": value}}))
-    more = campaign(both, asked.cluster, replace(asked.facts, roles={"value": asked.facts}))
+    more = run_under_faults(both, asked.cluster, replace(asked.facts, roles={"value": asked.facts}))
     assert more.disk.stall == pytest.approx(2 * made.disk.stall, rel=1e-3)
 
 

@@ -18,8 +18,8 @@ from drumline.plan.facts import ModelFacts, Part, Weight, part, rank_params
 from drumline.plan.plan import BatchPlan, Layout, Plan, RolePlan
 from drumline.plan.stages import plan_pipeline
 from drumline.planner.cost.activations import formula
-from drumline.planner.cost.memory import host_memory, in_flight, memory
-from drumline.planner.cost.terms import State, Volume
+from drumline.planner.cost.memory import host_memory, memory, pending_activations
+from drumline.planner.cost.terms import CommunicationVolume, State
 from drumline.planner.cost.traffic import flows
 from drumline.planner.strategies.base import StrategyCost
 from tests.harness import LETTERS
@@ -198,7 +198,7 @@ class LeanCost(StrategyCost["Lean"]):
 
     def send(
         self,
-        volume: Volume,
+        volume: CommunicationVolume,
         layout: Layout,
         facts: ModelFacts,
         has: Counter[str],
@@ -297,7 +297,7 @@ def test_blocks_in_flight(
 ) -> None:
     plan = layout({"kind": "pp", "schedule": schedule}, 4, accumulation=accumulation)
     for rank in range(4):
-        assert in_flight(plan, rank, 2).blocks == pytest.approx(blocks[rank])
+        assert pending_activations(plan, rank, 2).blocks == pytest.approx(blocks[rank])
 
 
 def large(strategy: str | dict[str, Any], **options: Any) -> Memory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from drumline.config.load import load
-from drumline.planner.question import ask
+from drumline.planner.question import build_request
 from drumline.planner.search.search import search
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
@@ -16,7 +16,7 @@ def test_a_mac_s_gpu_is_planned(tmp_path: Path) -> None:
         write_config(tmp_path, tiny_model_dir(tmp_path / "model"), strategy="auto"),
         ["run.device=mps", "cluster=1xcpu"],
     )
-    assert search(ask(loaded, lambda *_: None).question).ranked
+    assert search(build_request(loaded, lambda *_: None).question).ranked
 
 
 def test_a_host_link_may_be_one_s_own(tmp_path: Path) -> None:
@@ -26,4 +26,4 @@ def test_a_host_link_may_be_one_s_own(tmp_path: Path) -> None:
         write_config(tmp_path, tiny_model_dir(tmp_path / "model"), cluster=cluster),
         ["run.device=auto"],
     )
-    assert ask(loaded, lambda *_: None).question.cluster.device.host_link == "fast"
+    assert build_request(loaded, lambda *_: None).question.cluster.device.host_link == "fast"

@@ -22,7 +22,7 @@ from drumline.config.load import load, load_text
 from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cluster import cluster_of
-from drumline.planner.question import Flags, ask, load_with_flags
+from drumline.planner.question import Flags, build_request, load_with_flags
 from drumline.planner.report import picture
 from drumline.planner.report.table import CATEGORIES
 from drumline.planner.search.answer import Answer, Question
@@ -58,7 +58,7 @@ def printed_train_command(out: str) -> list[str]:
 
 
 def ignore_progress(*_: object) -> None:
-    """Stand in for the function that `ask` reports its progress to."""
+    """Stand in for the function that `build_request` reports its progress to."""
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_a_run_on_the_processor_of_a_host_with_gpus(monkeypatch: pytest.MonkeyPa
 
     def ask_for_processor(said: str) -> Question:
         config = load_with_flags(None, ["run.device=cpu", said], Flags(model="gpt2"))
-        return ask(config, ignore_progress).question
+        return build_request(config, ignore_progress).question
 
     for said in ("cluster={price_per_device_hour: 1}", "cluster=2xcpu", "run.seed=1"):
         assert ask_for_processor(said).cluster.device.kind == "cpu"
@@ -583,7 +583,7 @@ def search_plans(flags: list[str]) -> Answer:
         said[name] = int(value) if name == "length" else value
 
     config = load_with_flags(None, overrides, Flags(**said))
-    return search(ask(config, ignore_progress).question)
+    return search(build_request(config, ignore_progress).question)
 
 
 def test_a_figure_needs_matplotlib(

@@ -13,9 +13,9 @@ from drumline.config.load import Request, load
 from drumline.data.sources import read_rows
 from drumline.errors import EnvironmentFault
 from drumline.planner.cost.fitted import PROBED
-from drumline.planner.question import ask
+from drumline.planner.question import build_request
 from drumline.planner.report.check import describe_factors
-from drumline.planner.search.advice import by_adapter
+from drumline.planner.search.advice import compare_modes
 from drumline.planner.search.answer import (
     Answer,
     Candidate,
@@ -95,7 +95,7 @@ def test_the_mean_is_of_ratios() -> None:
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     root = tmp_path_factory.mktemp("probe")
     path = write_config(root, tiny_model_dir(root / "model"))
-    return search(ask(load(path, ["launch.nproc=2"]), lambda *_: None).question)
+    return search(build_request(load(path, ["launch.nproc=2"]), lambda *_: None).question)
 
 
 def small(answer: Answer, **estimates: Any) -> Answer:
@@ -162,7 +162,7 @@ def test_the_two_that_are_tried_are_of_two_families(answer: Answer) -> None:
 def test_another_cluster_cannot_be_tried(answer: Answer) -> None:
     require_here(answer.question.cluster)
     with pytest.raises(EnvironmentFault, match="not this machine"):
-        require_here(replace(answer.question.cluster, found=False))
+        require_here(replace(answer.question.cluster, is_this_machine=False))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_what_real_steps_show_counts_for_every_adapter(answer: Answer) -> None:
         answer,
         (Probe(name=answer.ranked[0].name, predicted=ESTIMATE, factors=Factors(parameters=1e7)),),
     )
-    before, after = by_adapter(answer, answer.question), by_adapter(slow, answer.question)
+    before, after = compare_modes(answer, answer.question), compare_modes(slow, answer.question)
     assert [each.name for each in after] == ["full", "LoRA"]
     for one, other in zip(before, after, strict=True):
         assert one.best and other.best and other.best.estimate.seconds_range == PROBED[1]
@@ -243,7 +243,7 @@ def test_what_real_steps_show_counts_for_every_adapter(answer: Answer) -> None:
             4 * one.best.estimate.seconds.total
         )
     assert all(each.longest for each in before) and not any(
-        each.longest for each in by_adapter(large, answer.question)
+        each.longest for each in compare_modes(large, answer.question)
     )
 
 
@@ -271,7 +271,7 @@ def test_a_probe_takes_no_key_amiss(tmp_path: Path, own: dict[str, Any]) -> None
         "class Mine:\n    def __init__(self):\n        raise AssertionError\n"
     )
     loaded = load(path, ["data.train.0.limit=20"])
-    candidate = search(ask(loaded, lambda *_: None).question).ranked[0]
+    candidate = search(build_request(loaded, lambda *_: None).question).ranked[0]
     for rows in (random_rows(loaded.config, candidate, tmp_path / "rows.jsonl"), None):
         config = short_config(candidate, tmp_path / "probe", rows)
         assert not config.run.callbacks and config.run.profile is None

@@ -16,7 +16,7 @@ from drumline.hardware.detect import Machine
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import KnownModel, resolve
 from drumline.planner.cluster import cluster_here
-from drumline.planner.question import assemble, find_model
+from drumline.planner.question import build_question, find_model
 from drumline.train.setup import find_roles
 from tests.fake_engine import FakeEngine
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -89,7 +89,9 @@ def planned(tmp_path: Path, strategy: Any, algorithm: Any, world_size: int = 2) 
     said = config(algorithm, model={"id": str(policy)}, strategy=strategy)
     found = find_model(said.model, lambda *_: None)
     roles = find_roles(said, found, lambda *_: None)
-    own = assemble(said, found, roles, None, cluster_here(said, CPU, "cpu", world_size)[0]).facts
+    own = build_question(
+        said, found, roles, None, cluster_here(said, CPU, "cpu", world_size)[0]
+    ).facts
     told: dict[str, Any] = {
         "run_dir": "r",
         "machine": CPU,

@@ -21,9 +21,9 @@ from drumline.planner.search.answer import (
     Candidate,
     Question,
     best_first,
-    expected_speed,
+    risk_adjusted_speed,
 )
-from drumline.planner.search.auto import with_little_room
+from drumline.planner.search.auto import describe_faster_tight_plan
 from drumline.planner.search.search import (
     CHECKPOINTING,
     FEW,
@@ -184,8 +184,8 @@ def test_the_order_is_that_of_expected_speed_up_to_the_planners_error() -> None:
         assert candidate.estimate.verdict in ("fits", "tight")
 
     for better, worse in combinations(answer.ranked, 2):
-        least = (1 - SPEED_ERROR) * (1 - TIE) * expected_speed(worse)
-        assert expected_speed(better) >= least
+        least = (1 - SPEED_ERROR) * (1 - TIE) * risk_adjusted_speed(worse)
+        assert risk_adjusted_speed(better) >= least
 
     for candidates in families(answer).values():
         assert len(candidates) <= FEW
@@ -204,7 +204,7 @@ def fitting() -> Candidate:
 
 
 def changed(
-    name: str, *, speed: float = 1.0, needs: float = 0.5, host: float = 0.1, simple: int = 0
+    name: str, *, speed: float = 1.0, needs: float = 0.5, host: float = 0.1, complexity: int = 0
 ) -> Candidate:
     """`fitting` with another speed (times its own), device memory and host memory (parts of the limits)."""
     candidate = fitting()
@@ -217,7 +217,9 @@ def changed(
         "host_limit": host_limit,
         "memory_range": (0.9, 1.38),
     }
-    return replace(candidate, name=name, simple=simple, estimate=estimate.model_copy(update=update))
+    return replace(
+        candidate, name=name, complexity=complexity, estimate=estimate.model_copy(update=update)
+    )
 
 
 def first_of(*candidates: Candidate) -> str:
@@ -304,7 +306,7 @@ def test_what_is_tight_and_faster_is_a_row_with_its_risk() -> None:
     assert first.config.memory.on_oom == "stop"
     assert tight.estimate.tokens_per_s * (1 - SPEED_ERROR) > first.estimate.tokens_per_s
 
-    row = with_little_room(answer)
+    row = describe_faster_tight_plan(answer)
     assert tight.name in row
     assert f"with a chance of {tight.estimate.risk:.0%}" in row
 
@@ -313,11 +315,11 @@ def test_what_is_tight_and_faster_is_a_row_with_its_risk() -> None:
 
     assert stops.tight is not None
     assert stops.tight.config.memory.on_oom == "stop"
-    assert "and then ends" in with_little_room(stops)
+    assert "and then ends" in describe_faster_tight_plan(stops)
 
     alone = search(question("1b", "1xh200", batch={"global_samples": 8}))
     assert alone.tight is None
-    assert with_little_room(alone) == ""
+    assert describe_faster_tight_plan(alone) == ""
 
 
 @pytest.mark.parametrize(

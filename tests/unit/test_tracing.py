@@ -21,7 +21,7 @@ from drumline.plan.plan import Plan
 from drumline.planner import trace as tracing
 from drumline.planner.cluster import cluster_of_machine
 from drumline.planner.cost.memory import memory
-from drumline.planner.trace import Traced, Untraceable, run
+from drumline.planner.trace import DepthTrace, Untraceable, trace_one_depth
 from drumline.telemetry.memory_tracker import LiveBytes
 from drumline.train.setup import Request, make_plan
 from tests.harness import LETTERS, write_config
@@ -117,14 +117,14 @@ def of_length(plan: Plan, tokens: int) -> Plan:
     )
 
 
-def whole(plan: Plan) -> Traced:
+def whole(plan: Plan) -> DepthTrace:
     """All layers, traced."""
     alone = {
         "data_parallel": "none",
         "config": plan.config.model_copy(update={"strategy": SingleStrategy()}),
     }
     gathered = plan.precision if plan.data_parallel == "fsdp2" else None
-    return run(plan.model_copy(update=alone), ROWS, LENGTH, gathered)
+    return trace_one_depth(plan.model_copy(update=alone), ROWS, LENGTH, gathered)
 
 
 @pytest.mark.full
@@ -138,7 +138,7 @@ def test_a_trace_is_what_lives(
     traced, (real, with_states) = whole(plan), lived(plan)
     assert traced.peak == pytest.approx(real, rel=0.01)
     layout = of_length(plan, LENGTH)
-    told = tracing.trace(plan.config, plan.model_path, layout, known)
+    told = tracing.trace_activations(plan.config, plan.model_path, layout, known)
     assert (
         told is not None
         and told.source == "trace"
@@ -152,7 +152,7 @@ def test_a_trace_is_what_lives(
         assert saved + on_top * tokens == pytest.approx(
             max(saved, traced.peaks_at[place]), rel=0.02
         ), place
-    assert told.copies is not None and told.copies[1] + LAYERS * told.copies[0] == traced.copies
+    assert told.copies is not None and told.copies[1] + LAYERS * told.copies[0] == traced.cast_bytes
     assert memory(layout, known, CLUSTER, told).peak == pytest.approx(with_states, rel=0.05)
 
 
@@ -162,23 +162,31 @@ def test_an_answer_is_kept_by_its_content(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: list[int] = []
 
-    def traces(question: dict[str, Any]) -> list[Traced]:
+    def traces(question: dict[str, Any]) -> list[DepthTrace]:
         asked.append(question["rows"])
         return [
-            Traced(n, {"loss": 100 * n}, {str(i): 100 * i for i in range(n)} | {"loss": 100 * n})
+            DepthTrace(
+                n, {"loss": 100 * n}, {str(i): 100 * i for i in range(n)} | {"loss": 100 * n}
+            )
             for n in question["layers"]
         ]
 
-    monkeypatch.setattr(tracing, "traces", traces)
+    monkeypatch.setattr(tracing, "trace_depths", traces)
     plan, known = made("packs")
-    first = tracing.trace(plan.config, plan.model_path, plan, known)
-    assert first == tracing.trace(plan.config, plan.model_path, plan, known) and len(asked) == 1
+    first = tracing.trace_activations(plan.config, plan.model_path, plan, known)
+    assert (
+        first == tracing.trace_activations(plan.config, plan.model_path, plan, known)
+        and len(asked) == 1
+    )
     other_rate = plan.config.model_copy(
         update={"optimizer": plan.config.optimizer.model_copy(update={"lr": 1.0})}
     )
-    assert first == tracing.trace(other_rate, plan.model_path, plan, known) and len(asked) == 1
-    tracing.trace(plan.config, plan.model_path, of_length(plan, 48), known)
-    tracing.trace(
+    assert (
+        first == tracing.trace_activations(other_rate, plan.model_path, plan, known)
+        and len(asked) == 1
+    )
+    tracing.trace_activations(plan.config, plan.model_path, of_length(plan, 48), known)
+    tracing.trace_activations(
         plan.config,
         plan.model_path,
         plan.model_copy(update={"activation_checkpointing": "full"}),
@@ -193,17 +201,22 @@ def test_what_cannot_be_traced_says_why(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plan, known = made("packs")
 
-    def refuse(_: Any) -> list[Traced]:
+    def refuse(_: Any) -> list[DepthTrace]:
         raise Untraceable("it counts its tokens")
 
-    monkeypatch.setattr(tracing, "traces", refuse)
+    monkeypatch.setattr(tracing, "trace_depths", refuse)
     with caplog.at_level(logging.WARNING):
-        assert tracing.trace(plan.config, plan.model_path, plan, known) is None
+        assert tracing.trace_activations(plan.config, plan.model_path, plan, known) is None
         assert (
-            tracing.trace(plan.config, plan.model_path, plan, replace(known, vision_language=True))
+            tracing.trace_activations(
+                plan.config, plan.model_path, plan, replace(known, vision_language=True)
+            )
             is None
         )
-        assert tracing.trace(plan.config, plan.model_path, plan, replace(known, layers=1)) is None
+        assert (
+            tracing.trace_activations(plan.config, plan.model_path, plan, replace(known, layers=1))
+            is None
+        )
     said = [record.message for record in caplog.records]
     assert [line.rpartition(": ")[2] for line in said] == [
         "it counts its tokens",

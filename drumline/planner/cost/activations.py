@@ -18,7 +18,13 @@ from drumline.plan.attention import choice_of
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.plan import Layout
-from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, PRECISION_BYTES, Kind, kind_of
+from drumline.planner.cost.terms import (
+    FP32_BYTES,
+    LOW_BYTES,
+    PRECISION_BYTES,
+    ComputeMode,
+    compute_mode_of,
+)
 
 # Experts that a token is taken to go through if the config of a mixture does not say. A guess;
 # Qwen3-30B-A3B has as many.
@@ -233,7 +239,7 @@ def _attention_widths(facts: ModelFacts, layers: _Layers) -> tuple[int, int]:
     """Return the widths of all queries and of all keys of a block."""
     if layers.attention_output is None:
         return facts.hidden, facts.hidden
-    # The layer behind attention takes as many inputs as there are entries of queries.
+    # The layer after attention takes as many inputs as there are entries of queries.
     queries = layers.attention_output.inputs
     together = sum(weight.outputs for weight in layers.attention_inputs)
     # Half of the rest: keys and values are equally wide.
@@ -323,7 +329,7 @@ class AttentionMemory(NamedTuple):
 class Setup(NamedTuple):
     """All of a layout that decides what a block keeps. It is the key of a cache."""
 
-    kind: Kind
+    kind: ComputeMode
     # One of none, selective and full.
     recomputation: str
     # Tokens of a row.
@@ -338,10 +344,10 @@ class Setup(NamedTuple):
     stream_parts: int
     # The share of a micro-batch that a feed-forward part works on at once; 0: it takes all.
     mlp_chunk: float
-    # What blocks keep goes to host memory.
+    # The config offloads what blocks keep (memory.activation_offload).
     is_offloaded: bool
-    # And that is not the device's own memory, as on a CPU.
-    leaves_device: bool
+    # The same on a GPU alone: on a CPU the memory of host and device is one, so nothing leaves it.
+    offloads_to_host: bool
 
     @property
     def entry_bytes(self) -> int:
@@ -386,7 +392,7 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
         adapter_drops = config.adapter.dropout > 0
     is_offloaded = config.memory.activation_offload
     setup = Setup(
-        kind=kind_of(layout),
+        kind=compute_mode_of(layout),
         recomputation=recomputation,
         length=layout.length,
         attention=_attention_memory(layout, facts),
@@ -397,7 +403,7 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
         stream_parts=layout.stream_parts,
         mlp_chunk=_mlp_chunk(layout),
         is_offloaded=is_offloaded,
-        leaves_device=is_offloaded and layout.device == "cuda",
+        offloads_to_host=is_offloaded and layout.device == "cuda",
     )
     return _activations(facts, setup)
 
@@ -406,7 +412,7 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
     """Return what attention keeps under the layout's kernel."""
     mesh = layout.mesh
     kernel = choice_of(layout, facts).kernel
-    # A row has several documents, or padding counts because a token sees what is behind it.
+    # A row has several documents, or padding counts because a token attends to those after it.
     needs_bounds = layout.config.packs or facts.bidirectional
     mask_entries = 0
     if kernel == "masked" and needs_bounds:
@@ -449,19 +455,19 @@ def _score_bytes(layout: Layout, facts: ModelFacts, kernel: str) -> float:
 
 def _eager_score_bytes(layout: Layout, facts: ModelFacts) -> int:
     """Return bytes that attention of separate operators keeps of each score."""
-    width = PRECISION_BYTES[layout.precision]
+    bytes_per_entry = PRECISION_BYTES[layout.precision]
     # The softmax is in fp32.
     kept = FP32_BYTES
     if facts.caps_scores:
         # The result of the tanh.
-        kept += width
+        kept += bytes_per_entry
     if facts.drops_scores:
         # What dropout takes, and its mask, which on a CPU has the type of the scores.
-        mask = width if layout.device == "cpu" else MASK_BYTES
-        kept += width + mask
-    elif width < FP32_BYTES:
+        mask = bytes_per_entry if layout.device == "cpu" else MASK_BYTES
+        kept += bytes_per_entry + mask
+    elif bytes_per_entry < FP32_BYTES:
         # The softmax again, in the type of the values that it multiplies.
-        kept += width
+        kept += bytes_per_entry
     return kept
 
 
@@ -564,7 +570,7 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
             again = everything - stream - kept_anyway
         forward = _forward_with_recomputation(block, setup, stream)
         live = _Live(max(live.forward, forward), live.backward + again)
-    saved_ends: float = _saved_ends(block, setup)
+    saved_outside_blocks: float = _saved_outside_blocks(block, setup)
     offloaded = 0.0
     if setup.is_offloaded:
         # The activations of two blocks are on the device at once: those that are used, and those
@@ -573,13 +579,13 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
         if not block.is_trainable:
             here += whole_stream
         live = _Live(live.forward + here, live.backward + here)
-        if setup.leaves_device:
+        if setup.offloads_to_host:
             offloaded = saved_block
             saved_block -= offloaded
-            saved_ends += here
+            saved_outside_blocks += here
     return Activations(
         saved_block=saved_block,
-        saved_ends=saved_ends,
+        saved_ends=saved_outside_blocks,
         live_forward=live.forward,
         live_backward=live.backward,
         offloaded=offloaded,
@@ -684,7 +690,7 @@ def _selective_bytes(block: Block, setup: Setup) -> tuple[float, float]:
     return kept, setup.entry_bytes * anyway + log_sum_exp
 
 
-def _saved_ends(block: Block, setup: Setup) -> int:
+def _saved_outside_blocks(block: Block, setup: Setup) -> int:
     """Return the bytes that rotary positions, the last norm and the head's input keep of a token.
 
     All blocks share the tables of the rotary embedding, so they count once.
@@ -718,8 +724,8 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
             if len(weight.shape) == 2:
                 inputs_and_outputs += sum(weight.shape)
         sides += number * inputs_and_outputs
-    width = LOW_BYTES if low else FP32_BYTES
-    return PATCHES_PER_IMAGE_TOKEN * TOWER_SURPLUS * width * sides
+    bytes_per_entry = LOW_BYTES if low else FP32_BYTES
+    return PATCHES_PER_IMAGE_TOKEN * TOWER_SURPLUS * bytes_per_entry * sides
 
 
 def _saved_without_recomputation(facts: ModelFacts, block: Block, setup: Setup) -> _Saved:
@@ -840,12 +846,12 @@ def _add_attention(block: Block, setup: Setup, saved: float) -> float:
 
 def _saved_by_routing(block: Block, setup: Setup) -> float:
     """Return what a mixture keeps: rows in the order of experts, what experts give, and the orders."""
-    rows = 2 * _expert_width(block, setup) * block.hidden
+    rows = 2 * _expert_entry_bytes(block, setup) * block.hidden
     orders = ORDERS_OF_A_CHOICE * INT64_BYTES
     return block.experts_per_token / setup.tp * (rows + orders)
 
 
-def _expert_width(block: Block, setup: Setup) -> int:
+def _expert_entry_bytes(block: Block, setup: Setup) -> int:
     """Return bytes of an entry of experts' products.
 
     Under autocast they have the type of the weights.
@@ -866,10 +872,10 @@ def _saved_by_feed_forward(facts: ModelFacts, block: Block, setup: Setup) -> flo
     # Compiled code makes the input of the last layer again out of the activation's.
     if block.keeps_input_of("down") and not setup.is_compiled:
         tensors += 1
-    width = setup.entry_bytes
+    bytes_per_entry = setup.entry_bytes
     if block.experts_per_token:
-        width = _expert_width(block, setup)
-    return width * (block.feed_width / setup.tp) * tensors
+        bytes_per_entry = _expert_entry_bytes(block, setup)
+    return bytes_per_entry * (block.feed_width / setup.tp) * tensors
 
 
 def _activation_tensors(facts: ModelFacts, block: Block, setup: Setup) -> int:
@@ -894,12 +900,12 @@ class HeadBytes(NamedTuple):
     loss: float
     # From there to the end of the head's backward.
     backward: float
-    # From there on.
-    left: float
+    # After the head's backward: its gradient, which stays.
+    gradient_after_head: float
 
 
 def head_bytes(
-    kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, trainable: bool
+    kind: ComputeMode, vocabulary: int, hidden: int, chunk: int, tokens: float, trainable: bool
 ) -> HeadBytes:
     """Return the bytes of the logits of a micro-batch, and of the gradient of its head.
 
@@ -910,7 +916,7 @@ def head_bytes(
     if trainable:
         weight = float(FP32_BYTES) * vocabulary * hidden
     # The gradient has the type of the weight once all chunks have been added up in fp32.
-    left = weight / 2 if kind == "low" else weight
+    gradient_after_head = weight / 2 if kind == "low" else weight
     # Logits in the type in which the head computes stand beside the fp32 ones.
     low_logits = 0 if kind == "fp32" else LOW_BYTES
     if chunk == 0:
@@ -919,7 +925,9 @@ def head_bytes(
         in_loss = 2 * FP32_BYTES + low_logits
         # Log-softmax; then its gradient twice besides it.
         in_backward = 3 * FP32_BYTES
-        return HeadBytes(in_loss * logits, in_backward * logits + left, left)
+        return HeadBytes(
+            in_loss * logits, in_backward * logits + gradient_after_head, gradient_after_head
+        )
     rows = min(chunk, tokens)
     # Autocast's copy of the weight.
     cast = 0.0
@@ -930,4 +938,4 @@ def head_bytes(
     # All is written over the fp32 logits. The chunk before is still there when the next is made.
     entry = FP32_BYTES + low_logits
     logits = entry * min(2 * rows, tokens) * vocabulary
-    return HeadBytes(logits + weight + cast + gradient, 2 * weight + gradient, left)
+    return HeadBytes(logits + weight + cast + gradient, 2 * weight + gradient, gradient_after_head)

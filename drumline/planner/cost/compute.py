@@ -1,7 +1,7 @@
 """Predict the seconds in which a device computes a step.
 
 A device spends time on matrix products, on attention, on the bytes that the operators between them
-move through its memory, and on unpacking weights. A GPU also waits for the host that starts its
+move through its memory, and on dequantising weights. A GPU also waits for the host that starts its
 kernels. FLOPs and bytes are counted for one token of one micro-batch, then scaled to the step.
 
 All functions are pure.
@@ -18,7 +18,7 @@ from drumline.plan.facts import ModelFacts, of_mlp, takes_fp8
 from drumline.plan.plan import Layout
 from drumline.plan.rule import packed_bits
 from drumline.planner.cost import fitted
-from drumline.planner.cost.memory import as_kept
+from drumline.planner.cost.memory import as_stored
 from drumline.planner.cost.terms import LOW_BYTES, PRECISION_BYTES
 
 
@@ -51,14 +51,15 @@ ADAPTER_START_SECONDS = BlockStarts(6 * 0.95e-3 / 54, 9 * 0.92e-3 / 100)
 # its backward over those of its forward (Dao 2023, section 3.1).
 CAUSAL_SHARE = 0.5
 ATTENTION_BACKWARD = 2.5
-# The output of a product is computed in tiles of this size (cost.fitted.TILES).
+# The output of a product is computed in tiles of this size (cost.fitted.TAIL_WAVE_TILES).
 TILE_ROWS = 128
 TILE_COLUMNS = 256
-# `drumline calibrate` measures the operators of a block by the bytes of its hidden states. In 16 bits
-# one byte of the states stands for 2 bytes of an entry; a third of cost.fitted.MOVED is moved
-# forward, and two thirds backward.
-FORWARD_STATES = 2 * 3
-BACKWARD_STATES = 3
+# `drumline calibrate` measures the operators of a block in bytes of its hidden states per second. For
+# each of these bytes a block moves MOVED / FORWARD_STATE_BYTES bytes forward and
+# MOVED / BACKWARD_STATE_BYTES backward: cost.fitted.MOVED is the bytes moved for each entry, an entry
+# has 2 bytes (16 bits), and a third is moved forward, two thirds backward.
+FORWARD_STATE_BYTES = 2 * 3
+BACKWARD_STATE_BYTES = 3
 # FLOPs for each token and entry of a weight. A product takes 2, a multiplication and an addition.
 # Forward has one product. Backward has one for the input's gradient, and one for the weight's if
 # that is trainable.
@@ -106,12 +107,12 @@ class ComputeSeconds(NamedTuple):
 
 def compute_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> ComputeSeconds:
     """Return the seconds in which a rank computes a step, mean over the stages of a pipeline."""
-    lines = operators(layout, cluster)
-    device = _device_seconds(layout, facts, cluster, lines)
-    host = _host_seconds(layout, facts, lines)
+    operator_costs = find_operator_costs(layout, cluster)
+    device = _device_seconds(layout, facts, cluster, operator_costs)
+    host = _host_seconds(layout, facts, operator_costs)
     if layout.device == "cpu":
         # The cores that start kernels also run them.
-        loop = _loop_seconds(layout, lines)
+        loop = _loop_seconds(layout, operator_costs)
         total = device + (host + loop)
         return ComputeSeconds(total.forward, total.backward + total.again)
     forward = _blend(device.forward, host.forward)
@@ -147,49 +148,49 @@ def memory_bandwidth(cluster: Cluster) -> float:
 
 
 def _device_seconds(
-    layout: Layout, facts: ModelFacts, cluster: Cluster, lines: Operators
+    layout: Layout, facts: ModelFacts, cluster: Cluster, operator_costs: OperatorCosts
 ) -> Passes:
     """Return the seconds in which the device runs the kernels of a step.
 
-    `lines`: latency and bandwidth of a block's operators other than products (`operators`).
+    `operator_costs`: of a block; their bandwidth is used here.
     """
     mesh = layout.mesh
-    rounds = layout.batch.accumulation
+    micro_batches = layout.batch.accumulation
     kind = layout.activation_checkpointing
     recomputed = recomputed_share(layout, facts)
     tokens = _tokens(layout)
-    # FLOP/s over the tokens of a step: seconds are FLOPs of a token over these rates. tp × pp ranks
-    # share the FLOPs of a token.
+    # FLOP/s divided by the tokens of a step, so that the seconds of a step are the FLOPs of one token
+    # over these rates. tp × pp ranks share the FLOPs of a token.
     product_rate = _product_rate(layout, facts, cluster, tokens)
-    rate = product_rate * mesh.tp * mesh.pp / (rounds * tokens)
+    rate_per_token = product_rate * mesh.tp * mesh.pp / (micro_batches * tokens)
     attention_rate = cluster.attention_rate(layout.precision)
-    attention_rate = attention_rate * mesh.tp * mesh.pp / (rounds * tokens)
+    attention_rate_per_token = attention_rate * mesh.tp * mesh.pp / (micro_batches * tokens)
     cast_bytes = 0.0
     if layout.fp8:
-        fp8 = _apply_fp8(layout, facts, cluster, rate)
-        rate = fp8.rate
+        fp8 = _apply_fp8(layout, facts, cluster, rate_per_token)
+        rate_per_token = fp8.rate_per_token
         cast_bytes = fp8.cast_bytes
     products = _all_product_flops(layout, facts, recomputed)
-    seconds = products * (1 / rate)
-    seconds += attention_flops(facts, kind, recomputed) * (1 / attention_rate)
+    seconds = products * (1 / rate_per_token)
+    seconds += attention_flops(facts, kind, recomputed) * (1 / attention_rate_per_token)
 
     # Bytes of one call of one block.
     block_bytes = bytes_moved(layout, facts) * (tokens / max(1, facts.layers))
     calls = _block_calls(layout, facts)
     seconds += Passes(
-        forward=calls * block_bytes.forward / lines.forward.bandwidth,
-        backward=calls * block_bytes.backward / lines.backward.bandwidth,
+        forward=calls * block_bytes.forward / operator_costs.forward.bandwidth,
+        backward=calls * block_bytes.backward / operator_costs.backward.bandwidth,
         # What runs again is a forward.
-        again=calls * block_bytes.again / lines.forward.bandwidth,
+        again=calls * block_bytes.again / operator_costs.forward.bandwidth,
     )
     # The head and the casts: a third is moved forward, two thirds backward.
     head_bytes = HEAD_BYTES_MOVED * facts.vocab_size / mesh.tp + cast_bytes
-    head_third = head_bytes / 3 * rounds * tokens / mesh.pp
+    head_third = head_bytes / 3 * micro_batches * tokens / mesh.pp
     seconds += Passes(head_third, 2 * head_third) * (1 / memory_bandwidth(cluster))
     if packed_bits(layout.config):
-        # Backward needs the weights for the gradients of inputs, and unpacks them anew.
-        unpacking = _unpacking_seconds(layout, facts, cluster)
-        seconds += Passes(unpacking, unpacking, unpacking * recomputed)
+        # Backward needs the weights for the gradients of inputs, and dequantises them anew.
+        dequantising = _dequantising_seconds(layout, facts, cluster)
+        seconds += Passes(dequantising, dequantising, dequantising * recomputed)
     return seconds
 
 
@@ -206,7 +207,7 @@ def _product_rate(layout: Layout, facts: ModelFacts, cluster: Cluster, tokens: f
     if layout.device == "cuda" and not is_measured and not layout.config.images_alone:
         # The last wave of tiles does not fill the device. The fewer tiles, the more this counts.
         tiles = tokens / TILE_ROWS * facts.hidden / layout.mesh.tp / TILE_COLUMNS
-        rate *= tiles / (tiles + fitted.TILES)
+        rate *= tiles / (tiles + fitted.TAIL_WAVE_TILES)
     return rate
 
 
@@ -228,26 +229,26 @@ def _all_product_flops(layout: Layout, facts: ModelFacts, recomputed: float) -> 
     return products + Passes(0.0, surplus)
 
 
-def _unpacking_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
-    """Return the seconds in which a rank unpacks its weights once in each micro-batch."""
+def _dequantising_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
+    """Return the seconds in which a rank dequantises its weights once in each micro-batch."""
     mesh = layout.mesh
-    # Packed weights are counted as fewer entries of the run's precision.
-    saved = facts.parameters - as_kept(layout, facts).parameters
-    # An entry keeps `bits` of its width.
+    # Quantised weights are counted as fewer entries of the run's precision.
+    saved = facts.parameters - as_stored(layout, facts).parameters
+    # The bits of a code over the bits of an entry in the run's precision.
     kept_share = packed_bits(layout.config) / 8 / PRECISION_BYTES[layout.precision]
     entries = saved / (1 - kept_share)
     moved = layout.batch.accumulation * fitted.UNPACKED * entries / (mesh.tp * mesh.pp)
     return moved / memory_bandwidth(cluster)
 
 
-def _host_seconds(layout: Layout, facts: ModelFacts, lines: Operators) -> Passes:
+def _host_seconds(layout: Layout, facts: ModelFacts, operator_costs: OperatorCosts) -> Passes:
     """Return the seconds in which the host starts the kernels of a step.
 
-    `lines`: their latency is the seconds of a block.
+    `operator_costs`: of a block; their latency is used here.
     """
-    adapters = adapted_layers(facts).layers
-    forward = lines.forward.latency + adapters * ADAPTER_START_SECONDS.forward
-    backward = lines.backward.latency + adapters * ADAPTER_START_SECONDS.backward
+    adapters = count_adapters(facts).layers
+    forward = operator_costs.forward.latency + adapters * ADAPTER_START_SECONDS.forward
+    backward = operator_costs.backward.latency + adapters * ADAPTER_START_SECONDS.backward
     if layout.config.compile.enabled:
         # In proportion to the kernels that are left.
         forward_kernels, backward_kernels = fitted.KERNELS
@@ -264,39 +265,39 @@ def _host_seconds(layout: Layout, facts: ModelFacts, lines: Operators) -> Passes
     return block * (_block_calls(layout, facts) * layout.devices_per_rank)
 
 
-def _loop_seconds(layout: Layout, lines: Operators) -> Passes:
+def _loop_seconds(layout: Layout, operator_costs: OperatorCosts) -> Passes:
     """Return the seconds of a CPU outside of the blocks; cost.fitted.LOOP counts them in blocks."""
-    block = lines.forward.latency + lines.backward.latency
+    block = operator_costs.forward.latency + operator_costs.backward.latency
     of_step, of_micro_batch = fitted.LOOP
     of_micro_batches = of_micro_batch * layout.batch.accumulation * block
     return Passes(of_micro_batches, of_step * block)
 
 
-class Operators(NamedTuple):
-    """The latency and the bandwidth of a block's operators other than products, by pass.
+class OperatorCosts(NamedTuple):
+    """The costs of a block's operators other than matrix products, for forward and for backward.
 
-    `latency`: seconds in which the host starts the kernels of a block. `bandwidth`: bytes per second
-    that the kernels move.
+    The seconds of a block are latency + bytes / bandwidth. `latency`: seconds in which the host
+    starts the kernels. `bandwidth`: bytes per second, of the bytes that `bytes_moved` counts.
     """
 
     forward: Measured
     backward: Measured
 
 
-def operators(layout: Layout, cluster: Cluster) -> Operators:
-    """Return latency and bandwidth of a block's operators, as calibrated or by START_SECONDS."""
+def find_operator_costs(layout: Layout, cluster: Cluster) -> OperatorCosts:
+    """Return the costs of a block's operators, as calibrated or by START_SECONDS and datasheet."""
     measured = cluster.calibration.operators.get(layout.precision)
     if measured is None:
         bandwidth = memory_bandwidth(cluster)
         starts = START_SECONDS[layout.precision]
         forward = Measured(starts.forward, bandwidth)
         backward = Measured(starts.backward, bandwidth)
-        return Operators(forward, backward)
-    # Calibration counts the bytes of hidden states, of which a block in 16 bits moves so many.
+        return OperatorCosts(forward, backward)
+    # Calibration measured bytes of hidden states per second; `bytes_moved` counts in other units.
     forward, backward = measured
-    forward_bandwidth = forward.bandwidth * fitted.MOVED / FORWARD_STATES
-    backward_bandwidth = backward.bandwidth * fitted.MOVED / BACKWARD_STATES
-    return Operators(
+    forward_bandwidth = forward.bandwidth * fitted.MOVED / FORWARD_STATE_BYTES
+    backward_bandwidth = backward.bandwidth * fitted.MOVED / BACKWARD_STATE_BYTES
+    return OperatorCosts(
         replace(forward, bandwidth=forward_bandwidth),
         replace(backward, bandwidth=backward_bandwidth),
     )
@@ -313,18 +314,18 @@ def bytes_moved(layout: Layout, facts: ModelFacts) -> Passes:
     moved = fitted.MOVED
     moved_adapted = fitted.MOVED_ADAPTED
     if layout.config.compile.enabled:
-        moved -= fitted.FUSED
+        moved -= fitted.BYTES_SAVED_BY_COMPILING
         moved_adapted *= fitted.ADAPTED_COMPILED
     share_of_rank = UNCUT_SHARE / layout.stream_parts + (1 - UNCUT_SHARE) / tp
     third = over_16_bits * moved / 3 * facts.hidden * facts.layers * share_of_rank
-    third += over_16_bits * moved_adapted * adapted_layers(facts).entries / tp
+    third += over_16_bits * moved_adapted * count_adapters(facts).entries / tp
     return Passes(third, 2 * third, third * recomputed_share(layout, facts))
 
 
-class Adapted(NamedTuple):
-    """The layers with an adapter.
+class AdapterCounts(NamedTuple):
+    """Counts of the layers with an adapter.
 
-    `layers`: of a block, mean. `entries`: inputs and outputs of those of all blocks.
+    `layers`: of a block, mean. `entries`: the inputs and outputs of these layers, over all blocks.
     """
 
     layers: float
@@ -332,8 +333,8 @@ class Adapted(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def adapted_layers(facts: ModelFacts) -> Adapted:
-    """Return the layers with an adapter."""
+def count_adapters(facts: ModelFacts) -> AdapterCounts:
+    """Return how many layers have an adapter, and their inputs and outputs."""
     factors = 0
     entries = 0
     for block, number in facts.kinds_of_blocks:
@@ -344,7 +345,7 @@ def adapted_layers(facts: ModelFacts) -> Adapted:
                 entries += number * max(weight.shape)
     # Each layer has two factors.
     layers = factors / 2 / max(1, len(facts.block_weights))
-    return Adapted(layers, entries)
+    return AdapterCounts(layers, entries)
 
 
 @lru_cache(maxsize=1024)
@@ -412,15 +413,18 @@ def attention_flops(facts: ModelFacts, checkpointing: str, part: float = 1.0) ->
 class _Fp8(NamedTuple):
     """What fp8 changes of a step.
 
-    `rate`: FLOP/s over the tokens of a step. `cast_bytes`: moved by casts for each token.
+    `rate_per_token`: FLOP/s divided by the tokens of a step. `cast_bytes`: bytes that casts move for
+    each token.
     """
 
-    rate: float
+    rate_per_token: float
     cast_bytes: float
 
 
-def _apply_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float) -> _Fp8:
-    """Return the rate of a step whose blocks' linear layers multiply in fp8; `rate` is that in bf16.
+def _apply_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate_per_token: float) -> _Fp8:
+    """Return the rate of a step whose blocks' linear layers multiply in fp8, and the bytes of casts.
+
+    `rate_per_token`: the rate in bf16, FLOP/s divided by the tokens of a step.
 
     Products reach the same share of the datasheet as in bf16. Inputs and gradients are cast once for
     each of the two products that they are in. This is an estimate: none of it has run on a GPU.
@@ -440,7 +444,7 @@ def _apply_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float)
         seconds_over_bf16 = peaks.get("bf16", 0.0) / peaks["fp8"]
         spared = share * (1 - seconds_over_bf16)
     cast_bytes = 2 * CAST_BYTES_MOVED * sides / layout.mesh.tp
-    return _Fp8(rate / (1 - spared), cast_bytes)
+    return _Fp8(rate_per_token / (1 - spared), cast_bytes)
 
 
 def scoring_flops(layout: Layout, facts: ModelFacts) -> float:

@@ -10,12 +10,14 @@ from drumline.plan.estimate import Ends
 from drumline.plan.plan import Layout
 from drumline.plan.rule import packed_bits
 
-# Bytes that an eager block of 16 bits moves through the device's memory for each token and entry of
-# the hidden width, forward and backward, besides the arithmetic of its products.
+# MOVED, PRODUCTS, UNPACKED and HOOK are also keys of benchmarks/results/planner_published.json.
+
+# Bytes that an eager block in a precision of 16 bits moves through the device's memory, for each
+# token and entry of the hidden width, forward and backward together, besides its matrix products.
 MOVED = 557.0
-# The bytes of these that a compiled block does not move. Inductor's kernels of a Llama block move 128,
-# and eager kernels 491 (counted).
-FUSED = 363.0
+# How many fewer of these bytes a compiled block moves. Inductor's kernels of a Llama block move 128
+# bytes, and eager kernels 491 (counted).
+BYTES_SAVED_BY_COMPILING = 363.0
 # The share of MOVED_ADAPTED that a compiled block moves: 78 bytes of 181 in seven layers with adapters
 # (counted in the same block).
 ADAPTED_COMPILED = 78 / 181
@@ -25,8 +27,8 @@ KERNELS = (38, 78)
 KERNELS_COMPILED = (19, 24)
 # Seconds in which the blocks of a kind are compiled, forward and backward: a choice.
 COMPILING = 60.0
-# The time of products in a run over the time of large products alone. A run has other shapes, and the
-# clock of a device falls under load.
+# A factor of time: of matrix products in a run over that of large products alone. A run has other
+# shapes, and the clock of a device falls under load.
 PRODUCTS = 1.13
 # The time of the product that gives a weight's gradient over the time of other products. It includes
 # all that trainable weights bring and no other constant counts: adding up, casts, hooks.
@@ -34,7 +36,8 @@ WEIGHT_GRADIENTS = 2.7
 # What MOVED is for a block, for each input and output of a layer with an adapter: casts, the results
 # of the factors, and their sum.
 MOVED_ADAPTED = 7.17
-# Bytes that would take as long as unpacking a 4-bit entry, whose kernel is bound by its instructions.
+# Dequantising a 4-bit entry takes as long as moving this many bytes. Its kernel is bound by its
+# instructions, not by memory.
 UNPACKED = 24.3
 # Seconds of a host in each pass, for each module whose weights an engine gathers and frees by hooks of
 # its own.
@@ -47,9 +50,9 @@ HOST_STEP = 2.55e-09
 # own beside the computing.
 FRAGMENTS = 0.0287
 FRAGMENTS_GATHERED = 0.177
-# The tiles that a product's last wave is worth, which is half empty: a quarter of 108 multiprocessors
-# (NVIDIA's guide to matrix products). A tile has 128 × 256 outputs.
-TILES = 27.0
+# A product's last wave of tiles is half empty, which takes as long as this many tiles more: a quarter
+# of 108 multiprocessors (NVIDIA's guide to matrix products). A tile has 128 × 256 outputs.
+TAIL_WAVE_TILES = 27.0
 # Device and host wait for each other in turn; their seconds are added up in this power. A choice.
 BLEND = 3.0
 
@@ -60,12 +63,12 @@ LOOP = (6.5, 10.6)
 # no two ranks come to it at once.
 WAIT = 4e-3
 
-# Ends of measured over predicted, of memory and of seconds. Nine of ten runs of a group that the
-# constants had not seen were between these ends; in groups of fewer than ten runs, all were. The ends
-# are at least as far apart as those of all groups, and 1 is between them. No run of tensor, context or
-# pipeline parallelism was published: memory has the ends of `full`, as it is counted in the same way
-# (and CPU runs were within them), and seconds are twice as far, a choice. On a processor they are those
-# of benchmarks/planner_runs.py, without and with `drumline calibrate`.
+# The range of measured over predicted, as (lower, upper) factors: of memory, and of seconds. Nine
+# of ten runs of a group that the constants had not seen were within this range; in groups of fewer
+# than ten runs, all were. A range is at least as wide as that of all groups, and contains 1. No run
+# of tensor, context or pipeline parallelism was published: memory has the range of `full`, as it is
+# counted in the same way (and CPU runs were within it), and the range of seconds is twice as wide,
+# a choice. Those of a CPU are of benchmarks/planner_runs.py, without and with `drumline calibrate`.
 RANGES: dict[str, tuple[Ends, Ends]] = {
     "full": ((0.9, 1.37), (0.76, 1.34)),
     "LoRA": ((0.93, 1.15), (0.81, 1.12)),

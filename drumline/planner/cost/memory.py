@@ -53,8 +53,8 @@ from drumline.planner.cost.terms import (
     PRECISION_BYTES,
     Buffers,
     State,
+    compute_mode_of,
     entry_bytes,
-    kind_of,
     stream_entry_bytes,
 )
 from drumline.planner.strategies.base import cost_of
@@ -104,16 +104,18 @@ def memory(
     """
     # From here on only the experts of one rank are counted.
     facts = experts_over(facts, layout.mesh.ep)
-    engine = _sampling_engine_bytes(layout, cluster)
+    sampler_bytes = _vllm_bytes(layout, cluster)
     if activations is None:
         activations = formula(layout, facts)
     ranks = _ranks_to_check(layout, facts)
-    estimates = [memory_of_rank(layout, facts, activations, rank, engine) for rank in ranks]
+    estimates = [
+        memory_of_rank(layout, facts, activations, pp_rank, sampler_bytes) for pp_rank in ranks
+    ]
     return max(estimates, key=attrgetter("peak"))
 
 
-def _sampling_engine_bytes(layout: Layout, cluster: Cluster) -> int:
-    """Return the bytes of vLLM's engine in each rank.
+def _vllm_bytes(layout: Layout, cluster: Cluster) -> int:
+    """Return the bytes that vLLM's engine takes of a rank's GPU; 0 if it runs elsewhere.
 
     It takes the share of the GPU that the config gives it at its start, and keeps it (rl.vllm).
     """
@@ -130,46 +132,49 @@ def _ranks_to_check(layout: Layout, facts: ModelFacts) -> list[int]:
     """Return the ranks of the pipeline to estimate, of which one is the fullest.
 
     They are the first rank, the last rank, and of those between them the one with the most blocks
-    in flight.
+    whose forward waits for its backward.
     """
     ranks = list(range(layout.mesh.pp))
     if len(ranks) <= MOST_RANKS_CHECKED:
         return ranks
     first, *between, last = ranks
 
-    def blocks_in_flight(rank: int) -> float:
-        stage = stage_of(layout, facts, rank)
-        return in_flight(layout, rank, stage.blocks).blocks
+    def pending_blocks(pp_rank: int) -> float:
+        model_part = part_of_pp_rank(layout, facts, pp_rank)
+        return pending_activations(layout, pp_rank, model_part.blocks).blocks
 
-    return [first, max(between, key=blocks_in_flight), last]
+    return [first, max(between, key=pending_blocks), last]
 
 
-def stage_of(layout: Layout, facts: ModelFacts, rank: int) -> Part:
-    """Return the part of the model on rank `rank` of the pipeline; without a pipeline, all of it."""
+def part_of_pp_rank(layout: Layout, facts: ModelFacts, pp_rank: int) -> Part:
+    """Return the part of the model on a pipeline rank: all its stages; without a pipeline, all of it.
+
+    `pp_rank`: the rank along the axis pp. With an interleaved schedule it has several stages.
+    """
     layers: tuple[tuple[int, int], ...] = ()
     if layout.pipeline:
         layers = layout.pipeline.layers
-    return part_of(facts, layers, layout.mesh.pp, rank)
+    return part_of(facts, layers, layout.mesh.pp, pp_rank)
 
 
-def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """Return the weights, gradients and moments of a rank that has the part `mine` of the model.
+def state_of(layout: Layout, facts: ModelFacts, model_part: Part) -> State:
+    """Return the bytes of weights, gradients and moments of a rank that has this part of the model.
 
     The bytes are those that the engine allocates between two steps.
     """
-    kept = as_kept(layout, experts_over(facts, layout.mesh.ep))
-    state = cost_of(layout.strategy).state(layout, kept, mine)
+    stored_facts = as_stored(layout, experts_over(facts, layout.mesh.ep))
+    state = cost_of(layout.strategy).state(layout, stored_facts, model_part)
     bits = packed_bits(layout.config)
     if bits:
-        scales, _ = packed_scales(facts, mine, bits)
+        scales, _ = packed_scales(facts, model_part, bits)
         state = replace(state, parameters=state.parameters + scales)
     if layout.device == "cuda":
         return state
-    return state.here()
+    return state.with_host_on_device()
 
 
-def as_kept(layout: Layout, facts: ModelFacts) -> ModelFacts:
-    """Return the facts with frozen linear layers as they are stored, which may be packed.
+def as_stored(layout: Layout, facts: ModelFacts) -> ModelFacts:
+    """Return the facts with frozen linear layers as they are stored, which may be quantised.
 
     What a strategy holds and sends is counted on these facts.
     """
@@ -179,49 +184,51 @@ def as_kept(layout: Layout, facts: ModelFacts) -> ModelFacts:
     return facts
 
 
-def _unpacked_bytes(layout: Layout, facts: ModelFacts, mine: Part) -> float:
-    """Return the bytes of the largest packed layer's weight while the layer computes.
+def _dequantised_bytes(layout: Layout, facts: ModelFacts, model_part: Part) -> float:
+    """Return the bytes of the largest quantised layer's weight while the layer computes with it.
 
-    On a CPU no kernel unpacks the codes, so there are fp32 copies besides: two of a 4-bit weight,
+    On a CPU no kernel dequantises the codes, so there are fp32 copies besides: two of a 4-bit weight,
     one of an 8-bit weight.
     """
     bits = packed_bits(layout.config)
     if not bits:
         return 0.0
-    # Bytes of an entry of the weight.
-    width = 0
+    bytes_per_entry = 0
     if layout.device != "cuda":
         fp32_copies = 2 if bits == 4 else 1
-        width += fp32_copies * FP32_BYTES
+        bytes_per_entry += fp32_copies * FP32_BYTES
     if layout.precision != "fp32" or layout.device == "cuda":
-        width += LOW_BYTES
-    _, largest = packed_scales(facts, mine, bits)
-    return width * largest
+        bytes_per_entry += LOW_BYTES
+    _, largest = packed_scales(facts, model_part, bits)
+    return bytes_per_entry * largest
 
 
 def memory_of_rank(
-    layout: Layout, facts: ModelFacts, kept: Activations, rank: int, engine: int = 0
+    layout: Layout,
+    facts: ModelFacts,
+    activations: Activations,
+    pp_rank: int,
+    sampler_bytes: int = 0,
 ) -> Memory:
-    """Return the bytes of a rank of stage `rank` of the pipeline.
+    """Return the bytes of a rank, by category, with the peak of each phase of a step.
 
-    `facts`: with the rank's own experts only. `kept`: the activations of a token.
-    `engine`: bytes of a sampler beside the model.
+    `facts`: with the rank's own experts only. `activations`: bytes per token.
+    `pp_rank`: the rank along the axis pp. `sampler_bytes`: bytes of vLLM's engine beside the model.
     """
-    mine = stage_of(layout, facts, rank)
-    state = state_of(layout, facts, mine)
-    auxiliary = auxiliary_state(layout, facts, rank)
-    buffers = _all_buffers(layout, facts, mine, state, kept)
-    phases = _phases(layout, facts, mine, rank, state, buffers, kept)
+    model_part = part_of_pp_rank(layout, facts, pp_rank)
+    state = state_of(layout, facts, model_part)
+    auxiliary = auxiliary_state(layout, facts, pp_rank)
+    buffers = _all_buffers(layout, facts, model_part, state, activations)
+    phases = _phases(layout, facts, model_part, pp_rank, state, buffers, activations)
     # Sampling is over before the first gradient, and keeps nothing of a step.
     phases["rollout"] = Phase(0.0, _sampling_bytes(layout, facts), 0.0, 0.0)
 
-    # What samples beside the policy: vLLM's engine, or a copy of the weights.
-    sampler = engine
-    if samples_copy(layout):
-        sampler += PRECISION_BYTES[layout.precision] * facts.parameters
+    if generates_with_weight_copy(layout):
+        # Rollouts are sampled from a second copy of the policy's weights.
+        sampler_bytes += PRECISION_BYTES[layout.precision] * facts.parameters
     parameters = state.parameters + auxiliary.parameters
     optimizer = state.optimizer + auxiliary.optimizer
-    base = parameters + optimizer + sampler
+    base = parameters + optimizer + sampler_bytes
     totals = {}
     for name, phase in phases.items():
         total = base + sum(phase)
@@ -231,7 +238,7 @@ def memory_of_rank(
             total += auxiliary.gradients
         totals[name] = math.ceil(total)
 
-    # The first of equal phases, in the order in which they run.
+    # Of equal phases the one that runs first.
     peak_name = max(totals, key=totals.__getitem__)
     peak = totals[peak_name]
     at_peak = phases[peak_name]
@@ -248,7 +255,7 @@ def memory_of_rank(
         optimizer=optimizer,
         activations=math.ceil(at_peak.activations),
         logits=math.ceil(at_peak.logits),
-        buffers=math.ceil(at_peak.buffers) + sampler,
+        buffers=math.ceil(at_peak.buffers) + sampler_bytes,
         overhead=overhead,
         peak=peak,
         reserved=math.ceil(peak + fragments) + overhead,
@@ -283,15 +290,15 @@ def _fragmented_share(layout: Layout) -> float:
 
 
 def _all_buffers(
-    layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations
+    layout: Layout, facts: ModelFacts, model_part: Part, state: State, activations: Activations
 ) -> Buffers:
-    """Return the strategy's buffers, with those of packed weights and of adapters."""
+    """Return the strategy's buffers, with those of quantised weights and of adapters."""
     cost = cost_of(layout.strategy)
-    buffers = cost.buffers(layout, as_kept(layout, facts), mine, state, kept)
-    unpacked = _unpacked_bytes(layout, facts, mine)
-    dora = _dora_bytes(facts, kind_of(layout) != "fp32")
-    block = buffers.block + unpacked + dora
-    backward = buffers.backward + unpacked
+    buffers = cost.buffers(layout, as_stored(layout, facts), model_part, state, activations)
+    dequantised = _dequantised_bytes(layout, facts, model_part)
+    dora = _dora_bytes(facts, compute_mode_of(layout) != "fp32")
+    block = buffers.block + dequantised + dora
+    backward = buffers.backward + dequantised
     if layout.activation_checkpointing != "none":
         # The lengths of rows are computed in forward, which runs again in backward.
         backward += dora
@@ -361,50 +368,53 @@ class Phase(NamedTuple):
 class _RankActivations:
     """Bytes of the activations of a rank."""
 
-    # What the forward of all micro-batches in flight has left for their backward.
+    # What all pending micro-batches have saved in forward for their backward.
     saved: float
     # The same of one block and one micro-batch.
     saved_by_block: float
     # The same of what lies outside of the blocks, of one micro-batch.
-    saved_by_ends: float
+    saved_outside_blocks: float
     # Besides what is saved, while a block runs forward, and while one runs backward.
     live_forward: float
     live_backward: float
     head: HeadBytes
-    in_flight: InFlight
+    pending: PendingActivations
 
 
 def _phases(
     layout: Layout,
     facts: ModelFacts,
-    mine: Part,
-    rank: int,
+    model_part: Part,
+    pp_rank: int,
     state: State,
     buffers: Buffers,
-    kept: Activations,
+    activations: Activations,
 ) -> dict[str, Phase]:
     """Return the phases of a step, by name, in the order in which they run.
 
-    `rank`: of the pipeline. `kept`: the activations of a token.
+    `blocks` is the larger of two moments: the backward of the model's last block, which is the first
+    to run, and the backward of the block before it.
+
+    `pp_rank`: the rank along the axis pp. `activations`: bytes per token.
     """
     tokens = _tokens_on_device(layout)
     if layout.config.images_alone:
-        activations = _image_activations(layout, facts, mine)
+        rank_activations = _image_activations(layout, facts, model_part)
     else:
-        activations = _token_activations(layout, facts, mine, rank, kept)
-    saved = activations.saved
-    head = activations.head
+        rank_activations = _token_activations(layout, facts, model_part, pp_rank, activations)
+    saved = rank_activations.saved
+    head = rank_activations.head
     # What is saved when the objective and the head compute.
-    at_head = saved + activations.saved_by_ends
+    at_head = saved + rank_activations.saved_outside_blocks
     norm = 0.0
     # A trace has the norm's backward in what it measured of the loss.
-    is_traced = kept.live_loss is not None
-    if mine.last and not is_traced and not layout.config.images_alone:
+    is_traced = activations.live_loss is not None
+    if model_part.last and not is_traced and not layout.config.images_alone:
         norm = NORM_GRADIENTS * FP32_BYTES * tokens * facts.hidden
-    every = state.gradients
-    before = _gradients_before_backward(layout, state, buffers, activations)
+    all_gradients = state.gradients
+    early_gradients = _gradients_before_backward(layout, state, buffers, rank_activations)
     # The head's gradient is new, unless a gradient to which it is added exists.
-    left_by_head = 0.0 if before else head.left
+    head_gradient = 0.0 if early_gradients else head.gradient_after_head
 
     through = buffers.always + buffers.through
     in_forward = through + buffers.forward
@@ -413,32 +423,35 @@ def _phases(
     at_end = max(
         buffers.backward + buffers.second,
         buffers.last,
-        _embedding_gradient(layout, facts, mine),
+        _embedding_gradient(layout, facts, model_part),
     )
-    # Backward begins with the last block of the model. When the second one runs, what the first one
-    # saved is free, but its gradients are being reduced.
-    first_block = Phase(
-        gradients=before,
-        activations=saved + activations.live_backward,
-        logits=left_by_head,
+    # Backward begins with the model's last block. When the block before it runs, the activations that
+    # the last block saved are freed, but its gradients are being reduced.
+    first_in_backward = Phase(
+        gradients=early_gradients,
+        activations=saved + rank_activations.live_backward,
+        logits=head_gradient,
         buffers=in_block + buffers.first,
     )
-    second_block = Phase(
-        gradients=before,
-        activations=saved - activations.saved_by_block + activations.live_backward,
-        logits=left_by_head,
+    second_in_backward = Phase(
+        gradients=early_gradients,
+        activations=saved - rank_activations.saved_by_block + rank_activations.live_backward,
+        logits=head_gradient,
         buffers=in_block + buffers.second,
     )
-    last_block = activations.saved_by_block + activations.live_backward
+    # The model's first block.
+    last_in_backward = rank_activations.saved_by_block + rank_activations.live_backward
     return {
-        "forward": Phase(before, saved + activations.live_forward, 0.0, in_forward + buffers.block),
-        "loss": Phase(before, at_head, head.loss, in_forward + buffers.head),
-        "head": Phase(before, at_head + norm, head.backward, in_backward + buffers.head),
-        "blocks": max(first_block, second_block, key=sum),
-        "end": Phase(every, last_block, 0.0, in_backward + at_end),
-        "average": Phase(every, 0.0, 0.0, buffers.always + buffers.average),
-        "clip": Phase(every, 0.0, 0.0, buffers.always),
-        "step": Phase(every, 0.0, 0.0, buffers.always + buffers.step),
+        "forward": Phase(
+            early_gradients, saved + rank_activations.live_forward, 0.0, in_forward + buffers.block
+        ),
+        "loss": Phase(early_gradients, at_head, head.loss, in_forward + buffers.head),
+        "head": Phase(early_gradients, at_head + norm, head.backward, in_backward + buffers.head),
+        "blocks": max(first_in_backward, second_in_backward, key=sum),
+        "end": Phase(all_gradients, last_in_backward, 0.0, in_backward + at_end),
+        "average": Phase(all_gradients, 0.0, 0.0, buffers.always + buffers.average),
+        "clip": Phase(all_gradients, 0.0, 0.0, buffers.always),
+        "step": Phase(all_gradients, 0.0, 0.0, buffers.always + buffers.step),
     }
 
 
@@ -452,9 +465,9 @@ def _tokens_on_device(layout: Layout) -> float:
     return _rows_on_device(layout) * layout.length / layout.mesh.cp
 
 
-def _image_activations(layout: Layout, facts: ModelFacts, mine: Part) -> _RankActivations:
+def _image_activations(layout: Layout, facts: ModelFacts, model_part: Part) -> _RankActivations:
     """Return the activations of a model of images, in proportion to its FLOPs."""
-    blocks = mine.blocks if layout.pipeline else facts.layers
+    blocks = model_part.blocks if layout.pipeline else facts.layers
     saved = _rows_on_device(layout) * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
     if layout.precision != "fp32":
         saved *= LOW_BYTES / FP32_BYTES
@@ -463,62 +476,62 @@ def _image_activations(layout: Layout, facts: ModelFacts, mine: Part) -> _RankAc
     return _RankActivations(
         saved=saved,
         saved_by_block=by_block,
-        saved_by_ends=0.0,
+        saved_outside_blocks=0.0,
         live_forward=by_block,
         live_backward=by_block,
         head=HeadBytes(0.0, 0.0, 0.0),
-        in_flight=InFlight(0.0, 1),
+        pending=PendingActivations(0.0, 1),
     )
 
 
 def _token_activations(
-    layout: Layout, facts: ModelFacts, mine: Part, rank: int, kept: Activations
+    layout: Layout, facts: ModelFacts, model_part: Part, pp_rank: int, activations: Activations
 ) -> _RankActivations:
-    """Return the activations of a model of tokens; `kept`: those of a token."""
+    """Return the activations of a model of tokens; `activations`: bytes per token."""
     tokens = _tokens_on_device(layout)
-    blocks = mine.blocks if layout.pipeline else facts.layers
-    flight = in_flight(layout, rank, blocks)
-    saved_by_ends = 0.0
-    # Only the last stage has a norm and a head after its blocks. With offload the ends also have
-    # what stays on the device of two blocks.
-    if mine.last or kept.offloaded > 0:
-        saved_by_ends = tokens * kept.saved_ends
-    saved = tokens * kept.saved_block * flight.blocks
-    # `_phases` adds the ends of the newest micro-batch.
-    saved += saved_by_ends * (flight.micro_batches - 1)
+    blocks = model_part.blocks if layout.pipeline else facts.layers
+    pending = pending_activations(layout, pp_rank, blocks)
+    saved_outside_blocks = 0.0
+    # Only the last stage has a norm and a head after its blocks. With offloading `saved_ends` also
+    # counts the activations of two blocks that stay on the device.
+    if model_part.last or activations.offloaded > 0:
+        saved_outside_blocks = tokens * activations.saved_ends
+    saved = tokens * activations.saved_block * pending.blocks
+    # `_phases` adds `saved_outside_blocks` of the newest micro-batch.
+    saved += saved_outside_blocks * (pending.micro_batches - 1)
     if layout.pipeline is not None:
         state_bytes = tokens * facts.hidden * stream_entry_bytes(layout)
-        states = _states_between_stages(layout, rank, flight.micro_batches)
+        states = _states_between_stages(layout, pp_rank, pending.micro_batches)
         saved += state_bytes * states
-    if mine.first and facts.vision_language:
+    if model_part.first and facts.vision_language:
         is_low = layout.precision != "fp32"
         saved += IMAGE_SHARE * tokens * tower_bytes(facts, is_low)
     return _RankActivations(
         saved=saved,
-        saved_by_block=tokens * kept.saved_block,
-        saved_by_ends=saved_by_ends,
-        live_forward=tokens * kept.live_forward,
-        live_backward=tokens * kept.live_backward,
-        head=_head_of_rank(layout, facts, mine, tokens, kept),
-        in_flight=flight,
+        saved_by_block=tokens * activations.saved_block,
+        saved_outside_blocks=saved_outside_blocks,
+        live_forward=tokens * activations.live_forward,
+        live_backward=tokens * activations.live_backward,
+        head=_head_of_rank(layout, facts, model_part, tokens, activations),
+        pending=pending,
     )
 
 
-def _states_between_stages(layout: Layout, rank: int, micro_batches: int) -> int:
+def _states_between_stages(layout: Layout, pp_rank: int, micro_batches: int) -> int:
     """Return how many hidden states of a micro-batch a rank holds because of its pipeline.
 
     They are the inputs of its stages, until their backward; a gradient that comes back; and the
     outputs that it sends. A rank with several stages keeps all outputs to the end of the step, as
-    torch does. `micro_batches`: those in flight.
+    torch does. `micro_batches`: those whose forward waits for its backward.
     """
     assert layout.pipeline is not None
     stages = layout.pipeline.stages_per_rank
     # The first stage of the model receives no hidden states, and the last one sends none.
     received = stages
-    if rank == 0:
+    if pp_rank == 0:
         received -= 1
     sending = stages
-    if rank == layout.mesh.pp - 1:
+    if pp_rank == layout.mesh.pp - 1:
         sending -= 1
     if stages == 1:
         sent = micro_batches
@@ -528,7 +541,7 @@ def _states_between_stages(layout: Layout, rank: int, micro_batches: int) -> int
 
 
 def _gradients_before_backward(
-    layout: Layout, state: State, buffers: Buffers, activations: _RankActivations
+    layout: Layout, state: State, buffers: Buffers, rank_activations: _RankActivations
 ) -> int:
     """Return the bytes of gradients that exist in forward, and in backward through the blocks.
 
@@ -536,11 +549,11 @@ def _gradients_before_backward(
     """
     pipeline = layout.pipeline
     accumulation = layout.batch.accumulation
-    flight = activations.in_flight
-    if pipeline and flight.micro_batches == accumulation > 1:
+    pending = rank_activations.pending
+    if pipeline and pending.micro_batches == accumulation > 1:
         # The forward of all micro-batches is over before the first backward: when a gradient
         # exists, the activations of one micro-batch are freed.
-        freed = activations.saved_by_block * flight.blocks / flight.micro_batches
+        freed = rank_activations.saved_by_block * pending.blocks / pending.micro_batches
         return max(0, state.gradients - math.ceil(freed))
     is_gpipe = pipeline is not None and pipeline.schedule == "gpipe"
     if accumulation > 1 and not is_gpipe:
@@ -548,36 +561,36 @@ def _gradients_before_backward(
     return buffers.early
 
 
-def _embedding_gradient(layout: Layout, facts: ModelFacts, mine: Part) -> int:
+def _embedding_gradient(layout: Layout, facts: ModelFacts, model_part: Part) -> int:
     """Return the bytes of the gradient of the largest weight outside of the blocks.
 
     It is made last in backward, as a tensor of its own, before it is added or reduced.
     """
-    if not mine.first:
+    if not model_part.first:
         return 0
     largest = 0
-    for weight in end_weights(facts, mine):
+    for weight in end_weights(facts, model_part):
         if weight.trainable:
             largest = max(largest, part(weight, layout.mesh.tp, 1))
     return entry_bytes(layout) * largest
 
 
 def _head_of_rank(
-    layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Activations
+    layout: Layout, facts: ModelFacts, model_part: Part, tokens: float, activations: Activations
 ) -> HeadBytes:
-    """Return the bytes of the head; all 0 if the part `mine` has no head with logits."""
+    """Return the bytes of the head; all 0 if this part of the model has no head with logits."""
     algorithm = layout.config.algorithm
     heads = [weight for weight in facts.end_weights if _makes_logits(weight, facts)]
     rows = math.ceil(facts.vocab_size / layout.mesh.tp)
-    if mine.last and kept.live_loss is not None:
-        left = 0.0
+    if model_part.last and activations.live_loss is not None:
+        gradient_after_head = 0.0
         # A trace counts the gradient of a tied head, which waits for the embedding's, among what
         # lives in the backward of the blocks.
         if any(weight.trainable and weight.place == "after" for weight in heads):
-            left = float(stream_entry_bytes(layout)) * rows * facts.hidden
-        in_backward = tokens * (kept.live_loss_backward or 0.0)
-        return HeadBytes(tokens * kept.live_loss, in_backward, left)
-    if not mine.last or not algorithm.head_outputs or not facts.vocab_size:
+            gradient_after_head = float(stream_entry_bytes(layout)) * rows * facts.hidden
+        in_backward = tokens * (activations.live_loss_backward or 0.0)
+        return HeadBytes(tokens * activations.live_loss, in_backward, gradient_after_head)
+    if not model_part.last or not algorithm.head_outputs or not facts.vocab_size:
         return HeadBytes(0.0, 0.0, 0.0)
     # Tokens whose logits exist at once; 0: all. A model that caps or scales its logits makes them
     # whole.
@@ -588,7 +601,7 @@ def _head_of_rank(
         # The loss over a cut vocabulary always runs in chunks, here in one of all tokens.
         chunk = math.ceil(tokens)
     is_trainable = any(weight.trainable for weight in heads)
-    return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, is_trainable)
+    return head_bytes(compute_mode_of(layout), rows, facts.hidden, chunk, tokens, is_trainable)
 
 
 def _makes_logits(weight: Weight, facts: ModelFacts) -> bool:
@@ -598,37 +611,41 @@ def _makes_logits(weight: Weight, facts: ModelFacts) -> bool:
     return weight.shape[0] == facts.vocab_size
 
 
-class InFlight(NamedTuple):
-    """The most blocks and micro-batches of a rank whose forward waits for its backward."""
+class PendingActivations(NamedTuple):
+    """The most blocks and micro-batches of a rank whose forward waits for its backward.
+
+    A block counts once for each micro-batch.
+    """
 
     blocks: float
     micro_batches: int
 
 
-def in_flight(layout: Layout, rank: int, blocks: int) -> InFlight:
-    """Return what waits for its backward on rank `rank` of a pipeline, which has `blocks` blocks.
+def pending_activations(layout: Layout, pp_rank: int, blocks: int) -> PendingActivations:
+    """Return the blocks and micro-batches whose activations wait for their backward at the peak.
 
-    The schedules are torch's (Narayanan et al. 2021).
+    `pp_rank`: the rank along the axis pp, which has `blocks` blocks. The schedules are torch's
+    (Narayanan et al. 2021).
     """
     pipeline = layout.pipeline
     ranks = layout.mesh.pp
     micro_batches = layout.batch.accumulation
     if pipeline is None or pipeline.schedule == "model_parallel":
-        return InFlight(blocks, 1)
+        return PendingActivations(blocks, 1)
     if pipeline.schedule == "gpipe":
         # All micro-batches run forward before the first runs backward.
-        return InFlight(blocks * micro_batches, micro_batches)
+        return PendingActivations(blocks * micro_batches, micro_batches)
     if pipeline.schedule == "1f1b":
         # A rank runs as many micro-batches forward as there are ranks from it to the last one. Then
         # each forward follows a backward.
-        waiting = min(micro_batches, ranks - rank)
-        return InFlight(blocks * waiting, waiting)
-    # Interleaved and zero bubble: the stages of a rank take turns, each with the micro-batches of a
-    # round.
+        waiting = min(micro_batches, ranks - pp_rank)
+        return PendingActivations(blocks * waiting, waiting)
+    # Interleaved and zero bubble: the stages of a rank take turns, each with the micro-batches of one
+    # round of the schedule.
     stages = pipeline.stages_per_rank
-    rounds = max(1, micro_batches // ranks)
-    per_round = micro_batches // rounds
-    ranks_after = ranks - 1 - rank
+    schedule_rounds = max(1, micro_batches // ranks)
+    per_round = micro_batches // schedule_rounds
+    ranks_after = ranks - 1 - pp_rank
     surplus = 1.0
     if pipeline.schedule == "zero_bubble":
         # Each rank keeps as much as the first one.
@@ -637,14 +654,14 @@ def in_flight(layout: Layout, rank: int, blocks: int) -> InFlight:
     # The forwards of a rank before its first backward (Narayanan et al. 2021, section 2.2).
     warm_up = (stages - 1) * per_round + 2 * ranks_after + 1
     waiting_stages = min(warm_up, micro_batches * stages) * surplus
-    return InFlight(
+    return PendingActivations(
         blocks=waiting_stages * math.ceil(blocks / stages),
         micro_batches=math.ceil(waiting_stages / stages),
     )
 
 
-def auxiliary_state(layout: Layout, facts: ModelFacts, rank: int) -> State:
-    """Return what auxiliary models hold on the devices of stage `rank` of the pipeline.
+def auxiliary_state(layout: Layout, facts: ModelFacts, pp_rank: int) -> State:
+    """Return what auxiliary models hold on the device of a pipeline rank, in bytes.
 
     These are the models that an algorithm needs besides the policy, such as a reference or a critic.
     """
@@ -656,14 +673,14 @@ def auxiliary_state(layout: Layout, facts: ModelFacts, rank: int) -> State:
         if sizes is None:
             continue
         own = layout.of_role(name)
-        mine = part_of(sizes, role.layers, layout.mesh.pp, rank)
+        model_part = part_of(sizes, role.layers, layout.mesh.pp, pp_rank)
         if role.trainable:
-            state = state_of(own, sizes, mine)
+            state = state_of(own, sizes, model_part)
             parameters += state.parameters
             gradients += state.gradients
             optimizer += state.optimizer
         elif not _is_freed_before_gradients(layout, facts, name, sizes):
-            parameters += _frozen_bytes(layout, own, sizes, mine)
+            parameters += _frozen_bytes(layout, own, sizes, model_part)
     return State(parameters, gradients, optimizer)
 
 
@@ -682,7 +699,7 @@ def _is_freed_before_gradients(
     return sizes.parameters <= facts.trainable
 
 
-def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
+def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, model_part: Part) -> int:
     """Return the bytes of a frozen model's weights on a device.
 
     Matrices are in the type in which the model computes (engine.build._build_frozen). `own`: the
@@ -691,7 +708,7 @@ def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) ->
     if own.strategy.offloads()[0] == "cpu" and layout.device == "cuda":
         return 0
     shards = own.strategy.shards(own.mesh)
-    here = rank_params(sizes, mine, own.mesh.tp, shards)
+    here = rank_params(sizes, model_part, own.mesh.tp, shards)
     if layout.precision == "fp32":
         return FP32_BYTES * here.entries
     gathered_in = own.strategy.gathered_in(own.precision, own.config.images_alone)
@@ -702,15 +719,16 @@ def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) ->
     if not is_gathered_low:
         # Then blocks alone are low: autocast would round their weights at each use, so no number
         # changes.
-        low -= ends(sizes, mine, own.mesh.tp, shards).matrices
+        low -= ends(sizes, model_part, own.mesh.tp, shards).matrices
     return FP32_BYTES * here.entries - (FP32_BYTES - LOW_BYTES) * low
 
 
-def samples_copy(layout: Layout) -> bool:
-    """Return whether a copy of the policy samples: rollouts, and samples and tasks of evaluation.
+def generates_with_weight_copy(layout: Layout) -> bool:
+    """Return whether a second copy of the policy's weights generates rollouts and evaluation samples.
 
-    A copy does (rl.build) if the policy is sharded, or if rollouts run ahead of the steps. It also
-    does for continuous batching, which knows no autocast, if fp32 weights compute in less.
+    There is such a copy (rl.build) if the policy is sharded, or if rollouts run ahead of the steps.
+    There is one also for continuous batching, which knows no autocast, if fp32 weights compute in a
+    lower precision.
     """
     generator = generator_of(layout)
     if generator is None or isinstance(generator, VLLMGenerator):
@@ -750,10 +768,10 @@ def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
         samples = rollout.minibatches * layout.batch.global_samples
     samples_of_rank = math.ceil(samples / layout.mesh.world_size)
     sequences = min(generator.batch, samples_of_rank)
-    width = PRECISION_BYTES[layout.precision]
+    bytes_per_entry = PRECISION_BYTES[layout.precision]
     key_width = block_of(facts).key_width
     # Keys and values, each as long as a whole sequence.
-    cache = 2.0 * facts.layers * key_width * width * layout.length * sequences
+    cache = 2.0 * facts.layers * key_width * bytes_per_entry * layout.length * sequences
     logits = SAMPLED_LOGITS * FP32_BYTES * sequences * facts.vocab_size
     # No activations are kept of the forward of the prompts.
     prompt_tokens = sequences * max(1, layout.length - generator.max_new_tokens)
@@ -769,12 +787,12 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     """
     world = layout.mesh.world_size
     ranks = max(1, min(cluster.per_node, world))
-    stage = stage_of(layout, facts, 0)
-    state = state_of(layout, facts, stage)
+    model_part = part_of_pp_rank(layout, facts, 0)
+    state = state_of(layout, facts, model_part)
     states = state.host
     if layout.device == "cpu":
         states = state.device
-    own = cost_of(layout.strategy).host(layout, as_kept(layout, facts), states)
+    own = cost_of(layout.strategy).host(layout, as_stored(layout, facts), states)
     checkpoint = checkpoint_bytes(layout, facts)
     # Rounded up: each rank writes a part of the checkpoint.
     saved = own.copies * -(-checkpoint // world)
@@ -795,7 +813,7 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
         # The next steps run while a thread writes the copies.
         during_save = training
     return HostMemory(
-        load=_loading_bytes(layout, facts, stage, ranks, own.load) + in_memory // 2,
+        load=_loading_bytes(layout, facts, model_part, ranks, own.load) + in_memory // 2,
         train=ranks * training + in_memory,
         save=ranks * (during_save + saved) + in_memory,
         export=_exporting_bytes(layout, facts, ranks, own.export),
@@ -803,13 +821,13 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
 
 
 def _loading_bytes(
-    layout: Layout, facts: ModelFacts, stage: Part, ranks: int, per_rank: int
+    layout: Layout, facts: ModelFacts, model_part: Part, ranks: int, per_rank: int
 ) -> int:
     """Return the bytes of a host while weights are loaded, of which a rank keeps `per_rank`."""
     block = 0
     if packed_bits(layout.config) > 0:
-        # A block is read whole to be packed.
-        block = FP32_BYTES * largest_block(facts, stage).entries
+        # A block is read whole to be quantised.
+        block = FP32_BYTES * largest_block(facts, model_part).entries
     # All ranks of a host map the same pages of the file.
     mapped = min(MAPPED_WINDOW_BYTES, FP32_BYTES * facts.parameters)
     return ranks * (per_rank + block + PROCESS) + mapped
@@ -841,17 +859,17 @@ def checkpoint_bytes(layout: Layout, facts: ModelFacts) -> int:
     return per_entry * sum(model.trainable for _, model in layout.trainable(facts))
 
 
-def offloaded_bytes(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:
+def offloaded_bytes(layout: Layout, facts: ModelFacts, as_pinned: bool = True) -> int:
     """Return the bytes that the blocks move to the host in a micro-batch.
 
-    With `rounds`, bytes are counted as pinned memory takes them. If a block moves only its input,
+    `as_pinned`: count the pinned memory that they take on the host. If a block moves only its input,
     torch pins a power of two and keeps it for the next micro-batch.
     """
     if not layout.config.memory.activation_offload:
         return 0
     tokens_bytes = formula(layout, facts).offloaded * layout.rows * layout.length
     per_block = math.ceil(tokens_bytes / layout.mesh.cp)
-    if rounds and layout.activation_checkpointing == "full" and per_block:
+    if as_pinned and layout.activation_checkpointing == "full" and per_block:
         # The next power of two.
         per_block = 1 << (per_block - 1).bit_length()
     blocks = max(0, facts.layers - BLOCKS_NOT_OFFLOADED)

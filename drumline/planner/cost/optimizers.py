@@ -38,14 +38,14 @@ def moment_bytes(options: OptimizerConfig, weight: Weight, here: int, low: int =
     return options.slots * (codes + scales + table)
 
 
-def step_traffic(
+def optimizer_exchange(
     options: OptimizerConfig, weight: Weight, here: int, axes: int
 ) -> tuple[Collective, int]:
-    """Return the collective that a step sends of a weight by, and its bytes.
+    """Return the collective by which an optimizer step exchanges one weight, and its bytes.
 
-    The weight is cut along `axes` axes of the mesh, and a rank has `here` entries of it. Muon sends
-    parts in bf16 to an owner and back, or to all. Adafactor sends sums over rows and columns, and two
-    norms.
+    The weight is sharded along `axes` axes of the mesh, and a rank has `here` entries of it. Muon
+    sends bf16 shards to the rank that owns the matrix and back, or gathers them on all ranks.
+    Adafactor sums over rows and columns, and two norms.
     """
     if options.kind == "muon" and _takes_muon(weight):
         if axes == 1:

@@ -1,4 +1,7 @@
-"""The terms of a strategy's cost, and the cost of copies of the model, which is the default.
+"""The terms of a strategy's cost, and the cost of replicas of the model, which is the default.
+
+A replica is a whole copy of the model, or of a rank's part of it, that takes other samples (data
+parallelism). The ranks of all replicas average their gradients.
 
 Bytes are exact: they are those that the engines allocate and that `rank_params()` of the engines
 counts. Both leave out the optimizer's count of steps, 4 bytes a tensor. All functions are pure.
@@ -51,13 +54,14 @@ PURE_STEP_COPIES = 6
 SINGLE_STEP_COPIES = 3
 # A step number at which every compression has begun. Compression may begin after a warm-up.
 LATE_STEP = 10**9
-# fp32: everything is fp32. autocast: weights and the residual stream are fp32, products are in a low
-# precision. low: weights and everything between them are in the low precision.
-Kind = Literal["fp32", "autocast", "low"]
+# How a run computes. fp32: everything is fp32. autocast: weights and the residual stream are fp32,
+# matrix products are in a low precision. low: all weights and activations are in the low precision.
+ComputeMode = Literal["fp32", "autocast", "low"]
 # The axis of the mesh along which a collective runs. `gradients` stands for all ranks that average
 # gradients: replicate × shard × ep × cp. `shard` includes ep and cp.
 Axis = Literal["pp", "replicate", "shard", "ep", "cp", "tp", "gradients"]
-# What is computed while a collective runs; `last`: the backward of the last micro-batch.
+# What is computed while a collective runs, so that its time is hidden. `last`: the backward of the
+# last micro-batch. `steps`: the next optimizer steps, which do not wait for it (streaming DiLoCo).
 Beside = Literal["forward", "backward", "last", "steps", "nothing"]
 
 
@@ -86,8 +90,8 @@ class State:
         """Return the bytes that offloading keeps elsewhere."""
         return self.host_parameters + self.host_gradients + self.host_optimizer
 
-    def here(self) -> State:
-        """Return the state of a rank whose device and host share one memory."""
+    def with_host_on_device(self) -> State:
+        """Return the state with host bytes added to the device's; a CPU has one memory for both."""
         return State(
             self.parameters + self.host_parameters,
             self.gradients + self.host_gradients,
@@ -100,42 +104,47 @@ class Buffers:
     """Bytes of a rank's buffers, by the phase of a step in which they exist.
 
     Fields whose times overlap are added up: while a block runs backward there are
-    `always + through + begun + backward`.
+    `always + through + begun + backward`. In backward blocks run in reverse order: `first` is about
+    the model's last block, `second` about all others, and `last` about what comes after them.
     """
 
     # In every phase, and between steps.
     always: float = 0.0
     # In all of forward, up to the loss.
     forward: float = 0.0
-    # In all of forward and of backward.
+    # From the beginning of forward to the end of backward.
     through: float = 0.0
     # While a block runs forward.
     block: float = 0.0
-    # In all of backward.
+    # From the beginning to the end of backward.
     begun: float = 0.0
     # While a block runs backward.
     backward: float = 0.0
-    # While the second and any later block runs backward. Then what the first block saved is freed.
+    # While any block but the model's last one runs backward. By then the activations that the last
+    # block saved are freed.
     second: float = 0.0
     # In the loss and in the head's backward.
     head: float = 0.0
-    # While the first block runs backward and the head's gradient is reduced.
+    # While the model's last block runs backward (the first of backward) and the head's gradient is
+    # reduced.
     first: float = 0.0
-    # At the end of backward, after the last block.
+    # At the end of backward, when all blocks have run backward.
     last: float = 0.0
     # In the optimizer's step.
     step: float = 0.0
     # After backward, while gradients are averaged without DDP.
     average: float = 0.0
-    # Bytes of gradients that exist before backward, whatever the accumulation.
+    # Bytes of gradients that exist before backward even without accumulation. They are part of
+    # `State.gradients`, not of the buffers.
     early: int = 0
 
 
 class Host(NamedTuple):
-    """Bytes of a rank's states in host memory.
+    """Bytes of a rank's states in host memory, by phase of the run.
 
     `between`: while it trains. `load`: while weights are loaded. `export`: while rank 0 exports.
-    `copies`: how many copies of its part of a checkpoint (fp32 weights and moments) exist while it saves.
+    `copies`: a number: how many copies of the rank's part of a checkpoint (fp32 weights and moments)
+    exist while it saves.
     """
 
     between: int
@@ -145,10 +154,10 @@ class Host(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """Bytes that a step copies between device and host.
+    """Bytes that a step transfers between device and host.
 
-    `up`: to the device. `down`: to the host. `stored`: read from a disk, and as many written.
-    `hidden`: the copies run beside computing.
+    `up`: to the device. `down`: to the host. `stored`: read from a disk, and as many written to it.
+    `hidden`: transfers overlap with computing.
     """
 
     up: float
@@ -160,9 +169,8 @@ class Copied(NamedTuple):
 class Flow(NamedTuple):
     """The bytes that a rank sends in one step by collectives of one kind.
 
-    There are `calls` collectives among `ranks` of one `axis` of the mesh.
-    `beside`: what is computed meanwhile: a forward, a backward, the backward of the last
-    micro-batch, whole steps, or nothing.
+    There are `calls` collectives among `ranks` ranks along one `axis` of the mesh.
+    `beside`: the computing that overlaps with them and hides their time (`Beside`).
     """
 
     kind: Collective
@@ -206,13 +214,14 @@ SHARES: dict[Collective, Callable[[float, int], float]] = {
 
 
 @dataclass
-class Volume:
-    """The flows of a step.
+class CommunicationVolume:
+    """The flows that a rank sends in one step, added one after the other; means over ranks.
 
-    `part`: the share of the ranks that makes the calls which are added next.
+    `rank_share`: a factor for the bytes and calls that are added next, which makes them means over
+    ranks: the share of the ranks that make these calls. Set it before `add`.
     """
 
-    part: float = 1.0
+    rank_share: float = 1.0
     flows: list[Flow] = field(default_factory=list)
 
     def add(
@@ -230,8 +239,8 @@ class Volume:
         """
         if ranks <= 1 or not bytes_:
             return
-        sent = self.part * SHARES[kind](bytes_, ranks)
-        self.flows.append(Flow(kind, sent, ranks, axis, self.part * (calls or 1), beside))
+        sent = self.rank_share * SHARES[kind](bytes_, ranks)
+        self.flows.append(Flow(kind, sent, ranks, axis, self.rank_share * (calls or 1), beside))
 
     def traffic(self) -> Traffic:
         """Return the bytes of all flows, by kind of collective."""
@@ -241,7 +250,7 @@ class Volume:
         return Traffic(**sums)
 
 
-def kind_of(layout: Layout) -> Kind:
+def compute_mode_of(layout: Layout) -> ComputeMode:
     """Return how the layout computes in its precision."""
     if layout.precision == "fp32":
         return "fp32"
@@ -259,21 +268,26 @@ def stream_entry_bytes(layout: Layout) -> int:
 
     The residual stream is the hidden states between blocks. Under autocast it is fp32.
     """
-    if kind_of(layout) == "low":
+    if compute_mode_of(layout) == "low":
         return LOW_BYTES
     return FP32_BYTES
 
 
 @lru_cache(maxsize=4096)
 def moments(
-    facts: ModelFacts, mine: Part, tp: int, shards: int, options: OptimizerConfig, low: int = 0
+    facts: ModelFacts,
+    model_part: Part,
+    tp: int,
+    shards: int,
+    options: OptimizerConfig,
+    low: int = 0,
 ) -> int:
-    """Return the bytes of the optimizer's states of a part of the model.
+    """Return the bytes of the optimizer's states that one rank holds of a part of the model.
 
-    The part is cut into tp × shards parts. `low`: see `moment_bytes`.
+    The part is sharded over tp × shards ranks. `low`: see `moment_bytes`.
     """
     total = 0
-    for weight, number in weights_in(facts, mine):
+    for weight, number in weights_in(facts, model_part):
         if weight.trainable:
             here = part(weight, tp, shards)
             total += number * moment_bytes(options, weight, here, low)
@@ -300,35 +314,35 @@ def low_moment_bytes(layout: Layout) -> int:
     return 2 * LOW_BYTES
 
 
-def native_state(layout: Layout, facts: ModelFacts, mine: Part, outer_bytes: int) -> State:
+def native_state(layout: Layout, facts: ModelFacts, model_part: Part, outer_bytes: int) -> State:
     """Return the bytes of a rank's weights, and of gradients and moments of the trainable ones.
 
-    `outer_bytes`: for each trainable parameter, of an optimizer besides the run's.
+    `outer_bytes`: for each trainable parameter, the bytes of a second optimizer (DiLoCo's outer one).
     """
     tp = layout.mesh.tp
     strategy = layout.strategy
     options = layout.config.optimizer
     shards = strategy.shards(layout.mesh)
-    here = rank_params(facts, mine, tp, shards)
+    here = rank_params(facts, model_part, tp, shards)
     weights = _weight_bytes(layout, here)
     if layout.config.precision.gather == "fp8":
         # Each weight that is gathered in fp8 has an fp32 scale.
-        for weight, number in weights_in(facts, mine):
+        for weight, number in weights_in(facts, model_part):
             if takes_fp8(weight):
                 weights += FP32_BYTES * number
-    steps = strategy.optimizer_shards(layout.mesh)
-    kept = moments(facts, mine, tp, steps, options, low_moment_bytes(layout))
-    kept += outer_bytes * here.trainable
+    optimizer_ranks = strategy.optimizer_shards(layout.mesh)
+    state_bytes = moments(facts, model_part, tp, optimizer_ranks, options, low_moment_bytes(layout))
+    state_bytes += outer_bytes * here.trainable
     gradients = entry_bytes(layout) * here.trainable
     if options.offload:
         # The host keeps weights and gradients besides the moments, between steps too.
-        kept += 2 * FP32_BYTES * here.trainable
-        return State(weights, gradients, 0, host_optimizer=kept)
+        state_bytes += 2 * FP32_BYTES * here.trainable
+        return State(weights, gradients, 0, host_optimizer=state_bytes)
     if options.in_backward:
         gradients = 0
     if strategy.offloads()[0] == "cpu":
-        return State(0, 0, 0, weights, gradients, kept)
-    return State(weights, gradients, kept)
+        return State(0, 0, 0, weights, gradients, state_bytes)
+    return State(weights, gradients, state_bytes)
 
 
 def _weight_bytes(layout: Layout, here: Sizes) -> int:
@@ -363,34 +377,36 @@ def step_buffer_bytes(layout: Layout, here: Sizes, sharded: bool) -> float:
     return 0
 
 
-def copies_buffers(
+def replica_buffers(
     layout: Layout,
     facts: ModelFacts,
-    mine: Part,
+    model_part: Part,
     state: State,
-    kept: Activations | None,
-    kept_between_steps: int,
+    activations: Activations | None,
+    communication_state_bytes: int,
 ) -> Buffers:
     """Return the buffers of one process, DP, DDP, TP and pipelines of those, local SGD and DiLoCo.
 
-    `kept_between_steps`: bytes for each trainable parameter of buffers that spare traffic.
+    `activations`: traced ones know the bytes of autocast's casts of weights.
+    `communication_state_bytes`: for each trainable parameter, what `StrategyCost.kept_bytes` returns.
     """
     mesh = layout.mesh
     strategy = layout.strategy
-    here = rank_params(facts, mine, mesh.tp)
+    here = rank_params(facts, model_part, mesh.tp)
     gradients = state.gradients
-    # Ranks that share out the step: each averages its rows of the gradients.
-    steps = strategy.optimizer_shards(mesh)
+    # Ranks that share the optimizer step (shard_optimizer). Each steps some rows of the weights, and
+    # averages only these rows of the gradients.
+    optimizer_ranks = strategy.optimizer_shards(mesh)
     has_buckets = _has_ddp_buckets(layout)
 
-    always = kept_between_steps * here.trainable
+    always = communication_state_bytes * here.trainable
     if has_buckets and not strategy.copies().gradient_as_bucket_view:
         always += gradients
     average = 0.0
-    if _has_copies(layout) and not has_buckets and strategy.exchange is None:
+    if _has_replicas(layout) and not has_buckets and strategy.exchange is None:
         average = _averaging_bytes(layout, gradients, here)
-    copies = _cast_copies(layout, facts, mine, kept)
-    through = copies.through
+    casts = _cast_bytes(layout, facts, model_part, activations)
+    through = casts.through
     if has_buckets and layout.batch.accumulation > 1:
         # Gradients are added up outside of DDP's buckets up to the last micro-batch.
         through += gradients
@@ -398,19 +414,23 @@ def copies_buffers(
     if layout.devices_per_rank > 1:
         # The first GPU adds up the gradients of the others.
         last = 2 * gradients
-    step = step_buffer_bytes(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1)
+    step = step_buffer_bytes(
+        layout,
+        rank_params(facts, model_part, mesh.tp, optimizer_ranks),
+        mesh.tp * optimizer_ranks > 1,
+    )
     early = 0
-    if steps > 1:
+    if optimizer_ranks > 1:
         step = max(step, average)
     if has_buckets:
         early = gradients
     return Buffers(
         always=always,
-        forward=copies.forward,
+        forward=casts.forward,
         through=through,
         # A new gradient is a tensor of its own until it is added to the one before. Averaging
         # weights, local SGD and DiLoCo take no more than gradients did, which are freed by then.
-        backward=copies.block + entry_bytes(layout) * here.largest,
+        backward=casts.block + entry_bytes(layout) * here.largest,
         last=last,
         step=step,
         average=average,
@@ -418,32 +438,32 @@ def copies_buffers(
     )
 
 
-def _has_copies(layout: Layout) -> bool:
-    """Return whether more than one rank holds a copy of the weights that takes other samples."""
+def _has_replicas(layout: Layout) -> bool:
+    """Return whether there is more than one replica of the weights, each with other samples."""
     return layout.mesh.data_ranks * layout.mesh.cp > 1
 
 
 def _has_ddp_buckets(layout: Layout) -> bool:
-    """Return whether gradients of copies are averaged in each step, in the buckets of DDP."""
+    """Return whether gradients of replicas are averaged in each step, in the buckets of DDP."""
     mesh = layout.mesh
     strategy = layout.strategy
-    if not _has_copies(layout) or mesh.tp * mesh.pp * mesh.ep > 1:
+    if not _has_replicas(layout) or mesh.tp * mesh.pp * mesh.ep > 1:
         return False
     return strategy.exchange is None and strategy.optimizer_shards(mesh) == 1
 
 
 def _averaging_bytes(layout: Layout, gradients: int, here: Sizes) -> float:
     """Return the bytes of the flat buckets in which gradients are averaged without DDP."""
-    steps = layout.strategy.optimizer_shards(layout.mesh)
+    optimizer_ranks = layout.strategy.optimizer_shards(layout.mesh)
     bucket = max(layout.strategy.copies().bucket_cap_mb * MIB, FP32_BYTES * here.largest)
-    if steps > 1:
-        # A bucket of all rows, and the rows of this rank.
-        return min(gradients, bucket) * (1 + 1 / steps)
+    if optimizer_ranks > 1:
+        # A bucket with the rows of all ranks, and the averaged rows of this rank.
+        return min(gradients, bucket) * (1 + 1 / optimizer_ranks)
     return min(gradients, 2 * bucket)
 
 
-class CastCopies(NamedTuple):
-    """Bytes of the copies that autocast keeps of weights, by the phases of `Buffers`.
+class CastBytes(NamedTuple):
+    """Bytes of the casts of weights that autocast caches, by the phases of `Buffers`.
 
     `block`: while a block is computed again in backward.
     """
@@ -453,13 +473,13 @@ class CastCopies(NamedTuple):
     block: float
 
 
-def _cast_copies(
-    layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None
-) -> CastCopies:
-    """Return the bytes of the copies that autocast keeps of the weights of linear layers.
+def _cast_bytes(
+    layout: Layout, facts: ModelFacts, model_part: Part, activations: Activations | None
+) -> CastBytes:
+    """Return the bytes of autocast's low-precision casts of the weights of linear layers.
 
     They are kept until backward has used them; with activation checkpointing, until the end of
-    the block. `kept` has measured bytes, if the activations were traced.
+    the block. `activations` has measured bytes, if it was traced.
     """
     tp = layout.mesh.tp
     recomputes = layout.activation_checkpointing != "none"
@@ -467,73 +487,86 @@ def _cast_copies(
     through = 0
     block = 0
     # Frozen weights are in the low precision already; fp8 casts weights when they are used.
-    if kind_of(layout) == "autocast" and not layout.fp8:
-        without_ends = Part(mine.stages, first=False, last=False)
-        all_blocks = LOW_BYTES * rank_params(facts, without_ends, tp).trainable
-        largest = LOW_BYTES * largest_block(facts, mine, tp).trainable
+    if compute_mode_of(layout) == "autocast" and not layout.fp8:
+        blocks_alone = Part(model_part.stages, first=False, last=False)
+        all_blocks = LOW_BYTES * rank_params(facts, blocks_alone, tp).trainable
+        largest = LOW_BYTES * largest_block(facts, model_part, tp).trainable
         if not recomputes:
             through = all_blocks
         else:
             block = largest
-            # Under tensor parallelism a cut weight is a view in its block, and autocast keeps no
-            # copies of views: its copy goes with its block.
+            # Under tensor parallelism a cut weight is a view in its block, and autocast caches no
+            # casts of views: the cast is freed with its block.
             forward = largest if tp > 1 else all_blocks
-    if kept is not None and kept.copies is not None:
+    if activations is not None and activations.copies is not None:
         blocks = facts.layers
         if layout.pipeline:
-            blocks = mine.blocks
-        made_in_block, made_at_ends = kept.copies
-        kept_in_block, kept_at_ends = kept.copies_kept
-        made = blocks * made_in_block + made_at_ends
-        through = blocks * kept_in_block + kept_at_ends
+            blocks = model_part.blocks
+        made_in_block, made_outside = activations.copies
+        kept_in_block, kept_outside = activations.copies_kept
+        made = blocks * made_in_block + made_outside
+        through = blocks * kept_in_block + kept_outside
         forward = max(0, made - through)
-    return CastCopies(forward, through, block)
+    return CastBytes(forward, through, block)
 
 
 def send_gradients(
-    volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+    volume: CommunicationVolume,
+    layout: Layout,
+    facts: ModelFacts,
+    rank_entries: Counter[str],
+    step: int | None,
 ) -> None:
     """Add the flows that average gradients, once a step.
 
-    `has`: entries on a rank, of `plan.facts.cut_weights`. `step`: None for a late step, in which
-    gradients are compressed if they ever are.
+    `rank_entries`: entries of weights on a rank, by the keys of `plan.facts.cut_weights`.
+    `step`: None for a late step, in which gradients are compressed if they ever are.
     """
     mesh = layout.mesh
-    steps = layout.strategy.optimizer_shards(mesh)
-    if steps > 1:
-        _send_shared_step(volume, has, steps)
+    optimizer_ranks = layout.strategy.optimizer_shards(mesh)
+    if optimizer_ranks > 1:
+        _send_shared_step(volume, rank_entries, optimizer_ranks)
     elif mesh.tp * mesh.pp * mesh.ep > 1:
-        _send_flat_buckets(volume, layout, has)
+        _send_flat_buckets(volume, layout, rank_entries)
     else:
         _send_ddp_buckets(volume, layout, facts, step)
 
 
-def _send_shared_step(volume: Volume, has: Counter[str], steps: int) -> None:
-    """Add the flows of an optimizer step that `steps` ranks share out.
+def _send_shared_step(
+    volume: CommunicationVolume, rank_entries: Counter[str], optimizer_ranks: int
+) -> None:
+    """Add the flows of an optimizer step that is sharded over `optimizer_ranks` ranks.
 
-    Each rank averages its rows of the gradients, padded to as many rows on all ranks. After the
-    step all ranks gather the rows of the weights.
+    Each weight is split by rows, padded to as many rows on all ranks. A rank averages the gradients
+    of its rows alone, and steps them. After the step all ranks gather the rows of the weights.
     """
-    rows = has["units_trainable"] + has["root_trainable"]
-    calls = math.ceil(FP32_BYTES * rows * steps / BUCKET)
+    row_entries = rank_entries["units_trainable"] + rank_entries["root_trainable"]
+    calls = math.ceil(FP32_BYTES * row_entries * optimizer_ranks / BUCKET)
     # Each tensor has a flag that says whether a rank has a gradient for it.
-    before = FP32_BYTES * steps * (rows + has["tensors"])
-    volume.add("reduce_scatter", before, steps, "gradients", calls)
-    volume.add("all_gather", FP32_BYTES * rows, steps, "gradients", calls)
+    before = FP32_BYTES * optimizer_ranks * (row_entries + rank_entries["tensors"])
+    volume.add("reduce_scatter", before, optimizer_ranks, "gradients", calls)
+    volume.add("all_gather", FP32_BYTES * row_entries, optimizer_ranks, "gradients", calls)
 
 
-def _send_flat_buckets(volume: Volume, layout: Layout, has: Counter[str]) -> None:
-    """Add the flows of copies of parts (tp, pp, ep): flat buckets with a flag for each gradient."""
+def _send_flat_buckets(
+    volume: CommunicationVolume, layout: Layout, rank_entries: Counter[str]
+) -> None:
+    """Add the flows of replicas of model parts (tp, pp, ep).
+
+    They are flat buckets with a flag for each gradient.
+    """
     mesh = layout.mesh
     ranks = mesh.data_ranks * mesh.cp
-    experts = FP32_BYTES * (has["experts_whole"] + has["experts_tensors"])
+    experts = FP32_BYTES * (rank_entries["experts_whole"] + rank_entries["experts_tensors"])
     calls = math.ceil(experts / BUCKET)
     volume.add("all_reduce", experts, ranks // mesh.ep, "replicate", calls)
-    entries = FP32_BYTES * (has["trainable"] + has["tensors"])
+    entries = FP32_BYTES * (rank_entries["trainable"] + rank_entries["tensors"])
     volume.add("all_reduce", entries, ranks, "gradients", math.ceil(entries / BUCKET))
 
 
-def _send_ddp_buckets(volume: Volume, layout: Layout, facts: ModelFacts, step: int | None) -> None:
+def _send_ddp_buckets(
+    volume: CommunicationVolume, layout: Layout, facts: ModelFacts, step: int | None
+) -> None:
     """Add the flows of DDP: buffers of the first rank before the forward, and gradients.
 
     int8 and topk compress bucket by bucket, and the order in which backward makes gradients decides
@@ -586,22 +619,31 @@ def _powersgd(weight: Weight, rank: int) -> int:
     return rank * (rows + weight.numel // rows)
 
 
-def send_norm(volume: Volume, layout: Layout, has: Counter[str]) -> None:
-    """Add the flows of the gradient norm.
+def send_norm(volume: CommunicationVolume, layout: Layout, rank_entries: Counter[str]) -> None:
+    """Add the flows of the gradient norm (engine.norms.total_norm).
 
-    One number goes over the ranks that hold the other parts of a gradient, for each axis along
-    which gradients are cut; and one number goes over the stages of a pipeline.
+    A rank adds up the squares of gradients that are sharded alike, and all-reduces each sum, one
+    number, over each axis of their shards. There are three such sets: weights that tensor
+    parallelism cuts, weights that it leaves whole, and experts (`cut`, `uncut` and `apart` of
+    `plan.facts.cut_weights`). One more number goes over the stages of a pipeline.
     """
     mesh = layout.mesh
-    steps = layout.strategy.optimizer_shards(mesh)
-    if has["cut"]:
-        volume.add("all_reduce", FP64_BYTES, steps, "shard")
-    if has["uncut"]:
-        volume.add("all_reduce", FP64_BYTES, steps, "shard")
-    if has["cut"]:
+    optimizer_ranks = layout.strategy.optimizer_shards(mesh)
+    if rank_entries["cut"]:
+        volume.add("all_reduce", FP64_BYTES, optimizer_ranks, "shard")
+    if rank_entries["uncut"]:
+        volume.add("all_reduce", FP64_BYTES, optimizer_ranks, "shard")
+    if rank_entries["cut"]:
         volume.add("all_reduce", FP64_BYTES, mesh.tp, "tp")
-    if has["apart"]:
+    if rank_entries["apart"]:
         shards = layout.strategy.shards(mesh) // mesh.ep
         volume.add("all_reduce", FP64_BYTES, shards, "shard")
         volume.add("all_reduce", FP64_BYTES, mesh.ep, "ep")
     volume.add("all_reduce", FP64_BYTES, mesh.pp, "pp")
+
+
+# Plug-ins import these by their names of earlier versions.
+Volume = CommunicationVolume
+Kind = ComputeMode
+kind_of = compute_mode_of
+copies_buffers = replica_buffers

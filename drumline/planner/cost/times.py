@@ -5,9 +5,9 @@ layout, facts, cluster ──▶ memory.memory ──▶ Memory ──▶ memory
 
 A device computes matrix products at the rate that large ones reach (or that was measured), and
 attention at a rate of its own. Between them it moves bytes through its memory (cost.fitted), and it
-cannot be faster than its host starts kernels. Communication hides behind computing if the engine
+cannot be faster than its host starts kernels. Communication overlaps with computing if the engine
 lets it (`Flow.beside`); it takes CONTENTION times as long while both use the device. On a CPU the
-cores do both, and nothing hides. benchmarks/planner_accuracy.py compares predicted with published
+cores do both, and nothing overlaps. benchmarks/planner_accuracy.py compares predicted with published
 values.
 
 All functions are pure, and an estimate takes microseconds.
@@ -34,8 +34,21 @@ from drumline.planner.cost.compute import (
     forward_flops,
     memory_bandwidth,
 )
-from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded_bytes, samples_copy
-from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, Beside, Copied, Flow, Volume
+from drumline.planner.cost.memory import (
+    as_stored,
+    generates_with_weight_copy,
+    host_memory,
+    memory,
+    offloaded_bytes,
+)
+from drumline.planner.cost.terms import (
+    FP32_BYTES,
+    LOW_BYTES,
+    Beside,
+    CommunicationVolume,
+    Copied,
+    Flow,
+)
 from drumline.planner.cost.traffic import flows
 from drumline.planner.strategies.base import cost_of
 
@@ -102,7 +115,9 @@ def compile_seconds(layout: Layout, facts: ModelFacts) -> float:
     return fitted.COMPILING * max(1, len(facts.kinds_of_blocks))
 
 
-def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume) -> Seconds:
+def seconds(
+    layout: Layout, facts: ModelFacts, cluster: Cluster, volume: CommunicationVolume
+) -> Seconds:
     """Return the seconds of a step by category.
 
     `volume`: the flows of the step (traffic.flows). `communication` is only the exposed one. In a
@@ -111,7 +126,7 @@ def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume)
     compute = _compute_of_all_models(layout, facts, cluster)
     busy = compute.forward + compute.backward
     communication = _exposed_communication(layout, cluster, volume.flows, compute)
-    communication += _copies_of_data_parallel(layout, facts, cluster)
+    communication += _data_parallel_copy_seconds(layout, facts, cluster)
     update = _update(layout, facts, cluster, busy)
     offload = update.copies
     offload += _activation_offload(layout, facts, cluster, compute)
@@ -140,7 +155,7 @@ def _compute_of_all_models(layout: Layout, facts: ModelFacts, cluster: Cluster) 
     return ComputeSeconds(forward, backward)
 
 
-def _copies_of_data_parallel(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
+def _data_parallel_copy_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
     """Return the seconds of nn.DataParallel's copies, if a rank has several devices.
 
     In each micro-batch the first device sends its weights to the others and adds up their gradients.
@@ -191,7 +206,7 @@ def _activation_offload(
     """Return the seconds by which copies of activations take longer than the computing beside them."""
     if layout.device != "cuda":
         return 0.0
-    moved = offloaded_bytes(layout, facts, rounds=False)
+    moved = offloaded_bytes(layout, facts, as_pinned=False)
     if not moved:
         return 0.0
     moved *= layout.batch.accumulation * _devices_per_link(layout, cluster)
@@ -220,13 +235,13 @@ def _exposed_communication(
     the computing beside them; and one call of each flow, before the first block can start or after
     the last has ended.
     """
-    hiding = _hiding_seconds(layout, cluster, compute)
+    overlap_seconds = _overlap_seconds(layout, cluster, compute)
     contention = 1.0
-    if any(hiding.values()):
+    if any(overlap_seconds.values()):
         contention = CONTENTION
     exposed = 0.0
-    # Seconds of the flows that may hide, by what is computed beside them.
-    beside: dict[Beside, float] = {}
+    # Seconds of the flows that overlap with computing, by the computing.
+    overlapping: dict[Beside, float] = {}
     for flow in flows:
         call = _call_seconds(layout, cluster, flow)
         if flow.beside == "nothing":
@@ -238,28 +253,28 @@ def _exposed_communication(
             alone = min(1.0, flow.calls)
         exposed += alone * call
         hidden = contention * (flow.calls - alone) * call
-        beside[flow.beside] = beside.get(flow.beside, 0.0) + hidden
+        overlapping[flow.beside] = overlapping.get(flow.beside, 0.0) + hidden
     surplus = 0.0
-    for kind, communicating in beside.items():
-        surplus += max(0.0, communicating - hiding[kind])
+    for kind, communicating in overlapping.items():
+        surplus += max(0.0, communicating - overlap_seconds[kind])
     return exposed + surplus
 
 
-def _hiding_seconds(
+def _overlap_seconds(
     layout: Layout, cluster: Cluster, compute: ComputeSeconds
 ) -> dict[Beside, float]:
-    """Return the seconds of computing beside which communication can hide, by kind of flow."""
+    """Return the seconds of computing that can hide communication, by `Flow.beside`."""
     busy = compute.forward + compute.backward
-    hiding: dict[Beside, float] = {
+    overlap_seconds: dict[Beside, float] = {
         "forward": compute.forward,
         "backward": compute.backward,
         "last": compute.backward / layout.batch.accumulation,
     }
     if layout.device == "cpu" and cluster.nodes == 1:
         # The cores that compute also copy between ranks.
-        hiding = dict.fromkeys(hiding, 0.0)
-    hiding["steps"] = busy * cost_of(layout.strategy).overlap()
-    return hiding
+        overlap_seconds = dict.fromkeys(overlap_seconds, 0.0)
+    overlap_seconds["steps"] = busy * cost_of(layout.strategy).overlap()
+    return overlap_seconds
 
 
 def _call_seconds(layout: Layout, cluster: Cluster, flow: Flow) -> float:
@@ -345,8 +360,8 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
         # fp32 gradients go to the host, fp32 weights come back.
         copied = Copied(up=FP32_BYTES * trainable, down=FP32_BYTES * trainable)
     else:
-        kept = as_kept(layout, facts)
-        copied = cost_of(strategy).copied(layout, kept, trainable)
+        stored_facts = as_stored(layout, facts)
+        copied = cost_of(strategy).copied(layout, stored_facts, trainable)
     up = cluster.host_seconds("to_device", copied.up)
     down = cluster.host_seconds("to_host", copied.down)
     copies = (up + down) * _devices_per_link(layout, cluster)
@@ -417,15 +432,15 @@ def _token_seconds(
     is_vllm = isinstance(generator, VLLMGenerator)
     # Under autocast, sampling reads the fp32 weights of the policy. A copy and the models of vLLM and
     # DeepSpeed are in the type in which they compute.
-    width = FP32_BYTES
-    has_low_weights = is_vllm or samples_copy(layout) or layout.strategy.keeps_low
+    bytes_per_entry = FP32_BYTES
+    has_low_weights = is_vllm or generates_with_weight_copy(layout) or layout.strategy.keeps_low
     if layout.precision != "fp32" and has_low_weights:
-        width = LOW_BYTES
+        bytes_per_entry = LOW_BYTES
     bandwidth = memory_bandwidth(cluster)
     entries = KEYS_AND_VALUES * facts.kv_heads * facts.head_dim * facts.layers
     # The mean over a sequence is half of its length.
-    cache = entries * width * batch * layout.length / 2
-    reading = (width * facts.parameters + cache) / bandwidth
+    cache = entries * bytes_per_entry * batch * layout.length / 2
+    reading = (bytes_per_entry * facts.parameters + cache) / bandwidth
     computing = batch * forward_flops(facts) / rate
     token = max(reading, computing)
     if is_vllm:
@@ -440,7 +455,7 @@ def _refresh_seconds(
 ) -> float:
     """Return the seconds in which sharded weights are gathered once for a sampler with its own."""
     world = layout.mesh.world_size
-    has_own_weights = samples_copy(layout)
+    has_own_weights = generates_with_weight_copy(layout)
     if isinstance(generator, VLLMGenerator) and generator.weights != "none":
         has_own_weights = True
     # With a whole copy of the weights on each rank there is nothing to gather.

@@ -23,14 +23,14 @@ from drumline.plan.facts import (
     weights_of,
 )
 from drumline.plan.plan import Layout
-from drumline.planner.cost.memory import as_kept
-from drumline.planner.cost.optimizers import step_traffic
+from drumline.planner.cost.memory import as_stored
+from drumline.planner.cost.optimizers import optimizer_exchange
 from drumline.planner.cost.terms import (
     FP32_BYTES,
     PRECISION_BYTES,
     Axis,
-    Volume,
-    kind_of,
+    CommunicationVolume,
+    compute_mode_of,
     stream_entry_bytes,
 )
 from drumline.planner.strategies.base import cost_of
@@ -55,7 +55,7 @@ TARGET_AND_SUM_BYTES = 2 * FP32_BYTES
 ENTROPY_BYTES = FP32_BYTES
 
 
-def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
+def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> CommunicationVolume:
     """Return what forward, backward, gradient norm and step of each trainable model send.
 
     The bytes are means over ranks, as `train.loop` counts them: without rollouts, frozen models,
@@ -64,11 +64,10 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
 
     Bytes are exact for weights, gradients, norms, stages and sequences. If activations are sent
     (tp), rows are taken to be `layout.positions` wide; without packing a batch is as wide as its
-    longest row, so more is sent. All real tokens are taken to have a loss: the cross-entropy over a
-    cut vocabulary sends 20 bytes for each of them, and each block 28 × width. See also the
-    strategy's `send`.
+    longest row, so more is sent. All real tokens are taken to have a loss, for which the
+    cross-entropy over a cut vocabulary sends a few fp32 numbers each. See also the strategy's `send`.
     """
-    volume = Volume()
+    volume = CommunicationVolume()
     mesh = layout.mesh
     strategy = layout.strategy
     cost = cost_of(strategy)
@@ -79,22 +78,22 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
         wrap = tuple(wrap)
     for head, whole in layout.trainable(facts):
         model = experts_over(whole, mesh.ep)
-        volume.part = 1.0
+        volume.rank_share = 1.0
         batch_norms(volume, layout, model)
-        # Only the policy has packed weights.
-        kept = model
+        # Only the policy may have quantised weights.
+        stored_facts = model
         if whole is facts:
-            kept = as_kept(layout, model)
+            stored_facts = as_stored(layout, model)
         # Tensor-parallel ranks may have parts of unequal size. `share` of the ranks are like this one.
         for tp_rank, share in tp_ranks(model, mesh.tp):
-            has = cut_weights(kept, mesh.pp > 1, mesh.tp, tp_rank, shards, wrap)
+            rank_entries = cut_weights(stored_facts, mesh.pp > 1, mesh.tp, tp_rank, shards, wrap)
             # The weights of all stages are counted together, and each rank has one of `pp` parts.
-            volume.part = share / mesh.pp
-            cost.send(volume, layout, kept, has, step)
-            pipeline(volume, layout, model, has)
-            volume.part = share
-            cost.send_norm(volume, layout, model, has)
-        volume.part = 1 / mesh.pp
+            volume.rank_share = share / mesh.pp
+            cost.send(volume, layout, stored_facts, rank_entries, step)
+            pipeline(volume, layout, model, rank_entries)
+            volume.rank_share = share
+            cost.send_norm(volume, layout, model, rank_entries)
+        volume.rank_share = 1 / mesh.pp
         optimizer(volume, layout, model)
         tensor(volume, layout, model, head)
         context(volume, layout, model, head)
@@ -104,7 +103,7 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
     return volume
 
 
-def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
+def batch_norms(volume: CommunicationVolume, layout: Layout, facts: ModelFacts) -> None:
     """Add the flows of batch norms whose statistics are shared over ranks, in fp32.
 
     In each micro-batch the forward gathers counts, means and squares, and the backward adds up two
@@ -114,7 +113,7 @@ def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
     if not model.sync_batchnorm:
         return
     ranks = model.sync_batchnorm_ranks or layout.mesh.world_size
-    rounds = layout.batch.accumulation
+    micro_batches = layout.batch.accumulation
     channels = 0
     norms = 0
     for weight, number in weights_of(facts):
@@ -126,11 +125,11 @@ def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
     if layout.device == "cpu":
         counts = channels
     statistics = BATCH_NORM_STATISTICS * channels + counts
-    calls = rounds * norms
-    gathered = FP32_BYTES * rounds * statistics
+    calls = micro_batches * norms
+    gathered = FP32_BYTES * micro_batches * statistics
     volume.add("all_gather", gathered, ranks, "gradients", calls)
     sums = BATCH_NORM_SUMS * channels
-    summed = FP32_BYTES * rounds * sums
+    summed = FP32_BYTES * micro_batches * sums
     volume.add("all_reduce", summed, ranks, "gradients", calls)
 
 
@@ -141,7 +140,7 @@ def _is_batch_norm(weight: Weight) -> bool:
     return weight.name.endswith("weight")
 
 
-def optimizer(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
+def optimizer(volume: CommunicationVolume, layout: Layout, facts: ModelFacts) -> None:
     """Add the flows of an optimizer whose step needs whole matrices or sums over them.
 
     They go along each axis of the mesh along which a weight is cut, one axis after the other.
@@ -157,6 +156,7 @@ def optimizer(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
         tp = 1
         if cut_dimension(weight) is not None:
             tp = mesh.tp
+        # `apart`: the number of data ranks that expert parallelism has spread this weight over.
         ranks_of_axes: list[tuple[Axis, int]] = [
             ("shard", max(1, shards // weight.apart)),
             ("ep", weight.apart),
@@ -165,14 +165,18 @@ def optimizer(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
         cut_axes = [(axis, ranks) for axis, ranks in ranks_of_axes if ranks > 1]
         here = part(weight, tp, shards)
         for axis, ranks in cut_axes:
-            kind, bytes_ = step_traffic(options, weight, here, len(cut_axes))
+            kind, bytes_ = optimizer_exchange(options, weight, here, len(cut_axes))
+            # Muon steps as many matrices together as there are ranks, so that each rank owns one, and
+            # has two all-to-alls for them: to the owners and back.
             calls = number * 2 / ranks
             volume.add(kind, number * bytes_, ranks, axis, calls)
             # Along the next axis the part is as large as this axis's parts together.
             here *= ranks
 
 
-def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]) -> None:
+def pipeline(
+    volume: CommunicationVolume, layout: Layout, facts: ModelFacts, rank_entries: Counter[str]
+) -> None:
     """Add the flows between the stages of a pipeline, which are the same in each schedule.
 
     Hidden states go to the next stage and gradients to the stage before, in each micro-batch. Both
@@ -190,7 +194,7 @@ def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str
     messages = 2 * layout.batch.accumulation * boundaries
     volume.add("p2p", messages * message, mesh.pp, "pp", messages)
     # A tied head is a weight of the first and of the last stage.
-    tied = FP32_BYTES * has["tied"] / strategy.shards(mesh)
+    tied = FP32_BYTES * rank_entries["tied"] / strategy.shards(mesh)
     volume.add("p2p", tied, mesh.pp, "pp", 2)
 
 
@@ -243,27 +247,28 @@ def _add_regions_of_block(
     `has_gradient_before`: the input of the block has a gradient.
     """
     matrices = [weight for weight in block if len(weight.shape) == 2]
-    # For each region whether its input is counted as saved.
-    is_saved: dict[str, bool] = {}
+    # Region → whether its input is counted as saved. Regions that were not reached are missing.
+    input_saved_by_region: dict[str, bool] = {}
     for place, weight in enumerate(matrices):
         region = _region_of(weight)
         if _is_column_parallel(weight):
             # The layers of a region share its gathered input: q, k and v, or gate and up.
-            if region not in is_saved:
+            if region not in input_saved_by_region:
                 total.inputs += number * hidden
-                if not is_saved and not has_gradient_before:
+                is_first_region = not input_saved_by_region
+                if is_first_region and not has_gradient_before:
                     # Only the first block of a model has no gradient before it.
                     total.without_gradient += hidden
-                is_saved[region] = False
+                input_saved_by_region[region] = False
             if weight.style != "colwise":
                 total.gathered_outputs += number * weight.outputs
         elif _is_row_parallel(weight):
             total.outputs += number * weight.outputs
             if _is_summed_again(matrices[place + 1 :]):
                 total.outputs_again += number * weight.outputs
-        if _needs_input(weight) and is_saved.get(region) is False:
+        if _needs_input(weight) and input_saved_by_region.get(region) is False:
             total.saved += number * hidden
-            is_saved[region] = True
+            input_saved_by_region[region] = True
 
 
 def _trainable_uncut_entries(block: tuple[Weight, ...]) -> int:
@@ -337,7 +342,8 @@ class LayerWidths:
     full_inputs: int = 0
     # Entries of whole weights whose gradients are added up. They do not depend on tokens.
     weights: int = 0
-    # Half of the layers that are cut.
+    # All-reduces of a forward: one for each pair of a column- and a row-parallel layer, so half of
+    # the layers that are cut.
     calls: int = 0
 
 
@@ -391,7 +397,7 @@ def _add_layers_of_block(
                 total.outputs_again += number * weight.outputs
 
 
-def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
+def tensor(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head: Head) -> None:
     """Add the flows of tensor parallelism, in each micro-batch.
 
     A column-parallel layer sums the gradients of its input over the ranks, and a row-parallel layer
@@ -401,9 +407,9 @@ def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> Non
     ranks = layout.mesh.tp
     if ranks == 1:
         return
-    rounds = layout.batch.accumulation
+    micro_batches = layout.batch.accumulation
     # Of all micro-batches of a step.
-    tokens = layout.rows * layout.positions / layout.mesh.cp * rounds
+    tokens = layout.rows * layout.positions / layout.mesh.cp * micro_batches
     is_stream_cut = layout.stream_parts > 1
     if is_stream_cut:
         _cut_stream(volume, layout, facts, tokens)
@@ -416,13 +422,15 @@ def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> Non
         _vocabulary(volume, layout, facts, tokens)
 
 
-def _whole_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
+def _whole_stream(
+    volume: CommunicationVolume, layout: Layout, facts: ModelFacts, tokens: float
+) -> None:
     """Add the flows of layers if each rank has the residual stream of all tokens."""
     ranks = layout.mesh.tp
-    rounds = layout.batch.accumulation
+    micro_batches = layout.batch.accumulation
     low = PRECISION_BYTES[layout.precision]
     sizes = widths(facts, layout.mesh.pp > 1)
-    calls = rounds * sizes.calls
+    calls = micro_batches * sizes.calls
     output_calls: float = calls
     gradients = sizes.inputs + sizes.embedding
     outputs = sizes.outputs
@@ -441,11 +449,13 @@ def _whole_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: flo
     volume.add("all_reduce", output_bytes, ranks, "tp", output_calls)
     gathered_bytes = tokens * low * gathered / ranks
     volume.add("all_gather", gathered_bytes, ranks, "tp", calls)
-    weight_bytes = FP32_BYTES * rounds * sizes.weights
-    volume.add("all_reduce", weight_bytes, ranks, "tp", rounds)
+    weight_bytes = FP32_BYTES * micro_batches * sizes.weights
+    volume.add("all_reduce", weight_bytes, ranks, "tp", micro_batches)
 
 
-def _cut_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
+def _cut_stream(
+    volume: CommunicationVolume, layout: Layout, facts: ModelFacts, tokens: float
+) -> None:
     """Add the flows of layers if the residual stream is cut by tokens.
 
     A region gathers its input and scatters its output; gradients go the opposite ways. Backward
@@ -454,7 +464,7 @@ def _cut_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float
     """
     mesh = layout.mesh
     ranks = mesh.tp
-    rounds = layout.batch.accumulation
+    micro_batches = layout.batch.accumulation
     recomputes = layout.activation_checkpointing != "none"
     sizes = regions(facts)
     # Forward gathers the inputs of regions, and backward the gradients of their outputs. Reduced are
@@ -480,16 +490,16 @@ def _cut_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float
     low = PRECISION_BYTES[layout.precision]
     gathered = low * gathers + stream_entry_bytes(layout) * facts.hidden * boundaries
     # Each region gathers its input forward, and the gradient of its output backward.
-    calls = rounds * 2 * sizes.inputs / max(1, facts.hidden)
+    calls = micro_batches * 2 * sizes.inputs / max(1, facts.hidden)
     volume.add("all_gather", tokens / ranks * gathered, ranks, "tp", calls)
     volume.add("reduce_scatter", tokens * low * reduces, ranks, "tp", calls)
     embedding = tokens * widths(facts, mesh.pp > 1).embedding
-    summed = FP32_BYTES * (embedding + rounds * sizes.weights)
-    volume.add("all_reduce", summed, ranks, "tp", 2 * rounds)
+    summed = FP32_BYTES * (embedding + micro_batches * sizes.weights)
+    volume.add("all_reduce", summed, ranks, "tp", 2 * micro_batches)
 
 
 def experts(
-    volume: Volume,
+    volume: CommunicationVolume,
     layout: Layout,
     facts: ModelFacts,
     tokens: float,
@@ -507,12 +517,12 @@ def experts(
     for block, number in facts.kinds_of_blocks:
         if any(weight.style == "experts" for weight in block):
             layers += number
-    rounds = layout.batch.accumulation
+    micro_batches = layout.batch.accumulation
     choices = facts.experts_per_token
     token_bytes = tokens * facts.hidden * stream_entry_bytes(layout)
     if shared:
         summed = 2 * token_bytes + FP32_BYTES * tokens * choices
-        calls = EXPERT_SUMS * layers * rounds
+        calls = EXPERT_SUMS * layers * micro_batches
         volume.add("all_reduce", layers * summed, ranks, axis, calls)
         return
     exchanges = EXCHANGES
@@ -520,34 +530,36 @@ def experts(
     if layout.activation_checkpointing != "none":
         exchanges += EXCHANGES_AGAIN
         count_exchanges += 1
-    counts = ROW_COUNT_BYTES * facts.experts * rounds * count_exchanges
+    counts = ROW_COUNT_BYTES * facts.experts * micro_batches * count_exchanges
     exchanged = token_bytes * choices * exchanges + counts
-    calls = layers * rounds * (exchanges + count_exchanges)
+    calls = layers * micro_batches * (exchanges + count_exchanges)
     volume.add("all_to_all", layers * exchanged, ranks, axis, calls)
 
 
-def _vocabulary(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
+def _vocabulary(
+    volume: CommunicationVolume, layout: Layout, facts: ModelFacts, tokens: float
+) -> None:
     """Add the flows of the loss over a head that is cut over the vocabulary.
 
     Each token with a loss sends its largest logit, the target's logit with the sum, and the entropy
     if the objective needs it. All tokens send the gradients of the hidden states.
     """
     algorithm = layout.config.algorithm
-    rounds = layout.batch.accumulation
+    micro_batches = layout.batch.accumulation
     # The first token of a row is nobody's target.
     targets = max(0.0, layout.tokens_per_row - 1)
-    tokens_with_loss = targets * layout.rows * rounds / layout.mesh.cp
+    tokens_with_loss = targets * layout.rows * micro_batches / layout.mesh.cp
     per_token = LARGEST_LOGIT_BYTES + TARGET_AND_SUM_BYTES
     if "entropy" in algorithm.head_outputs:
         per_token += ENTROPY_BYTES
     tokens_of_micro_batch = layout.rows * layout.length
     chunk = getattr(algorithm, "loss_chunk", 0) or tokens_of_micro_batch
-    calls = 2 * math.ceil(tokens_of_micro_batch / chunk) * rounds
+    calls = 2 * math.ceil(tokens_of_micro_batch / chunk) * micro_batches
     summed = per_token * tokens_with_loss + FP32_BYTES * tokens * facts.hidden
     volume.add("all_reduce", summed, layout.mesh.tp, "tp", calls)
 
 
-def context(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
+def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head: Head) -> None:
     """Add the flows of context parallelism.
 
     Ulysses: in each block an all-to-all changes queries, keys and values from parts of the sequence
@@ -561,9 +573,9 @@ def context(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> No
     ranks = layout.mesh.cp
     if ranks == 1:
         return
-    rounds = layout.batch.accumulation
+    micro_batches = layout.batch.accumulation
     blocks = len(facts.block_weights)
-    tokens = layout.rows * layout.length / ranks * rounds
+    tokens = layout.rows * layout.length / ranks * micro_batches
     # Of one head.
     head_entries = tokens * facts.head_dim
     heads = facts.heads / layout.mesh.tp
@@ -572,32 +584,36 @@ def context(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> No
     passes = 2 * blocks
     if layout.activation_checkpointing != "none":
         passes = 3 * blocks
-    width = PRECISION_BYTES[layout.precision]
+    bytes_per_entry = PRECISION_BYTES[layout.precision]
     if layout.strategy.context_method() == "ulysses":
         # Under autocast the rotary embedding makes queries and keys fp32. Values go with them.
-        width_before = width
-        if kind_of(layout) == "autocast":
-            width_before = FP32_BYTES
+        bytes_per_entry_before = bytes_per_entry
+        if compute_mode_of(layout) == "autocast":
+            bytes_per_entry_before = FP32_BYTES
         # Repeated until each rank has as many.
         kv_heads *= ranks // math.gcd(kv_heads, ranks)
-        head_bytes = width_before * (heads + 2 * kv_heads) + width * heads
+        head_bytes = bytes_per_entry_before * (heads + 2 * kv_heads) + bytes_per_entry * heads
         sent = passes * head_entries * head_bytes
-        volume.add("all_to_all", sent, ranks, "cp", 2 * passes * rounds)
+        volume.add("all_to_all", sent, ranks, "cp", 2 * passes * micro_batches)
     else:
         # A pass sends keys and values; a backward also their gradients, so it counts twice.
         hops = (passes + blocks) * (ranks - 1)
-        sent = hops * head_entries * 2 * heads * width
-        volume.add("p2p", sent, ranks, "cp", passes * rounds)
+        sent = hops * head_entries * 2 * heads * bytes_per_entry
+        volume.add("p2p", sent, ranks, "cp", passes * micro_batches)
     _context_outputs(volume, layout, tokens, head)
 
 
-def _context_outputs(volume: Volume, layout: Layout, tokens: float, head: Head) -> None:
+def _context_outputs(
+    volume: CommunicationVolume, layout: Layout, tokens: float, head: Head
+) -> None:
     """Add the flows of outputs of whole sequences, which an objective needs."""
     ranks = layout.mesh.cp
-    rounds = layout.batch.accumulation
+    micro_batches = layout.batch.accumulation
     if head == "text":
         # One class, which is the least.
-        volume.add("all_reduce", FP32_BYTES * layout.rows * rounds, ranks, "cp", rounds)
+        volume.add(
+            "all_reduce", FP32_BYTES * layout.rows * micro_batches, ranks, "cp", micro_batches
+        )
         return
     head_outputs: frozenset[str] = frozenset()
     if head != "score":
@@ -610,5 +626,5 @@ def _context_outputs(volume: Volume, layout: Layout, tokens: float, head: Head) 
     if head in ("score", "valued"):
         numbers += 1
     if "cross_entropy" in head_outputs:
-        volume.add("all_reduce", FP32_BYTES * rounds, ranks, "cp", rounds)
-    volume.add("all_gather", FP32_BYTES * numbers * tokens, ranks, "cp", rounds)
+        volume.add("all_reduce", FP32_BYTES * micro_batches, ranks, "cp", micro_batches)
+    volume.add("all_gather", FP32_BYTES * numbers * tokens, ranks, "cp", micro_batches)

@@ -32,10 +32,10 @@ TERA = 1e12
 MOST_NAMES = 8
 # Phases of a step (cost.memory) in plain words.
 PHASES = {
-    "forward": "through the blocks, the last one running",
+    "forward": "forward in the model's last block",
     "loss": "the loss, from the head's logits",
     "head": "backward through the head",
-    "blocks": "backward through the blocks, the last one running",
+    "blocks": "backward of the model's last block, or of the one before it",
     "end": "backward's end: all gradients are there",
     "clip": "the norm of all gradients",
     "step": "the optimizer's update",
@@ -146,7 +146,10 @@ def _describe_verdict(candidate: Candidate, refused: str | None) -> str:
         verdict += f", refused: {refused}"
     # More than 1 if the candidate does not fit.
     share = estimate.memory.reserved / estimate.limit
-    meaning = "it fits where the upper end does, and is tight where that does not"
+    meaning = (
+        "it fits if even the upper end of the range is below the limit, and is tight if only the"
+        " estimate is"
+    )
     if estimate.verdict == "tight":
         meaning += f"; the chance that it runs out of memory is {estimate.risk:.0%}"
     needs = f"needs {needs_gb(estimate)} of {estimate.limit / GB:.1f} GB"

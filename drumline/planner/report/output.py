@@ -19,9 +19,9 @@ from drumline.hardware.cluster import DeviceSpec, Link
 from drumline.plan.estimate import Estimate
 from drumline.plan.explain import flow
 from drumline.plan.unadapted import find_unadapted
-from drumline.planner.search.advice import Adapted, Change
+from drumline.planner.search.advice import Change, ModeResult
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
-from drumline.planner.search.auto import disagreements, risk, with_little_room
+from drumline.planner.search.auto import describe_faster_tight_plan, disagreements, risk
 from drumline.system.yaml_lines import write_yaml
 from drumline.version import __version__
 
@@ -65,8 +65,8 @@ def describe_use(
     if path is None:
         return _yaml_to_use(config, candidate)
     # The candidate's own strategy takes the place of the user's.
-    kept = [override for override in given if not _sets_strategy(override)]
-    command = ["drumline", "train", str(path), *kept, *overrides(config, candidate)]
+    other_overrides = [override for override in given if not _sets_strategy(override)]
+    command = ["drumline", "train", str(path), *other_overrides, *overrides(config, candidate)]
     return f"To train by {candidate.name}:\n  {shlex.join(command)}"
 
 
@@ -118,7 +118,7 @@ def explain_choice(answer: Answer) -> str:
     if len(answer.ranked) > 1:
         second = answer.ranked[1]
         text += f" Second: {second.name}, {second.estimate.tokens_per_s:,.0f} tokens/s."
-    line = with_little_room(answer)
+    line = describe_faster_tight_plan(answer)
     if line:
         text += f" {line[0].upper()}{line[1:]}."
     return text
@@ -276,13 +276,13 @@ def answer_as_json(
     answer: Answer,
     tokens: float | None = None,
     changes: Sequence[Change] = (),
-    adapted: Sequence[Adapted] = (),
+    modes: Sequence[ModeResult] = (),
 ) -> dict[str, Any]:
     """Return the answer of `drumline plan --json`, in bytes, seconds, tokens and FLOPs, never scaled.
 
     `tokens`: of the whole run; None: those of its steps.
     `changes`: what would make it fit, if nothing does.
-    `adapted`: the best plans of full training, LoRA and QLoRA.
+    `modes`: the results of full training, LoRA and QLoRA.
     """
     question = answer.question
 
@@ -297,7 +297,7 @@ def answer_as_json(
         best = as_json(family.best)
         refused.append({"name": family.name, "reason": family.reason, "best": best})
     adapters = []
-    for each in adapted:
+    for each in modes:
         longest = None
         if each.longest is not None:
             longest = each.longest.number
@@ -358,7 +358,7 @@ def _cluster_as_json(question: Question) -> dict[str, Any]:
         "host_memory_bytes": cluster.host_memory_bytes,
         "host_memory_assumed": cluster.host_memory_assumed,
         "price_per_device_hour": cluster.price_per_device_hour,
-        "found_here": cluster.found,
+        "found_here": cluster.is_this_machine,
     }
 
 

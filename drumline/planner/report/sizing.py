@@ -17,12 +17,12 @@ from drumline.planner.report.table import (
     SHOWN,
     UNKNOWN,
     VERDICT,
-    Kind,
+    SizeLimit,
     main_cells,
     plain_table,
     show_headline,
 )
-from drumline.planner.search.advice import Most, max_batch, max_length, what_if
+from drumline.planner.search.advice import LargestFit, max_batch, max_length, what_if
 from drumline.planner.search.answer import Answer, Candidate, Question, number
 
 
@@ -34,22 +34,24 @@ class Quantity(NamedTuple):
     head: str
 
 
-QUANTITIES: dict[Kind, Quantity] = {
+QUANTITIES: dict[SizeLimit, Quantity] = {
     "max_length": Quantity("--max-seq", "data.max_length", "longest row\nin tokens"),
     "max_batch": Quantity("--max-batch", "batch.micro_batch", "largest\nmicro-batch"),
 }
 
 
-def report_most(question: Question, kind: Kind, console: Console, top: int, as_json: bool) -> None:
+def report_largest(
+    question: Question, limit: SizeLimit, console: Console, top: int, as_json: bool
+) -> None:
     """Print the longest row, or the largest micro-batch, of each family.
 
     `top`: the most families that the table shows. Raises PlanError if nothing fits.
     """
-    if kind == "max_length":
+    if limit == "max_length":
         sizes = max_length(question)
     else:
         sizes = max_batch(question)
-    quantity = QUANTITIES[kind]
+    quantity = QUANTITIES[limit]
     if not sizes:
         raise PlanError(
             "nothing fits, however small",
@@ -61,7 +63,7 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
         for size in sizes:
             plan = candidate_as_json(question, size.candidate)
             content.append({"number": size.number, "candidate": plan})
-        print(json.dumps({"version": VERSION, kind: content}, indent=2))
+        print(json.dumps({"version": VERSION, limit: content}, indent=2))
         return
     show_headline(question, console)
     rows = [_size_row(size) for size in sizes[:top]]
@@ -75,12 +77,12 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
     )
 
 
-def _size_row(most: Most) -> list[str]:
+def _size_row(size: LargestFit) -> list[str]:
     """Return the table row of a family: its largest number, and the plan at that number."""
-    candidate = most.candidate
+    candidate = size.candidate
     cells = main_cells(candidate)
     shown = [cells[head] for head in SHOWN]
-    return [candidate.name, f"{most.number:,}", *shown, checkpointing(candidate.layout)]
+    return [candidate.name, f"{size.number:,}", *shown, checkpointing(candidate.layout)]
 
 
 def parse_what_if(text: str) -> list[int]:

@@ -20,11 +20,16 @@ from drumline.plan.estimate import HostMemory, Memory
 from drumline.plan.explain import checkpointing, count
 from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import needs_gb, overrides
-from drumline.planner.search.advice import Adapted, Change
+from drumline.planner.search.advice import Change, ModeResult
 from drumline.planner.search.answer import CLEARLY_LESS, GB, Answer, Candidate, Question, gb, number
-from drumline.planner.search.auto import disagreements, export_left_out, risk, with_little_room
+from drumline.planner.search.auto import (
+    describe_faster_tight_plan,
+    disagreements,
+    export_left_out,
+    risk,
+)
 from drumline.planner.search.choice import slow_lines
-from drumline.planner.search.compiling import describe_compile, is_weighed
+from drumline.planner.search.compiling import compile_speeds_up_step, describe_compile
 
 CATEGORIES = (
     "parameters",
@@ -68,7 +73,8 @@ TEXT_COLUMNS = (
     "usual link",
     "to host",
 )
-Kind = Literal["max_length", "max_batch"]
+# The quantity whose largest fitting value the user asks for.
+SizeLimit = Literal["max_length", "max_batch"]
 # Columns of `main_cells` that the short tables have.
 SHOWN = (VERDICT, NEEDS, SPEED)
 UNKNOWN = "–"
@@ -89,33 +95,33 @@ class ColumnGroup(NamedTuple):
     columns: Columns
 
 
-class Billing(NamedTuple):
-    """The length of the run for which a table gives hours and costs.
+class RunLength(NamedTuple):
+    """The length of a run for which a table shows hours and costs.
 
-    `tokens`: None: the steps that a candidate's config sets.
-    `unit`: what follows `hours` or `cost` in the head of a column.
+    `tokens`: of the run; None: those of the steps that a candidate's config sets.
+    `unit`: text that follows `hours` or `cost` in the head of a column.
     """
 
     tokens: float | None
     unit: str
 
 
-def billing(candidates: Iterable[Candidate], tokens: float | None) -> Billing:
-    """Return the run's own length if it is known, else a billion tokens.
+def run_length_to_show(candidates: Iterable[Candidate], tokens: float | None) -> RunLength:
+    """Return the length of run to show hours and costs for: the run's own, else a billion tokens.
 
     `tokens`: of the whole run, if the user has given them.
     """
     for candidate in candidates:
         if candidate.hours(tokens) is not None:
-            return Billing(tokens, "")
-    return Billing(BILLION, " /\n1B tokens")
+            return RunLength(tokens, "")
+    return RunLength(BILLION, " /\n1B tokens")
 
 
 def show(
     answer: Answer,
     console: Console,
     changes: Sequence[Change],
-    adapted: Sequence[Adapted],
+    modes: Sequence[ModeResult],
     *,
     top: int,
     tokens: float | None = None,
@@ -128,9 +134,9 @@ def show(
     `tokens`: of the whole run.
     """
     show_headline(answer.question, console)
-    show_adapted(adapted, console, tokens)
+    show_modes(modes, console, tokens)
     ranked = answer.ranked[:top]
-    shown = [*ranked, *_best_of(adapted)]
+    shown = [*ranked, *_best_of(modes)]
     show_ranges(shown, console)
     if ranked:
         for table in tables(answer.question, ranked, console, tokens):
@@ -143,7 +149,7 @@ def show(
     show_heuristics(answer, console)
     show_changes(changes, console)
     if answer.ranked:
-        _show_remarks(answer, adapted, console, tokens)
+        _show_remarks(answer, modes, console, tokens)
 
 
 def _print_titled(table: Table, console: Console) -> None:
@@ -181,7 +187,7 @@ def _show_refused(answer: Answer, console: Console) -> None:
 def show_short(
     answer: Answer,
     console: Console,
-    adapted: Sequence[Adapted],
+    modes: Sequence[ModeResult],
     *,
     top: int,
     tokens: float | None = None,
@@ -194,7 +200,7 @@ def show_short(
     """
     show_headline(answer.question, console)
     _show_refused_choice(answer, console)
-    show_adapted(adapted, console, tokens)
+    show_modes(modes, console, tokens)
     rows = _rows_to_show(answer, top)
     shown = [answer.ranked[row] for row in rows]
     columns: Columns = {
@@ -209,7 +215,7 @@ def show_short(
     if not _fits_terminal(table, console):
         table = _table(columns)
     console.print(table)
-    show_ranges([*shown, *_best_of(adapted)], console)
+    show_ranges([*shown, *_best_of(modes)], console)
     hidden = len(answer.ranked) - len(rows)
     more = ""
     if hidden > 0:
@@ -218,7 +224,7 @@ def show_short(
         f"{more}memory and seconds by category, what is out and why: --all\n",
         style="dim",
     )
-    _show_remarks(answer, adapted, console, tokens)
+    _show_remarks(answer, modes, console, tokens)
 
 
 def _show_refused_choice(answer: Answer, console: Console) -> None:
@@ -240,23 +246,23 @@ def _rows_to_show(answer: Answer, top: int) -> list[int]:
     with room.
     """
     rows = set(range(min(top, len(answer.ranked))))
-    for candidate in (answer.tight, answer.with_room):
+    for candidate in (answer.tight, answer.best_that_fits):
         if candidate is not None:
             rows.add(answer.ranked.index(candidate))
     return sorted(rows)
 
 
-def _best_of(adapted: Sequence[Adapted]) -> list[Candidate]:
+def _best_of(modes: Sequence[ModeResult]) -> list[Candidate]:
     """Return the best candidate of full training, LoRA and QLoRA, of those that have one."""
     best = []
-    for each in adapted:
+    for each in modes:
         candidate = each.best
         if candidate is not None:
             best.append(candidate)
     return best
 
 
-def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | None) -> None:
+def show_modes(modes: Sequence[ModeResult], console: Console, tokens: float | None) -> None:
     """Print a table of the best plans of full training, LoRA and QLoRA.
 
     It has memory and speed, hours and cost of the run (or of a billion tokens), and the longest row
@@ -264,7 +270,7 @@ def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | N
 
     `tokens`: of the whole run.
     """
-    shown = [each for each in adapted if each.best is not None]
+    shown = [each for each in modes if each.best is not None]
     if not shown:
         return
     best = _best_of(shown)
@@ -278,7 +284,7 @@ def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | N
     if any(each.longest is not None for each in shown):
         columns["longest\nrow"] = [_longest_cell(each) for each in shown]
     if not _fits_terminal(_table(columns), console):
-        # The ends of the ranges without decimal places.
+        # The ranges without decimal places.
         columns[NEEDS] = [needs_gb(candidate.estimate, 0) for candidate in best]
     console.print(_table(columns, styles={"": "bold"}))
     if len(shown) > 1:
@@ -288,10 +294,10 @@ def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | N
 
 
 def _adapted_run_columns(
-    shown: Sequence[Adapted], best: Sequence[Candidate], tokens: float | None
+    shown: Sequence[ModeResult], best: Sequence[Candidate], tokens: float | None
 ) -> Columns:
     """Return the columns of hours and cost. Of a plan that does not fit they are unknown."""
-    length, unit = billing(best, tokens)
+    length, unit = run_length_to_show(best, tokens)
     price = shown[0].answer.question.cluster.price_per_device_hour
     hours = []
     costs = []
@@ -308,23 +314,23 @@ def _adapted_run_columns(
     return columns
 
 
-def _longest_cell(each: Adapted) -> str:
+def _longest_cell(each: ModeResult) -> str:
     """Return the tokens of the longest row that fits, as a cell."""
     if each.longest is None:
         return UNKNOWN
     return f"{each.longest.number:,}"
 
 
-def _describe_batches(shown: Sequence[Adapted], best: Sequence[Candidate]) -> str:
+def _describe_batches(shown: Sequence[ModeResult], best: Sequence[Candidate]) -> str:
     """Return the micro-batch and checkpointing of each, such as `full 1 (full), LoRA 16 (none)`.
 
     They explain why an adapter may need as much memory as full training: it takes more rows at once.
     """
     described = []
-    for adapted, chosen in zip(shown, best, strict=True):
+    for mode, chosen in zip(shown, best, strict=True):
         layout = chosen.layout
         rows = layout.batch.micro_batch
-        described.append(f"{adapted.name} {rows} ({checkpointing(layout)})")
+        described.append(f"{mode.name} {rows} ({checkpointing(layout)})")
     return ", ".join(described)
 
 
@@ -336,15 +342,15 @@ def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
     pairs = []
     for candidate in candidates:
         low, high = candidate.estimate.seconds_range
-        ends = f"{low - 1:+.0%} to {high - 1:+.0%}"
-        pairs.append((ends, group_of(candidate.layout)))
+        bounds = f"{low - 1:+.0%} to {high - 1:+.0%}"
+        pairs.append((bounds, group_of(candidate.layout)))
     described = []
-    for ends, groups in group_names(pairs).items():
-        if ends == "+0% to +0%":
+    for bounds, groups in group_names(pairs).items():
+        if bounds == "+0% to +0%":
             continue
         # Each group once, in the order of the table.
         names = ", ".join(dict.fromkeys(groups))
-        described.append(f"{names} {ends}")
+        described.append(f"{names} {bounds}")
     if described:
         console.print(
             f"Measured seconds were off the predicted ones by: {'; '.join(described)}",
@@ -485,7 +491,7 @@ def _main_columns(ranked: Sequence[Candidate]) -> Columns:
 
 def _run_columns(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> Columns:
     """Return hours and cost of the run (or of a billion tokens), and the devices if they differ."""
-    length, unit = billing(ranked, tokens)
+    length, unit = run_length_to_show(ranked, tokens)
     price = question.cluster.price_per_device_hour
     hours = [number(each.hours(length)) for each in ranked]
     columns: Columns = {f"hours{unit}": hours}
@@ -675,20 +681,20 @@ def show_heuristics(answer: Answer, console: Console) -> None:
 
 
 def _show_remarks(
-    answer: Answer, adapted: Sequence[Adapted], console: Console, tokens: float | None
+    answer: Answer, modes: Sequence[ModeResult], console: Console, tokens: float | None
 ) -> None:
     """Print remarks on the first plan.
 
     They say why it is slow and what is faster, whether compilation pays, what a tight plan risks and
     how to take one that is not row 1, and what was assumed of the host's memory.
     """
-    for line in slow_lines(answer, adapted, tokens):
+    for line in slow_lines(answer, modes, tokens):
         console.print(line, markup=False)
     question = answer.question
     first = answer.ranked[0]
     # The user has not said whether to compile.
     is_open = question.config.compile.enabled is None
-    if is_open and is_weighed(first.layout, question.facts, question.cluster):
+    if is_open and compile_speeds_up_step(first.layout, question.facts, question.cluster):
         steps = first.layout.steps
         if tokens is not None:
             steps = round(tokens / first.layout.tokens_per_step)
@@ -708,7 +714,9 @@ def _show_tight(answer: Answer, console: Console) -> None:
     tight = answer.tight
     if tight is not None:
         row = 1 + answer.ranked.index(tight)
-        console.print(f"Row {row} is {with_little_room(answer)}. To take it:", markup=False)
+        console.print(
+            f"Row {row} is {describe_faster_tight_plan(answer)}. To take it:", markup=False
+        )
         command = shlex.join(overrides(answer.question.config, tight))
         console.print(f"  {command}\n", markup=False)
 
@@ -733,8 +741,8 @@ def _show_export(answer: Answer, console: Console) -> None:
 
 
 def _describe_safer(answer: Answer) -> str:
-    """Return the best plan that fits with room, as a sentence behind another one."""
-    found = answer.with_room
+    """Return the best plan that fits with room, as a sentence that follows another."""
+    found = answer.best_that_fits
     if found is None:
         return " No plan fits with more room."
     first = answer.ranked[0]

@@ -38,8 +38,8 @@ from drumline.planner.search.answer import (
 from drumline.planner.search.search import CHECKPOINTING, evaluate, fits, search, search_space
 from drumline.planner.strategies.base import cost_of
 
-# Tokens of which the length of an advised row is a multiple.
-STEP = 64
+# The length of an advised row in tokens is a multiple of this.
+LENGTH_MULTIPLE = 64
 # Tokens of the shortest row that is advised.
 SHORT = 512
 # The most hosts that are advised, and the numbers of devices that one host is advised to have.
@@ -75,10 +75,10 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Most:
-    """The longest row, or the largest micro-batch, with which a family fits.
+class LargestFit:
+    """The longest row, or the largest micro-batch, with which a family fits, and its plan.
 
-    `number`: tokens, or samples. `candidate`: the first plan with it.
+    `number`: tokens of the row, or samples of the micro-batch. `candidate`: the best plan with it.
     """
 
     number: int
@@ -86,15 +86,16 @@ class Most:
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """One of full, LoRA and QLoRA, with its answer.
+class ModeResult:
+    """The answer for one training mode: full (all weights, no adapter), LoRA or QLoRA.
 
-    `longest`: the longest row that fits; None for images, and if no row fits.
+    `name`: full, LoRA or QLoRA. `longest`: the longest row that fits; None for images, and if no
+    row fits.
     """
 
     name: str
     answer: Answer
-    longest: Most | None
+    longest: LargestFit | None
 
     @property
     def best(self) -> Candidate | None:
@@ -120,13 +121,13 @@ def smallest_changes(answer: Answer) -> tuple[Change, ...]:
         # This ends with the first strategy that fits, so most changes are not searched in full.
         if not fits(changed):
             continue
-        ranked = search(changed, with_room=True).ranked
+        ranked = search(changed, exclude_tight=True).ranked
         if ranked:
             changes.append(Change(what, ranked[0]))
     return tuple(changes)
 
 
-def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
+def nothing_fits_error(answer: Answer, changes: Sequence[Change]) -> PlanError:
     """Return the error that nothing fits: the nearest candidate, and the smallest changes."""
     nearest = _leanest(refused.best for refused in answer.refused)
     if nearest is None:
@@ -145,52 +146,56 @@ def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
     )
 
 
-def max_length(question: Question) -> tuple[Most, ...]:
-    """Return for each family the longest row that fits, a multiple of STEP; the longest first.
+def max_length(question: Question) -> tuple[LargestFit, ...]:
+    """Return for each family the longest row that fits, the longest first.
 
-    The samples of a step stay as they are. Raises PlanError for images alone.
+    Lengths are multiples of LENGTH_MULTIPLE. The samples of a step stay as they are. Raises
+    PlanError for images alone.
     """
     if question.config.images_alone:
         raise PlanError(
             "rows of images have no length", where="--max-seq", fix="ask for --max-batch"
         )
 
-    def longest(family: Sequence[StrategyConfig]) -> Most | None:
+    def longest(family: Sequence[StrategyConfig]) -> LargestFit | None:
         return _find_longest(question, family)
 
     return _find_by_family(question, longest)
 
 
-def _find_longest(question: Question, family: Sequence[StrategyConfig]) -> Most | None:
+def _find_longest(question: Question, family: Sequence[StrategyConfig]) -> LargestFit | None:
     """Return the longest row with which one of some strategies fits."""
     end = question.facts.max_positions or LONGEST
-    return _find_most(
-        partial(with_row_length, question), family, _shortest_row(question), end, STEP
+    return _find_largest_of_family(
+        partial(with_row_length, question), family, _shortest_row(question), end, LENGTH_MULTIPLE
     )
 
 
 def _shortest_row(question: Question) -> int:
-    """Return the first multiple of STEP that leaves room for a prompt before sampled tokens."""
-    return STEP * (question.config.algorithm.new_tokens // STEP + 1)
+    """Return the shortest row, in tokens, that leaves room for a prompt before sampled tokens.
+
+    It is a multiple of LENGTH_MULTIPLE.
+    """
+    return LENGTH_MULTIPLE * (question.config.algorithm.new_tokens // LENGTH_MULTIPLE + 1)
 
 
-def by_adapter(answer: Answer, plain: Question) -> tuple[Adapted, ...]:
-    """Return answers for the same run with all weights trained, with LoRA and with QLoRA.
+def compare_modes(answer: Answer, plain: Question) -> tuple[ModeResult, ...]:
+    """Return the results of full training, LoRA and QLoRA for the same run, with the longest rows.
 
-    LoRA and QLoRA are left out if their sizes cannot be derived (`under_adapters`). All estimates
+    LoRA and QLoRA are left out if their sizes cannot be derived (`adapter_questions`). All estimates
     are corrected as those of `answer`. `plain`: the question of `answer` without its adapter.
     """
     plain = replace(plain, correction=answer.question.correction)
-    questions = {"full": plain, **under_adapters(answer.question)}
+    questions = {"full": plain, **adapter_questions(answer.question)}
     own = _adapter_name(answer.question)
-    adapted = []
+    modes = []
     for name, question in questions.items():
         found = answer if name == own else search(question)
         longest = None
         if not found.question.config.images_alone:
             longest = _find_longest_of_all(found.question)
-        adapted.append(Adapted(name, found, longest))
-    return tuple(adapted)
+        modes.append(ModeResult(name, found, longest))
+    return tuple(modes)
 
 
 def _adapter_name(question: Question) -> str:
@@ -201,18 +206,18 @@ def _adapter_name(question: Question) -> str:
     return "LoRA" if adapter.quantize == "none" else "QLoRA"
 
 
-def beside_adapters(answer: Answer) -> tuple[Adapted, ...]:
-    """Return what `by_adapter` returns, for an answer that trains all weights.
+def compare_modes_quickly(answer: Answer) -> tuple[ModeResult, ...]:
+    """Return what `compare_modes` does, without the longest rows, which take seconds to find.
 
-    The longest rows are left out, since they take seconds to find.
+    `answer`: of a question that trains all weights.
     """
-    adapted = [Adapted("full", answer, None)]
-    for name, question in under_adapters(answer.question).items():
-        adapted.append(Adapted(name, search(question), None))
-    return tuple(adapted)
+    modes = [ModeResult("full", answer, None)]
+    for name, question in adapter_questions(answer.question).items():
+        modes.append(ModeResult(name, search(question), None))
+    return tuple(modes)
 
 
-def _find_longest_of_all(question: Question) -> Most | None:
+def _find_longest_of_all(question: Question) -> LargestFit | None:
     """Return the longest row that fits with any strategy.
 
     Strategies that cut a row into most parts come first. Once they have a long row that fits, most
@@ -229,28 +234,28 @@ def _find_longest_of_all(question: Question) -> Most | None:
     return _find_longest(question, strategies)
 
 
-def max_batch(question: Question) -> tuple[Most, ...]:
+def max_batch(question: Question) -> tuple[LargestFit, ...]:
     """Return for each family the largest micro-batch of a device that fits, the largest first.
 
     The global batch follows the micro-batch.
     """
 
-    def largest(family: Sequence[StrategyConfig]) -> Most | None:
+    def largest(family: Sequence[StrategyConfig]) -> LargestFit | None:
         found = []
         for strategy in family:
-            most = _find_most(
+            largest_fit = _find_largest_of_family(
                 partial(_with_micro_batch, question, strategy), [strategy], 1, MOST_ROWS, 1
             )
-            if most is not None:
-                found.append(most)
+            if largest_fit is not None:
+                found.append(largest_fit)
         return max(found, key=_size_and_speed, default=None)
 
     return _find_by_family(question, largest)
 
 
-def _size_and_speed(most: Most) -> tuple[int, float]:
+def _size_and_speed(largest_fit: LargestFit) -> tuple[int, float]:
     """Return the order of micro-batches: by size, then by speed."""
-    return most.number, most.candidate.estimate.tokens_per_s
+    return largest_fit.number, largest_fit.candidate.estimate.tokens_per_s
 
 
 def what_if(question: Question, nodes: Sequence[int]) -> tuple[Answer, ...]:
@@ -280,7 +285,7 @@ def _proposals(question: Question) -> Iterator[Proposal]:
         yield host
     if question.config.adapter.kind == "none" and question.config.head == "lm":
         keys = {"LoRA": "adapter=lora", "QLoRA": "adapter={kind: lora, quantize: 4bit}"}
-        for name, adapted in under_adapters(question).items():
+        for name, adapted in adapter_questions(question).items():
             yield Proposal(keys[name], adapted)
     shorter = _with_shorter_rows(question)
     if shorter is not None:
@@ -346,7 +351,7 @@ def _with_shorter_rows(question: Question) -> Proposal | None:
         return fits(with_row_length(question, tokens))
 
     start = max(SHORT, _shortest_row(question))
-    tokens = _find_largest(fits_with, range(start, config.data.max_length, STEP))
+    tokens = _find_largest(fits_with, range(start, config.data.max_length, LENGTH_MULTIPLE))
     if tokens is None:
         return None
     shorter = with_row_length(question, tokens)
@@ -366,7 +371,7 @@ def _with_host_memory(question: Question) -> Proposal | None:
     if not cluster.host_memory_assumed:
         return None
     unlimited = replace(cluster, host_memory_bytes=None, host_memory_assumed=False)
-    found = search(replace(question, cluster=unlimited), with_room=True).ranked
+    found = search(replace(question, cluster=unlimited), exclude_tight=True).ranked
     if not found:
         return None
     least = math.ceil(min(candidate.estimate.host.most for candidate in found) / GB)
@@ -396,7 +401,11 @@ def _with_more_devices(question: Question) -> Iterator[Proposal]:
         if host_memory is not None and cluster.host_memory_assumed:
             host_memory = host_memory // cluster.per_node * per_node
         larger = replace(
-            cluster, nodes=nodes, per_node=per_node, host_memory_bytes=host_memory, found=False
+            cluster,
+            nodes=nodes,
+            per_node=per_node,
+            host_memory_bytes=host_memory,
+            is_this_machine=False,
         )
         devices = f"{nodes} × {per_node}" if nodes > 1 else f"{per_node}"
         yield Proposal(
@@ -413,13 +422,13 @@ def without_offload(question: Question) -> Change | None:
     for what, larger in _with_more_devices(question):
         on_devices = [strategy for strategy in search_space(larger) if not is_offloaded(strategy)]
         if fits(larger, on_devices):
-            found = search(larger, on_devices, with_room=True).ranked
+            found = search(larger, on_devices, exclude_tight=True).ranked
             return Change(what, found[0]) if found else None
     return None
 
 
-def under_adapters(question: Question) -> dict[str, Question]:
-    """Return the question under LoRA and, on a GPU, under QLoRA.
+def adapter_questions(question: Question) -> dict[str, Question]:
+    """Return the same question with a LoRA adapter and, on a GPU, with QLoRA, by mode.
 
     The adapter is the question's own, or else one over all linear layers. The result is empty if
     `with_lora` cannot count it. Both questions share one object of facts: caches compare equal facts
@@ -487,28 +496,28 @@ def _with_micro_batch(question: Question, strategy: StrategyConfig, micro: int) 
 
 
 def _find_by_family(
-    question: Question, most: Callable[[Sequence[StrategyConfig]], Most | None]
-) -> tuple[Most, ...]:
-    """Return the result of `most` for each family that has one, the largest number first."""
+    question: Question, find_largest: Callable[[Sequence[StrategyConfig]], LargestFit | None]
+) -> tuple[LargestFit, ...]:
+    """Return the result of `find_largest` for each family that has one, the largest number first."""
     families = dict[str, list[StrategyConfig]]()
     for strategy in search_space(question):
         name = strategy.names(question.cluster.world_size).family
         families.setdefault(name, []).append(strategy)
     found = []
     for family in families.values():
-        result = most(family)
+        result = find_largest(family)
         if result is not None:
             found.append(result)
-    return tuple(sorted(found, key=lambda each: (-each.number, each.candidate.simple)))
+    return tuple(sorted(found, key=lambda each: (-each.number, each.candidate.complexity)))
 
 
-def _find_most(
+def _find_largest_of_family(
     make: Callable[[int], Question],
     family: Sequence[StrategyConfig],
     first: int,
     last: int,
     step: int,
-) -> Most | None:
+) -> LargestFit | None:
     """Return the largest number with which a family fits; None if it fits with none.
 
     The numbers are first, first + step, … up to last. `make`: returns the question with a number.
@@ -525,10 +534,10 @@ def _find_most(
             best = strategy
     if best is None:
         return None
-    ranked = search(make(number), [best], with_room=True).ranked
+    ranked = search(make(number), [best], exclude_tight=True).ranked
     if not ranked:
         return None
-    return Most(number, ranked[0])
+    return LargestFit(number, ranked[0])
 
 
 def _find_largest_of_strategy(
@@ -583,8 +592,8 @@ def find_fallbacks(
 ) -> Fallbacks:
     """Return plans that take the same steps as `plan` with less memory, since it ran out of memory.
 
-    A plan fits if it needs at most `limit` bytes of a device and peaks below `below`. Its name is
-    its difference from `baseline`, the user's config.
+    `train.replan` calls it. A plan fits if it needs at most `limit` bytes of a device and peaks
+    below `below`. Its name is its difference from `baseline`, the user's config.
 
     All keep the global batch, the ranks and the numbers up to rounding. They may have smaller
     micro-batches with more accumulation, activation checkpointing, chunks of the cross-entropy,
@@ -593,7 +602,7 @@ def find_fallbacks(
     found: list[_Fallback] = []
     for changes, config in _variants(plan, question.facts.batch_norms > 0):
         try:
-            candidate = evaluate(question, config, changed(baseline, config))
+            candidate = evaluate(question, config, describe_config_difference(baseline, config))
         except PlanError:
             continue
         found.append(_Fallback(changes, candidate))
@@ -608,8 +617,11 @@ def find_fallbacks(
     return Fallbacks([fallback.candidate for fallback in fitting], leanest)
 
 
-def changed(old: Config, new: Config) -> str:
-    """Return the difference as keys of the YAML: `batch: {micro_batch: 1, accumulation: 8}`."""
+def describe_config_difference(old: Config, new: Config) -> str:
+    """Return the values of `new` that differ from `old`, as keys of the YAML.
+
+    Such as `batch: {micro_batch: 1, accumulation: 8}`.
+    """
     sections = []
     for section in ("strategy", "batch", "eval", "memory", "algorithm"):
         before = getattr(old, section).model_dump(mode="json")
@@ -640,16 +652,16 @@ class _Variant(NamedTuple):
     config: Config
 
 
-def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[_Variant]:
+def _variants(plan: Plan, keep_micro_batch: bool) -> Iterator[_Variant]:
     """Yield configs that take the same steps with less memory.
 
-    `by_micro_batch`: the results depend on the micro-batch (batch norm), so it stays.
+    `keep_micro_batch`: the results depend on the micro-batch (batch norm), so it must not change.
     """
     config = plan.config
     batch = plan.batch
     per_rank = batch.micro_batch * batch.accumulation
     micro_batches = [batch.micro_batch]
-    if not by_micro_batch:
+    if not keep_micro_batch:
         smaller = range(batch.micro_batch - 1, 0, -1)
         micro_batches += [micro for micro in smaller if per_rank % micro == 0]
     at_least_as_much = CHECKPOINTING[CHECKPOINTING.index(plan.activation_checkpointing) :]

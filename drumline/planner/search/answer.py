@@ -1,4 +1,20 @@
-"""The question of a search and its answer: ranked candidates, and refused families with reasons. Pure."""
+"""The question of a search and its answer: ranked candidates and refused families. Pure.
+
+A `Question` is the planning problem. Each candidate of its `Answer` has one of three verdicts
+(`plan.estimate.Estimate.verdict`), by the range around its estimate of memory:
+
+- `fits`: even the upper end of the range is within the device's memory.
+- `tight`: the estimate is within it, the upper end is not. The run may run out of memory.
+- `no`: the estimate itself is more than the device has, or the host has too little memory.
+
+Candidates are compared by these speeds in tokens/s:
+
+- `Estimate.tokens_per_s`: of a step, as predicted. `is_faster_by_tie` compares it, with TIE.
+- `Candidate.run_tokens_per_s`: of the whole run, in which it also compiles.
+- `discounted_speed`: that of the run, less UNMEASURED for plans of a kind that no measured run has
+  confirmed. `is_faster_by_error` compares it, with SPEED_ERROR.
+- `risk_adjusted_speed`: the discounted speed times the chance that the plan fits. It ranks plans.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +46,7 @@ SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan: a config, a cluster, and the sizes of the model.
+    """The problem to plan: a config, a cluster, and the sizes of the model.
 
     The strategy of the config may be auto; the search chooses what the user left out.
     `needs_all_processes`: their number is set, so each must have work.
@@ -60,7 +76,7 @@ class Candidate:
     """A layout and its estimate.
 
     `name`: short and unique in an answer (`fsdp2 × tp 2`).
-    `simple`: how simple the strategy is, where a lower number is simpler.
+    `complexity`: of the strategy; of equally fast candidates the one with the lowest number wins.
     `layout.config`: a config that trains with this layout, in which each choice is set.
     """
 
@@ -68,7 +84,7 @@ class Candidate:
     layout: Layout
     estimate: Estimate
     family: str = ""
-    simple: int = 0
+    complexity: int = 0
 
     @property
     def config(self) -> Config:
@@ -94,7 +110,7 @@ class Candidate:
         return (stepping + self.estimate.startup) / SECONDS_PER_HOUR
 
     @property
-    def speed_of_run(self) -> float:
+    def run_tokens_per_s(self) -> float:
         """Return the tokens/s of the whole run, in which it also compiles.
 
         If the length of the run is not known, the tokens/s of its steps.
@@ -152,14 +168,14 @@ class Answer:
         ]
         if not candidates:
             return None
-        fastest = max(candidates, key=trusted_speed)
-        if is_clearly_faster(fastest, self.ranked[0]):
+        fastest = max(candidates, key=discounted_speed)
+        if is_faster_by_error(fastest, self.ranked[0]):
             return fastest
         return None
 
     @property
-    def with_room(self) -> Candidate | None:
-        """The best candidate that fits at its upper end too; None if all are tight."""
+    def best_that_fits(self) -> Candidate | None:
+        """The first of `ranked` with the verdict `fits`; None if all are tight."""
         for candidate in self.ranked:
             if candidate.estimate.verdict == "fits":
                 return candidate
@@ -219,17 +235,20 @@ def number(value: float | None) -> str:
     return f"{value:.2g}"
 
 
-def ranged(value: float, ends: Ends, show: Callable[[float], str] = number) -> str:
-    """Return a value with its ends, which are multiples of it: `12.3 (11.6-13.4)`."""
-    low = show(value * ends[0])
-    high = show(value * ends[1])
+def ranged(value: float, factors: Ends, show: Callable[[float], str] = number) -> str:
+    """Return a value with its range: `12.3 (11.6-13.4)`.
+
+    `factors`: of the lower and of the upper end of the range, as multiples of the value.
+    """
+    low = show(value * factors[0])
+    high = show(value * factors[1])
     if low == high:
         return show(value)
     return f"{show(value)} ({low}-{high})"
 
 
-def faster(estimate: Estimate, other: Estimate) -> bool:
-    """Return whether an estimate is faster than another by more than the error of a prediction."""
+def is_faster_by_tie(estimate: Estimate, other: Estimate) -> bool:
+    """Return whether the predicted tokens/s of an estimate exceed another's by more than TIE."""
     return estimate.tokens_per_s * (1 - TIE) > other.tokens_per_s
 
 
@@ -238,7 +257,7 @@ def is_offloaded(strategy: StrategyConfig) -> bool:
     return strategy.offloads() != ("none", "none")
 
 
-def is_trusted(layout: Layout) -> bool:
+def is_speed_confirmed(layout: Layout) -> bool:
     """Return whether measured runs have confirmed the predicted speed of such layouts.
 
     No run has confirmed tensor, context or pipeline parallelism, and runs that offload took up to 77%
@@ -247,21 +266,24 @@ def is_trusted(layout: Layout) -> bool:
     return is_measured(layout) and not is_offloaded(layout.strategy)
 
 
-def trusted_speed(candidate: Candidate) -> float:
+def discounted_speed(candidate: Candidate) -> float:
     """Return the tokens/s of the run, less the share UNMEASURED if no run has confirmed them."""
-    if is_trusted(candidate.layout):
-        return candidate.speed_of_run
-    return (1 - UNMEASURED) * candidate.speed_of_run
+    if is_speed_confirmed(candidate.layout):
+        return candidate.run_tokens_per_s
+    return (1 - UNMEASURED) * candidate.run_tokens_per_s
 
 
-def expected_speed(candidate: Candidate) -> float:
-    """Return the trusted speed times the chance to fit, by which candidates are ranked."""
-    return trusted_speed(candidate) * (1 - candidate.estimate.risk)
+def risk_adjusted_speed(candidate: Candidate) -> float:
+    """Return the discounted speed times the chance to fit, by which candidates are ranked."""
+    return discounted_speed(candidate) * (1 - candidate.estimate.risk)
 
 
-def is_clearly_faster(candidate: Candidate, other: Candidate) -> bool:
-    """Return whether a candidate is faster by more than SPEED_ERROR, whatever its risk."""
-    return trusted_speed(candidate) * (1 - SPEED_ERROR) > trusted_speed(other)
+def is_faster_by_error(candidate: Candidate, other: Candidate) -> bool:
+    """Return whether a candidate's discounted speed is higher by more than SPEED_ERROR.
+
+    The risk that it does not fit does not count.
+    """
+    return discounted_speed(candidate) * (1 - SPEED_ERROR) > discounted_speed(other)
 
 
 def best_first(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -276,7 +298,7 @@ def best_first(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 def _choose_best(candidates: Sequence[Candidate]) -> Candidate:
     """Return the best candidate, in three steps.
 
-    1. Those whose expected speed is within SPEED_ERROR of the highest are compared.
+    1. Those whose risk-adjusted speed is within SPEED_ERROR of the highest are compared.
     2. Of these, any that needs much more host memory than another is passed over.
     3. Of those left and within TIE of their fastest, one that fits goes before a tight one, then
        the simplest, then the one with the least memory.
@@ -288,17 +310,17 @@ def _choose_best(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def select_fastest(candidates: Sequence[Candidate], difference: float) -> list[Candidate]:
-    """Return the candidates whose expected speed is within a share `difference` of the highest."""
-    fastest = max(expected_speed(candidate) for candidate in candidates)
+    """Return the candidates whose risk-adjusted speed is within a share of the highest."""
+    fastest = max(risk_adjusted_speed(candidate) for candidate in candidates)
     least = (1 - difference) * fastest
-    return [candidate for candidate in candidates if expected_speed(candidate) >= least]
+    return [candidate for candidate in candidates if risk_adjusted_speed(candidate) >= least]
 
 
 def _rank_of_equal(candidate: Candidate) -> tuple[bool, int, int, float]:
     """Return the key that sorts equally fast candidates of all strategies, the best first."""
     estimate = candidate.estimate
     does_not_fit = estimate.verdict != "fits"
-    return does_not_fit, candidate.simple, estimate.memory.reserved, -estimate.tokens_per_s
+    return does_not_fit, candidate.complexity, estimate.memory.reserved, -estimate.tokens_per_s
 
 
 def _wastes_memory(candidate: Candidate, rivals: Sequence[Candidate]) -> bool:
@@ -371,7 +393,7 @@ def rank_again(
 
 def require_here(cluster: Cluster) -> None:
     """Raise EnvironmentFault if `cluster` is not this machine."""
-    if cluster.found:
+    if cluster.is_this_machine:
         return
     size = f"{cluster.world_size} × {cluster.device.name}"
     raise EnvironmentFault(

@@ -1,9 +1,12 @@
 """`strategy: auto`: what the planner chooses and why. Pure.
 
-It also holds the heuristics that the planner's choice is compared with. `parameters` and `devices` go
-by counts alone. `tree` is the ladder DP → DDP → FSDP → FSDP + offload, of which a run takes the first
-rung that fits. DP, which is nn.DataParallel, is left out: elsewhere it needs fewer changes to the code
-than DDP, but here neither needs any.
+`train.setup` calls `choose` and `choose_compile` before a run.
+
+It also holds the heuristics that the planner's choice is compared with. The key `by: rules` of
+`strategy: auto` means these heuristics, not the rules of `plan.rules`, which refuse layouts.
+`parameters` and `devices` go by counts alone. `tree` is the ladder DP → DDP → FSDP → FSDP +
+offload, of which a run takes the first rung that fits. DP, which is nn.DataParallel, is left out:
+elsewhere it needs fewer changes to the code than DDP, but here neither needs any.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from drumline.plan.estimate import Estimate
 from drumline.plan.explain import count
 from drumline.plan.stages import in_flight
 from drumline.planner.cost.fitted import SPEED_ERROR
-from drumline.planner.search.advice import refusal, smallest_changes
+from drumline.planner.search.advice import nothing_fits_error, smallest_changes
 from drumline.planner.search.answer import (
     TIE,
     UNMEASURED,
@@ -33,10 +36,10 @@ from drumline.planner.search.answer import (
     Candidate,
     Question,
     Refused,
-    expected_speed,
-    faster,
     gb,
-    is_trusted,
+    is_faster_by_tie,
+    is_speed_confirmed,
+    risk_adjusted_speed,
 )
 from drumline.planner.search.compiling import describe_compile, reason_against, set_compile
 from drumline.planner.search.search import evaluate, search, search_strategy
@@ -195,7 +198,7 @@ def _why_not_proposed(answer: Answer, result: Candidate | Refused) -> str | None
     if not answer.ranked:
         return None
     first = answer.ranked[0]
-    if first.estimate.verdict != "fits" or not faster(first.estimate, result.estimate):
+    if first.estimate.verdict != "fits" or not is_faster_by_tie(first.estimate, result.estimate):
         return None
     proposed_speed = result.estimate.tokens_per_s
     speed = first.estimate.tokens_per_s
@@ -206,8 +209,8 @@ def _why_not_proposed(answer: Answer, result: Candidate | Refused) -> str | None
 def choose(question: Question) -> tuple[Config, str | None]:
     """Return the config with strategy, micro-batch and checkpointing filled in, and why.
 
-    If the rules refuse everything, the config is the same: resolving it reports the rule. Raises
-    PlanError if nothing fits, with the smallest changes after which something would.
+    If the rules of `plan.rules` refuse everything, the config is the same: resolving it reports the
+    rule. Raises PlanError if nothing fits, with the smallest changes after which something would.
     """
     config = question.config
     auto = config.strategy
@@ -217,7 +220,7 @@ def choose(question: Question) -> tuple[Config, str | None]:
     answer = search(question)
     if not answer.ranked:
         if any(refused.best for refused in answer.refused):
-            raise refusal(answer, smallest_changes(answer))
+            raise nothing_fits_error(answer, smallest_changes(answer))
         return config, None
     first = answer.ranked[0]
     layout = first.layout
@@ -264,7 +267,7 @@ def choose_compile(question: Question) -> tuple[Config, str]:
         chosen = evaluate(question, set_compile(config, False), "eager")
         if not reason_against(config, facts, cluster):
             compiled = evaluate(question, set_compile(config, True), "compiled")
-            if expected_speed(compiled) * (1 - TIE) > expected_speed(chosen):
+            if risk_adjusted_speed(compiled) * (1 - TIE) > risk_adjusted_speed(chosen):
                 chosen = compiled
     except PlanError:
         return config, ""
@@ -272,8 +275,8 @@ def choose_compile(question: Question) -> tuple[Config, str]:
     return set_compile(config, bool(chosen.config.compile.enabled)), line
 
 
-def with_little_room(answer: Answer) -> str:
-    """Return a line on the tight candidate that is faster than the first one; empty without one."""
+def describe_faster_tight_plan(answer: Answer) -> str:
+    """Return a line on a tight candidate that is clearly faster than the first; empty without one."""
     found = answer.tight
     if found is None:
         return ""
@@ -325,7 +328,7 @@ def _why(answer: Answer) -> str:
         parts.append(f"second {second.name}, {_speed_and_memory(second.estimate)}")
     if estimated.verdict == "tight":
         parts.append(f"tight: {risk(first)}")
-    parts.append(with_little_room(answer))
+    parts.append(describe_faster_tight_plan(answer))
     parts.append(export_left_out(question.config, first))
     if question.config.compile.enabled is None:
         steps = first.layout.steps
@@ -342,9 +345,9 @@ def _reason(answer: Answer) -> str:
     """Return why the first candidate is the first."""
     first, *rest = answer.ranked
     if first.estimate.verdict == "tight":
-        if answer.with_room is None:
+        if answer.best_that_fits is None:
             return "the best, and none fits with room"
-        other = answer.with_room
+        other = answer.best_that_fits
         times = first.estimate.tokens_per_s / other.estimate.tokens_per_s
         return f"the best, {times:.1f} × as fast as the best that fits with room ({other.name})"
     faster_ones = []
@@ -354,8 +357,8 @@ def _reason(answer: Answer) -> str:
             faster_ones.append(candidate)
     if not faster_ones:
         return "the fastest predicted to fit"
-    if not any(faster(other.estimate, first.estimate) for other in faster_ones):
+    if not any(is_faster_by_tie(other.estimate, first.estimate) for other in faster_ones):
         return f"as fast as any that fits (within {TIE:.0%}), and simpler or smaller"
-    if all(is_trusted(other.layout) for other in faster_ones):
+    if all(is_speed_confirmed(other.layout) for other in faster_ones):
         return f"within {SPEED_ERROR:.0%} of the fastest that fits, and clearly smaller"
     return f"nearly as fast as any that fits (within {UNMEASURED:.0%}), and simpler"

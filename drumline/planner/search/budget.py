@@ -27,7 +27,7 @@ GB = 1e9
 L = TypeVar("L", bound=Layout)
 
 
-def kinds_of(options: MemoryConfig) -> Sequence[str]:
+def checkpointing_modes(options: MemoryConfig) -> Sequence[str]:
     """Return the kinds of checkpointing to try: the one that the config sets, or else all."""
     if "activation_checkpointing" in options.model_fields_set:
         return (options.activation_checkpointing,)

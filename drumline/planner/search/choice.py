@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drumline.plan.explain import count
-from drumline.planner.search.advice import Adapted, without_offload
+from drumline.planner.search.advice import ModeResult, without_offload
 from drumline.planner.search.answer import (
     Answer,
     Candidate,
@@ -31,20 +31,20 @@ WORTH_DOUBLING = 1.25
 MOST_TOKENS_A_STEP = 1 << 20
 # Seconds of a day.
 DAY = 86_400
-# The flag that plans for each.
-FLAGS = {
+# Training mode → the flag that plans for it.
+FLAG_OF_MODE = {
     "full": "--adapter none",
     "LoRA": "--adapter lora",
     "QLoRA": "--adapter qlora",
 }
 
 
-def choose_adapter(adapted: Sequence[Adapted]) -> Adapted | None:
-    """Return the first of full, LoRA and QLoRA than which no later one is SLOW times as fast.
+def choose_mode(modes: Sequence[ModeResult]) -> ModeResult | None:
+    """Return the first of full, LoRA and QLoRA that no later mode outruns by a factor of SLOW.
 
     None if none of them fits.
     """
-    fitting = [each for each in adapted if each.answer.ranked]
+    fitting = [each for each in modes if each.answer.ranked]
     for place, each in enumerate(fitting):
         limit = SLOW * _speed(each)
         if all(_speed(other) <= limit for other in fitting[place + 1 :]):
@@ -54,9 +54,9 @@ def choose_adapter(adapted: Sequence[Adapted]) -> Adapted | None:
 
 @dataclass(frozen=True)
 class LargerBatch:
-    """The first plan with a larger global batch.
+    """The first plan (row 1 of the answer) with a larger global batch.
 
-    `samples`: of a step. `times`: how many times as fast the adapter is with the larger batch.
+    `samples`: of a step. `times`: the adapter's speed over that of `candidate`, at this batch.
     """
 
     samples: int
@@ -64,9 +64,9 @@ class LargerBatch:
     times: float
 
 
-def why_adapter(adapted: Sequence[Adapted], choice: Adapted) -> str:
+def explain_mode(modes: Sequence[ModeResult], choice: ModeResult) -> str:
     """Return sentences on why an adapter is chosen instead of training all weights."""
-    full = next((each for each in adapted if each.name == "full"), None)
+    full = next((each for each in modes if each.name == "full"), None)
     if full is None or not full.answer.ranked:
         return (
             f"Training all weights fits on no layout of these devices: {choice.name} is the choice."
@@ -78,7 +78,7 @@ def why_adapter(adapted: Sequence[Adapted], choice: Adapted) -> str:
 
 
 def slow_lines(
-    answer: Answer, adapted: Sequence[Adapted], tokens: float | None = None
+    answer: Answer, modes: Sequence[ModeResult], tokens: float | None = None
 ) -> list[str]:
     """Return why row 1 is slow, and what to do instead, in a line each.
 
@@ -89,8 +89,8 @@ def slow_lines(
     first = answer.ranked[0]
     if tokens is None and first.layout.steps is not None:
         tokens = first.layout.steps * first.layout.tokens_per_step
-    limit = SLOW * _speed_of(first)
-    ahead = [each for each in adapted if each.answer.ranked and _speed(each) > limit]
+    limit = SLOW * _undiscounted_speed(first)
+    ahead = [each for each in modes if each.answer.ranked and _speed(each) > limit]
     if not ahead:
         return []
     best = max(ahead, key=_speed)
@@ -101,7 +101,7 @@ def slow_lines(
     if larger is not None:
         lines.append(f"  --batch {larger.samples}: {_pace(larger.candidate, tokens)}")
     for each in ahead:
-        lines.append(f"  {FLAGS[each.name]}: {_pace(each.answer.ranked[0], tokens)}")
+        lines.append(f"  {FLAG_OF_MODE[each.name]}: {_pace(each.answer.ranked[0], tokens)}")
     more_devices = None
     if is_offloaded(first.layout.strategy):
         more_devices = without_offload(answer.question)
@@ -115,7 +115,7 @@ def slow_lines(
     return lines
 
 
-def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
+def _larger_batch(answer: Answer, other: ModeResult) -> LargerBatch | None:
     """Return the first plan at a larger global batch.
 
     The batch is doubled while each doubling gains a quarter, up to MOST_TOKENS_A_STEP. None if the
@@ -136,7 +136,7 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
         doubled = search_strategy(question, first.layout.strategy)
         if isinstance(doubled, Refused):
             break
-        if _speed_of(doubled) < WORTH_DOUBLING * _speed_of(best):
+        if _undiscounted_speed(doubled) < WORTH_DOUBLING * _undiscounted_speed(best):
             break
         best = doubled
         samples *= 2
@@ -147,8 +147,8 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
     rival = search_strategy(at_larger, other.answer.ranked[0].layout.strategy)
     fastest = _speed(other)
     if isinstance(rival, Candidate):
-        fastest = max(fastest, _speed_of(rival))
-    return LargerBatch(samples, best, fastest / _speed_of(best))
+        fastest = max(fastest, _undiscounted_speed(rival))
+    return LargerBatch(samples, best, fastest / _undiscounted_speed(best))
 
 
 def _set_batch(question: Question, samples: int) -> Question:
@@ -156,13 +156,13 @@ def _set_batch(question: Question, samples: int) -> Question:
     return question.with_values("batch", global_tokens=None, global_samples=samples)
 
 
-def _times(answer: Answer, other: Adapted, larger: LargerBatch | None) -> str:
+def _times(answer: Answer, other: ModeResult, larger: LargerBatch | None) -> str:
     """Return how much faster an adapter is than the first plan: `3.4 times as fast`.
 
     If there is a larger batch, the text says it for both batches.
     """
     first = answer.ranked[0]
-    times = f"{number(_speed(other) / _speed_of(first))} times as fast"
+    times = f"{number(_speed(other) / _undiscounted_speed(first))} times as fast"
     if larger is None:
         return times
     samples = first.layout.batch.global_samples
@@ -171,14 +171,17 @@ def _times(answer: Answer, other: Adapted, larger: LargerBatch | None) -> str:
     return f"{times} with {samples} {noun} a step, and {larger_times}"
 
 
-def _speed(each: Adapted) -> float:
+def _speed(each: ModeResult) -> float:
     """Return the speed of the first plan of an adapter."""
-    return _speed_of(each.answer.ranked[0])
+    return _undiscounted_speed(each.answer.ranked[0])
 
 
-def _speed_of(candidate: Candidate) -> float:
-    """Return the tokens/s of the whole run times the chance that it fits."""
-    return candidate.speed_of_run * (1 - candidate.estimate.risk)
+def _undiscounted_speed(candidate: Candidate) -> float:
+    """Return the tokens/s of the whole run times the chance that it fits.
+
+    Unlike `answer.risk_adjusted_speed` it has no discount for unconfirmed speeds.
+    """
+    return candidate.run_tokens_per_s * (1 - candidate.estimate.risk)
 
 
 def _pace(candidate: Candidate, tokens: float | None) -> str:

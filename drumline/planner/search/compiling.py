@@ -42,7 +42,7 @@ def reason_against(config: Config, facts: ModelFacts, cluster: Cluster) -> str:
         return "how many tokens come to an expert is another number each time"
     if packed_bits(config):
         return "unpacking a weight is not compiled, so a block would fall into many parts"
-    if cluster.found:
+    if cluster.is_this_machine:
         return _missing_tool()
     return ""
 
@@ -57,9 +57,9 @@ def _missing_tool() -> str:
     return ""
 
 
-def is_weighed(layout: Layout, facts: ModelFacts, cluster: Cluster) -> bool:
-    """Return whether a step would be faster compiled, so that the length of the run decides."""
-    if reason_against(layout.config, facts, cluster) or _refusal(layout, facts):
+def compile_speeds_up_step(layout: Layout, facts: ModelFacts, cluster: Cluster) -> bool:
+    """Return whether compiling makes a step faster. Then the length of the run decides if it pays."""
+    if reason_against(layout.config, facts, cluster) or _rule_against_compiling(layout, facts):
         return False
     eager, compiled = _both(layout, facts, cluster)
     return _is_gain(eager, compiled)
@@ -72,7 +72,7 @@ def describe_compile(layout: Layout, facts: ModelFacts, cluster: Cluster, steps:
     """
     if layout.device == "cpu":
         return ""
-    reason = reason_against(layout.config, facts, cluster) or _refusal(layout, facts)
+    reason = reason_against(layout.config, facts, cluster) or _rule_against_compiling(layout, facts)
     if reason:
         return f"compile auto: off: {reason}"
     eager, compiled = _both(layout, facts, cluster)
@@ -108,8 +108,8 @@ def _with_compile(layout: Layout, is_enabled: bool) -> Layout:
     return layout.model_copy(update={"config": set_compile(layout.config, is_enabled)})
 
 
-def _refusal(layout: Layout, facts: ModelFacts) -> str:
-    """Return the rule that refuses to compile a layout; an empty text without one."""
+def _rule_against_compiling(layout: Layout, facts: ModelFacts) -> str:
+    """Return the text of the rule that refuses to compile a layout; empty if none does."""
     config = set_compile(layout.config, True)
     try:
         check_rules(Case(config, layout.mesh, layout.device, layout.precision, facts))

@@ -49,14 +49,14 @@ from drumline.planner.search.answer import (
     Question,
     Refused,
     best_first,
-    expected_speed,
-    faster,
-    is_clearly_faster,
+    discounted_speed,
+    is_faster_by_error,
+    is_faster_by_tie,
+    risk_adjusted_speed,
     select_fastest,
-    trusted_speed,
     why_not,
 )
-from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budget
+from drumline.planner.search.budget import CHECKPOINTING, checkpointing_modes, within_budget
 from drumline.planner.search.compiling import reason_against, set_compile
 from drumline.planner.search.correction import correct_estimate
 from drumline.planner.strategies.base import Space, StrategyCost, cost_of
@@ -153,44 +153,47 @@ class _Family:
     best: list[Candidate] = field(default_factory=list)
     # Of the candidates that do not fit, the one that needs least memory.
     nearest: Candidate | None = None
-    # The fastest of those with little room.
+    # The fastest of the tight candidates.
     tight: Candidate | None = None
     # The reason of the first refusal.
     reason: str = ""
     # The number of estimates.
     looked_at: int = 0
 
-    def record(self, candidate: Candidate, with_room: bool) -> None:
+    def record(self, candidate: Candidate, exclude_tight: bool) -> None:
         """Count a candidate, and keep it if it is the nearest or the fastest tight one so far."""
         self.looked_at += 1
         estimated = candidate.estimate
-        if not _is_enough(candidate, with_room):
+        if not _counts_as_fitting(candidate, exclude_tight):
             nearest = self.nearest
             if nearest is None or estimated.memory.reserved < nearest.estimate.memory.reserved:
                 self.nearest = candidate
         elif estimated.verdict == "tight":
             tight = self.tight
-            is_fastest = tight is None or faster(estimated, tight.estimate)
+            is_fastest = tight is None or is_faster_by_tie(estimated, tight.estimate)
             if is_fastest:
                 self.tight = candidate
 
 
 def search(
-    question: Question, among: Iterable[StrategyConfig] | None = None, *, with_room: bool = False
+    question: Question,
+    among: Iterable[StrategyConfig] | None = None,
+    *,
+    exclude_tight: bool = False,
 ) -> Answer:
     """Return the best few candidates of each family, or the reason why none fits.
 
     `among`: the strategies to estimate; None: all.
-    `with_room`: tight candidates do not count.
+    `exclude_tight`: candidates with the verdict `tight` do not count as fitting.
     """
     estimator = _Estimator(question)
     question = estimator.question
     if among is None:
         among = search_space(question)
-    families = _search_families(estimator, among, with_room)
+    families = _search_families(estimator, among, exclude_tight)
     completed = _complete_families(families, question.facts)
     ranked = list(best_first(completed.candidates))
-    if ranked and not with_room:
+    if ranked and not exclude_tight:
         faster_one = _faster_and_tight(ranked, families.values(), question.facts)
         if faster_one is not None:
             ranked = list(best_first([*ranked, faster_one]))
@@ -199,22 +202,22 @@ def search(
 
 
 def _search_families(
-    estimator: _Estimator, strategies: Iterable[StrategyConfig], with_room: bool
+    estimator: _Estimator, strategies: Iterable[StrategyConfig], exclude_tight: bool
 ) -> dict[str, _Family]:
     """Return the families of some strategies, by name, with their best candidates."""
     world_size = estimator.question.cluster.world_size
     families = dict[str, _Family]()
     for strategy in strategies:
         family = families.setdefault(strategy.names(world_size).family, _Family())
-        best = estimator.best_of(strategy, family, with_room)
+        best = estimator.best_of(strategy, family, exclude_tight)
         if best is not None:
-            family.best = heapq.nlargest(FEW, [*family.best, best], expected_speed)
+            family.best = heapq.nlargest(FEW, [*family.best, best], risk_adjusted_speed)
     if estimator.may_compile:
         # Only the best candidates are estimated compiled, too.
         for family in families.values():
             compiled = []
             for candidate in family.best:
-                compiled.append(estimator.with_compile(candidate, family, with_room))
+                compiled.append(estimator.compile_if_faster(candidate, family, exclude_tight))
             family.best = compiled
     return families
 
@@ -238,14 +241,14 @@ def _complete_families(families: dict[str, _Family], facts: ModelFacts) -> _Comp
         try:
             candidates += [_complete_config(candidate, facts) for candidate in family.best]
             if not family.best:
-                refused.append(_refuse(name, family, facts))
+                refused.append(_refuse_family(name, family, facts))
         except PlanError as error:
             refused.append(Refused(name, _reason(error)))
     return _Completed(candidates, refused)
 
 
-def _refuse(name: str, family: _Family, facts: ModelFacts) -> Refused:
-    """Return why no candidate of a family fits."""
+def _refuse_family(name: str, family: _Family, facts: ModelFacts) -> Refused:
+    """Return a family of which no candidate fits, with the reason."""
     if family.nearest is None:
         return Refused(name, family.reason)
     nearest = _complete_config(family.nearest, facts)
@@ -263,10 +266,10 @@ def _faster_and_tight(
     tight = [family.tight for family in families if family.tight is not None]
     if not tight:
         return None
-    fastest = max(tight, key=trusted_speed)
+    fastest = max(tight, key=discounted_speed)
     rivals = [ranked[0]]
     rivals += [candidate for candidate in ranked if candidate.estimate.verdict == "tight"]
-    if not all(is_clearly_faster(fastest, rival) for rival in rivals):
+    if not all(is_faster_by_error(fastest, rival) for rival in rivals):
         return None
     for candidate in ranked:
         if candidate.name == fastest.name:
@@ -301,9 +304,9 @@ def search_strategy(question: Question, strategy: StrategyConfig) -> Candidate |
 
 
 def fits(question: Question, among: Iterable[StrategyConfig] | None = None) -> bool:
-    """Return whether any strategy fits. The first that fits ends the search.
+    """Return whether any strategy has a candidate with the verdict `fits`; tight ones do not count.
 
-    `among`: the strategies to estimate; None: all.
+    The first that fits ends the search. `among`: the strategies to estimate; None: all.
     """
     estimator = _Estimator(question)
     if among is None:
@@ -314,7 +317,7 @@ def fits(question: Question, among: Iterable[StrategyConfig] | None = None) -> b
 def _strategy_fits(estimator: _Estimator, strategy: StrategyConfig) -> bool:
     """Return whether a strategy fits with the most checkpointing that the rules allow.
 
-    Less checkpointing needs as much memory or more. Tight candidates do not count.
+    Less checkpointing needs as much memory or more. Tight candidates do not count as fitting.
     """
     for checkpointing in reversed(estimator.checkpointing):
         with suppress(PlanError):
@@ -342,8 +345,8 @@ def evaluate(question: Question, config: Config, name: str) -> Candidate:
 class _Estimator:
     """Estimates the layouts of one strategy after the other.
 
-    It holds what is the same for all strategies of a search: device, precision, and the kinds of
-    checkpointing to try.
+    It holds what is the same for all strategies of a search: device, precision, and the modes of
+    activation checkpointing to try.
     """
 
     def __init__(self, question: Question) -> None:
@@ -359,13 +362,13 @@ class _Estimator:
         if self.config.compile.enabled is None:
             self.may_compile = not reason_against(self.config, question.facts, cluster)
         if question.facts.block_parameters:
-            self.kinds = kinds_of(memory)
+            self.checkpointing_modes = checkpointing_modes(memory)
         else:
-            self.kinds = (memory.activation_checkpointing,)
-        self.checkpointing = self.kinds
+            self.checkpointing_modes = (memory.activation_checkpointing,)
+        self.checkpointing = self.checkpointing_modes
         if memory.budget_gb is not None:
-            # `within_budget` chooses among `kinds` for each batch, so one round is enough.
-            self.checkpointing = self.kinds[:1]
+            # `within_budget` chooses among all modes for each batch, so one pass is enough.
+            self.checkpointing = self.checkpointing_modes[:1]
 
     def _require_fp8(self) -> None:
         """Raise PlanError if the precision is fp8, and the GPUs are known to have no fp8."""
@@ -379,25 +382,31 @@ class _Estimator:
                 fix="use precision=bf16",
             )
 
-    def with_compile(self, eager: Candidate, family: _Family, with_room: bool) -> Candidate:
-        """Return the best compiled candidate of an eager one's strategy if the run gains from it.
+    def compile_if_faster(
+        self, eager: Candidate, family: _Family, exclude_tight: bool
+    ) -> Candidate:
+        """Return the best compiled candidate of the same strategy if the run gains from compiling.
 
         Otherwise return the eager candidate.
         """
-        compiled = self.best_of(eager.layout.strategy, family, with_room, compiles=True)
+        compiled = self.best_of(eager.layout.strategy, family, exclude_tight, is_compiled=True)
         if compiled is None:
             return eager
-        is_faster = expected_speed(compiled) * (1 - TIE) > expected_speed(eager)
+        is_faster = risk_adjusted_speed(compiled) * (1 - TIE) > risk_adjusted_speed(eager)
         return compiled if is_faster else eager
 
     def best_of(
-        self, strategy: StrategyConfig, family: _Family, with_room: bool, compiles: bool = False
+        self,
+        strategy: StrategyConfig,
+        family: _Family,
+        exclude_tight: bool,
+        is_compiled: bool = False,
     ) -> Candidate | None:
         """Return the candidate of a strategy with the best micro-batch and checkpointing.
 
         It is chosen in three steps:
 
-        1. Candidates whose expected speed is within TIE of the highest are equally fast.
+        1. Candidates whose risk-adjusted speed is within TIE of the highest are equally fast.
         2. Of these, those that fit are preferred to tight ones, then those with the least
            checkpointing.
         3. Of those left and within SAME_ERROR of their fastest, the micro-batch nearest to the
@@ -406,15 +415,15 @@ class _Estimator:
         None if nothing fits, or if rules and numbers refuse all. `family` then holds the nearest
         candidate and the reason.
 
-        `with_room`: tight candidates do not count. `compiles`: candidates are compiled, which the
-        config must leave open.
+        `exclude_tight`: candidates with the verdict `tight` do not count as fitting. `is_compiled`:
+        candidates are compiled, which the config must leave open.
         """
         found: list[Candidate] = []
         for checkpointing in self.checkpointing:
             try:
-                for candidate in self.candidates(strategy, checkpointing, compiles):
-                    family.record(candidate, with_room)
-                    if _is_enough(candidate, with_room):
+                for candidate in self.candidates(strategy, checkpointing, is_compiled):
+                    family.record(candidate, exclude_tight)
+                    if _counts_as_fitting(candidate, exclude_tight):
                         found.append(candidate)
             except PlanError as error:
                 family.reason = family.reason or _reason(error)
@@ -427,7 +436,7 @@ class _Estimator:
         return min(near, key=_distance_from_usual)
 
     def candidates(
-        self, strategy: StrategyConfig, checkpointing: str, compiles: bool = False
+        self, strategy: StrategyConfig, checkpointing: str, is_compiled: bool = False
     ) -> Iterator[Candidate]:
         """Yield a candidate for each possible micro-batch, the smallest first.
 
@@ -444,7 +453,7 @@ class _Estimator:
         self._require_strategy(strategy)
         memory = self.config.memory.model_copy(update={"activation_checkpointing": checkpointing})
         config = self.config.model_copy(update={"strategy": strategy, "memory": memory})
-        if compiles:
+        if is_compiled:
             config = set_compile(config, True)
         mesh = strategy.mesh(_number_of_processes(question, strategy))
         case = Case(config, mesh, self.device, self.precision, question.facts)
@@ -457,7 +466,7 @@ class _Estimator:
                 continue
             try:
                 layout = lay_out(case, batch, question.roles, question.data, cluster.per_node)
-                layout = within_budget(layout, question.facts, cluster, self.kinds)
+                layout = within_budget(layout, question.facts, cluster, self.checkpointing_modes)
             except PlanError as error:
                 refusal = refusal or error
                 continue
@@ -506,11 +515,11 @@ class _Estimator:
             samples *= 2
 
 
-def _is_enough(candidate: Candidate, with_room: bool) -> bool:
-    """Return whether a candidate fits, or is tight and need not have room (`with_room`)."""
+def _counts_as_fitting(candidate: Candidate, exclude_tight: bool) -> bool:
+    """Return whether a candidate `fits`, or is `tight` and these are not excluded."""
     verdict = candidate.estimate.verdict
     if verdict == "tight":
-        return not with_room
+        return not exclude_tight
     return verdict == "fits"
 
 

@@ -1,6 +1,9 @@
 """The interface of a strategy's cost: what the planner asks each strategy.
 
 It asks which variants to search, how many bytes a rank holds, and what a step sends and copies.
+
+A new strategy has a subclass of `StrategyCost` in a file of its own. Its section of the config names
+this class in `cost_class`, as "module:Class". The search finds it through the registry of sections.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from drumline.plan.facts import ModelFacts, Part
 from drumline.plan.plan import Layout
 from drumline.planner.cost.terms import (
     Buffers,
+    CommunicationVolume,
     Copied,
     Host,
     State,
-    Volume,
-    copies_buffers,
     native_state,
+    replica_buffers,
     send_gradients,
     send_norm,
 )
@@ -53,7 +56,10 @@ class Space(NamedTuple):
 
 
 class StrategyCost(Generic[S]):
-    """The base of all strategies' costs. Its defaults are those of a copy of the model on each rank.
+    """The base of all strategies' costs. The defaults are those of a model replica on each rank.
+
+    The defaults read these answers of the section: `shards`, `optimizer_shards`, `copies`,
+    `offloads`, `keeps_low`, `gathered_in` and `exchange` (config.strategy.StrategyConfig).
 
     All methods are pure. `strategy`: the section of the YAML.
     """
@@ -62,10 +68,10 @@ class StrategyCost(Generic[S]):
         self.strategy = strategy
 
     @classmethod
-    def candidates(cls, kind: type[S], space: Space) -> Iterator[StrategyConfig]:
+    def candidates(cls, strategy_class: type[S], space: Space) -> Iterator[StrategyConfig]:
         """Yield the strategies of this kind to try if the user has left the strategy open.
 
-        `kind`: the class of the strategy's section.
+        `strategy_class`: the class of the strategy's section, whose objects are yielded.
         """
         yield from ()
 
@@ -85,29 +91,41 @@ class StrategyCost(Generic[S]):
         return []
 
     def kept_bytes(self, world: int) -> int:
-        """Return the bytes, for each trainable parameter, of buffers that save traffic and outlast a step."""
+        """Return the bytes of communication state between steps, for each trainable parameter.
+
+        It is what compression has not sent yet (error feedback), or fragments of weights under way.
+        `world`: the number of ranks.
+        """
         return 0
 
     def outer_bytes(self) -> int:
         """Return the bytes, for each trainable parameter, of a second optimizer, such as DiLoCo's outer one."""
         return 0
 
-    def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
-        """Return what a rank with the part `mine` of the model holds between steps."""
-        return native_state(layout, facts, mine, self.outer_bytes())
+    def state(self, layout: Layout, facts: ModelFacts, model_part: Part) -> State:
+        """Return the bytes that a rank with this part of the model holds between steps."""
+        return native_state(layout, facts, model_part, self.outer_bytes())
 
     def buffers(
-        self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
+        self,
+        layout: Layout,
+        facts: ModelFacts,
+        model_part: Part,
+        state: State,
+        activations: Activations | None,
     ) -> Buffers:
-        """Return what a rank holds besides `state` and activations.
+        """Return the bytes of buffers that a rank holds besides `state` and activations.
 
-        `kept`: a trace, which knows autocast's copies: they depend on the model's own code.
+        `activations`: traced or by formula. Only traced ones have the bytes of autocast's casts of
+        weights (`copies`), which depend on the model's own code.
         """
-        kept_between_steps = self.kept_bytes(layout.mesh.world_size)
-        return copies_buffers(layout, facts, mine, state, kept, kept_between_steps)
+        communication_state_bytes = self.kept_bytes(layout.mesh.world_size)
+        return replica_buffers(
+            layout, facts, model_part, state, activations, communication_state_bytes
+        )
 
     def host(self, layout: Layout, facts: ModelFacts, between: int) -> Host:
-        """Return what a rank holds in host memory.
+        """Return the bytes that a rank holds in host memory, by phase of the run.
 
         Native engines read each rank's part onto the device, and copy a checkpoint that is written in
         the background. `between`: bytes of its states in host memory.
@@ -119,23 +137,38 @@ class StrategyCost(Generic[S]):
         return 0.0
 
     def send(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+        self,
+        volume: CommunicationVolume,
+        layout: Layout,
+        facts: ModelFacts,
+        rank_entries: Counter[str],
+        step: int | None,
     ) -> None:
         """Add to `volume` what weights and gradients send in a step.
 
-        `has`: entries on a rank (`plan.facts.cut_weights`). `step`: the number of steps before this
-        one; None: the mean step of a long run.
+        `rank_entries`: entries of weights on a rank, by the keys of `plan.facts.cut_weights`: `units`
+        are sharded with their block, `root` with the rest of the model, `experts` over some data
+        ranks only. With `_trainable` they are of trainable weights, with `_low` of frozen ones in
+        low precision. `tensors` is the number of trainable weights.
+        `step`: the number of steps before this one; None: the mean step of a long run.
         """
-        send_gradients(volume, layout, facts, has, step)
+        send_gradients(volume, layout, facts, rank_entries, step)
 
     def send_norm(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]
+        self,
+        volume: CommunicationVolume,
+        layout: Layout,
+        facts: ModelFacts,
+        rank_entries: Counter[str],
     ) -> None:
-        """Add to `volume` what the gradient norm sends. `has`: entries on a rank."""
-        send_norm(volume, layout, has)
+        """Add to `volume` what the gradient norm sends. `rank_entries`: as of `send`."""
+        send_norm(volume, layout, rank_entries)
 
     def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
-        """Return what offloading copies in a step. `trainable`: parameters that a rank updates."""
+        """Return the bytes that offloading transfers in a step.
+
+        `trainable`: parameters that a rank updates.
+        """
         return Copied(0.0, 0.0)
 
 
@@ -145,8 +178,8 @@ def cost_of(strategy: StrategyConfig) -> StrategyCost[Any]:
     return cost
 
 
-def mixes(space: Space) -> Iterator[dict[str, Any]]:
-    """Yield combinations of tp, cp, pp and ep that divide the devices, as fields of a strategy.
+def parallelism_combinations(space: Space) -> Iterator[dict[str, Any]]:
+    """Yield the combinations of tp, cp, pp and ep that divide the devices, as fields of a strategy.
 
     Tensor and expert parallelism stay within a host, a stage has at least one layer, and context
     parallelism is not combined with a pipeline.
@@ -169,3 +202,7 @@ def mixes(space: Space) -> Iterator[dict[str, Any]]:
         for schedule in schedules:
             pipeline = PipelineConfig(schedule=schedule)
             yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "pipeline": pipeline}
+
+
+# Plug-ins import this function by its name of earlier versions.
+mixes = parallelism_combinations

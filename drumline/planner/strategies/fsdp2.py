@@ -2,8 +2,8 @@
 
 fully_shard cuts each block's parameters over the ranks of a shard group. It gathers a block's whole
 weights while the block runs, and reduces its gradients to the shards after its backward. What lies
-outside of the blocks (embedding, last norm, head) is the root group, unless the ends are units of
-their own.
+outside of the blocks (embedding, last norm, head) is the root group, unless embedding and head are
+units of their own.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from drumline.planner.cost.terms import (
     PRECISION_BYTES,
     Beside,
     Buffers,
+    CommunicationVolume,
     Copied,
     State,
-    Volume,
-    kind_of,
+    compute_mode_of,
     step_buffer_bytes,
 )
-from drumline.planner.strategies.base import Space, StrategyCost, mixes
+from drumline.planner.strategies.base import Space, StrategyCost, parallelism_combinations
 
 # Numbers of hosts in a shard group that the search tries for hybrids.
 HOSTS_OF_A_SHARD_GROUP = (1, 2, 4, 8)
@@ -66,40 +66,47 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
     """The cost of sharding by fully_shard."""
 
     @classmethod
-    def candidates(cls, kind: type[FSDP2Strategy], space: Space) -> Iterator[StrategyConfig]:
+    def candidates(
+        cls, strategy_class: type[FSDP2Strategy], space: Space
+    ) -> Iterator[StrategyConfig]:
         """Yield all shardings, alone and with tensor, context and pipeline parallelism."""
         if space.world > 1:
-            yield from cls.shardings(kind, space, {}, 1)
-        yield kind(offload="cpu")
-        for degrees in mixes(space):
-            model = degrees["tp"] * degrees["cp"] * degrees["pp"]
+            yield from cls.shardings(strategy_class, space, {}, 1)
+        yield strategy_class(offload="cpu")
+        for degrees in parallelism_combinations(space):
+            model_parallel_size = degrees["tp"] * degrees["cp"] * degrees["pp"]
             # Ranks of context parallelism hold shards of the same weights, too.
-            shard_ranks = space.world // model * degrees["cp"]
+            shard_ranks = space.world // model_parallel_size * degrees["cp"]
             if shard_ranks > 1:
-                yield from cls.shardings(kind, space, degrees, model)
+                yield from cls.shardings(strategy_class, space, degrees, model_parallel_size)
 
     @classmethod
     def shardings(
-        cls, kind: type[FSDP2Strategy], space: Space, degrees: dict[str, Any], model: int
+        cls,
+        strategy_class: type[FSDP2Strategy],
+        space: Space,
+        degrees: dict[str, Any],
+        model_parallel_size: int,
     ) -> Iterator[StrategyConfig]:
         """Yield full sharding, sharding of gradients alone, and hybrids.
 
-        The shards of a hybrid stay within a host, two, four or eight. `degrees`: of the model's own
-        parallelism. `model`: the number of ranks that share samples by it.
+        The shards of a hybrid stay within a host, two, four or eight. `degrees`: of tensor, context,
+        pipeline and expert parallelism. `model_parallel_size`: the number of ranks that share one
+        sample (tp × cp × pp).
         """
         if degrees.get("pp", 1) > 1:
             # In a pipeline null means `false`.
             degrees = {**degrees, "reshard_after_forward": True}
-        yield kind(**degrees)
-        yield kind(**{**degrees, "reshard_after_forward": False})
-        data = space.world // model
+        yield strategy_class(**degrees)
+        yield strategy_class(**{**degrees, "reshard_after_forward": False})
+        data = space.world // model_parallel_size
         for hosts in HOSTS_OF_A_SHARD_GROUP:
-            shard, rest = divmod(space.per_node * hosts, model)
+            shard, rest = divmod(space.per_node * hosts, model_parallel_size)
             # The shard is 0 only if there is a rest.
             if rest or data % shard or shard % degrees.get("ep", 1):
                 continue
             if hosts < space.nodes and 1 < shard < data:
-                yield kind(**degrees, replicate=data // shard)
+                yield strategy_class(**degrees, replicate=data // shard)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategyConfig]]:
         """Return this strategy with the least memory, then with its states on the host."""
@@ -116,67 +123,82 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         return fallbacks + fallbacks_on_host(lean, device)
 
     def buffers(
-        self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
+        self,
+        layout: Layout,
+        facts: ModelFacts,
+        model_part: Part,
+        state: State,
+        activations: Activations | None,
     ) -> Buffers:
-        """Return the bytes of gathered weights, and of gradients that are reduced, as in torch's fully_shard."""
+        """Return the bytes of gathered weights, and of gradients that are being reduced.
+
+        They are those of torch's fully_shard.
+        """
         tp = layout.mesh.tp
         shards = self.strategy.shards(layout.mesh)
-        gathered = self._gathered_weights(layout, facts, mine)
-        block = largest_block(facts, mine, tp)
-        root = ends(facts, mine, tp)
-        width = _gathered_width(layout)
-        reduced_width = PRECISION_BYTES[self.strategy.reduce_dtype]
+        gathered = self._gathered_weights(layout, facts, model_part)
+        block = largest_block(facts, model_part, tp)
+        root = ends(facts, model_part, tp)
+        bytes_per_entry = _gathered_bytes_per_entry(layout)
+        reduced_bytes_per_entry = PRECISION_BYTES[self.strategy.reduce_dtype]
         # Unsharded gradients of the whole model, if they are reduced once a step.
         unreduced = 0
         is_accumulated = not self.strategy.sync_each_micro_batch and layout.batch.accumulation > 1
         if is_accumulated or layout.mesh.pp > 1:
-            unreduced = reduced_width * rank_params(facts, mine, tp).trainable
-        # A block's unsharded gradients; then the buffer in which those of the block before are being
-        # reduced, and the result. The first block of backward has no block before it.
+            unreduced = reduced_bytes_per_entry * rank_params(facts, model_part, tp).trainable
+        # A block's unsharded gradients. Beside them are the buffer in which the gradients of the
+        # block that ran backward just before are reduced, and the result. The first block of
+        # backward, the model's last one, has none of these.
         result = FP32_BYTES * math.ceil(block.trainable / shards)
-        reduction = width * block.trainable
-        second = reduced_width * block.trainable + result
+        reduction = bytes_per_entry * block.trainable
+        second = reduced_bytes_per_entry * block.trainable + result
         if unreduced:
-            # The sum exists before the first block, so all blocks need the same.
-            reduction = (width + 2 * reduced_width + width) * block.trainable + result
+            # The sum over micro-batches exists before backward begins, so all blocks need the same.
+            reduction = (
+                bytes_per_entry + 2 * reduced_bytes_per_entry + bytes_per_entry
+            ) * block.trainable + result
             second = 0
         # The head's gradient is reduced as soon as it exists; the rest of the root's at the end.
         at_head = 0.0
-        trainable_ends = root.trainable
+        trainable_outside_blocks = root.trainable
         if gathered.head:
-            _, head, _ = ends_by_unit(facts, mine, tp)
-            trainable_ends -= head.trainable
-            at_head = reduced_width * head.trainable + FP32_BYTES * head.trainable / shards
-        copies: float = 0
+            _, head, _ = ends_by_unit(facts, model_part, tp)
+            trainable_outside_blocks -= head.trainable
+            at_head = (
+                reduced_bytes_per_entry * head.trainable + FP32_BYTES * head.trainable / shards
+            )
+        shards_on_their_way: float = 0
         step = 0.0
         if self.strategy.offload == "cpu" and layout.device == "cuda":
-            # Of shards that are on their way from the host.
-            copies = FP32_BYTES * (root.entries + block.entries) / shards
+            # Copies of shards that come from the host.
+            shards_on_their_way = FP32_BYTES * (root.entries + block.entries) / shards
         else:
-            step = step_buffer_bytes(layout, rank_params(facts, mine, tp, shards), True)
+            step = step_buffer_bytes(layout, rank_params(facts, model_part, tp, shards), True)
         return Buffers(
-            through=gathered.through + unreduced + copies,
+            through=gathered.through + unreduced + shards_on_their_way,
             head=gathered.head,
             first=at_head,
             block=gathered.forward_block,
             begun=gathered.whole_backward,
             backward=gathered.backward_block + reduction,
             second=second,
-            last=(width + reduced_width) * trainable_ends,
+            last=(bytes_per_entry + reduced_bytes_per_entry) * trainable_outside_blocks,
             step=step,
         )
 
-    def _gathered_weights(self, layout: Layout, facts: ModelFacts, mine: Part) -> GatheredWeights:
+    def _gathered_weights(
+        self, layout: Layout, facts: ModelFacts, model_part: Part
+    ) -> GatheredWeights:
         """Return the bytes of gathered weights by phase.
 
         The root's weights stay gathered from forward on, the head's from the loss on, and those of the
         running block and of the prefetched ones while they run.
         """
         tp = layout.mesh.tp
-        block = _gathered_bytes(layout, largest_block(facts, mine, tp))
+        block = _gathered_bytes(layout, largest_block(facts, model_part, tp))
         if not self.strategy.reshards:
             # Weights that were gathered once stay whole until the end of backward.
-            everything = _gathered_bytes(layout, rank_params(facts, mine, tp))
+            everything = _gathered_bytes(layout, rank_params(facts, model_part, tp))
             return GatheredWeights(
                 through=everything,
                 head=0.0,
@@ -186,12 +208,12 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
             )
         if self.strategy.gathers_ends_apart(layout.mesh, layout.config.plain):
             # The embedding is freed when the first block runs, and backward does not read it.
-            _, head_sizes, rest = ends_by_unit(facts, mine, tp)
+            _, head_sizes, rest = ends_by_unit(facts, model_part, tp)
             head: float = _gathered_bytes(layout, head_sizes)
             through = _gathered_bytes(layout, rest)
         else:
             head = 0.0
-            through = _gathered_bytes(layout, ends(facts, mine, tp))
+            through = _gathered_bytes(layout, ends(facts, model_part, tp))
         # While a block's weights are copied out of what was gathered for it, both exist.
         blocks_ahead = self.strategy.prefetch or 1
         blocks_ahead_in_backward = self.strategy.prefetch_in_backward or 1
@@ -204,7 +226,12 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         )
 
     def send(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+        self,
+        volume: CommunicationVolume,
+        layout: Layout,
+        facts: ModelFacts,
+        rank_entries: Counter[str],
+        step: int | None,
     ) -> None:
         """Add what gathering weights and reducing gradients send in a step.
 
@@ -218,16 +245,16 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         micro_batches = layout.batch.accumulation
         is_pipeline = mesh.pp > 1
         gathered_in = self.strategy.gathered_in(layout.precision, layout.config.images_alone)
-        width = PRECISION_BYTES[gathered_in or "fp32"]
+        bytes_per_entry = PRECISION_BYTES[gathered_in or "fp32"]
         # How many bytes fewer a frozen entry takes.
-        spared = width - min(width, PRECISION_BYTES[layout.precision])
-        units = width * has["units"] - spared * has["units_low"]
-        root = width * has["root"] - spared * has["root_low"]
-        experts = width * has["experts"] - spared * has["experts_low"]
+        spared = bytes_per_entry - min(bytes_per_entry, PRECISION_BYTES[layout.precision])
+        units = bytes_per_entry * rank_entries["units"] - spared * rank_entries["units_low"]
+        root = bytes_per_entry * rank_entries["root"] - spared * rank_entries["root_low"]
+        experts = bytes_per_entry * rank_entries["experts"] - spared * rank_entries["experts_low"]
         if layout.config.precision.gather == "fp8":
             cast_entries, cast_weights = _cast_to_fp8(facts)
             # An entry in fp8 is one byte.
-            units -= (width - 1) * cast_entries // shards
+            units -= (bytes_per_entry - 1) * cast_entries // shards
             # The scale of a weight is that of its largest entry over all shards.
             volume.add("all_reduce", FP32_BYTES * cast_weights, shards, "shard")
         # How many times a step gathers a block for forward, for backward, and the root.
@@ -260,10 +287,13 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
             beside = "backward"
         # One call for each block, and one for the root.
         calls = reductions * (blocks + 1)
-        trainable = has["units_trainable"] + has["root_trainable"]
-        reduced_width = PRECISION_BYTES[self.strategy.reduce_dtype]
-        for entries, ranks in ((trainable, shards), (has["experts_trainable"], expert_shards)):
-            reduced = reductions * reduced_width * entries
+        trainable = rank_entries["units_trainable"] + rank_entries["root_trainable"]
+        reduced_bytes_per_entry = PRECISION_BYTES[self.strategy.reduce_dtype]
+        for entries, ranks in (
+            (trainable, shards),
+            (rank_entries["experts_trainable"], expert_shards),
+        ):
+            reduced = reductions * reduced_bytes_per_entry * entries
             # Within a shard group, and then between the groups of a hybrid.
             volume.add("reduce_scatter", reduced * ranks, ranks, "shard", calls, beside)
             volume.add("all_reduce", reduced, self.strategy.replicate, "replicate", calls, beside)
@@ -291,18 +321,18 @@ def fallbacks_on_host(strategy: FSDP2Strategy, device: str) -> list[tuple[int, S
     return [(3, strategy.model_copy(update={"offload": "cpu"}))]
 
 
-def _gathered_width(layout: Layout) -> int:
+def _gathered_bytes_per_entry(layout: Layout) -> int:
     """Return the bytes of an entry of a trainable weight that is gathered."""
-    if kind_of(layout) == "low":
+    if compute_mode_of(layout) == "low":
         return LOW_BYTES
     return FP32_BYTES
 
 
 def _gathered_bytes(layout: Layout, sizes: Sizes) -> int:
     """Return the bytes of gathered weights. Frozen matrices are in the precision of the run."""
-    width = _gathered_width(layout)
-    frozen_width = min(width, PRECISION_BYTES[layout.precision])
-    return width * (sizes.entries - sizes.low) + frozen_width * sizes.low
+    bytes_per_entry = _gathered_bytes_per_entry(layout)
+    frozen_bytes_per_entry = min(bytes_per_entry, PRECISION_BYTES[layout.precision])
+    return bytes_per_entry * (sizes.entries - sizes.low) + frozen_bytes_per_entry * sizes.low
 
 
 def _cast_to_fp8(facts: ModelFacts) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What strategies cost whose ranks come together every `period` steps."""
+"""What strategies cost whose ranks train alone and synchronise every `period` steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 from drumline.config.strategies.local_sgd import Apart
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Layout
-from drumline.planner.cost.terms import FP32_BYTES, FP64_BYTES, Volume
+from drumline.planner.cost.terms import FP32_BYTES, FP64_BYTES, CommunicationVolume
 from drumline.planner.strategies.base import StrategyCost
 
 A = TypeVar("A", bound=Apart)
@@ -21,11 +21,17 @@ class ApartCost(StrategyCost[A]):
     """The cost of local SGD: ranks train by themselves, and average their weights once a period."""
 
     def send(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+        self,
+        volume: CommunicationVolume,
+        layout: Layout,
+        facts: ModelFacts,
+        rank_entries: Counter[str],
+        step: int | None,
     ) -> None:
-        """Add all trainable weights in the steps that average them.
+        """Add the weights in steps that synchronise, and one number for the norm in each step.
 
-        In each step a number for the gradient norm is added, too.
+        `step` None: the mean step of a long run, of which the share "together" synchronises.
+        `strategy.exchange` is the collective that averages the weights.
         """
         ranks = layout.mesh.data_ranks
         if step is None:

@@ -13,6 +13,8 @@ class SingleCost(StrategyCost[SingleStrategy]):
     """The cost of one process."""
 
     @classmethod
-    def candidates(cls, kind: type[SingleStrategy], space: Space) -> Iterator[StrategyConfig]:
+    def candidates(
+        cls, strategy_class: type[SingleStrategy], space: Space
+    ) -> Iterator[StrategyConfig]:
         """Yield the strategy, also if there are more devices than it uses."""
-        yield kind()
+        yield strategy_class()

@@ -40,10 +40,10 @@ from drumline.planner.cost.terms import (
     PRECISION_BYTES,
     Beside,
     Buffers,
+    CommunicationVolume,
     Copied,
     Host,
     State,
-    Volume,
 )
 from drumline.planner.strategies.base import Space, StrategyCost
 
@@ -55,7 +55,7 @@ ADAMW_BYTES = 3 * FP32_BYTES
 # Bytes of the scalar that ZeRO 3 reduces for the gradient norm: fp64 on the device, fp32 on the host.
 NORM_ON_DEVICE_BYTES = FP64_BYTES
 NORM_ON_HOST_BYTES = FP32_BYTES
-# How often the blocks behind a block run between its forward and its backward: in forward, in
+# How often the blocks after a block run between its forward and its backward: in forward, in
 # backward, and with activation checkpointing once more when they are computed again.
 PASSES = 2
 PASSES_RECOMPUTED = 3
@@ -141,14 +141,14 @@ class ZeroCost(StrategyCost[Zero]):
     """The cost of ZeRO 1 and 2, and what stage 3 has in common with them."""
 
     @classmethod
-    def candidates(cls, kind: type[Zero], space: Space) -> Iterator[StrategyConfig]:
+    def candidates(cls, strategy_class: type[Zero], space: Space) -> Iterator[StrategyConfig]:
         """Yield this stage, and this stage with its optimizer on the host.
 
         One device has nothing to share, so there only the second makes sense.
         """
         if space.world > 1:
-            yield kind()
-        yield kind(offload_optimizer=CPU)
+            yield strategy_class()
+        yield strategy_class(offload_optimizer=CPU)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategyConfig]]:
         """Return the higher stages, and this one with its optimizer on the host.
@@ -167,7 +167,7 @@ class ZeroCost(StrategyCost[Zero]):
             found.append((3, self.strategy.model_copy(update={"offload_optimizer": CPU})))
         return found
 
-    def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
+    def state(self, layout: Layout, facts: ModelFacts, model_part: Part) -> State:
         """Return the bytes of weights, gradients and moments between two steps.
 
         Gradients are counted as they lie at the end of the last backward of a step. Weights have
@@ -189,11 +189,13 @@ class ZeroCost(StrategyCost[Zero]):
         if self.strategy.stage == 1:
             unsharded = FP32_BYTES * cut.trainable
         accumulated = self._gradient_bytes(layout, facts).accumulated
-        low_gradients = accumulated * share + unsharded
+        # If the run computes in fp16 or bf16. The gradients themselves are fp32, unless the user's
+        # config sets another type.
+        gradients_if_low_precision = accumulated * share + unsharded
         if is_offloaded:
             device_gradients = 0
             if is_low:
-                device_gradients = low_gradients
+                device_gradients = gradients_if_low_precision
             # DeepSpeed copies the rank's share to the host, where it is stepped.
             host_gradients = FP32_BYTES * share
             if self.strategy.stage == 2 and not is_low and layout.batch.accumulation > 1:
@@ -213,7 +215,7 @@ class ZeroCost(StrategyCost[Zero]):
             # they were accumulated from.
             gradients = FP32_BYTES * cut.flat + LOW_BYTES * cut.trainable
             return State(weights, gradients, masters)
-        return State(weights, low_gradients, masters)
+        return State(weights, gradients_if_low_precision, masters)
 
     def _state_of_stage_3(self, layout: Layout, facts: ModelFacts, cut: Partition) -> State:
         """Return the bytes of weights, gradients and moments between two steps of stage 3."""
@@ -260,7 +262,12 @@ class ZeroCost(StrategyCost[Zero]):
         return GradientBytes(_bytes_of_type(sent), _bytes_of_type(accumulated))
 
     def buffers(
-        self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
+        self,
+        layout: Layout,
+        facts: ModelFacts,
+        model_part: Part,
+        state: State,
+        activations: Activations | None,
     ) -> Buffers:
         """Return the bytes of DeepSpeed's buckets, and of what ZeRO 3 gathers.
 
@@ -270,7 +277,7 @@ class ZeroCost(StrategyCost[Zero]):
         if self.strategy.stage == 3:
             return self._buffers_of_stage_3(layout, facts, cut, state)
         options = self._user_options(facts)
-        width = PRECISION_BYTES[layout.precision]
+        bytes_per_entry = PRECISION_BYTES[layout.precision]
         is_low = layout.precision != "fp32"
         is_offloaded = self.strategy.offloads()[0] != "none"
         bucket = _bucket_entries(options, cut)
@@ -287,17 +294,17 @@ class ZeroCost(StrategyCost[Zero]):
         always = 0
         if is_offloaded:
             # One gradient on its way to the host.
-            always = width * cut.largest
+            always = bytes_per_entry * cut.largest
             if layout.device != "cuda":
                 # On a CPU the host's own copies lie in the same memory: see `host`.
-                share = width * cut.flat // layout.mesh.world_size
-                always = 2 * width * cut.largest + share
+                share = bytes_per_entry * cut.flat // layout.mesh.world_size
+                always = 2 * bytes_per_entry * cut.largest + share
         if self.strategy.stage == 1 and not has_bf16_optimizer and layout.batch.accumulation > 1:
             # Whole gradients that ZeRO 1 accumulates until the last micro-batch. With the
             # BF16_Optimizer they are part of `state`.
             always += FP32_BYTES * cut.trainable
         # DeepSpeed keeps the largest weight's gradient outside of the bucket if the bucket is full.
-        backward = width * cut.largest
+        backward = bytes_per_entry * cut.largest
         if bucket < cut.trainable:
             # A full bucket is sent before the end of backward, too.
             backward += message
@@ -322,21 +329,21 @@ class ZeroCost(StrategyCost[Zero]):
         """Return the bytes of the buckets that stage 1 and 2 allocate at the beginning of backward."""
         if has_bf16_optimizer:
             return 0
-        width = PRECISION_BYTES[layout.precision]
+        bytes_per_entry = PRECISION_BYTES[layout.precision]
         if self.strategy.stage == 1:
-            width = FP32_BYTES
+            bytes_per_entry = FP32_BYTES
         buckets = 1
         if options.get("zero_optimization.overlap_comm"):
             # One is filled while the other is sent.
             buckets = 2
-        return width * bucket * buckets
+        return bytes_per_entry * bucket * buckets
 
     def _buffers_of_stage_3(
         self, layout: Layout, facts: ModelFacts, cut: Partition, state: State
     ) -> Buffers:
         """Return the bytes of stage 3's bucket, and of the weights that it gathers."""
         options = self._user_options(facts)
-        width = PRECISION_BYTES[layout.precision]
+        bytes_per_entry = PRECISION_BYTES[layout.precision]
         bucket = _bucket_entries(options, cut)
         live = _stage_3_entries(options, "max_live_parameters", LIVE)
         prefetched = _stage_3_entries(options, "prefetch_bucket_size", PREFETCHED)
@@ -350,7 +357,7 @@ class ZeroCost(StrategyCost[Zero]):
         # DeepSpeed gathers up to `live` entries ahead. It exceeds this by the block that runs, and by
         # what is prefetched. Persistent weights are counted in `always`.
         gathered = min(everything, live + prefetched + block) - min(everything, persistent)
-        reduced = width * min(bucket, cut.trainable)
+        reduced = bytes_per_entry * min(bucket, cut.trainable)
         step = 0
         if self.strategy.offloads()[0] == "none" and layout.precision != "fp32":
             # Groups of weights are stepped one after the other.
@@ -358,8 +365,8 @@ class ZeroCost(StrategyCost[Zero]):
             step = FP32_BYTES * min(cut.pieces, group)
         sent = self._gradient_bytes(layout, facts).sent
         return Buffers(
-            always=sent * bucket + width * persistent,
-            through=max(0, width * gathered),
+            always=sent * bucket + bytes_per_entry * persistent,
+            through=max(0, bytes_per_entry * gathered),
             backward=reduced,
             last=reduced,
             step=step,
@@ -385,7 +392,7 @@ class ZeroCost(StrategyCost[Zero]):
         is_low = layout.precision != "fp32"
         has_gpu = layout.device == "cuda"
         optimizer, parameters = self.strategy.offloads()
-        width = PRECISION_BYTES[layout.precision]
+        bytes_per_entry = PRECISION_BYTES[layout.precision]
         low_copy = 0
         if is_low:
             low_copy = LOW_BYTES
@@ -394,7 +401,7 @@ class ZeroCost(StrategyCost[Zero]):
             shard = cut.flat // layout.mesh.world_size
             if parameters != "none":
                 shard = cut.pieces
-            between += width * (shard + cut.largest)
+            between += bytes_per_entry * (shard + cut.largest)
         everything = part_of(facts)
         block = largest_block(facts, everything).entries
         # What is filled at once: a block, or what is outside of the blocks.
@@ -419,7 +426,12 @@ class ZeroCost(StrategyCost[Zero]):
         return Host(between=between, load=load, export=between, copies=copies)
 
     def send(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+        self,
+        volume: CommunicationVolume,
+        layout: Layout,
+        facts: ModelFacts,
+        rank_entries: Counter[str],
+        step: int | None,
     ) -> None:
         """Add what weights and gradients send in a step.
 
@@ -430,7 +442,7 @@ class ZeroCost(StrategyCost[Zero]):
         """
         options = self._user_options(facts)
         ranks = layout.mesh.shard
-        width = PRECISION_BYTES[layout.precision]
+        bytes_per_entry = PRECISION_BYTES[layout.precision]
         sent = self._gradient_bytes(layout, facts).sent
         if self.strategy.stage == 3:
             self._send_stage_3(volume, layout, facts, options, sent)
@@ -454,10 +466,14 @@ class ZeroCost(StrategyCost[Zero]):
         for entries in _groups(facts, _has_two_groups(layout)).values():
             # Rounded up to an even number of entries on each rank.
             share = 2 * -(-entries // (2 * ranks))
-            volume.add("all_gather", width * share, ranks, "shard")
+            volume.add("all_gather", bytes_per_entry * share, ranks, "shard")
 
     def send_norm(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]
+        self,
+        volume: CommunicationVolume,
+        layout: Layout,
+        facts: ModelFacts,
+        rank_entries: Counter[str],
     ) -> None:
         """Add what DeepSpeed sends to measure the gradient norm."""
         groups = len(_groups(facts, _has_two_groups(layout)))
@@ -475,7 +491,12 @@ class ZeroCost(StrategyCost[Zero]):
             volume.add("all_reduce", FP32_BYTES * groups + is_low, ranks, "shard")
 
     def _send_stage_3(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, options: dict[str, Any], sent: int
+        self,
+        volume: CommunicationVolume,
+        layout: Layout,
+        facts: ModelFacts,
+        options: dict[str, Any],
+        sent: int,
     ) -> None:
         """Add what stage 3 sends in a step; `sent`: bytes of an entry of a gradient on its way.
 
@@ -483,10 +504,10 @@ class ZeroCost(StrategyCost[Zero]):
 
         - All parameters but the persistent ones (`stage3_param_persistence_threshold`) are gathered
           for forward.
-        - A block is released after forward, and gathered again for backward, if two limits are
-          passed: at least `stage3_max_reuse_distance` parameters are used in between, and more than
-          `stage3_max_live_parameters` lie behind the block, which is how far DeepSpeed gathers ahead
-          (to a block or so).
+        - A block is released after forward, and gathered again for backward, if two conditions hold:
+          at least `stage3_max_reuse_distance` entries are used between its forward and its backward,
+          and at least `stage3_max_live_parameters` entries come after its beginning in the model.
+          (DeepSpeed gathers this many entries ahead, to a block or so. Those stay gathered.)
         - Gradients are reduced and scattered.
 
         Persistent parameters are gathered after the step.
@@ -496,7 +517,7 @@ class ZeroCost(StrategyCost[Zero]):
         """
         ranks = layout.mesh.shard
         micro_batches = layout.batch.accumulation
-        width = PRECISION_BYTES[layout.precision]
+        bytes_per_entry = PRECISION_BYTES[layout.precision]
         threshold = _stage_3_entries(options, "param_persistence_threshold", PERSISTENT)
         reuse = _stage_3_entries(options, "max_reuse_distance", REUSE)
         prefetched = _stage_3_entries(options, "prefetch_bucket_size", 1)
@@ -508,14 +529,14 @@ class ZeroCost(StrategyCost[Zero]):
         calls = micro_batches * max(1, len(facts.block_weights))
         plus: ZeroPlusPlus = getattr(self.strategy, "zeropp", ZeroPlusPlus())
         # Bytes of an entry of a weight on its way.
-        gathered = width
+        gathered = bytes_per_entry
         if plus.quantized_weights:
             gathered = 1
         # Ranks of a copy of the weights.
         near = ranks
         if plus.hierarchical_partition > 1:
             near = plus.hierarchical_partition
-        volume.add("all_gather", width * parts["whole"], ranks, "shard")
+        volume.add("all_gather", bytes_per_entry * parts["persistent"], ranks, "shard")
         # Only as much of a block is gathered ahead as the bucket takes. The rest is waited for.
         hidden = min(1.0, prefetched / max(1, largest_block(facts, part_of(facts)).entries))
         sides: tuple[tuple[float, Beside, Beside], ...] = (
@@ -544,11 +565,11 @@ class ZeroCost(StrategyCost[Zero]):
         those of stage 3 on the host come for each micro-batch too.
         """
         micro_batches = layout.batch.accumulation
-        width = PRECISION_BYTES[layout.precision]
+        bytes_per_entry = PRECISION_BYTES[layout.precision]
         optimizer, parameters = self.strategy.offloads()
-        up = width * trainable
+        up = bytes_per_entry * trainable
         if parameters != "none":
-            up += width * facts.parameters / layout.mesh.shard * micro_batches
+            up += bytes_per_entry * facts.parameters / layout.mesh.shard * micro_batches
         down = FP32_BYTES * trainable * micro_batches
         stored = 0.0
         if optimizer == "nvme":
@@ -561,18 +582,18 @@ class Zero3Cost(ZeroCost):
     """The cost of ZeRO 3: `ZeroCost` knows its bytes; the search tries more of it."""
 
     @classmethod
-    def candidates(cls, kind: type[Zero], space: Space) -> Iterator[StrategyConfig]:
+    def candidates(cls, strategy_class: type[Zero], space: Space) -> Iterator[StrategyConfig]:
         """Yield also weights on the host, and optimizer and weights on a disk.
 
         Only stage 3 can offload the weights.
         """
-        assert issubclass(kind, Zero3Strategy)
-        yield from super().candidates(kind, space)
-        yield kind(offload_optimizer=CPU, offload_parameters=CPU)
+        assert issubclass(strategy_class, Zero3Strategy)
+        yield from super().candidates(strategy_class, space)
+        yield strategy_class(offload_optimizer=CPU, offload_parameters=CPU)
         if space.nvme is not None:
             disk = Offload(kind="nvme", path=space.nvme)
-            yield kind(offload_optimizer=disk)
-            yield kind(offload_optimizer=disk, offload_parameters=disk)
+            yield strategy_class(offload_optimizer=disk)
+            yield strategy_class(offload_optimizer=disk, offload_parameters=disk)
 
 
 def _bytes_of_type(name: str) -> int:
@@ -614,20 +635,30 @@ def _groups(facts: ModelFacts, has_two_groups: bool) -> Counter[bool]:
 
 @lru_cache(maxsize=1024)
 def _parts_of_rank(
-    facts: ModelFacts, ranks: int, persistent: int, reuse: int, live: int, is_recomputed: bool
+    facts: ModelFacts,
+    ranks: int,
+    persistence_threshold: int,
+    max_reuse: int,
+    max_live: int,
+    is_recomputed: bool,
 ) -> Counter[str]:
     """Return the entries of a rank's parts of weights, by what stage 3 does with the weights.
 
-    - `whole`: they stay gathered.
-    - `gathered`: they are gathered for forward.
-    - `again`: they are gathered again for backward.
-    - `trainable`: they have a gradient.
+    - `persistent`: small weights, which stay gathered between steps.
+    - `gathered`: all others, which are gathered for forward.
+    - `again`: of `gathered`, those that are gathered a second time, for backward.
+    - `trainable`: of all weights, those that have a gradient.
 
-    `persistent`, `reuse`, `live`: limits of stage 3 in entries (`_send_stage_3`).
+    `persistence_threshold`, `max_reuse`, `max_live`: limits of stage 3 in entries (`_send_stage_3`).
     `is_recomputed`: a block's forward runs again right before its backward.
 
-    The head stays gathered, since the root module uses it. An untied embedding is first in forward
-    and last in backward.
+    A block is gathered again if, with the entries of the blocks after it and of the head,
+
+    - entries after it + its own + head >= max_live, and
+    - passes × entries after it + head >= max_reuse.
+
+    The head is gathered for forward and stays gathered until backward, since the root module uses
+    it. An untied embedding is first in forward and last in backward.
     """
     passes = PASSES
     if is_recomputed:
@@ -636,19 +667,19 @@ def _parts_of_rank(
     after = tuple(weight for weight in facts.end_weights if weight.place != "before")
     head = sum(weight.numel for weight in after)
     sums = Counter[str]()
-    # Entries of the blocks behind this one, which run between its forward and its backward.
-    behind = 0
+    # Entries of the blocks after this one, which run between its forward and its backward.
+    entries_after = 0
     for block in (*reversed(facts.block_weights), before, after):
         here = sum(weight.numel for weight in block)
         # Weights are released after forward, and so gathered again, if their next use is far enough.
-        exceeds_live = behind + here + head >= live
-        exceeds_reuse = passes * behind + head >= reuse
+        exceeds_live = entries_after + here + head >= max_live
+        exceeds_reuse = passes * entries_after + head >= max_reuse
         is_gathered_again = exceeds_live and exceeds_reuse and block is not after
-        behind += here
+        entries_after += here
         for weight in block:
             part = math.ceil(weight.numel / ranks)
-            if weight.numel <= persistent:
-                sums["whole"] += part
+            if weight.numel <= persistence_threshold:
+                sums["persistent"] += part
             else:
                 sums["gathered"] += part
                 if is_gathered_again:

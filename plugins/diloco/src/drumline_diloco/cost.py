@@ -8,7 +8,7 @@ from collections import Counter
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Layout
 from drumline.plan.wire import BLOCK, SCALE
-from drumline.planner.cost.terms import FP32_BYTES, FP64_BYTES, Beside, Volume
+from drumline.planner.cost.terms import FP32_BYTES, FP64_BYTES, Beside, CommunicationVolume
 from drumline.planner.strategies.diloco import DiLoCoCost
 from drumline_diloco.section import StreamingDiLoCoStrategy
 
@@ -26,7 +26,12 @@ class StreamingDiLoCoCost(DiLoCoCost[StreamingDiLoCoStrategy]):
         return steps_of_period / self.strategy.period
 
     def send(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+        self,
+        volume: CommunicationVolume,
+        layout: Layout,
+        facts: ModelFacts,
+        rank_entries: Counter[str],
+        step: int | None,
     ) -> None:
         """Add the fragment that is sent in a step, and the norm.
 
@@ -34,7 +39,7 @@ class StreamingDiLoCoCost(DiLoCoCost[StreamingDiLoCoStrategy]):
         sum `halfway` steps later.
         """
         if not self.strategy.streams:
-            super().send(volume, layout, facts, has, step)
+            super().send(volume, layout, facts, rank_entries, step)
             return
         ranks = layout.mesh.data_ranks
         if step is None:
