@@ -61,7 +61,7 @@ class FakeEngine:
         self.weight -= torch.where(finite, lr * self.gradient, 0.0)
         self.skipped += not finite
 
-    def rescales(self) -> bool:
+    def uses_loss_scale(self) -> bool:
         return False
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -220,7 +220,7 @@ def test_fp16_scales_its_loss(
     assert_same_figures(made, reference, 2, tolerance=3e-2)
 
     good = {"scale": 65536.0, "good_steps": 2}
-    assert made.rescales()
+    assert made.uses_loss_scale()
     assert made.state()["scaler"] == good
 
     for name, tensor in made.tensors().items():

@@ -8,11 +8,11 @@ from pydantic import Field
 
 from drumline.config.section import Steps
 from drumline.config.strategies.local_sgd import Apart
-from drumline.engine.strategies.local_sgd.spec import ApartEngine
+from drumline.engine.strategies.local_sgd.spec import PeriodicAveragingSpec
 from drumline.plan.plan import Plan
 
 
-class GossipEngine(ApartEngine["Gossip"]):
+class GossipEngine(PeriodicAveragingSpec["Gossip"]):
     """The engine part: local SGD's, but for the exchange."""
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
