@@ -394,7 +394,7 @@ def test_one_engine_for_an_objective_and_for_a_loop_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "what"), [(Mesh(tp=2), "requires a plan"), (Mesh(cp=2), "requires attention")]
+    ("mesh", "what"), [(Mesh(tp=2), "requires a plan"), (Mesh(cp=2), "supports only the attention")]
 )
 def test_a_strategy_that_lacks_something_says_what(mesh: Mesh, what: str) -> None:
     with pytest.raises(PlanError, match=what):
