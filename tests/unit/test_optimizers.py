@@ -291,7 +291,7 @@ def learn_a_network(rounding: str, seed: int) -> float:
     optimizer = build_optimizer_with_state(
         named,
         OptimizerConfig(lr=1e-3),
-        make=make,
+        make_from_groups=make,
     )
     for _ in range(400):
         error = student(inputs).float() - wanted
