@@ -57,7 +57,7 @@ def work(folder: str) -> dict[str, Any]:
     from drumline.dist.mesh import data_mesh, device_mesh
     from drumline.dist.start import start, stop
     from drumline.engine.norms import local
-    from drumline.engine.optimizer import build_optimizer, optimizer_tensors
+    from drumline.engine.optimizer import build_optimizer_with_state, optimizer_tensors
     from drumline.engine.strategies.fsdp2.transform import apply_fsdp2
     from drumline.models.build import lay_out
     from drumline.models.head import ForwardWithObjective
@@ -71,7 +71,7 @@ def work(folder: str) -> dict[str, Any]:
     Values(source, "cpu", 0).fill(model)
     named = dict(model.named_parameters())
     tensors = canonical_tensors(model) | optimizer_tensors(
-        build_optimizer(named, OptimizerConfig()), named
+        build_optimizer_with_state(named, OptimizerConfig()), named
     )
     peaks: dict[str, Any] = {
         "share": sum(local(t).numel() * t.element_size() for t in tensors.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drumline.engine.engine import DeviceSums, Read, Sums
+from drumline.engine.engine import DeviceSums, Extract, Sums
 from drumline.telemetry.memory_tracker import MemoryStats
 
 
@@ -44,9 +44,9 @@ class FakeEngine:
         return {"loss": sum(losses), "tokens": 1.0, "correct": 0.0}
 
     def infer(
-        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+        self, micro_batches: Iterable[Any], extract: Extract, adapter: bool = True
     ) -> list[torch.Tensor]:
-        return [read(self.weight, batch) for batch in micro_batches]
+        return [extract(self.weight, batch) for batch in micro_batches]
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", self.weight
@@ -61,7 +61,7 @@ class FakeEngine:
         self.weight -= torch.where(finite, lr * self.gradient, 0.0)
         self.skipped += not finite
 
-    def rescales(self) -> bool:
+    def uses_loss_scale(self) -> bool:
         return False
 
     def tensors(self) -> dict[str, torch.Tensor]:

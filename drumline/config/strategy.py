@@ -3,7 +3,7 @@
 A strategy has three parts, each a class that is found by the kind:
 - its fields and its mesh, a `StrategyConfig` (here, and in `config.strategies`),
 - what it costs, a `planner.strategies.StrategyCost`,
-- how it spreads and steps a model, a `plan.strategy_engine.StrategyEngine` (in
+- how it spreads and steps a model, a `plan.strategy_engine.EngineSpec` (in
   `engine.strategies`).
 
 No torch here. Each answer has a default, that of copies of the model on all ranks, so that a
@@ -105,7 +105,7 @@ class StrategyConfig(Spec):
     modules: ClassVar[str] = "drumline.config.strategies.{}"
     # The two other parts, as module:Name, or the classes themselves.
     cost_class: ClassVar[str | type] = "drumline.planner.strategies.base:StrategyCost"
-    engine_class: ClassVar[str | type] = "drumline.plan.strategy_engine:StrategyEngine"
+    engine_class: ClassVar[str | type] = "drumline.plan.strategy_engine:EngineSpec"
     thing: ClassVar[str] = "strategy"
     yaml_key: ClassVar[str] = "strategy"
     # If two strategies are equally fast, the planner takes the one with the smaller number.

@@ -1,7 +1,7 @@
 """Adafactor for sharded matrices.
 
-Its state of a matrix are averages over rows and over columns, for which the ranks sum up their
-parts.
+The state of a matrix is one average for each row and one for each column. The ranks sum up the
+squares of their parts for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ DECAY = -0.8
 # A rate is multiplied by the root mean square of its weight, or by this number if that is smaller.
 LEAST_SCALE = 1e-3
 
-Cut = tuple[slice, ...]
+# The slices, one per dimension, that select this rank's part of a tensor.
+LocalSlices = tuple[slice, ...]
 
 
 class _Entry(NamedTuple):
@@ -41,7 +42,7 @@ class _Update(NamedTuple):
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor (Shazeer & Stern 2018), with the numbers of torch.optim.Adafactor.
+    """Adafactor (Shazeer & Stern 2018), which gives the same updates as torch.optim.Adafactor.
 
     torch's own takes no sharded tensors. The state of a tensor of shape [..., R, C] is
     float32[..., R, 1] and float32[..., 1, C], equal on all ranks. The state of a vector is the
@@ -95,10 +96,10 @@ class Adafactor(torch.optim.Optimizer):
                 column_sums = next(sums)
                 variance = _variance_of_matrix(parameter, state, new, row_sums, column_sums)
             else:
-                kept = local(state["variance"])
-                kept.lerp_(gradient.square(), new)
+                average = local(state["variance"])
+                average.lerp_(gradient.square(), new)
                 # A copy, because the direction is computed in place from it.
-                variance = kept.clone()
+                variance = average.clone()
             # Epsilon is squared, because the root is taken afterwards.
             epsilon = torch.finfo(gradient.dtype).eps
             variance.clamp_(min=epsilon**2)
@@ -156,7 +157,7 @@ def _parts_of_sums(entry: _Entry) -> list[torch.Tensor]:
     square_of_weight = local(parameter).square().sum()
     parts = [square_of_weight.reshape(1)]
     if parameter.ndim > 1:
-        rows, columns = _cuts(parameter)
+        rows, columns = _local_slices(parameter)
         row_sums = gradient.new_zeros(_row_shape(parameter))
         row_sums[rows] = gradient.square().sum(-1, keepdim=True)
         column_sums = gradient.new_zeros(_column_shape(parameter))
@@ -189,7 +190,7 @@ def _variance_of_matrix(
 
     epsilon = torch.finfo(row_sums.dtype).eps
     mean = row_var.mean(-2, keepdim=True).clamp_(min=epsilon)
-    rows, columns = _cuts(parameter)
+    rows, columns = _local_slices(parameter)
     return (row_var / mean)[rows] * col_var[columns]
 
 
@@ -203,10 +204,10 @@ def _column_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return (*parameter.shape[:-2], 1, parameter.shape[-1])
 
 
-def _cuts(parameter: torch.Tensor) -> tuple[Cut, Cut]:
-    """Return the indices of this rank's part of a matrix.
+def _local_slices(parameter: torch.Tensor) -> tuple[LocalSlices, LocalSlices]:
+    """Return the slices of this rank's part of a matrix.
 
-    The first is for a tensor of shape `_row_shape`, the second for one of `_column_shape`.
+    The first are for a tensor of shape `_row_shape`, the second for one of `_column_shape`.
     """
     shape = tuple(parameter.shape)
     offset = (0,) * parameter.ndim
@@ -214,11 +215,11 @@ def _cuts(parameter: torch.Tensor) -> tuple[Cut, Cut]:
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-    cuts: list[slice] = []
+    slices: list[slice] = []
     for start, size in zip(offset, shape, strict=True):
-        cuts.append(slice(start, start + size))
-    rows = (*cuts[:-1], slice(None))
-    columns = (*cuts[:-2], slice(None), cuts[-1])
+        slices.append(slice(start, start + size))
+    rows = (*slices[:-1], slice(None))
+    columns = (*slices[:-2], slice(None), slices[-1])
     return rows, columns
 
 

@@ -52,17 +52,17 @@ class BFloat16AdamW(torch.optim.Optimizer):
         Parameters without a gradient are numbered too, so that the noise of the others does not
         depend on which gradients there are.
         """
-        number = 0
+        index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                number += 1
+                index += 1
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, number)
+                    self._update(parameter, parameter.grad, group, index)
 
     def _update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], number: int
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], index: int
     ) -> None:
-        """Step one parameter. `number`: its place among all parameters, from 1."""
+        """Update one parameter. `index`: its number among all parameters, from 1."""
         lr: float = group["lr"]
         beta_of_mean, beta_of_square = group["betas"]
         state = self.state[parameter]
@@ -75,14 +75,14 @@ class BFloat16AdamW(torch.optim.Optimizer):
         gradient = local(gradient).float()
         noise = torch.Generator(weight.device)
         # Only what decides the noise is in the seed, so a resumed run draws the same one.
-        noise.manual_seed(derive(self.seed, "rounding", int(steps), number))
+        noise.manual_seed(derive(self.seed, "rounding", int(steps), index))
 
-        kept_mean = local(state["exp_avg"])
-        kept_square = local(state["exp_avg_sq"])
-        mean = kept_mean.float().lerp_(gradient, 1 - beta_of_mean)
-        square = kept_square.float().lerp_(gradient.square(), 1 - beta_of_square)
-        self._store(kept_mean, mean, noise)
-        self._store(kept_square, square, noise)
+        stored_mean = local(state["exp_avg"])
+        stored_square = local(state["exp_avg_sq"])
+        mean = stored_mean.float().lerp_(gradient, 1 - beta_of_mean)
+        square = stored_square.float().lerp_(gradient.square(), 1 - beta_of_square)
+        self._store(stored_mean, mean, noise)
+        self._store(stored_square, square, noise)
 
         # The step itself uses the moments in fp32, as they were before rounding.
         square.div_(1 - beta_of_square**steps)
@@ -110,11 +110,11 @@ class BFloat16AdamW(torch.optim.Optimizer):
         for slot in slots:
             state[slot] = torch.zeros_like(parameter)
 
-    def _store(self, kept: torch.Tensor, value: torch.Tensor, noise: torch.Generator) -> None:
-        """Round an fp32 value into a bfloat16 tensor. `noise`: for stochastic rounding."""
+    def _store(self, target: torch.Tensor, value: torch.Tensor, noise: torch.Generator) -> None:
+        """Round an fp32 value into `target`, a bfloat16 tensor. `noise`: for stochastic rounding."""
         if self.rounding != "nearest":
             value = round_stochastically(value, noise)
-        kept.copy_(value)
+        target.copy_(value)
 
 
 def round_stochastically(value: torch.Tensor, noise: torch.Generator) -> torch.Tensor:

@@ -17,10 +17,10 @@ from torch.nn import Module
 from drumline.config.config import LoRAConfig
 from drumline.config.model import Head
 from drumline.dist.seeds import derive
-from drumline.engine.engine import POLICY, CompositeEngine, Engine, OpenEngine, select_role
+from drumline.engine.engine import POLICY, CompositeEngine, CustomLoopEngine, Engine, select_role
 from drumline.engine.native import ForwardEngine, NativeEngine, prepare
 from drumline.engine.optimizer import MakeOptimizer
-from drumline.engine.transforms import gather_dtype, recomputed_by_blocks
+from drumline.engine.transforms import gather_dtype, require_checkpointable
 from drumline.errors import PlanError
 from drumline.models import adapters
 from drumline.models.attention import attend_by_documents
@@ -34,12 +34,12 @@ from drumline.models.own import require_same, require_trainable
 from drumline.models.packed import pack
 from drumline.models.shards import NothingToFill, Source, Values
 from drumline.models.tape import Build, lay_out_module
-from drumline.plan.plan import Plan
-from drumline.plan.strategy_engine import engine_of
+from drumline.plan.plan import Plan, RolePlan
+from drumline.plan.strategy_engine import engine_spec
 from drumline.telemetry.memory_tracker import MemoryStats
 
-# The engines of frozen models that are in use in this process. They are held by closures all over a
-# run, so `stats_with_frozen` finds them here.
+# The engines of frozen models that are in use in this process, for `stats_with_frozen`. Closures
+# all over a run hold them, so no object of the run lists them.
 frozen_engines: WeakSet[ForwardEngine] = WeakSet()
 
 
@@ -66,7 +66,10 @@ def build_engine(
     """
     if role is not None:
         return _build_role(plan, device, checkpoint_keys, role)
-    trainable = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
+    trainable: dict[str, RolePlan] = {}
+    for name, role_plan in plan.roles.items():
+        if role_plan.trainable:
+            trainable[name] = role_plan
     names = dict.fromkeys(checkpoint_keys)
     # Each engine gets the keys of its own role, without the role's name.
     policy_keys = frozenset(select_role(names, POLICY))
@@ -75,21 +78,22 @@ def build_engine(
         return policy
     engines = {POLICY: policy}
     lr_ratios = {}
-    for name, chosen in trainable.items():
+    for name, role_plan in trainable.items():
         keys = frozenset(select_role(names, name))
-        engines[name] = _build_trainable(plan.of_role(name), device, keys, chosen.head)
-        lr_ratios[name] = chosen.lr_ratio
+        engines[name] = _build_trainable(plan.of_role(name), device, keys, role_plan.head)
+        lr_ratios[name] = role_plan.lr_ratio
     return CompositeEngine(engines, lr_ratios)
 
 
 def _build_role(plan: Plan, device: str, checkpoint_keys: frozenset[str], role: str) -> Engine:
     """Return the engine of one role by itself."""
-    chosen = plan.roles[role]
-    role_plan = plan.of_role(role)
-    if chosen.trainable:
-        return _build_trainable(role_plan, device, checkpoint_keys, chosen.head)
+    head = plan.roles[role].head
+    # The whole plan, with the role's model in the place of the policy's.
+    plan_of_role = plan.of_role(role)
+    if plan.roles[role].trainable:
+        return _build_trainable(plan_of_role, device, checkpoint_keys, head)
     as_deepspeed = plan.engine == "deepspeed"
-    frozen = _build_frozen(role_plan, device, chosen.head, as_deepspeed=as_deepspeed)
+    frozen = _build_frozen(plan_of_role, device, head, as_deepspeed=as_deepspeed)
     frozen_engines.add(frozen)
     return cast(Engine, frozen)
 
@@ -105,41 +109,41 @@ def _build_trainable(
         # which all weights have to be filled, even if a checkpoint is loaded afterwards.
         device = "cpu"
         checkpoint_keys = frozenset()
-    model, source = _lay_out(plan, device, checkpoint_keys, head)
+    model, source = _build_unfilled_model(plan, device, checkpoint_keys, head)
     freeze(model, config.model.freeze)
     adapter = config.adapter
     if adapter.kind == "lora":
         adapters.inject(model, adapter, config.run.seed)
     if not is_deepspeed:
         # DeepSpeed keeps all weights in low precision, and an fp32 copy of the trainable ones.
-        keep_frozen_low(plan, model)
+        cast_to_compute_dtype(plan, model)
     if isinstance(adapter, LoRAConfig) and adapter.quantize != "none":
         dtype = gather_dtype(plan)
         if dtype is None:
             dtype = LOW_PRECISION.get(plan.precision, torch.float32)
         pack(model, adapter.quantize, dtype)
     values = Values(source, device, config.run.seed, checkpoint_keys)
-    engine = engine_of(config.strategy).prepare(plan, model, values)
+    engine = engine_spec(config.strategy).prepare(plan, model, values)
     return engine or _prepare_native(plan, model, values)
 
 
 def _prepare_native(
     plan: Plan, model: Any, values: Values, trains: bool = True, **options: Any
 ) -> Any:
-    """Return Drumline's own engine, for a strategy without an engine of its own.
+    """Return the native engine or a pipeline engine, for a strategy that brings no engine.
 
     `trains` False: the model is frozen. `options`: as of `native.prepare`; if there are any, the
-    model is a module of the user's own.
+    model is a user's module.
     """
     if plan.engine != "pipeline":
         engine: type[ForwardEngine] = ForwardEngine
         if trains:
             engine = NativeEngine
         return prepare(plan, model, values, engine, **options)
-    from drumline.engine import own_pipeline, pipeline
+    from drumline.engine import module_pipeline, pipeline
 
     if options:
-        return own_pipeline.prepare(plan, model, values, **options)
+        return module_pipeline.prepare(plan, model, values, **options)
     pipeline_engine: Any = pipeline.ForwardPipeline
     if trains:
         pipeline_engine = pipeline.PipelineEngine
@@ -150,8 +154,9 @@ def _prepare_native(
 class ModuleParts:
     """How a module may be divided, which its code does not say.
 
-    `units`: what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes again
-    (models.blocks.set_blocks). `tp_plan`: name of a module, numbers as `*` → colwise or rowwise.
+    `units`: the modules whose weights FSDP2 gathers separately, that ZeRO-3 fills at once, and that
+    checkpointing computes again (models.blocks.set_blocks). `tp_plan`: name of a module, indices as
+    `*` → colwise or rowwise.
     """
 
     units: Units | None = None
@@ -171,7 +176,7 @@ def build_module(
     make_optimizer: MakeOptimizer | None = None,
     overlaps: bool = True,
     unfrozen: frozenset[str] = frozenset(),
-) -> OpenEngine:
+) -> CustomLoopEngine:
     """Return the engine of any module: sharded as planned, then filled. Collective.
 
     Each rank draws only the weights that it holds.
@@ -183,15 +188,16 @@ def build_module(
         overlaps: As of native.prepare.
         unfrozen: Names of weights that are trained although `build` has them frozen.
 
-    Raises PlanError for a strategy by which such a module cannot be spread, and ModelError if ranks
+    Raises PlanError for a strategy that does not take such a module, and ModelError if ranks
     build different weights.
     """
     if plan.engine == "deepspeed":
         # As in `_build_trainable`.
         device = "cpu"
         checkpoint_keys = frozenset()
-    model, source = lay_out_spreadable(plan, build, device, parts)
+    model, source = build_unfilled_module(plan, build, device, parts)
     if isinstance(source, NothingToFill):
+        # `build` has made the weights itself: check that all ranks have made equal ones.
         require_same(model)
     for name, parameter in model.named_parameters():
         if name in unfrozen:
@@ -202,16 +208,17 @@ def build_module(
         "make_optimizer": make_optimizer,
         "overlaps": overlaps,
     }
-    engine = engine_of(plan.config.strategy).prepare(plan, model, values, **options)
+    engine = engine_spec(plan.config.strategy).prepare(plan, model, values, **options)
     return engine or _prepare_native(plan, model, values, **options)
 
 
-def lay_out_spreadable(
+def build_unfilled_module(
     plan: Plan, build: Build, device: str, parts: ModuleParts
 ) -> tuple[Module, Source]:
-    """Return a module of the user's own without its weights, and where these come from.
+    """Return a user's module without values in its weights, and where these come from.
 
-    Raises PlanError if it cannot be spread as planned, and ModelError if `build` makes no module.
+    Raises PlanError if it cannot be parallelised as planned, and ModelError if `build` makes no
+    module.
     """
     _require_degrees(plan, has_tp_plan=bool(parts.tp_plan))
     if plan.stream_parts > 1:
@@ -235,7 +242,7 @@ def lay_out_spreadable(
                 fix="name modules as model.named_modules() has them",
             )
     if plan.activation_checkpointing != "none":
-        recomputed_by_blocks(model)
+        require_checkpointable(model)
     freeze(model, plan.config.model.freeze)
     model._tp_plan = parts.tp_plan  # type: ignore[assignment]
     return model, source
@@ -252,10 +259,10 @@ def _require_degrees(plan: Plan, has_tp_plan: bool) -> None:
             fix=f'give tp_plan={{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}, or use {or_else}',
         )
     if mesh.cp > 1:
-        what = "context parallelism requires attention that it knows, that of a Hugging Face model"
+        what = "context parallelism supports only the attention of Hugging Face models"
         raise PlanError(what, where="strategy", fix=f"use {or_else}")
     if mesh.ep > 1:
-        what = "expert parallelism requires a mixture of experts that it knows, that of a Hugging Face model"
+        what = "expert parallelism supports only the mixtures of experts of Hugging Face models"
         raise PlanError(what, where="strategy", fix=f"use {or_else}")
     if mesh.pp > 1 and plan.pipeline is not None:
         schedule = plan.pipeline.schedule
@@ -265,10 +272,10 @@ def _require_degrees(plan: Plan, has_tp_plan: bool) -> None:
             raise PlanError(what, where="strategy", fix=fix)
 
 
-def keep_frozen_low(plan: Plan, model: Any) -> None:
-    """Cast frozen weights to the type that native engines compute in; in pure bf16 all weights.
+def cast_to_compute_dtype(plan: Plan, model: Any) -> None:
+    """Cast frozen weights to the type that native engines compute in, before the model is sharded.
 
-    Called before the model is sharded.
+    In pure bf16 the trainable weights are cast, too.
     """
     if plan.pure:
         cast_frozen([model], LOW_PRECISION["bf16"], vectors=True, trainable=True)
@@ -286,7 +293,7 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
     `as_deepspeed`: all weights are kept in low precision, and there is no autocast, as in
     DeepSpeed's engine; but not if the strategy casts weights as it gathers them.
     """
-    model, source = _lay_out(plan, device, frozenset(), head, draws=False)
+    model, source = _build_unfilled_model(plan, device, frozenset(), head, draws=False)
     model.requires_grad_(False)
     dtype = LOW_PRECISION.get(plan.precision)
     casts = gather_dtype(plan) is not None
@@ -307,23 +314,23 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
     return engine
 
 
-def _lay_out(
+def _build_unfilled_model(
     plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head, draws: bool = True
 ) -> tuple[Any, Source]:
-    """Return the model of a plan without its weights, and where these come from.
+    """Return the model of a plan without values in its weights, and where these come from.
 
     `draws`: whether weights that no file has are drawn. False: a missing weight is an error.
     """
     config = plan.config
-    place = device
+    build_device = device
     if plan.engine == "pipeline":
         # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
-        place = "cpu"
+        build_device = "cpu"
     model, source = lay_out(
         plan.model_path,
         config.model,
         derive(config.run.seed, "weights"),
-        place,
+        build_device,
         checkpoint_keys=checkpoint_keys,
         head=ModelHead(head, plan.labels, draws),
         draw_device=plan.device,

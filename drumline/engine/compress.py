@@ -400,6 +400,8 @@ def orthonormal(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     return [bases[index] for index in range(len(matrices))]
 
 
+# A new kind also needs config.strategy.Compression.kind, WITH_MEMORY there if it keeps errors, and
+# its bytes in planner.cost.terms.
 KINDS: dict[str, type[Compressor]] = {
     "bf16": Cast,
     "fp16": Cast,

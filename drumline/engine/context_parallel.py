@@ -109,7 +109,7 @@ def _replace_if_cut(part: SequencePart, whole: Function, cut: Callable[..., Any]
 class _Heads:
     """What transformers' sdpa reads of an attention module.
 
-    `num_key_value_groups`: query heads to one of keys, as they are on this rank.
+    `num_key_value_groups`: query heads per key/value head, on this rank.
     """
 
     num_key_value_groups: int
@@ -174,9 +174,10 @@ def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:
 def whole_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
     """Return the mask over whole sequences, made by the model's own function `mask`.
 
-    It is bool[B, 1, T, T], or `Documents` if attention takes these, or None for the plain causal
-    one. The model decides by place which tokens may meet (`mask_function`: causal, a window,
-    chunks). Which documents they belong to depends on the positions of the whole sequence; the
+    It is bool[B, 1, T, T], or None if it is causal and nothing else; or `Documents` if the running
+    batch names its documents (`has_batch`), which attention then keeps apart by itself. The model
+    decides by position which tokens may attend to which (`mask_function`: causal, a window,
+    chunks). Which documents they belong to follows from the positions of the whole sequence; the
     model has seen one part.
     """
     from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
@@ -185,6 +186,7 @@ def whole_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
     assert positions_BT is not None
     documents_BT: Tensor | None = None
     if not has_batch():
+        # Nothing else says which documents the tokens belong to.
         documents_BT = find_packed_sequence_indices(positions_BT)
     if documents_BT is not None:
         options["mask_function"] = packed_mask(options["mask_function"], positions_BT, documents_BT)
@@ -218,13 +220,13 @@ def ring(
 
 
 def no_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
-    """Return None, the plain causal mask, for the ring.
+    """Return None, which is a causal mask without windows or documents, for the ring.
 
     Raises PlanError if the model requires another mask.
     """
     has_window = options.get("local_size") is not None
-    is_plain_causal = options.get("allow_is_causal_skip", True)
-    if has_window or not is_plain_causal:
+    is_causal_only = options.get("allow_is_causal_skip", True)
+    if has_window or not is_causal_only:
         what = "ring attention in torch takes no mask, and this model has layers with windows of their own"
         raise PlanError(what, where="strategy", fix="use ulysses")
     return None

@@ -1,4 +1,4 @@
-"""How the native engine spreads a module over data ranks: one subclass of `Spread` for each way.
+"""Data parallelism of the native engine: one subclass of `DataParallelWrapper` for each kind.
 
 A subclass decides when gradients are reduced, and which module runs in training and evaluation.
 """
@@ -31,29 +31,34 @@ T = TypeVar("T", bound=torch.Tensor)
 logger = logging.getLogger(__name__)
 
 
-class Spread:
-    """How a module is spread over the data ranks.
+class DataParallelWrapper:
+    """The data-parallel wrapper around a module, which decides when gradients are reduced.
 
-    `module`: what runs in training. `inner`: what runs without gradients; by default `module`.
-    `reads`: as `inner`, but the objective is called once for all rows of a batch, and not once for
-    the rows of each GPU (nn.DataParallel); by default `inner`.
+    `train_module`: what runs in training. `eval_module`: what runs without gradients; by default
+    `train_module`. `infer_module`: what `Engine.infer` runs; by default `eval_module`. It differs
+    under nn.DataParallel, since the results of `infer` are of all rows of a batch, and not of the
+    rows of each GPU.
     """
 
     def __init__(
-        self, module: nn.Module, inner: nn.Module | None = None, reads: nn.Module | None = None
+        self,
+        train_module: nn.Module,
+        eval_module: nn.Module | None = None,
+        infer_module: nn.Module | None = None,
     ) -> None:
-        if inner is None:
-            inner = module
-        if reads is None:
-            reads = inner
-        self.module = module
-        self.inner = inner
-        self.reads = reads
+        if eval_module is None:
+            eval_module = train_module
+        if infer_module is None:
+            infer_module = eval_module
+        self.train_module = train_module
+        self.eval_module = eval_module
+        self.infer_module = infer_module
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return a context for a micro-batch's forward and backward.
 
-        When the context of a global batch's last micro-batch ends, gradients are reduced.
+        `last`: whether it is the last one of the global batch. When its context ends, gradients are
+        reduced.
         """
         return contextlib.nullcontext()
 
@@ -62,7 +67,7 @@ class Spread:
         return contextlib.nullcontext()
 
     def optimizer_parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Return what the optimizer steps, by name: the model's parameters, or parts of them."""
+        """Return what the optimizer updates, by name: the model's parameters, or parts of them."""
         return named
 
     def after_step(self) -> None:
@@ -71,9 +76,14 @@ class Spread:
     def exposed_communication(self) -> float | None:
         """Return the seconds of the last step between the end of backward and the last gradient.
 
-        None if they are not measured.
+        None if they are not measured. It is called once a step: some subclasses count from one call
+        to the next.
         """
         return None
+
+
+# The old name, for plug-ins.
+Spread = DataParallelWrapper
 
 
 def trainable_ids(module: nn.Module) -> set[int]:
@@ -84,8 +94,12 @@ def trainable_ids(module: nn.Module) -> set[int]:
     return {id(weight) for weight in module.parameters() if weight.requires_grad}
 
 
-class Unreplicated(Spread):
-    """No other rank has a copy of the module, so gradients need no averaging."""
+class NoGradientSync(DataParallelWrapper):
+    """Gradients are not averaged over ranks.
+
+    So it is for one process, for nn.DataParallel, and for ranks that train by themselves (local
+    SGD).
+    """
 
     def exposed_communication(self) -> float:
         return 0.0
@@ -98,7 +112,7 @@ class _Gradient(NamedTuple):
     version: int
 
 
-class Replicated(Spread):
+class Replicated(DataParallelWrapper):
     """DDP. Evaluation runs on the module within it, since there is nothing to reduce.
 
     DDP averages gradients during a backward, but only if that follows a call of DDP's forward, and
@@ -114,7 +128,7 @@ class Replicated(Spread):
     def __init__(
         self, module: DistributedDataParallel, compressor: Compressor | None = None
     ) -> None:
-        super().__init__(module, inner=module.module)
+        super().__init__(module, eval_module=module.module)
         self.ddp = module
         self.compressor = compressor
         # DDP records a static graph in the first backward.
@@ -137,13 +151,13 @@ class Replicated(Spread):
         """Note a forward of DDP, and keep DDP from waiting for weights that were frozen."""
         if torch.is_grad_enabled():
             self.was_called = True
-            if trainable_ids(self.inner) != self.initially_trainable:
+            if trainable_ids(self.eval_module) != self.initially_trainable:
                 # As `no_sync` does it: DDP would wait for gradients that never come.
                 self.ddp.require_backward_grad_sync = False
 
     @contextlib.contextmanager
     def backward_context(self, loss: torch.Tensor) -> Iterator[None]:
-        """See Spread. Measures how long the last backward of a step waits for the averages."""
+        """See the base class. Measure how long the last backward of a step waits for averages."""
 
         def start_clock() -> None:
             self.clock.start(self.device)
@@ -159,7 +173,7 @@ class Replicated(Spread):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See Spread. Before the last micro-batch DDP only accumulates gradients.
+        """See DataParallelWrapper. Before the last micro-batch DDP only accumulates gradients.
 
         Raises ModelError if a weight has no gradient that DDP waits for.
         """
@@ -180,7 +194,7 @@ class Replicated(Spread):
                 yield
         self.ddp.require_backward_grad_sync = True
         self.records_graph = False
-        if last and trainable_ids(self.inner) != self.initially_trainable:
+        if last and trainable_ids(self.eval_module) != self.initially_trainable:
             # DDP broadcasts buffers in the next forward only if this backward was synchronised.
             self.ddp.require_forward_param_sync = True
             self._average("other weights learn than when the model was spread")
@@ -201,7 +215,7 @@ class Replicated(Spread):
     def _gradients(self) -> dict[str, _Gradient | None]:
         """Return the gradient of each weight that learns, by the weight's name."""
         gradients: dict[str, _Gradient | None] = {}
-        for name, weight in self.inner.named_parameters():
+        for name, weight in self.eval_module.named_parameters():
             if not weight.requires_grad:
                 continue
             if weight.grad is None:
@@ -233,7 +247,7 @@ class Replicated(Spread):
             )
 
     def exposed_communication(self) -> float:
-        """See Spread."""
+        """See DataParallelWrapper."""
         seconds = self.clock.seconds()
         if self.compressor is not None:
             # On a CPU a compressor waits within backward.
@@ -241,7 +255,7 @@ class Replicated(Spread):
         return seconds
 
 
-class Sharded(Spread):
+class Sharded(DataParallelWrapper):
     """FSDP2. Evaluation gathers weights too, so it goes through the same module."""
 
     def __init__(
@@ -283,7 +297,10 @@ class Sharded(Spread):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See Spread. Without `sync_each_micro_batch` gradients stay whole until the last one."""
+        """See the base class.
+
+        Without `sync_each_micro_batch` gradients stay whole until the last one.
+        """
         self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)
         self.trains = True
         try:
@@ -324,11 +341,11 @@ class Timed:
         return work
 
 
-class BucketedAllReduce(Spread):
+class BucketedAllReduce(DataParallelWrapper):
     """Copies that average their gradients after the last micro-batch.
 
-    For copies that DDP does not take, because their parameters are themselves cut (tensor parallel)
-    or are a stage of a pipeline. This rank's parts of the gradients are averaged over `group`: the
+    For copies that DDP does not take, because their parameters are sharded (tensor parallel) or are
+    a stage of a pipeline. This rank's parts of the gradients are averaged over `group`: the
     ranks that hold the same parts and see other tokens. `experts`: the same for the weights of
     experts, if these are cut over data ranks.
     """
@@ -362,7 +379,7 @@ class BucketedAllReduce(Spread):
         has_own_group = self.group_of_experts is not self.group
         experts: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
-        for parameter in self.module.parameters():
+        for parameter in self.train_module.parameters():
             # A weight that was frozen since may still have a gradient.
             if not parameter.requires_grad and id(parameter) not in self.initially_trainable:
                 continue
@@ -395,7 +412,7 @@ class BucketedAllReduce(Spread):
 class _Bucket:
     """Gradients of some parameters end to end, summed over the group.
 
-    Behind them is a 1 for each gradient that this rank has, so the sum counts the ranks that have
+    After them is a 1 for each gradient that this rank has, so the sum counts the ranks that have
     it. Only a rank that lacks a gradient needs that count on the host, and waits for the device.
     """
 

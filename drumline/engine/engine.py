@@ -1,4 +1,4 @@
-"""The interface between the training loop and the engine that spreads a model.
+"""The interface between the training loop and the engine that holds a parallelised model.
 
 The loop sees only this. If several models are trained (a policy, and a value model of its own),
 their engines together are one engine, `CompositeEngine`.
@@ -19,10 +19,10 @@ from drumline.dist.reduce import exact
 from drumline.telemetry.memory_tracker import MemoryStats
 
 Sums = dict[str, float]
-# The same as fp64 scalars on this rank's device.
+# The same as fp64 scalars on this rank's device: name → float64[].
 DeviceSums = dict[str, torch.Tensor]
-# (outputs of a model, batch) → what `Engine.infer` returns of them.
-Read = Callable[[Any, Any], torch.Tensor]
+# (outputs of a model, batch) → a tensor that is taken or computed from them, of any shape and type.
+Extract = Callable[[Any, Any], torch.Tensor]
 # Sections of a checkpoint that only some runs have, of any role. A run that does not have such a
 # section drops it as it resumes. A run that has it, and whose checkpoint does not, starts it afresh.
 OPTIONAL_SECTIONS = ("outer", "compensation")
@@ -35,8 +35,12 @@ class Engine(Protocol):
     """Owns the model, its gradients and its optimizer on this rank.
 
     Sums are over this rank's samples. Ranks that share samples (pp, cp, tp) all return the same
-    sums, and the loop counts them once. In a training step of a pipeline only the last stage
-    returns sums, and the other stages return zeros.
+    sums, and the loop counts them once. The exception is a pipeline, in training and in evaluations
+    of a user's module: its ranks without the last stage return neutral values (`neutral_sum`).
+
+    An objective is called as objective(outputs, batch), with the outputs of a Hugging Face model,
+    or as objective(module, batch) with a user's module (`UserModule`). What it returns has
+    `loss_sum`, a scalar, and `sums`, scalars by name.
 
     No call of a training step makes the host wait for the device, with four exceptions: DeepSpeed's
     calls, fp16 (its next scale depends on this step's norm), an optimizer without a fused kernel,
@@ -54,16 +58,17 @@ class Engine(Protocol):
     ) -> DeviceSums:
         """Accumulate the gradients of Σ loss / denominator over all samples of all ranks.
 
-        Returns the sums, `loss` among them.
+        Returns the sums, `loss` among them. `denominator`: the total loss weight of the global
+        batch (its target tokens, or its samples).
         """
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         """Return the sums, computed without gradients. The model is left in training mode."""
 
     def infer(
-        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+        self, micro_batches: Iterable[Any], extract: Extract, adapter: bool = True
     ) -> list[torch.Tensor]:
-        """Return `read(outputs, batch)` of each micro-batch, computed without gradients.
+        """Return `extract(outputs, batch)` of each micro-batch, computed without gradients.
 
         Ranks that share samples return the same. All ranks must bring the same number of
         micro-batches. The model is left in training mode.
@@ -87,7 +92,7 @@ class Engine(Protocol):
     def unsharded_model(self) -> nn.Module | None:
         """Return the Hugging Face model if this rank has all of it, and can call it as it is.
 
-        None if the model is cut or sharded. A caller that changes its mode or cache must put them
+        None if the model is sharded or split. A caller that changes its mode or cache must put them
         back, and must not change its weights. Collective.
         """
 
@@ -104,7 +109,7 @@ class Engine(Protocol):
         is False, weights and moments stay as they are.
         """
 
-    def rescales(self) -> bool:
+    def uses_loss_scale(self) -> bool:
         """Return whether the loss is scaled, as in fp16.
 
         Then a gradient that is not finite is an overflow, after which `step` lowers the scale.
@@ -128,7 +133,8 @@ class Engine(Protocol):
         returned when it was saved, with `step`, the number of steps done.
 
         The checkpoint may be another engine's. Then `state` may lack everything but `step`, and
-        tensors of `OPTIONAL_SECTIONS` may not be filled.
+        tensors of `OPTIONAL_SECTIONS` may be as `tensors` returned them, without a value from the
+        checkpoint.
         """
 
     def memory_stats(self) -> MemoryStats:
@@ -140,17 +146,18 @@ class Engine(Protocol):
     def exposed_communication(self) -> float | None:
         """Return the seconds of the last forward_backward in which this rank waited for gradients.
 
-        None if nothing measures it.
+        None if nothing measures it. It is called once a step: some engines count from one call to
+        the next, so a second call may return 0.
         """
 
 
-class OpenEngine(Engine, Protocol):
-    """An engine for a training loop that the user has written.
+class CustomLoopEngine(Engine, Protocol):
+    """An engine for a training loop that the user has written (`drumline.session`).
 
     The loop calls the model itself, and hands a loss to `backward` for each micro-batch.
 
     `named`: the model's parameters by name. A forward may put other tensors in their place.
-    `initially_trainable`: the names of those that were trainable when the model was spread.
+    `initially_trainable`: the names of those that were trainable when the engine was built.
     `is_whole`: whether each rank has all of the model, and calls it as it is.
     """
 
@@ -185,7 +192,9 @@ class OpenEngine(Engine, Protocol):
 
 
 def sum_on_device(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
-    """Return the sums over micro-batches, of a key `max_…` the largest, as scalars on the device.
+    """Return the sums over micro-batches as float64 scalars on the device.
+
+    Of a key `max_…` it is the maximum.
 
     `outs`: for each micro-batch a scalar by name; all have the same names.
     """
@@ -225,15 +234,18 @@ def sum_to_host(outs: list[dict[str, torch.Tensor]]) -> Sums:
     return dict(zip(sums, values, strict=True))
 
 
-def reading_objective(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
-    """Return an objective that appends what `read` returns of each micro-batch to `kept`.
+def extracting_objective(
+    extract: Extract, extracted: list[torch.Tensor]
+) -> Callable[[Any, Any], Any]:
+    """Return an objective that appends `extract(outputs, batch)` to the list `extracted`.
 
     With it `Engine.infer` runs as an evaluation does. Its loss is 0.
     """
 
     def objective(outputs: Any, batch: Any) -> Any:
-        kept.append(read(outputs, batch))
-        return SimpleNamespace(loss_sum=torch.zeros((), device=kept[-1].device), sums={})
+        tensor = extract(outputs, batch)
+        extracted.append(tensor)
+        return SimpleNamespace(loss_sum=torch.zeros((), device=tensor.device), sums={})
 
     return objective
 
@@ -249,13 +261,13 @@ class CompositeEngine:
     `value/model.<fqn>`. So an export, or a run without that role, finds the policy's tensors alone.
     """
 
-    def __init__(self, engines: dict[str, Engine], rates: Mapping[str, float]) -> None:
+    def __init__(self, engines: dict[str, Engine], lr_ratios: Mapping[str, float]) -> None:
         """`engines`: by role, `policy` among them.
 
-        `rates`: what the learning rate is multiplied by for each role; 1 for a role that is missing.
+        `lr_ratios`: factor of the learning rate by role; 1 for a role that is missing.
         """
         self.engines = engines
-        self.rates = rates
+        self.lr_ratios = lr_ratios
         self.policy = engines[POLICY]
         self.infer = self.policy.infer
         self.whole_weights = self.policy.whole_weights
@@ -263,7 +275,7 @@ class CompositeEngine:
 
     def begin_step(self, lr: float) -> None:
         for role, engine in self.engines.items():
-            engine.begin_step(lr * self.rates.get(role, 1.0))
+            engine.begin_step(lr * self.lr_ratios.get(role, 1.0))
 
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
@@ -293,11 +305,11 @@ class CompositeEngine:
         for role, engine in self.engines.items():
             role_lr: float | None = None
             if lr is not None:
-                role_lr = lr * self.rates.get(role, 1.0)
+                role_lr = lr * self.lr_ratios.get(role, 1.0)
             engine.step(role_lr, grad_norm, finite)
 
-    def rescales(self) -> bool:
-        return any(engine.rescales() for engine in self.engines.values())
+    def uses_loss_scale(self) -> bool:
+        return any(engine.uses_loss_scale() for engine in self.engines.values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
@@ -333,8 +345,8 @@ class CompositeEngine:
         return stats
 
     def exposed_communication(self) -> float | None:
-        # All engines are asked, even if the first one returns None: asking also sets their clocks
-        # back to 0.
+        # All engines are asked, even if the first one returns None: some count from one call to the
+        # next.
         waits = [engine.exposed_communication() for engine in self.engines.values()]
         if None in waits:
             return None

@@ -3,7 +3,7 @@
 The experts of a layer are one module with weights of shape [experts, …], which is cut along that
 dimension. There are two cases:
 
-- The ranks see different tokens (`ep`, or `tp` with the stream cut by tokens). An all-to-all sends
+- The ranks see different tokens (`ep`, or `tp` with sequence parallelism). An all-to-all sends
   each choice of a token to the rank of its expert, and another one returns what the expert has
   computed (GShard, Lepikhin et al. 2021).
 - The ranks see the same tokens (`tp`). Each computes the choices of its own experts, and the
@@ -12,7 +12,8 @@ dimension. There are two cases:
 An expert's rows are computed by the forward of the module's own class in transformers: by grouped
 products if these run, otherwise in a loop.
 
-Shapes: N tokens, k choices of each, S rows (choices) on a rank, R ranks, E experts, D the width.
+Shapes: N tokens of a rank, k experts chosen for each, S = N·k choices that the rank sends, A rows
+that its experts compute, R ranks, E experts, D the size of hidden states.
 """
 
 from __future__ import annotations
@@ -47,51 +48,51 @@ def apply_experts(
     data ranks, whose gradients are averaged, the sum has to be divided.
     """
     inner = module.forward
-    experts = module.num_experts // mesh.size()
+    experts_per_rank = module.num_experts // mesh.size()
     for name, whole in list(module._parameters.items()):
         placed = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
-    module.num_experts = experts
+    module.num_experts = experts_per_rank
 
-    def own_part(weight: Any) -> Tensor:
+    def local_part(weight: Any) -> Tensor:
         """Return this rank's experts of a weight, whose gradient is divided for the average."""
         part: Tensor = weight.to_local()
         if part.requires_grad and averaged_over > 1:
             part.register_hook(lambda gradient: gradient / averaged_over)
         return part
 
-    compute = replace_weights(module, inner, own_part)
+    compute = forward_with_replaced_weights(module, inner, local_part)
 
-    def run(rows_SD: Tensor, expert_S: Tensor) -> Tensor:
-        """Return what this rank's experts make of a row each, float[S, D].
+    def run(rows_AD: Tensor, expert_A: Tensor) -> Tensor:
+        """Return the output of each row's expert, float[A, D].
 
-        `expert_S`: number of each row's expert on this rank.
+        `expert_A`: index of each row's expert among those of this rank.
         """
-        rows = len(rows_SD)
-        inputs_SD = rows_SD
-        expert_S1 = expert_S[:, None]
+        rows = len(rows_AD)
+        inputs_AD = rows_AD
+        expert_A1 = expert_A[:, None]
         if rows == 0:
             # Without rows one row of zeros is computed, since the weights must be in the graph.
-            inputs_SD = rows_SD.new_zeros(1, rows_SD.shape[1])
-            expert_S1 = expert_S.new_zeros(1, 1)
-        out: Tensor = compute(inputs_SD, expert_S1, inputs_SD.new_ones(expert_S1.shape))
+            inputs_AD = rows_AD.new_zeros(1, rows_AD.shape[1])
+            expert_A1 = expert_A.new_zeros(1, 1)
+        out: Tensor = compute(inputs_AD, expert_A1, inputs_AD.new_ones(expert_A1.shape))
         return out[:rows]
 
-    own_experts = _OwnExperts(run, mesh, experts)
+    local_experts = _LocalExperts(run, mesh, experts_per_rank)
 
     def forward(hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         """Return the weighted sums of the chosen experts' outputs, float[N, D].
 
-        `chosen_Nk`: the numbers of the experts that the router has chosen. `weights_Nk`: their
+        `chosen_Nk`: the indices of the experts that the router has chosen. `weights_Nk`: their
         weights.
         """
-        load_E = count_choices(chosen_Nk, experts * mesh.size())
+        load_E = count_choices(chosen_Nk, experts_per_rank * mesh.size())
         # The router's metrics read it.
         module.load_E = load_E
         if shares_tokens:
-            out_ND = own_experts.run_on_shared_tokens(hidden_ND, chosen_Nk, weights_Nk)
+            out_ND = local_experts.run_on_shared_tokens(hidden_ND, chosen_Nk, weights_Nk)
         else:
-            out_ND = own_experts.exchange_tokens(hidden_ND, chosen_Nk, weights_Nk, load_E)
+            out_ND = local_experts.exchange_tokens(hidden_ND, chosen_Nk, weights_Nk, load_E)
         return out_ND.to(hidden_ND.dtype)
 
     module.forward = forward
@@ -112,16 +113,16 @@ def count_choices(chosen_Nk: Tensor, experts: int) -> Tensor:
     return load_E.index_add_(0, chosen_S, torch.ones_like(chosen_S))
 
 
-class _OwnExperts(NamedTuple):
+class _LocalExperts(NamedTuple):
     """The experts of one rank.
 
-    `run`: (rows float[S, D], numbers of their experts on this rank int64[S]) → float[S, D].
-    `number`: how many experts each rank has.
+    `run`: (rows float[A, D], indices of their experts on this rank int64[A]) → outputs float[A, D].
+    `per_rank`: how many experts each rank has.
     """
 
     run: Callable[[Tensor, Tensor], Tensor]
     mesh: DeviceMesh
-    number: int
+    per_rank: int
 
     def exchange_tokens(
         self, hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor, load_E: Tensor
@@ -133,9 +134,9 @@ class _OwnExperts(NamedTuple):
         """
         group = self.mesh.get_group()
         ranks = self.mesh.size()
-        choices = chosen_Nk.shape[1]
+        experts_per_token = chosen_Nk.shape[1]
         order_S = chosen_Nk.flatten().argsort(stable=True)
-        sent_RE = load_E.view(ranks, self.number)
+        sent_RE = load_E.view(ranks, self.per_rank)
         arriving_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(arriving_RE, sent_RE, group=group)
         # Here the host waits for the device. It has to know how many rows come, to make room for
@@ -148,13 +149,14 @@ class _OwnExperts(NamedTuple):
         # the host reads the bounds.
         rows_each_way = torch.stack([sent_RE.sum(1), arriving_RE.sum(1)])
         sends, arrives = rows_each_way.tolist()
-        rows_SD = all_to_all_single_autograd(hidden_ND[order_S // choices], arrives, sends, group)
+        sent_SD = hidden_ND[order_S // experts_per_token]
+        rows_AD = all_to_all_single_autograd(sent_SD, arrives, sends, group)
         # From each rank in turn come the rows of the first expert, then those of the second, and so
         # on.
-        expert_S = torch.arange(self.number, device=order_S.device).repeat(ranks)
-        expert_S = expert_S.repeat_interleave(arriving_RE.flatten(), output_size=sum(arrives))
-        computed_SD = self.run(rows_SD, expert_S)
-        returned_SD = all_to_all_single_autograd(computed_SD, sends, arrives, group)
+        local_experts = torch.arange(self.per_rank, device=order_S.device).repeat(ranks)
+        expert_A = local_experts.repeat_interleave(arriving_RE.flatten(), output_size=sum(arrives))
+        computed_AD = self.run(rows_AD, expert_A)
+        returned_SD = all_to_all_single_autograd(computed_AD, sends, arrives, group)
         # Choice → its row in the order by experts: the inverse of the sort.
         row_S = torch.empty_like(order_S)
         row_S[order_S] = torch.arange(len(order_S), device=order_S.device)
@@ -170,15 +172,15 @@ class _OwnExperts(NamedTuple):
         """
         hidden_ND = self._with_summed_gradient(hidden_ND)
         weights_Nk = self._with_summed_gradient(weights_Nk)
-        # The host waits for the number of this rank's choices, which decides how many rows its
+        # The host waits for how many choices fall on this rank, which decides how many rows its
         # experts compute.
-        is_own_Nk = chosen_Nk // self.number == self.mesh.get_local_rank()
-        token_S, choice_S = is_own_Nk.nonzero(as_tuple=True)
-        expert_S = chosen_Nk[token_S, choice_S] % self.number
-        computed_SD = self.run(hidden_ND[token_S], expert_S)
-        weighted_SD = computed_SD * weights_Nk[token_S, choice_S, None]
+        is_local_Nk = chosen_Nk // self.per_rank == self.mesh.get_local_rank()
+        token_A, choice_A = is_local_Nk.nonzero(as_tuple=True)
+        expert_A = chosen_Nk[token_A, choice_A] % self.per_rank
+        computed_AD = self.run(hidden_ND[token_A], expert_A)
+        weighted_AD = computed_AD * weights_Nk[token_A, choice_A, None]
         part_ND = torch.zeros_like(hidden_ND)
-        part_ND = part_ND.index_add(0, token_S, weighted_SD.to(hidden_ND.dtype))
+        part_ND = part_ND.index_add(0, token_A, weighted_AD.to(hidden_ND.dtype))
         placed = DTensor.from_local(part_ND, self.mesh, [Partial()], run_check=False)
         summed = placed.redistribute(placements=[Replicate()])
         return summed.to_local()
@@ -189,23 +191,23 @@ class _OwnExperts(NamedTuple):
         return placed.to_local(grad_placements=[Partial()])
 
 
-def replace_weights(
+def forward_with_replaced_weights(
     module: nn.Module, forward: Callable[..., Any], change: Callable[[Any], Tensor]
 ) -> Callable[..., Any]:
-    """Return a forward that runs `forward` with each of the module's own weights replaced.
+    """Return a forward that replaces the module's weights while it runs `forward`.
 
-    `change(weight)` returns what replaces a weight. It is called in each forward, because FSDP2
-    puts other weights into the module while a forward runs.
+    `change(weight)` returns what replaces a weight of the module itself. It is called in each
+    forward, because FSDP2 puts other weights into the module while a forward runs.
     """
 
     def run(*inputs: Any, **options: Any) -> Any:
-        """Run `forward` with the changed weights, and put the module's own back afterwards."""
-        own = {name: weight for name, weight in module._parameters.items() if weight is not None}
-        changed = {name: change(weight) for name, weight in own.items()}
+        """Run `forward` with the changed weights, and put the original ones back afterwards."""
+        weights = {name: w for name, w in module._parameters.items() if w is not None}
+        changed = {name: change(weight) for name, weight in weights.items()}
         module._parameters.update(changed)  # type: ignore[arg-type]
         try:
             return forward(*inputs, **options)
         finally:
-            module._parameters.update(own)
+            module._parameters.update(weights)
 
     return run

@@ -25,7 +25,7 @@ LEAST_CAPABILITY = (8, 9)
 def apply_fp8(model: nn.Module, plan: Plan) -> None:
     """Replace linear layers by layers that multiply in fp8, in place and under the same names.
 
-    Called before the model is spread. On a CPU, values are rounded to fp8 and multiplied in fp32,
+    Called before the model is sharded. On a CPU, values are rounded to fp8 and multiplied in fp32,
     which shows the numbers and not the speed.
     Raises PlanError if the GPU has no fp8, or the model no layers for it.
     """
@@ -49,7 +49,7 @@ def apply_fp8(model: nn.Module, plan: Plan) -> None:
         Float8LinearConfig.from_recipe_name(options.scaling),
         emulate=plan.device == "cpu",
         enable_fsdp_float8_all_gather=options.gather == "fp8",
-        pad_inner_dim=not (is_text(model, plan) and has_aligned_tokens(plan)),
+        pad_inner_dim=not (has_only_token_inputs(model, plan) and has_aligned_tokens(plan)),
     )
     convert_to_float8_training(
         model, config=recipe, module_filter_fn=lambda module, _name: id(module) in chosen
@@ -64,8 +64,12 @@ def _is_fit(module: nn.Module) -> bool:
     return all(side % MULTIPLE == 0 for side in module.weight.shape)
 
 
-def is_text(model: Any, plan: Plan) -> bool:
-    """Return whether the rows of batches have all that the layers see: no patches, no own module."""
+def has_only_token_inputs(model: Any, plan: Plan) -> bool:
+    """Return whether all inputs of the linear layers are tokens of the batch.
+
+    They are not in models of images, which also compute on patches, and may not be in a user's
+    module.
+    """
     if plan.config.plain or plan.config.images_alone:
         return False
     return not is_vision_language(model.config)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from drumline.config.config import OptimizerConfig
-from drumline.engine.norms import distribute_alike, local
+from drumline.engine.norms import as_dtensor_on_mesh_device, local
 from drumline.vendor.torch import compute_local_shape_and_global_offset, orthogonalise
 
 # The Newton-Schulz iteration of torch.optim.Muon.
@@ -26,20 +26,21 @@ EPSILON = 1e-7
 ADAMW_RATIO = 0.2
 
 
-class _Mask(NamedTuple):
+class _StepGate(NamedTuple):
     """Whether a step is taken, as scalars on one device, so that the host need not know.
 
     `is_skipped`: a bool. `is_taken`: 1.0 or 0.0. Both are None if the step is taken in any case.
-    `shrinks_by`: what weights are multiplied by for their decay, 1 in a skipped step.
+    `decay_factor`: 1 − learning rate × weight decay, which weights are multiplied by; 1 in a
+    skipped step.
     """
 
     is_skipped: torch.Tensor | None
     is_taken: torch.Tensor | None
-    shrinks_by: torch.Tensor | float
+    decay_factor: torch.Tensor | float
 
     @classmethod
-    def make(cls, found_inf: torch.Tensor | None, device: torch.device, decay: float) -> _Mask:
-        """Return the mask of a step for weights on a device.
+    def make(cls, found_inf: torch.Tensor | None, device: torch.device, decay: float) -> _StepGate:
+        """Return the gate of a step for weights on a device.
 
         `found_inf`: 1.0 if the step is skipped; None if it is taken in any case. `decay`: learning
         rate times weight decay.
@@ -52,7 +53,7 @@ class _Mask(NamedTuple):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024), with the numbers of torch.optim.Muon.
+    """Muon (Jordan et al. 2024), which gives the same updates as torch.optim.Muon.
 
     Nesterov momentum is fp32, sharded as the weight is. Newton-Schulz runs in bf16 on the whole
     matrix. The rate is multiplied by 0.2 √(larger side), so that rates of AdamW can be used (Liu et
@@ -83,28 +84,30 @@ class Muon(torch.optim.Optimizer):
             decay = group["lr"] * group["weight_decay"]
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             # For each device, so that the flag is copied there once.
-            masks: dict[torch.device, _Mask] = {}
-            for together in _rounds(parameters):
-                device = local(together[0]).device
-                if device not in masks:
-                    masks[device] = _Mask.make(self.found_inf, device, decay)
-                self._step_round(together, group, masks[device])
+            gates: dict[torch.device, _StepGate] = {}
+            for batch in _batch_alike(parameters):
+                device = local(batch[0]).device
+                if device not in gates:
+                    gates[device] = _StepGate.make(self.found_inf, device, decay)
+                self._step_batch(batch, group, gates[device])
 
-    def _step_round(self, together: list[torch.Tensor], group: dict[str, Any], mask: _Mask) -> None:
-        """Step parameters of one shape that are cut alike."""
+    def _step_batch(
+        self, batch: list[torch.Tensor], group: dict[str, Any], gate: _StepGate
+    ) -> None:
+        """Step matrices of one shape that are sharded alike."""
         means = []
-        for parameter in together:
-            means.append(self._average(parameter, group["momentum"], mask))
-        updates = _orthogonal(means, together[0])
-        for parameter, update in zip(together, updates, strict=True):
+        for parameter in batch:
+            means.append(self._average(parameter, group["momentum"], gate))
+        updates = _orthogonal(means, batch[0])
+        for parameter, update in zip(batch, updates, strict=True):
             rate = group["lr"] * ADAMW_RATIO * math.sqrt(max(parameter.shape))
-            if mask.is_taken is not None:
-                update = update * mask.is_taken
+            if gate.is_taken is not None:
+                update = update * gate.is_taken
             weight = local(parameter)
-            weight.mul_(mask.shrinks_by)
+            weight.mul_(gate.decay_factor)
             weight.add_(update, alpha=-rate)
 
-    def _average(self, parameter: torch.Tensor, momentum: float, mask: _Mask) -> torch.Tensor:
+    def _average(self, parameter: torch.Tensor, momentum: float, gate: _StepGate) -> torch.Tensor:
         """Update the momentum, and return this rank's part of the Nesterov average in bfloat16."""
         state = self.state[parameter]
         if not state:
@@ -112,52 +115,52 @@ class Muon(torch.optim.Optimizer):
         assert parameter.grad is not None
         mean = local(state["momentum_buffer"])
         gradient = local(parameter.grad)
-        if mask.is_skipped is not None:
+        if gate.is_skipped is not None:
             # In a skipped step the momentum takes the gradient's place, so the average below leaves
             # it as it is.
-            gradient = torch.where(mask.is_skipped, mean, gradient)
+            gradient = torch.where(gate.is_skipped, mean, gradient)
         mean.lerp_(gradient, 1 - momentum)
         return gradient.lerp(mean, momentum).bfloat16()
 
 
-class _Cut(NamedTuple):
-    """A dimension of a matrix that is cut along an axis of its mesh."""
+class _ShardedDim(NamedTuple):
+    """A dimension `dim` of a matrix that is sharded over the axis `axis` of its mesh."""
 
     axis: int
     dim: int
 
 
-def _cuts(parameter: torch.Tensor) -> list[_Cut]:
-    """Return along which axes of its mesh a parameter is cut; [] if each rank has all of it.
+def _sharded_dims(parameter: torch.Tensor) -> list[_ShardedDim]:
+    """Return the sharded dimensions of a parameter; [] if each rank has all of it.
 
-    Axes of a single rank, and axes of copies, cut nothing.
+    Axes of the mesh with a single rank, and axes of copies, shard nothing.
     """
     if not isinstance(parameter, DTensor):
         return []
-    cuts = []
+    sharded_dims = []
     placements: tuple[Any, ...] = parameter.placements
     for axis, placement in enumerate(placements):
         if parameter.device_mesh.size(axis) > 1 and not placement.is_replicate():
-            cuts.append(_Cut(axis, placement.dim))
-    return cuts
+            sharded_dims.append(_ShardedDim(axis, placement.dim))
+    return sharded_dims
 
 
-def _rounds(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield lists of parameters that are stepped together: of one shape, cut in the same way.
+def _batch_alike(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the lists of parameters that are stepped together: of one shape, sharded alike.
 
     A list has at most as many as there are ranks that can own one. The order is the same on all
     ranks, since stepping each list is collective.
     """
     alike: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
-        key = (parameter.shape, *_cuts(parameter))
+        key = (parameter.shape, *_sharded_dims(parameter))
         alike.setdefault(key, []).append(parameter)
     for same in alike.values():
         first = same[0]
-        cuts = _cuts(first)
+        sharded_dims = _sharded_dims(first)
         owners = 1
-        if len(cuts) == 1 and isinstance(first, DTensor):
-            owners = first.device_mesh.size(cuts[0].axis)
+        if len(sharded_dims) == 1 and isinstance(first, DTensor):
+            owners = first.device_mesh.size(sharded_dims[0].axis)
         for start in range(0, len(same), owners):
             yield same[start : start + owners]
 
@@ -167,30 +170,30 @@ def _orthogonal(parts: list[torch.Tensor], like: torch.Tensor) -> list[torch.Ten
 
     `like`: a parameter that is cut as the matrices are.
     """
-    cuts = _cuts(like)
-    if not cuts:
+    sharded_dims = _sharded_dims(like)
+    if not sharded_dims:
         return [_newton_schulz(part) for part in parts]
     assert isinstance(like, DTensor)
-    if len(cuts) == 1:
-        return _orthogonal_by_owners(parts, like, cuts[0])
+    if len(sharded_dims) == 1:
+        return _orthogonal_by_owners(parts, like, sharded_dims[0])
 
     # Cut along two axes, as with FSDP2 and tensor parallelism: each rank gathers all matrices.
     shape, offset = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )
-    own_slices = []
+    slices = []
     for start, size in zip(offset, shape, strict=True):
-        own_slices.append(slice(start, start + size))
-    own_part = tuple(own_slices)
+        slices.append(slice(start, start + size))
+    local_slices = tuple(slices)
     sharded = []
     for part in parts:
-        matrix = distribute_alike(part, like)
+        matrix = as_dtensor_on_mesh_device(part, like)
         sharded.append(matrix)
     orthogonal = []
     for matrix, part in zip(sharded, parts, strict=True):
         # The gathered matrix is on the mesh's device; the parts may lie elsewhere.
         whole = _newton_schulz(matrix.full_tensor())
-        orthogonal.append(whole[own_part].to(part.device))
+        orthogonal.append(whole[local_slices].to(part.device))
     return orthogonal
 
 
@@ -203,9 +206,9 @@ def _newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _orthogonal_by_owners(
-    parts: list[torch.Tensor], like: DTensor, cut: _Cut
+    parts: list[torch.Tensor], like: DTensor, sharded: _ShardedDim
 ) -> list[torch.Tensor]:
-    """Return this rank's parts of matrices that are cut along one axis, made orthogonal.
+    """Return this rank's parts of matrices that are sharded along one axis, made orthogonal.
 
     The i-th rank along that axis owns the i-th matrix. If columns are cut, parts are sent transposed,
     so that what is cut are always rows. Each part is padded to `most_rows`, so that all are of one
@@ -215,18 +218,18 @@ def _orthogonal_by_owners(
     Collective: two all-to-alls over the ranks along the axis.
     """
     mesh = like.device_mesh
-    group = mesh.get_group(cut.axis)
-    ranks = mesh.size(cut.axis)
-    rank = mesh.get_local_rank(cut.axis)
-    is_cut_by_columns = cut.dim == 1
-    rows = like.shape[cut.dim]
-    columns = like.shape[1 - cut.dim]
+    group = mesh.get_group(sharded.axis)
+    ranks = mesh.size(sharded.axis)
+    rank = mesh.get_local_rank(sharded.axis)
+    is_sharded_by_columns = sharded.dim == 1
+    rows = like.shape[sharded.dim]
+    columns = like.shape[1 - sharded.dim]
     most_rows = math.ceil(rows / ranks)
-    rows_here = parts[0].shape[cut.dim]
+    rows_here = parts[0].shape[sharded.dim]
 
     sent = parts[0].new_zeros(len(parts), most_rows, columns)
     for padded, part in zip(sent, parts, strict=True):
-        if is_cut_by_columns:
+        if is_sharded_by_columns:
             padded[:rows_here] = part.T
         else:
             padded[:rows_here] = part
@@ -240,14 +243,14 @@ def _orthogonal_by_owners(
         # The parts lie in the order of the ranks, and only the last ones are padded: so the first
         # `rows` rows are the matrix.
         whole = received.view(-1, columns)
-        if is_cut_by_columns:
+        if is_sharded_by_columns:
             whole[:rows] = _newton_schulz(whole[:rows].T).T
         else:
             whole[:rows] = _newton_schulz(whole[:rows])
 
     # The parts go back the way they came.
     _exchange(sent, received, to_owners, from_owners, group)
-    if is_cut_by_columns:
+    if is_sharded_by_columns:
         return [padded[:rows_here].T for padded in sent]
     return [padded[:rows_here] for padded in sent]
 

@@ -1,4 +1,4 @@
-"""The native engines: PyTorch's autograd and optimizer over a model that is spread by transforms.
+"""The native engines: PyTorch's autograd and optimizer over a parallelised model.
 
 `ForwardEngine` does what needs no gradients (evaluate, infer, return weights), which is all that a
 frozen model needs. `NativeEngine` trains.
@@ -24,16 +24,16 @@ from drumline.engine.compress import compress_ddp
 from drumline.engine.context_parallel import apply_context_parallel
 from drumline.engine.data_parallel import (
     BucketedAllReduce,
+    DataParallelWrapper,
+    NoGradientSync,
     Replicated,
     Sharded,
-    Spread,
-    Unreplicated,
 )
 from drumline.engine.engine import (
     DeviceSums,
-    Read,
+    Extract,
     Sums,
-    reading_objective,
+    extracting_objective,
     sum_on_device,
     sum_to_host,
 )
@@ -41,9 +41,10 @@ from drumline.engine.experts import apply_expert_parallelism
 from drumline.engine.fp8 import apply_fp8, compute_gather_scales
 from drumline.engine.norms import LossScale, global_norm, local, total_norm
 from drumline.engine.optimizer import (
+    Groups,
     MakeOptimizer,
     as_saved,
-    build_optimizer,
+    build_optimizer_with_state,
     handles_found_inf,
     load_numbers,
     load_saved,
@@ -54,8 +55,7 @@ from drumline.engine.optimizer import (
     use_averaged_weights,
 )
 from drumline.engine.per_parameter import OptimizerInBackward, OptimizerOnHost
-from drumline.engine.plain import Plain, modes_kept
-from drumline.engine.shared_step import SharedStep
+from drumline.engine.sharded_optimizer import ShardedOptimizerWrapper
 from drumline.engine.tensor_parallel import apply_tp
 from drumline.engine.transforms import (
     RunningStatistics,
@@ -67,6 +67,7 @@ from drumline.engine.transforms import (
     batch_norms,
     compile_step,
 )
+from drumline.engine.user_module import UserModule, modes_kept
 from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
@@ -84,14 +85,14 @@ from drumline.models.shards import (
     tied_names,
 )
 from drumline.plan.plan import Plan
-from drumline.plan.rule import plain as plain_mesh
-from drumline.plan.strategy_engine import engine_of
+from drumline.plan.rule import plain as has_only_data_ranks
+from drumline.plan.strategy_engine import engine_spec
 from drumline.system.heartbeat import alive, beat
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.torch import foreach_mul_
 
 E = TypeVar("E", bound="ForwardEngine")
-Around = Callable[[], contextlib.AbstractContextManager[Any]]
+ForwardContext = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def prepare(
@@ -104,24 +105,26 @@ def prepare(
     overlaps: bool = True,
     make_optimizer: MakeOptimizer | None = None,
 ) -> E:
-    """Spread a model as planned, fill its weights, and return the engine over it. Collective.
+    """Parallelise a model as planned, fill its weights, and return the engine over it. Collective.
 
-    The docstring of `transforms` says why they are applied in this order.
+    Transforms are applied from the inside out, so that each sees what those before it have made:
+    fp8, tensor and expert parallelism, batch norms, kernels, context parallelism, activation
+    checkpointing and offload, compiling, data parallelism.
 
-    `engine`: called as engine(plan, model, spread, context of a forward).
-    `plain`: the model is any module, not a Hugging Face model.
-    `overlaps`: whether DDP may average copies during backward. For that it has to see each forward
-    that a backward goes through. False: they are averaged after backward, without DDP.
+    `engine`: called as engine(plan, model, wrapper, forward_context).
+    `plain`: the model is a module of the user's, not a Hugging Face model.
+    `overlaps`: whether DDP may all-reduce gradients during backward. For that it has to see each
+    forward that a backward goes through. False: they are averaged after backward, without DDP.
     `make_optimizer`: makes the optimizer in place of the plan's.
     """
     config = plan.config
     # FSDP2 is also used by a single process, to keep its weights in host memory.
-    is_spread = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
-    mesh = device_mesh(plan.mesh, plan.device) if is_spread else None
+    has_mesh = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
+    mesh = device_mesh(plan.mesh, plan.device) if has_mesh else None
     _apply_to_layers(plan, model, mesh)
-    module: Plain | ForwardWithObjective
+    module: UserModule | ForwardWithObjective
     if plain:
-        module = Plain(model, plan.batch)
+        module = UserModule(model, plan.batch)
     else:
         module = ForwardWithObjective(model)
     if config.model.kernels == "liger":
@@ -131,14 +134,16 @@ def prepare(
         apply_context_parallel(module, model, mesh["cp"], plan.cp_method, config.packs)
     apply_memory(model, plan)
     apply_compile(model, config.compile)
-    around: Around = contextlib.nullcontext
+    forward_context: ForwardContext = contextlib.nullcontext
     if module.sequence is not None:
-        around = module.sequence.around
+        forward_context = module.sequence.around
     options: dict[str, Any] = {}
     if make_optimizer is not None:
         options["make_optimizer"] = make_optimizer
-    spread = spread_over_data(plan, mesh, model, [(module, model)], module, values, overlaps)
-    return engine(plan, model, spread, around, **options)
+    wrapper = wrap_for_data_parallelism(
+        plan, mesh, model, [(module, model)], module, values, overlaps
+    )
+    return engine(plan, model, wrapper, forward_context, **options)
 
 
 def _apply_to_layers(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -158,38 +163,41 @@ def _apply_to_layers(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> N
         apply_sync_batchnorm(model, plan.device, options.sync_batchnorm_ranks)
 
 
-def spread_over_data(
+def wrap_for_data_parallelism(
     plan: Plan,
-    whole: DeviceMesh | None,
+    world_mesh: DeviceMesh | None,
     model: nn.Module,
     roots: list[tuple[Any, Any]],
     module: nn.Module,
     values: Values,
     overlaps: bool,
-) -> Spread:
-    """Fill a model's weights, and spread it over the data ranks. Collective.
+) -> DataParallelWrapper:
+    """Fill a model's weights, and return the data-parallel wrapper around it. Collective.
 
-    This is the last transform, around all others. If the strategy has code of its own
-    (`StrategyEngine.spread`), that does it; otherwise each data rank has a copy of `module`.
-    `whole`: the mesh of all ranks; None for one process alone. `roots`: as of `spread` there.
+    This is the last transform, around all others. If the strategy has code for it
+    (`EngineSpec.spread`), that does it; otherwise each data rank has a copy of `module`.
+    `world_mesh`: of all ranks; None for one process alone. `roots`: pairs (module that runs, the
+    part of the model within it), one for each stage of a pipeline, otherwise a single one.
     """
     strategy = plan.config.strategy
-    own: Spread | None = engine_of(strategy).spread(plan, whole, model, roots, values)
-    if own is not None:
-        return own
+    strategy_wrapper: DataParallelWrapper | None = engine_spec(strategy).spread(
+        plan, world_mesh, model, roots, values
+    )
+    if strategy_wrapper is not None:
+        return strategy_wrapper
     values.fill(model)
-    if whole is None or plan.data_parallel != "ddp":
-        return Unreplicated(module)
-    options = strategy.copies()
-    bucket_bytes = int(options.bucket_cap_mb * 2**20)
+    if world_mesh is None or plan.data_parallel != "ddp":
+        return NoGradientSync(module)
+    ddp_options = strategy.copies()
+    bucket_bytes = int(ddp_options.bucket_cap_mb * 2**20)
     if strategy.optimizer_shards(plan.mesh) > strategy.shards(plan.mesh):
-        return SharedStep(module, whole, bucket_bytes)
+        return ShardedOptimizerWrapper(module, world_mesh, bucket_bytes)
     if plan.mesh.tp * plan.mesh.ep > 1 or not overlaps:
-        experts = whole["replicate"].get_group() if plan.mesh.ep > 1 else None
-        return BucketedAllReduce(module, gradient_group(whole), bucket_bytes, experts)
-    ddp = apply_ddp(module, options, gradient_group(whole))
+        experts = world_mesh["replicate"].get_group() if plan.mesh.ep > 1 else None
+        return BucketedAllReduce(module, gradient_group(world_mesh), bucket_bytes, experts)
+    ddp = apply_ddp(module, ddp_options, gradient_group(world_mesh))
     seed = derive(plan.config.run.seed, "compression")
-    compressor = compress_ddp(ddp, options.compression, seed)
+    compressor = compress_ddp(ddp, ddp_options.compression, seed)
     return Replicated(ddp, compressor)
 
 
@@ -197,32 +205,37 @@ class ForwardEngine:
     """An engine over a model that is not trained. `NativeEngine` adds training to it.
 
     A forward runs model and objective together, so that the hooks of wrappers (DDP, FSDP2) see all
-    uses of a weight. Methods without a docstring are described in `Engine` and `OpenEngine`.
+    uses of a weight. Methods without a docstring are described in `Engine` and `CustomLoopEngine`.
     """
 
     trains = False
 
     def __init__(
-        self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext
+        self,
+        plan: Plan,
+        model: nn.Module,
+        wrapper: DataParallelWrapper,
+        forward_context: ForwardContext = contextlib.nullcontext,
     ) -> None:
-        """`around`: a context that each forward (and its backward) runs in."""
+        """`forward_context`: makes the context that each forward and its backward run in."""
         self.model = model
-        self.spread = spread
-        self.around = around
-        self.device = plan.place
+        self.wrapper = wrapper
+        self.forward_context = forward_context
+        # cpu, cuda or mps. On a GPU it stands for the current device of the process.
+        self.device_type = plan.place
         # FSDP2 casts weights as it gathers them. Other strategies leave casting to autocast.
-        casts_weights = isinstance(spread, Sharded) and spread.casts
+        casts_weights = isinstance(wrapper, Sharded) and wrapper.casts
         self.autocast_dtype: torch.dtype | None = None
         if not (plan.pure or casts_weights):
             self.autocast_dtype = LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
         self.statistics = RunningStatistics(self.batch_norms)
-        # Whether this rank has all weights of the model in their usual form: no strategy that cuts
-        # them, and no axis of the mesh besides the data ranks.
-        keeps_copies = isinstance(
-            spread, Unreplicated | Replicated | SharedStep | BucketedAllReduce
+        # Whether this rank has all weights of the model in their usual form: no strategy that
+        # shards them, and no axis of the mesh besides the data ranks.
+        is_unsharded = isinstance(
+            wrapper, NoGradientSync | Replicated | ShardedOptimizerWrapper | BucketedAllReduce
         )
-        self.is_whole = keeps_copies and plain_mesh(plan.mesh)
+        self.is_whole = is_unsharded and has_only_data_ranks(plan.mesh)
         if not self.trains:
             self.model.eval()
         elif not self.model.training:  # a part that was built in eval mode stays in it
@@ -230,23 +243,27 @@ class ForwardEngine:
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         """See Engine. The module runs without DDP, since there are no gradients to reduce."""
-        return sum_to_host(self._evaluate_batches(self.spread.inner, micro_batches, objective))
+        return sum_to_host(
+            self._evaluate_batches(self.wrapper.eval_module, micro_batches, objective)
+        )
 
     def infer(
-        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+        self, micro_batches: Iterable[Any], extract: Extract, adapter: bool = True
     ) -> list[torch.Tensor]:
-        """See Engine. `reading_objective` wraps `read` as an objective, and keeps what it returns."""
-        kept: list[torch.Tensor] = []
+        """See Engine. An objective appends what `extract` returns to `extracted`."""
+        extracted: list[torch.Tensor] = []
         with adapters.switch_adapters(self.model, adapter):
-            self._evaluate_batches(self.spread.reads, micro_batches, reading_objective(read, kept))
-        return kept
+            self._evaluate_batches(
+                self.wrapper.infer_module, micro_batches, extracting_objective(extract, extracted)
+            )
+        return extracted
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine. Only one weight at a time is gathered: all of them may not fit."""
         self._prepare_evaluation_weights()
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
-            full = full_tensor(name, tensor, self.device)
+            full = full_tensor(name, tensor, self.device_type)
             for each in (name, *tied.get(name, ())):
                 yield each, full
 
@@ -261,32 +278,32 @@ class ForwardEngine:
         return MemoryStats.of(self.model.parameters(), (), ())
 
     def exposed_communication(self) -> float | None:
-        return self.spread.exposed_communication()
+        return self.wrapper.exposed_communication()
 
     def begin_step(self, lr: float) -> None:
         """See Engine."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """See OpenEngine.
+        """See CustomLoopEngine.
 
         With gradients the call goes through DDP, which averages them in backward.
         """
         trains = torch.is_grad_enabled()
         if trains:
-            module = self.spread.module
+            module = self.wrapper.train_module
         else:
-            module = self.spread.inner
+            module = self.wrapper.eval_module
         with self._autocast():
             out = module((args, kwargs))
-        if not trains and isinstance(self.spread, Sharded):
+        if not trains and isinstance(self.wrapper, Sharded):
             # FSDP2 keeps some weights gathered for a backward, and none follows.
-            self.spread.reshard()
+            self.wrapper.reshard()
         # A loss is made of it outside of autocast.
         return raise_precision(out)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """See OpenEngine.
+        """See CustomLoopEngine.
 
         On leaving, each module is in the mode (training or not) that it had before.
         """
@@ -295,17 +312,17 @@ class ForwardEngine:
         with modes_kept(self.model):
             self._set_training(False)
             try:
-                with torch.no_grad(), self.around():
+                with torch.no_grad(), self.forward_context():
                     yield
             finally:
                 self._set_training(was_training)
-                if isinstance(self.spread, Sharded):
-                    self.spread.reshard()
+                if isinstance(self.wrapper, Sharded):
+                    self.wrapper.reshard()
 
     def _evaluate_batches(
         self, module: nn.Module, micro_batches: Iterable[Any], objective: Any
     ) -> list[dict[str, torch.Tensor]]:
-        """Return the sums of each micro-batch, `loss` among them, as schedule_free_scalars of the device."""
+        """Return the sums of each micro-batch, `loss` among them, as scalars on the device."""
         outs = []
         with self.evaluating(), self._autocast():
             for batch in micro_batches:
@@ -318,8 +335,8 @@ class ForwardEngine:
         """Put the weights and statistics in place that an evaluation or an export reads. Collective.
 
         Here the batch norms agree on their running statistics. An engine overrides this to switch
-        weights first: those of ranks that differ to their mean (local SGD), or those of a
-        schedule-free optimizer to their average.
+        weights first: to the mean of the ranks' copies (local SGD), or to the running average of a
+        schedule-free optimizer.
         """
         agree_on_statistics(self.batch_norms)
 
@@ -331,14 +348,15 @@ class ForwardEngine:
         """Return the context in which forwards compute: autocast, if operations are cast by it."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.device, self.autocast_dtype)
+        return torch.autocast(self.device_type, self.autocast_dtype)
 
 
 class NativeEngine(ForwardEngine):
     """Engine over a trainable model.
 
-    `named`: the model's parameters by name. `optimizer_parameters`: what the optimizer steps, by the
-    same names. With SharedStep these are this rank's rows, otherwise the parameters themselves.
+    `named`: the model's parameters by name. `optimizer_parameters`: what the optimizer updates, by
+    the same names. With ShardedOptimizerWrapper these are this rank's rows, otherwise the
+    parameters themselves.
     """
 
     trains = True
@@ -350,21 +368,21 @@ class NativeEngine(ForwardEngine):
         self,
         plan: Plan,
         model: nn.Module,
-        spread: Spread,
-        around: Around = contextlib.nullcontext,
+        wrapper: DataParallelWrapper,
+        forward_context: ForwardContext = contextlib.nullcontext,
         make_optimizer: MakeOptimizer | None = None,
     ) -> None:
         """`make_optimizer`: in place of the plan's."""
-        super().__init__(plan, model, spread, around)
+        super().__init__(plan, model, wrapper, forward_context)
         self.averaged_over = plan.mesh.data_ranks * plan.mesh.cp
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.loss_scale = LossScale(
-            plan.config.precision.initial_scale, plan.precision == "fp16", self.device
+            plan.config.precision.initial_scale, plan.precision == "fp16", self.device_type
         )
         self.named = dict(model.named_parameters())
         # A loop of the user's own may freeze some of these later, and unfreeze others.
         self.initially_trainable = set(trainable_names(model))
-        self.optimizer_parameters = spread.optimizer_parameters(self.named)
+        self.optimizer_parameters = wrapper.optimizer_parameters(self.named)
         self.optimizer: Any = self._build_optimizer(plan, make_optimizer)
         if plan.config.compile.optimizer:
             compile_step(self.optimizer)
@@ -372,32 +390,38 @@ class NativeEngine(ForwardEngine):
         # Whether the optimizer skips a step by itself if a flag on the device says so. Otherwise
         # the host has to wait for the flag before each step.
         self.handles_found_inf = isinstance(self.optimizer, OptimizerOnHost) or handles_found_inf(
-            self.optimizer, self.device
+            self.optimizer, self.device_type
         )
 
     def _build_optimizer(self, plan: Plan, make_optimizer: MakeOptimizer | None) -> Any:
         """Return the user's optimizer, or the plan's, with its state made."""
         options = plan.config.optimizer
-        own: torch.optim.Optimizer | None = None
+        user_optimizer: torch.optim.Optimizer | None = None
         if make_optimizer is not None:
-            own = make_optimizer(self.model)
-        if own is not None and self.optimizer_parameters is not self.named:
+            user_optimizer = make_optimizer(self.model)
+        if user_optimizer is not None and self.optimizer_parameters is not self.named:
             raise PlanError(
                 "it steps the model's own parameters, and shard_optimizer parts of them",
                 where="make_optimizer",
                 fix="use strategy=fsdp2, or leave make_optimizer out",
             )
-        if own is None and options.in_backward:
-            return OptimizerInBackward(self.named, lambda some: build_optimizer(some, options))
-        if own is None and options.offload:
-            return OptimizerOnHost(self.named, lambda some: build_optimizer(some, options))
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
+        if user_optimizer is None and options.in_backward:
+            return OptimizerInBackward(
+                self.named, lambda some: build_optimizer_with_state(some, options)
+            )
+        if user_optimizer is None and options.offload:
+            return OptimizerOnHost(
+                self.named, lambda some: build_optimizer_with_state(some, options)
+            )
+        make_from_groups: Callable[[Groups], torch.optim.Optimizer] | None = None
         if plan.pure:
-            make = partial(_bfloat16_adamw, plan=plan)
+            make_from_groups = partial(_bfloat16_adamw, plan=plan)
         matrices = frozenset[str]()
         if options.kind == "muon":
             matrices = self._matrices_in_blocks()
-        return build_optimizer(self.optimizer_parameters, options, own, matrices, make)
+        return build_optimizer_with_state(
+            self.optimizer_parameters, options, user_optimizer, matrices, make_from_groups
+        )
 
     def _matrices_in_blocks(self) -> frozenset[str]:
         """Return the names of the two-dimensional parameters within blocks, which Muon steps."""
@@ -421,7 +445,7 @@ class NativeEngine(ForwardEngine):
             with self.micro_batch(last=is_last):
                 beat("forward")
                 with self._autocast():
-                    loss_sum, sums = self.spread.module(batch, objective)
+                    loss_sum, sums = self.wrapper.train_module(batch, objective)
                 # Backward runs outside of autocast: each operation's is in the type of its forward.
                 beat("backward")
                 self.backward(loss_sum, denominator)
@@ -430,17 +454,17 @@ class NativeEngine(ForwardEngine):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See OpenEngine. If an evaluation has left averaged weights in place, switch back first."""
+        """See CustomLoopEngine. If an evaluation has left averaged weights, switch back first."""
         self._use_averaged_weights(False)
         self.statistics.begin_step()
-        with self.around(), self.spread.micro_batch(last):
+        with self.forward_context(), self.wrapper.micro_batch(last):
             yield
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         # Gradients are averaged over ranks, but their sum is wanted. Scaling the loss by the number
         # of ranks gives the sum without a second pass over the gradients.
         scale = self.loss_scale.scale(self.averaged_over / denominator)
-        with self.spread.backward_context(loss_sum):
+        with self.wrapper.backward_context(loss_sum):
             scaled_loss = loss_sum * scale
             scaled_loss.backward()
 
@@ -458,13 +482,13 @@ class NativeEngine(ForwardEngine):
         """See Engine. Gradients of fp16 are divided by their loss scale here, once a step."""
         if isinstance(self.optimizer, OptimizerInBackward):
             # The gradients are deleted already; their squares were added up during backward.
-            return total_norm(self.optimizer.squares, self.device)
+            return total_norm(self.optimizer.squares, self.device_type)
         self.loss_scale.unscale(self._local_gradients())
         counted: list[torch.Tensor] = []
         for name, parameter in self.optimizer_parameters.items():
             if parameter.grad is not None and name not in self.counted_elsewhere:
                 counted.append(parameter.grad)
-        return global_norm(counted, self.device, self.group)
+        return global_norm(counted, self.device_type, self.group)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """See Engine.
@@ -480,7 +504,7 @@ class NativeEngine(ForwardEngine):
         gradients = self._local_gradients()
         # A pipeline's stage may have nothing trainable.
         if self.max_grad_norm is not None and gradients:
-            # The formula of torch.nn.utils.clip_grad_norm_, applied to plain and sharded gradients
+            # The formula of torch.nn.utils.clip_grad_norm_, applied to whole and sharded gradients
             # alike.
             factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             foreach_mul_(gradients, factor.to(gradients[0]))
@@ -491,7 +515,7 @@ class NativeEngine(ForwardEngine):
                 self.optimizer.found_inf = (~finite).float()
             take_step(self.optimizer)
             self._weights_changed()
-            self.spread.after_step()
+            self.wrapper.after_step()
         if self.loss_scale.enabled:
             self.loss_scale.update(is_stepped=finite, is_overflow=~torch.isfinite(grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
@@ -500,7 +524,7 @@ class NativeEngine(ForwardEngine):
         for parameter in self.named.values():
             parameter.grad = None
 
-    def rescales(self) -> bool:
+    def uses_loss_scale(self) -> bool:
         return self.loss_scale.enabled
 
     def _use_averaged_weights(self, averaged: bool) -> None:
@@ -524,7 +548,7 @@ class NativeEngine(ForwardEngine):
         """See Engine. Checkpoints and exports hold the averaged weights of a schedule-free run."""
         self._use_averaged_weights(True)
         agree_on_statistics(self.batch_norms)
-        return {name: as_saved(tensor) for name, tensor in self._kept().items()}
+        return {name: as_saved(tensor) for name, tensor in self._saved_tensors().items()}
 
     def state(self) -> dict[str, Any]:
         return {
@@ -537,7 +561,7 @@ class NativeEngine(ForwardEngine):
         """See Engine. What is derived from weights (fp8 scales, copies on the host) is updated."""
         # A tensor is the engine's own, so it is filled already. Or it is the fp32 copy of a
         # quantised or bf16 tensor (`as_saved`), which still has to get the values.
-        for name, tensor in self._kept().items():
+        for name, tensor in self._saved_tensors().items():
             load_saved(tensor, tensors.get(name, tensor))
         load_numbers(self.optimizer, self.optimizer_parameters, tensors)
         set_extra_states(self.model, state.get("modules", {}))
@@ -547,13 +571,13 @@ class NativeEngine(ForwardEngine):
             self.optimizer.refresh()
         self._weights_changed()
         self.loss_scale.load(state.get("scaler", {}))
-        if isinstance(self.spread, Replicated) and self.spread.compressor:
-            self.spread.compressor.step = state["step"]
+        if isinstance(self.wrapper, Replicated) and self.wrapper.compressor:
+            self.wrapper.compressor.step = state["step"]
 
-    def _kept(self) -> dict[str, torch.Tensor]:
+    def _saved_tensors(self) -> dict[str, torch.Tensor]:
         """Return weights and optimizer state by canonical name.
 
-        Includes weights that the user's loop has frozen since the model was spread.
+        Includes weights that the user's loop has frozen since the engine was built.
         """
         frozen: dict[str, torch.Tensor] = {}
         for name, parameter in self.named.items():
@@ -575,7 +599,7 @@ class NativeEngine(ForwardEngine):
         return [local(p.grad) for p in self.optimizer_parameters.values() if p.grad is not None]
 
 
-def _bfloat16_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+def _bfloat16_adamw(groups: Groups, plan: Plan) -> torch.optim.Optimizer:
     """Return the optimizer of a run in pure bfloat16."""
     config = plan.config
     return BFloat16AdamW(groups, config.optimizer, config.precision, config.run.seed)

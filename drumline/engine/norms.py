@@ -44,10 +44,10 @@ def global_norm(
 
 def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
     """Add the squared entries of gradients, of the parts on this rank, to the sums in `found`."""
-    parts_by_place: dict[ShardGroups, list[torch.Tensor]] = {}
+    parts_by_groups: dict[ShardGroups, list[torch.Tensor]] = {}
     for gradient in gradients:
-        parts_by_place.setdefault(shard_groups(gradient), []).append(local(gradient))
-    for groups, parts in parts_by_place.items():
+        parts_by_groups.setdefault(shard_groups(gradient), []).append(local(gradient))
+    for groups, parts in parts_by_groups.items():
         # A rank may hold none: a head of one row has one shard.
         not_empty = [part for part in parts if part.numel()]
         if not not_empty and groups not in found:
@@ -103,19 +103,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def nonfinite_weight(model: nn.Module) -> str | None:
     """Return the name of a weight with NaN or infinity on this rank; None without one."""
     for name, weight in model.named_parameters():
-        own_part = local(weight.detach())
+        part = local(weight.detach())
         # Smaller types are codes of packed weights, and have no test for NaN.
-        is_plain = own_part.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        if is_plain and not bool(torch.isfinite(own_part).all()):
+        is_float = part.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        if is_float and not bool(torch.isfinite(part).all()):
             return name
     return None
 
 
-def wrap_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def as_dtensor_on_same_device(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's part as a DTensor with the layout of `like`, on the device of the part.
 
-    If `like` is whole, the part itself is returned. `distribute_alike` does the same on the device
-    of the mesh, to which DTensor.from_local moves the part.
+    Nothing is sent or copied. If `like` is no DTensor, the part itself is returned.
     """
     if not isinstance(like, DTensor):
         return part
@@ -123,13 +122,14 @@ def wrap_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 @overload
-def distribute_alike(part: torch.Tensor, like: DTensor) -> DTensor: ...
+def as_dtensor_on_mesh_device(part: torch.Tensor, like: DTensor) -> DTensor: ...
 @overload
-def distribute_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
-def distribute_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def as_dtensor_on_mesh_device(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
+def as_dtensor_on_mesh_device(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's part as a DTensor with the layout of `like`, on the device of its mesh.
 
-    If `like` is whole, the part itself is returned. `wrap_like` leaves the part where it lies.
+    DTensor.from_local moves the part there; `as_dtensor_on_same_device` does not. If `like` is no
+    DTensor, the part itself is returned.
     """
     if not isinstance(like, DTensor):
         return part
@@ -159,7 +159,7 @@ def shard_groups(tensor: torch.Tensor) -> ShardGroups:
 class LossScale:
     """Loss scaling for fp16 (Micikevicius et al. 2018), so that small gradients do not become zero.
 
-    torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each rank would judge
+    torch.amp.GradScaler takes no mixture of whole and sharded gradients, and each rank would judge
     by its own part. Here an overflow shows in the global norm, which is the same on all ranks. The
     scale and the count of steps lie on the device, so the host never waits for them.
 

@@ -24,8 +24,8 @@ from drumline.vendor.torch import FakeTensor, tree_leaves
 
 # The fewest bytes of a storage that is moved.
 LEAST_MOVED = 2**14
-# The classes of tensors that have one storage. Other subclasses may have several, or none.
-PLAIN = (Tensor, nn.Parameter, FakeTensor)
+# The classes of tensors that have exactly one storage. Other subclasses may have several, or none.
+SINGLE_STORAGE = (Tensor, nn.Parameter, FakeTensor)
 
 
 class ActivationOffload:
@@ -86,7 +86,7 @@ class ActivationOffload:
         self.most_device_bytes = max(self.most_device_bytes, self.device_bytes)
 
     def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context on the stream of copies, behind all that the device has been given."""
+        """Return a context on the copy stream, which first waits for the work given to the device."""
         if self.stream is None:
             return contextlib.nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -102,7 +102,7 @@ def _storages_that_stay(block: nn.Module, args: Any, kwargs: Any) -> set[int]:
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     storages: set[int] = set()
     for tensor in (*block.parameters(), *inputs[1:]):
-        if type(tensor) in PLAIN:
+        if type(tensor) in SINGLE_STORAGE:
             storages.add(tensor.untyped_storage()._cdata)
     return storages
 
@@ -125,19 +125,19 @@ def _fetch_at_backward(hidden: Tensor, run_before: _Run) -> None:
     hidden.register_hook(on_gradient)
 
 
-class _Moved:
-    """A storage that is moved, as uint8.
+class _MovedStorage:
+    """A storage that is moved, as tensors of uint8.
 
-    `device`: its copy on the device; None while only the host has one. `host`: its copy there; None
-    for FakeTensors, which the planner traces with. `uses`: saved tensors in it that a graph still
-    has.
+    `device_copy`: its bytes on the device; None while only the host has them. `host_copy`: its
+    bytes in host memory; None for FakeTensors, which the planner traces with. `uses`: saved tensors
+    in it that a graph still has.
     """
 
-    def __init__(self, device: Tensor) -> None:
-        self.device: Tensor | None = device
-        self.place = device.device
-        self.bytes_ = device.numel()
-        self.host: Tensor | None = None
+    def __init__(self, device_copy: Tensor) -> None:
+        self.device_copy: Tensor | None = device_copy
+        self.device = device_copy.device
+        self.bytes_ = device_copy.numel()
+        self.host_copy: Tensor | None = None
         self.uses = 0
 
 
@@ -167,7 +167,7 @@ class _Run:
         self.index = index
         self.stays = stays
         # By the storage's address and the tensor's version.
-        self.moved: dict[tuple[int, int], _Moved] = {}
+        self.moved: dict[tuple[int, int], _MovedStorage] = {}
         # Recorded after the last copy of this run, to the host or back.
         self.event: Any = None
 
@@ -187,7 +187,7 @@ class _Run:
 
     def _is_movable(self, tensor: Tensor) -> bool:
         """Return whether the storage of a saved tensor is to be moved."""
-        if type(tensor) not in PLAIN:
+        if type(tensor) not in SINGLE_STORAGE:
             return False
         storage = tensor.untyped_storage()
         bytes_ = storage.nbytes()
@@ -200,15 +200,15 @@ class _Run:
         size = tensor.untyped_storage().nbytes()
         entries = size // tensor.element_size()
         bytes_N = tensor.as_strided((entries,), (1,), 0).view(torch.uint8)
-        moved = _Moved(bytes_N)
+        moved = _MovedStorage(bytes_N)
         self.moved[key] = moved
         self.owner.count_device_bytes(size)
         self.owner.moved_bytes += size
         if not isinstance(tensor, FakeTensor):
             is_pinned = self.owner.stream is not None
-            moved.host = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+            moved.host_copy = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
             with self.owner.on_copy_stream():
-                moved.host.copy_(bytes_N, non_blocking=True)
+                moved.host_copy.copy_(bytes_N, non_blocking=True)
 
     def record_last_copy(self) -> None:
         """Record that all copies of this run have been started."""
@@ -231,15 +231,15 @@ class _Run:
         moved.uses -= 1
         if moved.uses == 0:
             del self.moved[key]
-            if moved.device is not None:
+            if moved.device_copy is not None:
                 self.wait_for_copies()
             self._release_device_copy(moved)
 
-    def _release_device_copy(self, moved: _Moved) -> None:
+    def _release_device_copy(self, moved: _MovedStorage) -> None:
         """Drop the device's copy of a storage, if there is one."""
-        if moved.device is not None:
+        if moved.device_copy is not None:
             self.owner.count_device_bytes(-moved.bytes_)
-            moved.device = None
+            moved.device_copy = None
 
     def wait_for_copies(self) -> None:
         """Let the device's current stream wait for the copies; the host does not wait."""
@@ -249,14 +249,14 @@ class _Run:
     @torch.no_grad()
     def fetch(self) -> None:
         """Bring back what the backward of this run needs."""
-        absent = [moved for moved in list(self.moved.values()) if moved.device is None]
+        absent = [moved for moved in list(self.moved.values()) if moved.device_copy is None]
         for moved in absent:
-            moved.device = torch.empty(moved.bytes_, dtype=torch.uint8, device=moved.place)
+            moved.device_copy = torch.empty(moved.bytes_, dtype=torch.uint8, device=moved.device)
             self.owner.count_device_bytes(moved.bytes_)
         with self.owner.on_copy_stream():
             for moved in absent:
-                if moved.host is not None and moved.device is not None:
-                    moved.device.copy_(moved.host, non_blocking=True)
+                if moved.host_copy is not None and moved.device_copy is not None:
+                    moved.device_copy.copy_(moved.host_copy, non_blocking=True)
         if absent:
             self.record_last_copy()
 
@@ -269,11 +269,11 @@ class _Run:
         if isinstance(packed, Tensor):
             return packed
         moved = self.moved[packed.key]
-        if moved.device is None:
+        if moved.device_copy is None:
             self.fetch()
         self.wait_for_copies()
-        assert moved.device is not None
-        storage = moved.device.view(packed.dtype)
+        assert moved.device_copy is not None
+        storage = moved.device_copy.view(packed.dtype)
         return storage.as_strided(*packed.view)
 
 

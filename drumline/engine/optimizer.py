@@ -15,10 +15,11 @@ from drumline.config.config import OptimizerConfig
 from drumline.engine.adafactor import Adafactor
 from drumline.engine.joined import JoinedOptimizer
 from drumline.engine.muon import Muon
-from drumline.engine.norms import distribute_alike, local
+from drumline.engine.norms import as_dtensor_on_mesh_device, local
 from drumline.errors import PlanError
 from drumline.foreign import class_and_line, first_line
 
+# Makes the optimizer of a module: the argument `make_optimizer` of a session.
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Groups = list[dict[str, Any]]
 # The slot in which schedulefree keeps the weights that it steps; it begins as the weights do.
@@ -40,7 +41,7 @@ def new_optimizer(
     named: dict[str, nn.Parameter],
     options: OptimizerConfig,
     matrices: frozenset[str] = frozenset(),
-    make: Callable[[Groups], torch.optim.Optimizer] | None = None,
+    make_from_groups: Callable[[Groups], torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the trainable parameters, without state.
 
@@ -49,7 +50,7 @@ def new_optimizer(
     their own, because torch takes no mixture. Each of torch's groups carries its `lr_ratio`.
 
     `named`: parameters by name. `matrices`: the names of two-dimensional parameters within blocks,
-    which Muon steps. `make`: builds the optimizer in place of `options.kind`.
+    which Muon steps. `make_from_groups`: makes the optimizer in place of `options.kind`.
     """
     # As few groups as possible: ZeRO gathers each one separately.
     groups: dict[_GroupKey, dict[str, Any]] = {}
@@ -69,8 +70,8 @@ def new_optimizer(
     if not group_list:
         # A pipeline's stage may have nothing trainable, and torch takes no empty list.
         group_list = [{"params": []}]
-    if make is not None:
-        return make(group_list)
+    if make_from_groups is not None:
+        return make_from_groups(group_list)
     return MAKERS[options.kind](group_list, options)
 
 
@@ -198,22 +199,22 @@ MAKERS: dict[str, Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]] = 
 }
 
 
-def build_optimizer(
+def build_optimizer_with_state(
     named: dict[str, nn.Parameter],
     options: OptimizerConfig,
     optimizer: torch.optim.Optimizer | None = None,
     matrices: frozenset[str] = frozenset(),
-    make: Callable[[Groups], torch.optim.Optimizer] | None = None,
+    make_from_groups: Callable[[Groups], torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """Return `optimizer`, or a new one of the kind in `options`, with its state made.
 
     A checkpoint can then be loaded into the state, and the memory that the state needs is taken at
-    once. `matrices` and `make` are those of `new_optimizer`.
+    once. `matrices` and `make_from_groups` are those of `new_optimizer`.
     """
     if optimizer is None:
-        optimizer = new_optimizer(named, options, matrices, make)
+        optimizer = new_optimizer(named, options, matrices, make_from_groups)
     else:
-        require_zero_state(optimizer)
+        require_zero_initial_state(optimizer)
     make_state(optimizer)
     return optimizer
 
@@ -340,7 +341,8 @@ def use_averaged_weights(optimizer: torch.optim.Optimizer, averaged: bool) -> bo
         switch = getattr(optimizer, "train", None)
     if switch is None:
         return False
-    # Averaged weights are in place exactly if the optimizer is not in its training mode.
+    # Averaged weights are in place exactly if the optimizer is not in its training mode. Without
+    # the key the mode is unknown, which counts as a change.
     first_group = optimizer.param_groups[0]
     wants_training_mode = not averaged
     is_in_training_mode: bool = first_group.get("train_mode", averaged)
@@ -357,8 +359,8 @@ def schedule_free_scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {key: first_group[key] for key in SCHEDULE_FREE_SCALARS if key in first_group}
 
 
-def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise PlanError for an optimizer whose state does not begin with zeros.
+def require_zero_initial_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise PlanError for an optimizer whose initial state is not all zeros.
 
     `make_state` sets the state to zeros. A trial shows whether that is right: one step of a small
     matrix must come out the same from a state of zeros as from no state.
@@ -480,7 +482,7 @@ def as_saved(tensor: torch.Tensor) -> torch.Tensor:
         whole = part.float()
     else:
         return tensor
-    return distribute_alike(whole, tensor).cpu()
+    return as_dtensor_on_mesh_device(whole, tensor).cpu()
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import nn
 
 from drumline.dist.copies import LateCopy
 from drumline.engine.joined import JoinedOptimizer
-from drumline.engine.norms import Squares, add_squares, local, wrap_like
+from drumline.engine.norms import Squares, add_squares, as_dtensor_on_same_device, local
 from drumline.engine.optimizer import take_step
 
 # Returns an optimizer of some parameters by name, with its state made.
@@ -159,4 +159,4 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """
     part = local(tensor.detach())
     copy = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
-    return wrap_like(copy.copy_(part), tensor)
+    return as_dtensor_on_same_device(copy.copy_(part), tensor)

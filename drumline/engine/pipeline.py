@@ -19,20 +19,31 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.dist.mesh import device_mesh
-from drumline.engine.data_parallel import Spread
+from drumline.engine.data_parallel import DataParallelWrapper
 from drumline.engine.engine import (
     DeviceSums,
-    Read,
+    Extract,
     Sums,
+    extracting_objective,
     neutral_sum,
-    reading_objective,
     sum_on_device,
     sum_to_host,
 )
 from drumline.engine.experts import apply_expert_parallelism
-from drumline.engine.native import ForwardEngine, NativeEngine, full_tensor, spread_over_data
+from drumline.engine.native import (
+    ForwardEngine,
+    NativeEngine,
+    full_tensor,
+    wrap_for_data_parallelism,
+)
 from drumline.engine.norms import local
-from drumline.engine.stages import Cuts, Stage, find_cuts, rank_part, weights_of_both_ends
+from drumline.engine.stages import (
+    SplitPoints,
+    Stage,
+    find_split_points,
+    rank_part,
+    weights_of_first_and_last_stage,
+)
 from drumline.engine.tensor_parallel import apply_tp
 from drumline.engine.transforms import apply_compile, apply_memory, gather_dtype
 from drumline.models import adapters
@@ -64,29 +75,33 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     mesh = device_mesh(plan.mesh, plan.device)
     layers = plan.pipeline.layers
     # Stages are dealt to the ranks in turn, as torch's interleaved schedules require.
-    own_stages = range(mesh["pp"].get_local_rank(), len(layers), plan.mesh.pp)
-    own_layers = [layers[index] for index in own_stages]
-    cuts = find_cuts(model)
-    shared = weights_of_both_ends(model, cuts)
+    local_stages = range(mesh["pp"].get_local_rank(), len(layers), plan.mesh.pp)
+    local_layers = [layers[index] for index in local_stages]
+    split_points = find_split_points(model)
+    shared = weights_of_first_and_last_stage(model, split_points)
     # Hidden states travel in the type of the residual stream. Autocast leaves it in fp32, and
     # weights that FSDP2 casts do not.
     dtype = gather_dtype(plan) or torch.float32
-    own_part = rank_part(model, cuts, own_layers, dtype)
-    if not next(own_part.parameters()).is_meta:
-        own_part.to(values.device)
+    model_part = rank_part(model, split_points, local_layers, dtype)
+    if not next(model_part.parameters()).is_meta:
+        model_part.to(values.device)
     if plan.mesh.tp > 1:
         is_sequence_parallel = plan.stream_parts > 1
         keeps_parts = plan.activation_checkpointing == "none"
-        apply_tp(own_part, mesh["tp"], is_sequence_parallel, keeps_parts)
+        apply_tp(model_part, mesh["tp"], is_sequence_parallel, keeps_parts)
     if plan.mesh.ep > 1:
-        apply_expert_parallelism(own_part, mesh["ep"])
-    apply_memory(own_part, plan)
-    apply_compile(own_part, plan.config.compile)
-    stages = [StageWithObjective(own_part, cuts, bounds, dtype) for bounds in own_layers]
+        apply_expert_parallelism(model_part, mesh["ep"])
+    apply_memory(model_part, plan)
+    apply_compile(model_part, plan.config.compile)
+    stages = [
+        StageWithObjective(model_part, split_points, bounds, dtype) for bounds in local_layers
+    ]
     roots = [(stage, stage.model) for stage in stages]
-    spread = spread_over_data(plan, mesh, own_part, roots, own_part, values, overlaps=False)
-    place = torch.device(values.device)
-    return engine(plan, own_part, spread, stages, cuts, mesh["pp"], place, shared)
+    wrapper = wrap_for_data_parallelism(
+        plan, mesh, model_part, roots, model_part, values, overlaps=False
+    )
+    device = torch.device(values.device)
+    return engine(plan, model_part, wrapper, stages, split_points, mesh["pp"], device, shared)
 
 
 class StageWithObjective(Stage):
@@ -127,7 +142,7 @@ class StageWithObjective(Stage):
 
         The last stage returns the loss, [1].
 
-        `received`: what the stage before has sent. The first stage gets token ids from the
+        `received`: what the previous stage has sent. The first stage gets token ids from the
         schedule, and takes those of its batch.
         """
         batch = next(self.micro_batches)
@@ -209,13 +224,13 @@ class PartOfPipeline(ForwardEngine):
     """An engine over some stages of a model, which exchanges tensors with the ranks of the others.
 
     `rank`, `ranks`: this rank's number in the pipeline, and how many ranks it has. `group`: these
-    ranks. `place`: this rank's device.
+    ranks. `device`: this rank's device.
     """
 
     rank: int
     ranks: int
     group: dist.ProcessGroup
-    place: torch.device
+    device: torch.device
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine. Each rank of the pipeline in turn broadcasts the weights of its stages.
@@ -224,37 +239,37 @@ class PartOfPipeline(ForwardEngine):
         buffer for what it receives, and to run the same broadcasts in the same order.
         """
         self._prepare_evaluation_weights()
-        own_tensors = all_tensors(self.model)
+        local_tensors = all_tensors(self.model)
         tied = tied_names(self.model)
-        own_forms: dict[str, _Form] = {}
-        for name, tensor in own_tensors.items():
-            own_forms[name] = _Form(tensor.shape, tensor.dtype, tied.get(name, []))
+        local_forms: dict[str, _Form] = {}
+        for name, tensor in local_tensors.items():
+            local_forms[name] = _Form(tensor.shape, tensor.dtype, tied.get(name, []))
         forms_by_rank: list[Any] = [None] * self.ranks
-        dist.all_gather_object(forms_by_rank, own_forms, group=self.group)
+        dist.all_gather_object(forms_by_rank, local_forms, group=self.group)
         yielded: set[str] = set()
         for rank, forms in enumerate(forms_by_rank):
             for name, form in forms.items():
-                if name in yielded:  # both ends hold tied weights
+                if name in yielded:  # first and last stage both hold tied weights
                     continue
-                own = None
+                local_tensor = None
                 if rank == self.rank:
-                    own = full_tensor(name, own_tensors[name], self.place)
-                full = self._broadcast_from(rank, own, form.shape, form.dtype)
+                    local_tensor = full_tensor(name, local_tensors[name], self.device)
+                full = self._broadcast_from(rank, local_tensor, form.shape, form.dtype)
                 for each in (name, *form.aliases):
                     yielded.add(each)
                     yield each, full
 
     def _broadcast_from(
-        self, rank: int, own: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
+        self, rank: int, local_tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return a tensor of one rank of the pipeline, on all of them. Collective.
 
-        `own`: the tensor on that rank; None on the others.
+        `local_tensor`: the tensor on that rank; None on the others.
         """
-        if own is None:
-            full = torch.empty(shape, dtype=dtype, device=self.place)
+        if local_tensor is None:
+            full = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            full = own.contiguous()
+            full = local_tensor.contiguous()
         dist.broadcast(full, group=self.group, group_src=rank)
         return full
 
@@ -269,22 +284,24 @@ class ForwardPipeline(PartOfPipeline):
         self,
         plan: Plan,
         model: nn.Module,
-        spread: Spread,
+        wrapper: DataParallelWrapper,
         stages: list[StageWithObjective],
-        cuts: Cuts,
+        split_points: SplitPoints,
         pp: DeviceMesh,
-        place: torch.device,
+        device: torch.device,
         shared: list[str],
     ) -> None:
-        """`place`: where stages compute. `shared`: names of the weights that both ends hold."""
-        super().__init__(plan, model, spread)
+        """`device`: where stages compute. `shared`: names of the weights that the first and the
+        last stage both hold (a tied head).
+        """
+        super().__init__(plan, model, wrapper)
         self.stages = stages
-        self.cuts = cuts
+        self.split_points = split_points
         self.group = pp.get_group()
         self.rank = pp.get_local_rank()
         self.ranks = pp.size()
         self.dtype = stages[0].dtype
-        self.place = place
+        self.device = device
         self.shared = shared
         for stage in stages:
             stage.autocast = self._autocast
@@ -313,48 +330,51 @@ class ForwardPipeline(PartOfPipeline):
             for work, _ in sends:
                 work.wait()
         last = self.stages[-1]
-        own_sums: Sums | None = None
+        local_sums: Sums | None = None
         if last.is_last:
-            own_sums = sum_to_host(last.outs)
-        sums: Sums = self._object_of_last_rank(own_sums)
+            local_sums = sum_to_host(last.outs)
+        sums: Sums = self._object_of_last_rank(local_sums)
         last.outs.clear()
         return sums
 
     def _receive_hidden(self, batch: Any) -> torch.Tensor:
         """Receive the hidden states of a micro-batch from the rank before, [B, T, D]."""
         hidden_BTD = torch.empty(
-            *batch.input_ids_BT.shape, self.cuts.width, dtype=self.dtype, device=self.place
+            *batch.input_ids_BT.shape,
+            self.split_points.width,
+            dtype=self.dtype,
+            device=self.device,
         )
         rank_before = (self.rank - 1) % self.ranks
         dist.recv(hidden_BTD, group=self.group, group_src=rank_before)
         return hidden_BTD
 
     def infer(
-        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+        self, micro_batches: Iterable[Any], extract: Extract, adapter: bool = True
     ) -> list[torch.Tensor]:
-        """See Engine. The last stage calls `read`, and broadcasts the results to all ranks."""
-        kept: list[torch.Tensor] = []
+        """See Engine. The last stage calls `extract`, and broadcasts the results to all ranks."""
+        extracted: list[torch.Tensor] = []
         with contextlib.ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(adapters.switch_adapters(stage.model, adapter))
-            self.evaluate(micro_batches, reading_objective(read, kept))
-        own_forms = [(tensor.shape, tensor.dtype) for tensor in kept]
-        forms = self._object_of_last_rank(own_forms)
+            self.evaluate(micro_batches, extracting_objective(extract, extracted))
+        local_forms = [(tensor.shape, tensor.dtype) for tensor in extracted]
+        forms = self._object_of_last_rank(local_forms)
         last_rank = self.ranks - 1
         results: list[torch.Tensor] = []
         for index, (shape, dtype) in enumerate(forms):
-            own: torch.Tensor | None = None
+            local_tensor: torch.Tensor | None = None
             if self.rank == last_rank:
-                own = kept[index]
-            results.append(self._broadcast_from(last_rank, own, shape, dtype))
+                local_tensor = extracted[index]
+            results.append(self._broadcast_from(last_rank, local_tensor, shape, dtype))
         return results
 
-    def _object_of_last_rank(self, own: Any) -> Any:
-        """Return what the rank of the last stage gives, on all ranks of the pipeline.
+    def _object_of_last_rank(self, local_object: Any) -> Any:
+        """Return the `local_object` of the last stage's rank, on all ranks of the pipeline.
 
         Collective.
         """
-        box = [own]
+        box = [local_object]
         dist.broadcast_object_list(box, group=self.group, group_src=self.ranks - 1)
         return box[0]
 
@@ -374,12 +394,12 @@ class LeanStage(pipelining.PipelineStage):
     """
 
     def _setup_forward_recv_info(self, *given: Any) -> None:
-        """Note what each micro-batch receives from the stage before, without memory for it."""
+        """Note what each micro-batch receives from the previous stage, without memory for it."""
         with self._allocates_nothing():
             super()._setup_forward_recv_info(*given)
 
     def _create_grad_recv_info(self, *given: Any) -> Any:
-        """Return what each micro-batch receives from the stage behind, without memory for it."""
+        """Return what each micro-batch receives from the next stage, without memory for it."""
         with self._allocates_nothing():
             return super()._create_grad_recv_info(*given)
 
@@ -469,18 +489,19 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         for stage in self.stages:
             stage.splits_backward = schedule == "zero_bubble"
         self.schedule = self._build_schedule(plan, schedule, len(plan.pipeline.layers))
-        # What stages before the last one return; None until the names are known.
-        self.sums: DeviceSums | None = None
+        # The sums that stages before the last one return, which change no total; None until their
+        # names are known.
+        self.neutral_sums: DeviceSums | None = None
         self._set_training(True)
 
-    def _build_schedule(self, plan: Plan, name: str, number_of_stages: int) -> Any:
+    def _build_schedule(self, plan: Plan, name: str, stage_count: int) -> Any:
         """Return torch's schedule over this rank's stages.
 
         All shapes are given, so it needs no trial run, and no messages to agree on them.
         """
         B = plan.batch.micro_batch * plan.batch.rows_per_sample
         T = plan.config.data.max_length
-        D = self.cuts.width
+        D = self.split_points.width
         ids_BT = torch.empty(B, T, dtype=torch.int64, device=META)
         hidden_BTD = torch.empty(B, T, D, dtype=self.dtype, device=META, requires_grad=True)
         loss = torch.empty(1, device=META, requires_grad=True)
@@ -489,8 +510,8 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
             stage = LeanStage(
                 module,
                 self.rank + turn * self.ranks,
-                number_of_stages,
-                self.place,
+                stage_count,
+                self.device,
                 input_args=ids_BT if module.is_first else hidden_BTD,
                 output_args=loss if module.is_last else hidden_BTD,
                 group=self.group,
@@ -517,7 +538,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         # As in NativeEngine.backward: gradients are averaged over ranks, and a sum is wanted.
         scale = self.loss_scale.scale(self.averaged_over / denominator)
         self._use_averaged_weights(False)
-        with self.spread.micro_batch(last=True):
+        with self.wrapper.micro_batch(last=True):
             for start in range(0, len(micro_batches), self.at_once):
                 batches = micro_batches[start : start + self.at_once]
                 for stage in self.stages:
@@ -529,25 +550,25 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
                 unused = torch.arange(len(batches))
                 self.schedule.step(*inputs, target=unused)
         self._sum_shared_gradients()
-        return self._last_sums()
+        return self._sums_of_last_stage()
 
-    def _last_sums(self) -> DeviceSums:
+    def _sums_of_last_stage(self) -> DeviceSums:
         """Return the sums over all micro-batches, on the rank of the last stage.
 
-        Elsewhere they are zeros (−∞ for a key `max_…`), which the loop does not count.
+        Elsewhere return neutral sums (0, or −∞ for a key `max_…`), which change no total.
         """
         last = self.stages[-1]
-        own_sums = sum_on_device(last.outs)
+        local_sums = sum_on_device(last.outs)
         last.outs.clear()
-        if self.sums is None:
-            self.sums = {}
+        if self.neutral_sums is None:
+            self.neutral_sums = {}
             # Once in a run: the names of the sums do not change.
-            for name in self._object_of_last_rank(list(own_sums)):
+            for name in self._object_of_last_rank(list(local_sums)):
                 value = torch.tensor(neutral_sum(name), dtype=torch.float64)
-                self.sums[name] = value.to(self.place)
+                self.neutral_sums[name] = value.to(self.device)
         if last.is_last:
-            return own_sums
-        return self.sums
+            return local_sums
+        return self.neutral_sums
 
     def _sum_shared_gradients(self) -> None:
         """Sum the gradients of the weights that the first and the last stage both hold.
@@ -559,11 +580,11 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         for name in self.shared:
             parameter = self.named[name]
             if parameter.grad is None:
-                # The other end waits for a gradient all the same.
+                # The peer waits for a gradient nevertheless.
                 parameter.grad = torch.zeros_like(parameter)
-            own = local(parameter.grad).contiguous()
-            received = torch.empty_like(own)
-            send = dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)
+            sent = local(parameter.grad).contiguous()
+            received = torch.empty_like(sent)
+            send = dist.P2POp(dist.isend, sent, group=self.group, group_peer=peer)
             receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer)
             for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()

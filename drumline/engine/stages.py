@@ -2,9 +2,9 @@
 
 A stage is the model itself, in which the parts of other stages are replaced. Every stage is given
 the token ids and positions, from which the model's own forward makes masks and rotary embeddings.
-Each block of another stage is replaced by an `Absent` module, which returns its input. Two of these
-do more: the one right before the stage's own blocks returns the hidden states that the stage before
-has sent, and the one right behind them keeps the hidden states for the next stage. Weights keep the
+Each block of another stage is replaced by a `StandIn`, which returns its input. Two of these do
+more: the one right before the stage's own blocks returns the hidden states that the previous stage
+has sent, and the one right after them keeps the hidden states for the next stage. Weights keep the
 names that they have in the whole model.
 """
 
@@ -35,53 +35,60 @@ TRIAL_RANKS = 2
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """Where a model can be cut.
+class SplitPoints:
+    """How a model can be split into stages: before any of its blocks.
 
-    `blocks`: name of the list of blocks, which has `number` of them. `before`, `after`: names of
-    the modules with weights that run ahead of the first block and behind the last. `returns`: how
-    many values a block returns in a tuple; 0 if it returns a tensor alone. `width`: D of the hidden
-    states. `splits`: see `models.head.can_split`.
+    `blocks`: name of the list of blocks. `block_count`: how many there are. `before`, `after`:
+    names of the modules with weights that run before the first block and after the last.
+    `tuple_length`: how many values a block returns in a tuple; 0 if it returns a tensor alone.
+    `width`: D of the hidden states. `has_separable_head`: see `models.head.can_split`.
     """
 
     blocks: str
-    number: int
+    block_count: int
     before: tuple[str, ...]
     after: tuple[str, ...]
-    returns: int
+    tuple_length: int
     width: int
-    splits: bool = False
+    has_separable_head: bool = False
 
 
-def find_cuts(model: Any) -> Cuts:
-    """Return where a model can be cut, found by running a small copy of it on eight tokens.
+def find_split_points(model: Any) -> SplitPoints:
+    """Return how a model can be split into stages, found by a small copy of it.
 
-    `model` may lie on the meta device. In the trial each block is a stage by itself, and the stages
-    are dealt to two ranks in turn.
-    Raises PlanError if there is no single list of blocks, if weights outside of it are used between
-    the blocks, if blocks share weights, or if stages give other outputs than the whole model.
+    The copy runs on eight tokens. `model` may lie on the meta device. In the trial each block is a
+    stage by itself, and the stages are dealt to two ranks in turn. Raises PlanError if there is no
+    single list of blocks, if weights outside of it are used between the blocks, if blocks share
+    weights, or if stages give other outputs than the whole model.
     """
     reason = reason_not_to_cut(model)
     if reason:
         raise NO_STAGES.error(reason)
-    cuts, is_reproduced = try_small(model, "cpu", _try_one_block_a_stage, layers=TRIAL_BLOCKS)
+    split_points, is_reproduced = try_small(
+        model, "cpu", _try_one_block_a_stage, layers=TRIAL_BLOCKS
+    )
     if not is_reproduced:
         raise NO_STAGES.error(f"stages of {type(model).__name__} do not make the whole model")
     found = block_list(model)
     assert found is not None, "its copy has them"
     _, blocks = found
-    after = cuts.after
+    after = split_points.after
     # The small copy is a plain class of transformers, without a value head.
     if hasattr(model, VALUE):
         after = (*after, VALUE)
-    return replace(cuts, number=len(blocks), after=after, splits=can_split(model))
+    return replace(
+        split_points,
+        block_count=len(blocks),
+        after=after,
+        has_separable_head=can_split(model),
+    )
 
 
-def _try_one_block_a_stage(small: Any, ids_BT: torch.Tensor) -> tuple[Cuts, bool]:
-    """Return the cuts of a small copy, and whether its stages reproduce it."""
-    cuts = trace_cuts(small, ids_BT)
-    ranges = tuple((index, index + 1) for index in range(cuts.number))
-    return cuts, stages_reproduce_model(small, cuts, ranges, TRIAL_RANKS, ids_BT)
+def _try_one_block_a_stage(small: Any, ids_BT: torch.Tensor) -> tuple[SplitPoints, bool]:
+    """Return the split points of a small copy, and whether its stages reproduce it."""
+    split_points = trace_split_points(small, ids_BT)
+    ranges = tuple((index, index + 1) for index in range(split_points.block_count))
+    return split_points, stages_reproduce_model(small, split_points, ranges, TRIAL_RANKS, ids_BT)
 
 
 class _Event(NamedTuple):
@@ -101,21 +108,21 @@ BEGINS = "begins"
 ENDS = "ends"
 
 
-def trace_cuts(model: Any, ids_BT: torch.Tensor) -> Cuts:
-    """Return the cuts of a model with weights, found by one run on `ids_BT`.
+def trace_split_points(model: Any, ids_BT: torch.Tensor) -> SplitPoints:
+    """Return the split points of a model with weights, found by one run on `ids_BT`.
 
     Raises PlanError if blocks do not run once each, or if weights are used between them.
     """
     class_name = type(model).__name__
     found = block_list(model)
-    assert found is not None, "find_cuts has looked"
+    assert found is not None, "find_split_points has looked"
     path, blocks = found
     outside = _modules_outside(model, blocks)
     events, block_output = _recorded_run(model, blocks, outside, ids_BT)
     if events.count(FIRST_BLOCK_BEGINS) != 1 or events.count(LAST_BLOCK_ENDS) != 1:
         raise NO_STAGES.error(f"{class_name} runs its blocks more than once")
 
-    # A module runs before the blocks if it has ended when they begin, and behind them if it ends
+    # A module runs before the blocks if it has ended when they begin, and after them if it ends
     # only when they are done. Any other module is used between the blocks.
     first = events.index(FIRST_BLOCK_BEGINS)
     last = events.index(LAST_BLOCK_ENDS)
@@ -130,19 +137,19 @@ def trace_cuts(model: Any, ids_BT: torch.Tensor) -> Cuts:
             after.append(name)
     between = sorted(set(outside) - set(before) - set(after))
     if not between:
-        # A module that contains the blocks ends behind them too, but begins before they end.
+        # A module that contains the blocks ends after them too, but begins before they end.
         between = [name for name in after if _Event(BEGINS, name) in events[:last]]
     if between:
         raise NO_STAGES.error(f"{class_name} uses {between[0]} between its blocks")
 
     # If a block returns a tuple, the hidden states are its first part.
-    returns = 0
+    tuple_length = 0
     hidden_BTD = block_output
     if isinstance(block_output, tuple):
-        returns = len(block_output)
+        tuple_length = len(block_output)
         hidden_BTD = block_output[0]
     width = hidden_BTD.shape[-1]
-    return Cuts(path, len(blocks), tuple(before), tuple(after), returns, width)
+    return SplitPoints(path, len(blocks), tuple(before), tuple(after), tuple_length, width)
 
 
 def _modules_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -196,27 +203,27 @@ def _recorded_run(
     return events, block_output
 
 
-class Absent(nn.Module):
-    """Takes the place of a module that another stage holds."""
+class StandIn(nn.Module):
+    """Replaces a module that another stage holds, and returns its first input or `run` of that."""
 
     def __init__(
-        self, block: nn.Module | None = None, returns: int = 0, run: Compute | None = None
+        self, block: nn.Module | None = None, tuple_length: int = 0, run: Compute | None = None
     ) -> None:
         """`block`: the block to replace. Its plain attributes are copied, since trunks read them
-        (`attention_type`). `returns`: see Cuts. `run`: computes the output from the first input;
-        None: the output is the first input.
+        (`attention_type`). `tuple_length`: see SplitPoints. `run`: computes the output from the
+        first input; None: the output is the first input.
         """
         super().__init__()
-        self.returns = returns
+        self.tuple_length = tuple_length
         self.run = run
         if block is not None:
             self._copy_attributes(block)
 
     def _copy_attributes(self, block: nn.Module) -> None:
         """Take over the public attributes of a block, except those that this module has itself."""
-        own = {"forward", *vars(self)}
+        taken = {"forward", *vars(self)}
         for name, value in vars(block).items():
-            if not name.startswith("_") and name not in own:
+            if not name.startswith("_") and name not in taken:
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,15 +237,15 @@ class Absent(nn.Module):
             output = kwargs["hidden_states"]
         if self.run is not None:
             output = self.run(output)
-        if self.returns:
-            return (output, *[None] * (self.returns - 1))
+        if self.tuple_length:
+            return (output, *[None] * (self.tuple_length - 1))
         return output
 
 
 def zeros_in_place_of(layer: nn.Embedding | nn.Linear, dtype: torch.dtype) -> Compute:
     """Return a function that makes zeros in the shape that an embedding or projection returns.
 
-    A later stage replaces the zeros by what the stage before it has sent.
+    A later stage replaces the zeros by what the previous stage has sent.
     """
 
     def zeros(given: torch.Tensor) -> torch.Tensor:
@@ -251,12 +258,12 @@ def zeros_in_place_of(layer: nn.Embedding | nn.Linear, dtype: torch.dtype) -> Co
     return zeros
 
 
-def weights_of_both_ends(model: Any, cuts: Cuts) -> list[str]:
+def weights_of_first_and_last_stage(model: Any, split_points: SplitPoints) -> list[str]:
     """Return the names of the weights that the first and the last stage both hold (a tied head).
 
-    Their gradients at both ends have to be added up.
+    Their gradients on the two stages have to be added up.
     """
-    shared = _parameter_ids(model, cuts.before) & _parameter_ids(model, cuts.after)
+    shared = _parameter_ids(model, split_points.before) & _parameter_ids(model, split_points.after)
     return [name for name, parameter in model.named_parameters() if id(parameter) in shared]
 
 
@@ -269,48 +276,53 @@ def _parameter_ids(model: Any, names: Iterable[str]) -> set[int]:
 
 
 def rank_part(
-    model: Any, cuts: Cuts, ranges: Iterable[Range], dtype: torch.dtype = torch.float32
+    model: Any,
+    split_points: SplitPoints,
+    ranges: Iterable[Range],
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     """Return the part of a model that a rank holds; the model itself is left as it is.
 
     A rank holds the blocks of `ranges`. If the first block is among them, it also holds what runs
-    before it, and if the last block is, what runs behind it. Weights that both ends share (a tied
-    head) are held by both. `dtype`: the type in which hidden states are sent.
+    before it, and if the last block is, what runs after it. Weights that the first and the last
+    stage share (a tied head) are held by both. `dtype`: the type in which hidden states are sent.
     """
-    own_blocks: set[int] = set()
+    held_blocks: set[int] = set()
     for first, stop in ranges:
-        own_blocks.update(range(first, stop))
-    held_ends: list[str] = []
-    absent_ends: list[str] = []
-    if 0 in own_blocks:
-        held_ends += cuts.before
+        held_blocks.update(range(first, stop))
+    held_modules: list[str] = []
+    absent_modules: list[str] = []
+    if 0 in held_blocks:
+        held_modules += split_points.before
     else:
-        absent_ends += cuts.before
-    if cuts.number - 1 in own_blocks:
-        held_ends += cuts.after
+        absent_modules += split_points.before
+    if split_points.block_count - 1 in held_blocks:
+        held_modules += split_points.after
     else:
-        absent_ends += cuts.after
+        absent_modules += split_points.after
 
-    held_weights = _parameter_ids(model, held_ends)
+    held_weights = _parameter_ids(model, held_modules)
     replacements: dict[str, nn.Module] = {}
-    for name in absent_ends:
+    for name in absent_modules:
         module = model.get_submodule(name)
-        replacement = _replacement(module, held_weights, name in cuts.before, dtype)
+        replacement = _replacement(module, held_weights, name in split_points.before, dtype)
         if replacement is not None:
             replacements[name] = replacement
-    for index, block in enumerate(model.get_submodule(cuts.blocks)):
-        if index not in own_blocks:
-            replacements[f"{cuts.blocks}.{index}"] = Absent(block, cuts.returns)
+    for index, block in enumerate(model.get_submodule(split_points.blocks)):
+        if index not in held_blocks:
+            replacements[f"{split_points.blocks}.{index}"] = StandIn(
+                block, split_points.tuple_length
+            )
     return _with_replaced(model, replacements)
 
 
 def _replacement(
     module: nn.Module, held_weights: Collection[int], is_before: bool, dtype: torch.dtype
 ) -> nn.Module | None:
-    """Return what replaces a module before or behind the blocks; None if the module stays.
+    """Return what replaces a module before or after the blocks; None if the module stays.
 
     `held_weights`: ids of the parameters that the rank holds. `is_before`: whether the module runs
-    ahead of the blocks.
+    before the blocks.
     """
     # If an adapter is laid over the layer, the layer below it decides: LoRA's factors and added rows
     # of tokens belong to that layer.
@@ -319,14 +331,14 @@ def _replacement(
     if not own_weights:
         return None
     if not own_weights.isdisjoint(held_weights):
-        # A tied weight, which the other end that the rank holds uses. The factors of an adapter
-        # over this end are not tied, and belong to the rank that runs it.
+        # A tied weight (of embedding and head), which the rank also holds in the other one. The
+        # factors of an adapter over this one are not tied, and belong to the rank that runs it.
         if is_tuned(module):
             return copy_without_factors(module)
         return None
     if is_before and isinstance(base, nn.Embedding | nn.Linear):
-        return Absent(run=zeros_in_place_of(base, dtype))
-    return Absent()
+        return StandIn(run=zeros_in_place_of(base, dtype))
+    return StandIn()
 
 
 def _with_replaced(model: Any, replacements: dict[str, nn.Module]) -> Any:
@@ -352,10 +364,14 @@ def _with_replaced(model: Any, replacements: dict[str, nn.Module]) -> Any:
 
 
 class Stage(nn.Module):
-    """Blocks [first, stop) of a model, with what comes before the first or behind the last."""
+    """Blocks [first, stop) of a model, with what comes before the first or after the last."""
 
     def __init__(
-        self, model: Any, cuts: Cuts, bounds: Range, dtype: torch.dtype = torch.float32
+        self,
+        model: Any,
+        split_points: SplitPoints,
+        bounds: Range,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """`model`: the whole model, or a rank's part of it. `bounds`: (first, stop). `dtype`: the
         type that hidden states travel in.
@@ -363,19 +379,19 @@ class Stage(nn.Module):
         super().__init__()
         first, stop = bounds
         self.is_first = first == 0
-        self.is_last = stop == cuts.number
-        self.splits = cuts.splits
+        self.is_last = stop == split_points.block_count
+        self.has_separable_head = split_points.has_separable_head
         self.dtype = dtype
-        blocks = model.get_submodule(cuts.blocks)
+        blocks = model.get_submodule(split_points.blocks)
         # The blocks next to the stage's own, which pass hidden states in and out.
         neighbours: dict[str, nn.Module] = {}
         if not self.is_first:
-            before = Absent(blocks[first - 1], cuts.returns, self._take_received)
-            neighbours[f"{cuts.blocks}.{first - 1}"] = before
+            before = StandIn(blocks[first - 1], split_points.tuple_length, self._take_received)
+            neighbours[f"{split_points.blocks}.{first - 1}"] = before
         if not self.is_last:
-            behind = Absent(blocks[stop], cuts.returns, self._keep_to_send)
-            neighbours[f"{cuts.blocks}.{stop}"] = behind
-        own_part = rank_part(model, cuts, [bounds], dtype)
+            after = StandIn(blocks[stop], split_points.tuple_length, self._keep_to_send)
+            neighbours[f"{split_points.blocks}.{stop}"] = after
+        own_part = rank_part(model, split_points, [bounds], dtype)
         self.model = _with_replaced(own_part, neighbours)
         # Hidden states of the running micro-batch: on their way in, and on their way out.
         self.received: torch.Tensor | None = None
@@ -384,12 +400,12 @@ class Stage(nn.Module):
     def run(self, batch: Any, hidden_BTD: torch.Tensor | None) -> torch.Tensor | Outputs:
         """Return the hidden states for the next stage, [B, T, D]; the last stage returns Outputs.
 
-        `hidden_BTD`: what the stage before has sent; None for the first stage.
+        `hidden_BTD`: what the previous stage has sent; None for the first stage.
         """
         self.received = hidden_BTD
         if self.is_last:
             parts: Any = None
-            if self.splits:
+            if self.has_separable_head:
                 parts = trunk_and_head(self.model)
             return compute_outputs(self.model, batch, parts)
         # The trunk alone: a head would make logits that nobody reads.
@@ -398,24 +414,28 @@ class Stage(nn.Module):
             trunk(**inputs, use_cache=False)
         to_send = self.to_send
         self.to_send = None
-        assert to_send is not None, "a trunk runs the block behind the stage's own"
+        assert to_send is not None, "a trunk runs the block after the stage's own"
         return to_send.to(self.dtype).contiguous()
 
     def _take_received(self, _: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of the stage before, in place of the block before this one's."""
+        """Return the hidden states of the previous stage, in place of its last block."""
         received = self.received
         self.received = None
         assert received is not None, "a stage runs on what the one before it sent"
         return received
 
     def _keep_to_send(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """Keep the hidden states for the next stage, in place of the block behind the own ones."""
+        """Keep the hidden states for the next stage, in place of its first block."""
         self.to_send = hidden_BTD
         return hidden_BTD
 
 
 def stages_reproduce_model(
-    model: Any, cuts: Cuts, ranges: tuple[Range, ...], ranks: int, ids_BT: torch.Tensor
+    model: Any,
+    split_points: SplitPoints,
+    ranges: tuple[Range, ...],
+    ranks: int,
+    ids_BT: torch.Tensor,
 ) -> bool:
     """Return whether stages, run one after another, give the outputs of the whole model.
 
@@ -424,11 +444,11 @@ def stages_reproduce_model(
     `ids_BT`: one row of tokens.
     Raises PlanError if the stages do not run.
     """
-    parts = [rank_part(model, cuts, ranges[rank::ranks]) for rank in range(ranks)]
+    parts = [rank_part(model, split_points, ranges[rank::ranks]) for rank in range(ranks)]
     stages: list[Stage] = []
     for index, bounds in enumerate(ranges):
         part_of_rank = parts[index % ranks]
-        stages.append(Stage(part_of_rank, cuts, bounds))
+        stages.append(Stage(part_of_rank, split_points, bounds))
     # Two different rows: broadcasting would hide a wrong shape behind one.
     ids_BT = torch.cat([ids_BT, ids_BT.flip(1)])
     batch = TrialTokens(ids_BT)

@@ -35,7 +35,7 @@ from torch.distributed.tensor import (
 )
 
 from drumline.dist.mesh import first_row
-from drumline.engine.experts import apply_experts, replace_weights
+from drumline.engine.experts import apply_experts, forward_with_replaced_weights
 from drumline.engine.norms import local
 from drumline.errors import PlanError
 from drumline.models.blocks import (
@@ -71,18 +71,18 @@ def apply_tp(
     embedding, head = embedding_and_head(model)
     if embedding is not None:
         whole_head = None if head is None else find_base_layer(head)
-        _cut_vocabulary(find_base_layer(embedding), whole_head, mesh)
-    stream: Stream | None = None
+        _shard_vocabulary(find_base_layer(embedding), whole_head, mesh)
+    sequence_sharding: SequenceSharding | None = None
     if sequence_parallel:
-        stream = Stream(mesh, keeps_parts)
+        sequence_sharding = SequenceSharding(mesh, keeps_parts)
     else:
-        # With a stream, the gradients of all weights that are not cut are summed.
+        # With sequence parallelism, the gradients of all weights that are not cut are summed.
         plan = dict.fromkeys(weights_on_parts(model), REPLICATED_ON_PARTS) | plan
     _require_untied(model, [name for name, style in plan.items() if style != REPLICATED])
     for name, style in plan.items():
-        _cut(model.get_submodule(name), style, mesh, stream)
-    if stream is not None:
-        _cut_stream(model, stream)
+        _shard_module(model.get_submodule(name), style, mesh, sequence_sharding)
+    if sequence_sharding is not None:
+        _shard_between_blocks(model, sequence_sharding)
 
 
 def _require_known_styles(model: Any, plan: dict[str, str]) -> None:
@@ -104,16 +104,16 @@ def _require_untied(model: Any, names: list[str]) -> None:
     Each of the two would get a part of its own, and train it alone.
     """
     # Embedding and head are tied again after they are cut.
-    ends: set[int] = set()
+    ids_of_tied: set[int] = set()
     for layer in embedding_and_head(model):
         if layer is not None:
-            ends.update(id(weight) for weight in layer.parameters())
+            ids_of_tied.update(id(weight) for weight in layer.parameters())
     uses: Counter[int] = Counter()
     for module in model.modules():
         uses.update(id(weight) for weight in module._parameters.values())
     for name in names:
         for full_name, weight in model.get_submodule(name).named_parameters(name):
-            if uses[id(weight)] > 1 and id(weight) not in ends:
+            if uses[id(weight)] > 1 and id(weight) not in ids_of_tied:
                 raise PlanError(
                     f"{full_name} is also another module's weight",
                     where="tp_plan",
@@ -146,8 +146,8 @@ def _redistribute(
     return result
 
 
-class Stream:
-    """The residual stream, cut by tokens over the ranks of `mesh`.
+class SequenceSharding:
+    """Sequence parallelism: shards the residual stream by tokens over the ranks of `mesh`.
 
     `rows`, `length`: B and T of the current batch; 0 before the first one.
     """
@@ -159,13 +159,13 @@ class Stream:
         self.rows = 0
         self.length = 0
 
-    def cut(self, whole_BTD: Tensor) -> Tensor:
-        """Return this rank's tokens of a whole stream, [B, t, D]."""
+    def shard(self, whole_BTD: Tensor) -> Tensor:
+        """Return this rank's tokens of the whole hidden states, [B, t, D]."""
         self.rows, self.length = whole_BTD.shape[:2]
         return _redistribute(whole_BTD, self.mesh, Replicate(), Shard(1))
 
     def gather(self, part_BtD: Tensor, grad: Placement | None = None) -> Tensor:
-        """Return the whole stream, [B, T, D].
+        """Return the hidden states of all tokens, [B, T, D].
 
         `grad`: Partial if the ranks compute different things of it; None: all compute the same.
         """
@@ -231,7 +231,9 @@ class _SavedPart:
         return whole.as_strided(shape, stride, offset)
 
 
-def _on_all_tokens(stream: Stream, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _on_all_tokens(
+    sequence_sharding: SequenceSharding, forward: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a region's forward that is given this rank's tokens and runs on those of all ranks."""
 
     def run(*given: Any, **options: Any) -> Any:
@@ -243,46 +245,51 @@ def _on_all_tokens(stream: Stream, forward: Callable[..., Any]) -> Callable[...,
         # A mixture may give its shared expert rows end to end.
         is_flat = part_BtD.ndim == 2
         if is_flat:
-            part_BtD = part_BtD.unflatten(0, (stream.rows, -1))
+            part_BtD = part_BtD.unflatten(0, (sequence_sharding.rows, -1))
         device = part_BtD.device.type
         if torch.is_autocast_enabled(device):
             # Each layer of the region would cast the gathered tensor for itself.
             part_BtD = part_BtD.to(torch.get_autocast_dtype(device))
-        whole = stream.gather(part_BtD, Partial())
+        whole = sequence_sharding.gather(part_BtD, Partial())
         if is_flat:
             whole = whole.flatten(0, 1)
         # Hooks on what autograd keeps would break the graph of a compiled block.
-        keeps_whole = torch.compiler.is_compiling() or not stream.keeps_parts
+        keeps_whole = torch.compiler.is_compiling() or not sequence_sharding.keeps_parts
         if keeps_whole or not torch.is_grad_enabled():
             return forward(whole, *given[1:], **options)
-        saved = _SavedPart(part_BtD, torch.no_grad()(stream.gather))
+        saved = _SavedPart(part_BtD, torch.no_grad()(sequence_sharding.gather))
         with saved.in_place_of(whole):
             return forward(whole, *given[1:], **options)
 
     return run
 
 
-def _cut_stream(model: nn.Module, stream: Stream) -> None:
-    """Let consecutive blocks pass on this rank's tokens: the first cuts them, the last gathers them.
+def _shard_between_blocks(model: nn.Module, sequence_sharding: SequenceSharding) -> None:
+    """Let consecutive blocks exchange this rank's tokens alone.
+
+    Before the first block the hidden states are sharded by tokens, after the last they are
+    gathered.
 
     In a pipeline these are the blocks of a stage.
     """
     for name in column_parallel_modules(model):
         region = model.get_submodule(name)
-        region.forward = _on_all_tokens(stream, region.forward)
+        region.forward = _on_all_tokens(sequence_sharding, region.forward)
     row = blocks_in_a_row(model)
     for name, block in row.items():
         for module in block.modules():
             if _has_whole_weight(module):
-                sum_gradient = _with_options(_sum_gradient, stream.mesh)
-                module.forward = replace_weights(module, module.forward, sum_gradient)
-        path, _, number = name.rpartition(".")
-        is_first = f"{path}.{int(number) - 1}" not in row
-        is_last = f"{path}.{int(number) + 1}" not in row
+                sum_gradient = _with_options(_sum_gradient, sequence_sharding.mesh)
+                module.forward = forward_with_replaced_weights(module, module.forward, sum_gradient)
+        path, _, index = name.rpartition(".")
+        is_first = f"{path}.{int(index) - 1}" not in row
+        is_last = f"{path}.{int(index) + 1}" not in row
         if is_first:
-            block.register_forward_pre_hook(partial(_cut_inputs, stream), with_kwargs=True)
+            block.register_forward_pre_hook(
+                partial(_shard_inputs, sequence_sharding), with_kwargs=True
+            )
         if is_last:
-            block.register_forward_hook(partial(_gather_outputs, stream))
+            block.register_forward_hook(partial(_gather_outputs, sequence_sharding))
 
 
 def _has_whole_weight(module: nn.Module) -> bool:
@@ -298,20 +305,25 @@ def _has_whole_weight(module: nn.Module) -> bool:
     return False
 
 
-def _cut_inputs(
-    stream: Stream, _block: Any, given: tuple[Any, ...], options: dict[str, Any]
+def _shard_inputs(
+    sequence_sharding: SequenceSharding,
+    _block: Any,
+    given: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Hook before the first block: its hidden states become this rank's tokens."""
     if given:
-        return (stream.cut(given[0]), *given[1:]), options
-    return given, {**options, "hidden_states": stream.cut(options["hidden_states"])}
+        return (sequence_sharding.shard(given[0]), *given[1:]), options
+    return given, {**options, "hidden_states": sequence_sharding.shard(options["hidden_states"])}
 
 
-def _gather_outputs(stream: Stream, _block: Any, _given: Any, result: Any) -> Any:
-    """Hook behind the last block: its hidden states become those of all ranks."""
+def _gather_outputs(
+    sequence_sharding: SequenceSharding, _block: Any, _given: Any, result: Any
+) -> Any:
+    """Hook after the last block: its hidden states become those of all ranks."""
     if isinstance(result, tuple):
-        return (stream.gather(result[0]), *result[1:])
-    return stream.gather(result)
+        return (sequence_sharding.gather(result[0]), *result[1:])
+    return sequence_sharding.gather(result)
 
 
 def _sum_gradient(mesh: DeviceMesh, weight: Tensor) -> Tensor:
@@ -324,25 +336,32 @@ def _sum_gradient(mesh: DeviceMesh, weight: Tensor) -> Tensor:
     return _redistribute(weight, mesh, Replicate(), Replicate(), Partial())
 
 
-def _cut(module: nn.Module, style: str, mesh: DeviceMesh, stream: Stream | None) -> None:
-    """Cut one module by its style. `stream`: None without sequence parallelism."""
+def _shard_module(
+    module: nn.Module, style: str, mesh: DeviceMesh, sequence_sharding: SequenceSharding | None
+) -> None:
+    """Shard the weights of one module by its style.
+
+    `sequence_sharding`: None without sequence parallelism.
+    """
     if style == REPLICATED:
         return
     if style == REPLICATED_ON_PARTS:
-        # With a stream it is done for all such weights.
-        if stream is None:
+        # With sequence parallelism `_shard_between_blocks` does it for all such weights.
+        if sequence_sharding is None:
             sum_gradient = _with_options(_sum_gradient, mesh)
-            module.forward = replace_weights(module, module.forward, sum_gradient)
+            module.forward = forward_with_replaced_weights(module, module.forward, sum_gradient)
         return
     if style == "experts":
-        apply_experts(module, mesh, shares_tokens=stream is None)
+        apply_experts(module, mesh, shares_tokens=sequence_sharding is None)
         return
     for layer in cut_layers(module, style):
-        _cut_linear(layer, style, mesh, stream)
+        _shard_linear(layer, style, mesh, sequence_sharding)
 
 
-def _cut_linear(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None) -> None:
-    """Cut the weight of one linear layer, and replace the layer's forward.
+def _shard_linear(
+    layer: Any, style: str, mesh: DeviceMesh, sequence_sharding: SequenceSharding | None
+) -> None:
+    """Shard the weight of one linear layer, and replace the layer's forward.
 
     Raises PlanError for any other kind of layer.
     """
@@ -357,14 +376,14 @@ def _cut_linear(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None)
     dimension_of_outputs = 1 if is_transposed else 0
     dimension_of_inputs = 1 - dimension_of_outputs
     if is_column_parallel:
-        _cut_parameter(layer, "weight", mesh, Shard(dimension_of_outputs))
+        _shard_parameter(layer, "weight", mesh, Shard(dimension_of_outputs))
         if layer.bias is not None:
-            _cut_parameter(layer, "bias", mesh, Shard(0))
-        run = _run_with_some_outputs
+            _shard_parameter(layer, "bias", mesh, Shard(0))
+        run = _column_parallel_forward
     else:
-        _cut_parameter(layer, "weight", mesh, Shard(dimension_of_inputs))
-        run = _run_with_some_inputs
-    layer.forward = _with_options(run, layer, style, mesh, stream)
+        _shard_parameter(layer, "weight", mesh, Shard(dimension_of_inputs))
+        run = _row_parallel_forward
+    layer.forward = _with_options(run, layer, style, mesh, sequence_sharding)
 
 
 def _with_options(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
@@ -380,54 +399,58 @@ def _with_options(function: Callable[..., Any], *options: Any) -> Callable[..., 
     return run
 
 
-def _cut_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace a parameter by this rank's part of it."""
+def _shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a parameter by a DTensor that holds this rank's part of it."""
     whole = module._parameters[name]
     assert whole is not None
-    cut = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(cut, requires_grad=whole.requires_grad))
+    sharded = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
 
-def _run_with_some_outputs(
-    layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor
+def _column_parallel_forward(
+    layer: Any, style: str, mesh: DeviceMesh, sequence_sharding: SequenceSharding | None, x: Tensor
 ) -> Tensor:
-    """Return this rank's outputs of a linear layer, or all outputs if its style gathers.
+    """Return the outputs of a linear layer whose weight is sharded by outputs.
 
-    `x`: the inputs, whole.
+    With the style `colwise` these are this rank's, float[..., outputs / ranks]; with any other one
+    they are gathered, float[..., outputs]. `x`: float[..., inputs] of all tokens (with sequence
+    parallelism the region has gathered them). The ranks then use different outputs of it, so its
+    gradient is summed over the ranks.
     """
-    if stream is None:
+    if sequence_sharding is None:
         x = _redistribute(x, mesh, Replicate(), Replicate(), Partial())
     bias = None if layer.bias is None else local(layer.bias)
-    out = nn.functional.linear(x, _own_matrix(layer), bias)
+    out = nn.functional.linear(x, _local_matrix(layer), bias)
     if style == "colwise":
         return out
     outputs = layer.weight.shape[0]
     if _is_transposed(layer):
         outputs = layer.weight.shape[1]
     shape = (*out.shape[:-1], outputs)
-    grad = None if stream is None else Partial()
+    grad = None if sequence_sharding is None else Partial()
     return _redistribute(out, mesh, Shard(out.ndim - 1), Replicate(), grad, shape)
 
 
-def _run_with_some_inputs(
-    layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor
+def _row_parallel_forward(
+    layer: Any, style: str, mesh: DeviceMesh, sequence_sharding: SequenceSharding | None, x: Tensor
 ) -> Tensor:
-    """Return the outputs of a linear layer whose inputs are cut: a sum over the ranks.
+    """Return the outputs of a linear layer whose weight is sharded by inputs: a sum over the ranks.
 
-    `x`: this rank's part of the inputs for the style `rowwise`; otherwise it is whole. With a
-    stream the outputs are those of this rank's tokens.
+    `x`: with the style `rowwise` this rank's inputs, float[..., inputs / ranks]; otherwise all,
+    float[..., inputs]. The result is float[..., outputs]; with sequence parallelism of this rank's
+    tokens, otherwise of all.
     """
-    matrix = _own_matrix(layer)
+    matrix = _local_matrix(layer)
     if style != "rowwise":
-        if stream is None:
+        if sequence_sharding is None:
             x = _redistribute(x, mesh, Replicate(), Shard(x.ndim - 1))
         else:
             x = x.narrow(-1, first_row(x.shape[-1], mesh), matrix.shape[1])
     product = nn.functional.linear(x, matrix)
-    if stream is None:
+    if sequence_sharding is None:
         out = _redistribute(product, mesh, Partial(), Replicate())
     else:
-        out = stream.reduce_scatter(product)
+        out = sequence_sharding.reduce_scatter(product)
     if layer.bias is None:
         return out
     return out + local(layer.bias).to(out.dtype)
@@ -438,16 +461,16 @@ def _is_transposed(layer: Any) -> bool:
     return type(layer).__name__ == "Conv1D"
 
 
-def _own_matrix(layer: Any) -> Tensor:
-    """Return this rank's part of a layer's weight, [outputs, inputs]."""
+def _local_matrix(layer: Any) -> Tensor:
+    """Return this rank's part of a layer's weight as [outputs, inputs]."""
     weight = local(layer.weight)
     if _is_transposed(layer):
         return weight.T
     return weight
 
 
-def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Cut embedding and head over the vocabulary; a tied pair stays one parameter.
+def _shard_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMesh) -> None:
+    """Shard embedding and head over the vocabulary; a tied pair stays one parameter.
 
     The last ranks hold fewer rows if the rows do not divide. The head's own forward gathers all
     logits. If the loss can take hidden states, it is never called (`models.head.Outputs`).
@@ -459,36 +482,36 @@ def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMe
     if is_tied and not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
         return
     if isinstance(head, nn.Linear):
-        _cut(head, "colwise_gather_output", mesh, None)
+        _shard_module(head, "colwise_gather_output", mesh, None)
     if isinstance(embedding, nn.Embedding):
-        _cut_embedding(embedding, mesh)
+        _shard_embedding(embedding, mesh)
         if is_tied:
             assert isinstance(head, nn.Linear)
             embedding.weight = head.weight
 
 
-def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Cut an embedding over the vocabulary, and replace its forward."""
+def _shard_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+    """Shard an embedding over the vocabulary, and replace its forward."""
     first = first_row(embedding.num_embeddings, mesh)
-    _cut_parameter(embedding, "weight", mesh, Shard(0))
+    _shard_parameter(embedding, "weight", mesh, Shard(0))
     rows = local(embedding.weight).shape[0]
     padding = embedding.padding_idx
-    own_padding = None
+    local_padding = None
     if padding is not None and first <= padding < first + rows:
-        own_padding = padding - first
-    inner = replace_weights(embedding, embedding.forward, local)
+        local_padding = padding - first
+    inner = forward_with_replaced_weights(embedding, embedding.forward, local)
 
     def look_up(ids: Tensor) -> Tensor:
         """Return the embedding of each token, summed over the ranks.
 
         A token's row is looked up on the rank that has it, and is zero on the others.
         """
-        own_ids = ids - first
-        is_elsewhere = (own_ids < 0) | (own_ids >= rows)
+        local_ids = ids - first
+        is_elsewhere = (local_ids < 0) | (local_ids >= rows)
         # An adapter over the embedding reads the number of the padding's row among all rows.
-        embedding.padding_idx = own_padding
+        embedding.padding_idx = local_padding
         try:
-            looked_up = inner(own_ids.masked_fill(is_elsewhere, 0))
+            looked_up = inner(local_ids.masked_fill(is_elsewhere, 0))
             part = looked_up.masked_fill(is_elsewhere[..., None], 0)
         finally:
             embedding.padding_idx = padding

@@ -1,4 +1,4 @@
-"""Transforms, which change a model in place. `native.prepare` applies them in this order:
+"""Transforms, which change a model in place. `native.prepare` applies these in this order:
 
 1. Batch norms: their statistics become those of several ranks' samples together (Ioffe & Szegedy
    2015, over one larger batch).
@@ -47,9 +47,9 @@ _ATTENTION_NAMES = (
 ATTENTION = {getattr(_ATEN, name).default for name in _ATTENTION_NAMES if hasattr(_ATEN, name)}
 # Namespaces of operations, all of which are attention over sequences of different lengths.
 KERNELS = ("torch_attn", "flash_attn", "flash_attn_3", "drumline")
-PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
-# The same products as compiled code calls them.
-COMPILED_PRODUCTS = {_ATEN.mm.out, _ATEN.addmm.out}
+MATMULS = {_ATEN.mm.default, _ATEN.addmm.default}
+# The same operations as compiled code calls them.
+COMPILED_MATMULS = {_ATEN.mm.out, _ATEN.addmm.out}
 
 
 def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> None:
@@ -277,12 +277,12 @@ def apply_memory(model: Any, plan: Plan) -> None:
 
 
 def apply_activation_checkpointing(
-    model: Any, kind: Literal["none", "selective", "full"], number: int | None = None
+    model: Any, kind: Literal["none", "selective", "full"], block_count: int | None = None
 ) -> None:
     """Let blocks compute their activations again in backward (Chen et al. 2016).
 
     `full` keeps only the input of each block. `selective` keeps more: see `selective_contexts`. The
-    random numbers are replayed, so dropout agrees. `number`: only the first so many blocks are
+    random numbers are replayed, so dropout agrees. `block_count`: only the first so many blocks are
     checkpointed; None: all.
     """
     if kind == "none":
@@ -290,8 +290,9 @@ def apply_activation_checkpointing(
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         options["context_fn"] = selective_contexts
-    if recomputed_by_blocks(model):
-        for block in blocks(model)[:number]:
+    require_checkpointable(model)
+    if drumline_checkpoints_blocks(model):
+        for block in blocks(model)[:block_count]:
             block.forward = functools.partial(checkpoint, block.forward, **options)
         return
     enable = getattr(model, "activation_checkpointing_enable", None)
@@ -299,8 +300,8 @@ def apply_activation_checkpointing(
         # The name in older transformers.
         enable = model.gradient_checkpointing_enable
     enable(options)
-    if number is not None:
-        for block in blocks(model)[number:]:
+    if block_count is not None:
+        for block in blocks(model)[block_count:]:
             block.gradient_checkpointing = False  # type: ignore[assignment]
 
 
@@ -343,35 +344,36 @@ def _run_in_chunks(
     return torch.cat(chunks, 1)
 
 
-def recomputed_by_blocks(model: Any) -> bool:
-    """Return whether Drumline checkpoints the blocks itself; False: the model's own class does it.
+def drumline_checkpoints_blocks(model: Any) -> bool:
+    """Return whether Drumline checkpoints the blocks; False: the model's own class does it."""
+    return not hasattr(model, "supports_gradient_checkpointing") and bool(blocks(model))
 
-    Raises PlanError if neither is possible.
-    """
-    by_blocks = not hasattr(model, "supports_gradient_checkpointing") and bool(blocks(model))
-    if by_blocks and batch_norms(model):
-        raise NO_RECOMPUTING.error(
-            "it runs a block twice, and a batch norm would count its samples twice"
-        )
-    if not by_blocks and not getattr(model, "supports_gradient_checkpointing", False):
+
+def require_checkpointable(model: Any) -> None:
+    """Raise PlanError if neither Drumline nor the model's class can checkpoint its blocks."""
+    if drumline_checkpoints_blocks(model):
+        if batch_norms(model):
+            raise NO_RECOMPUTING.error(
+                "it runs a block twice, and a batch norm would count its samples twice"
+            )
+    elif not getattr(model, "supports_gradient_checkpointing", False):
         raise NO_RECOMPUTING.error(f"{type(model).__name__} has no activation checkpointing")
-    return by_blocks
 
 
 def selective_contexts() -> tuple[Any, Any]:
     """Return the contexts (of the forward, of the recomputation) of one checkpointed region.
 
-    The results of attention and of every second matrix product are kept, since these cost most to
-    compute again; keeping all products would take too much memory (as in torchtitan). Products are
-    numbered in the same way in the forward and in the recomputation.
+    The results of attention and of every second matmul are kept, since these cost most to compute
+    again; keeping all matmuls would take too much memory (as in torchtitan). Matmuls are numbered
+    in the same way in the forward and in the recomputation.
     """
-    # Products so far, by whether they belong to the recomputation.
-    products = {False: 0, True: 0}
+    # Matmuls so far, by whether they belong to the recomputation.
+    matmuls = {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if operation in PRODUCTS:
-            products[context.is_recompute] += 1
-            is_kept = products[context.is_recompute] % 2 == 1
+        if operation in MATMULS:
+            matmuls[context.is_recompute] += 1
+            is_kept = matmuls[context.is_recompute] % 2 == 1
         else:
             is_kept = operation in ATTENTION or operation.namespace in KERNELS
         if is_kept:
@@ -384,10 +386,10 @@ def selective_contexts() -> tuple[Any, Any]:
 
 
 class _Selective(TorchDispatchMode):
-    """Wraps torch's mode for one pass, `inner`, to also keep the products of compiled code.
+    """Wraps torch's mode for one pass, `inner`, to also keep the matmuls of compiled code.
 
-    Compiled code writes products into memory that it uses again later. So a copy of every second
-    product is kept in the forward, and copied into its place in the recomputation.
+    Compiled code writes their results into memory that it uses again later. So a copy of every
+    second result is kept in the forward, and copied into its place in the recomputation.
     """
 
     supports_higher_order_operators = True
@@ -398,7 +400,7 @@ class _Selective(TorchDispatchMode):
         self.inner = inner
         self.kept = kept
         self.is_recompute = is_recompute
-        self.products = 0
+        self.matmuls = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -408,13 +410,13 @@ class _Selective(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of the region, or take its kept result.
 
-        Products are numbered from 1 in both passes; those with odd numbers are kept.
+        Matmuls are numbered from 1 in both passes; those with odd numbers are kept.
         """
-        if func not in COMPILED_PRODUCTS:
+        if func not in COMPILED_MATMULS:
             self.inner.ac_graph_id = self.ac_graph_id
             return self.inner.__torch_dispatch__(func, types, args, kwargs)
-        self.products += 1
-        is_kept = self.products % 2 == 1
+        self.matmuls += 1
+        is_kept = self.matmuls % 2 == 1
         if is_kept and self.is_recompute:
             return kwargs["out"].copy_(self.kept.popleft())
         out = func(*args, **kwargs)
@@ -471,12 +473,12 @@ def compile_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign, assignment]
 
 
-def gather_dtype(plan: Plan, plain: bool = False) -> torch.dtype | None:
+def gather_dtype(plan: Plan, is_user_module: bool = False) -> torch.dtype | None:
     """Return the low-precision type in which the strategy gathers weights; None if it casts none.
 
-    `plain`: the model is any module, whose inputs may be fp32 as those of image models are.
+    `is_user_module`: inputs may then be fp32, as those of image models are.
     """
-    may_have_fp32_inputs = plan.config.images_alone or plain
+    may_have_fp32_inputs = plan.config.images_alone or is_user_module
     low = plan.config.strategy.gathered_in(plan.precision, may_have_fp32_inputs)
     if low is None:
         return None
@@ -506,7 +508,7 @@ def apply_ddp(
     )
     wrapped.logger = _LoggerWithoutTimings(wrapped.logger)  # type: ignore[assignment]
     if not (options.static_graph or options.find_unused_parameters):
-        _lay_out_buckets(wrapped)
+        _fix_bucket_layout(wrapped)
     return wrapped
 
 
@@ -527,10 +529,10 @@ class _LoggerWithoutTimings:
         """Leave the seconds of the last step unmeasured."""
 
 
-def _lay_out_buckets(ddp: DistributedDataParallel) -> None:
-    """Run a backward of zeros, after which DDP lays out its buckets for good.
+def _fix_bucket_layout(ddp: DistributedDataParallel) -> None:
+    """Run a backward of zeros, after which the layout of DDP's buckets is final.
 
-    After its first backward DDP lays out its buckets anew, in the order in which gradients came.
+    After its first backward DDP makes its buckets anew, in the order in which gradients came.
     The order in which three or more ranks are summed depends on an entry's place in a bucket. So
     the first step of a resumed run, with the old layout, would differ in its last bits. As in a
     real step, the last parameter gets its gradient first here.

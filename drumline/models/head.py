@@ -493,7 +493,7 @@ class ForwardWithObjective(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.splits = can_split(model)
+        self.has_separable_head = can_split(model)
         self.router = router_of(model)
         self.sequence: SequencePart | None = None
 
@@ -503,7 +503,7 @@ class ForwardWithObjective(nn.Module):
         It is a plain tuple: DDP's static graph finds tensors there, but not in a dataclass.
         """
         parts = None
-        if self.splits:
+        if self.has_separable_head:
             parts = trunk_and_head(self.model)
         model_outputs = compute_outputs(self.model, batch, parts, self.sequence)
         result = objective(model_outputs, batch)

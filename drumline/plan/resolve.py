@@ -26,7 +26,7 @@ from drumline.plan.plan import BatchPlan, DataPlan, Layout, Plan, Predicted, Rol
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
-from drumline.plan.strategy_engine import engine_of
+from drumline.plan.strategy_engine import engine_spec
 from drumline.plan.stream import reason_against_stream
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
 
@@ -67,7 +67,7 @@ def resolve(
     options = config.compile.model_copy(update={"enabled": bool(config.compile.enabled)})
     config = config.model_copy(update={"compile": options})
     strategy = config.strategy.resolved(world, why)
-    config = engine_of(strategy).adopted(config.model_copy(update={"strategy": strategy}))
+    config = engine_spec(strategy).adopted(config.model_copy(update={"strategy": strategy}))
     strategy = config.strategy
     mesh = strategy.mesh(world)
     precision = precision_of(config, machine, device, why)
@@ -244,7 +244,7 @@ def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict
 
     Raises PlanError if the user's own config of DeepSpeed contradicts the run.
     """
-    return engine_of(layout.strategy).engine_options(
+    return engine_spec(layout.strategy).engine_options(
         layout.config, layout.batch, layout.precision, layout.steps, run_dir, facts
     )
 

@@ -21,7 +21,7 @@ from drumline.plan.copies import copied_over
 from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, chunkable, takes_fp8
 from drumline.plan.optimizer_rules import refusals as optimizer_refusals
 from drumline.plan.rule import Case, packed_bits, plain, recomputes_some, sees
-from drumline.plan.strategy_engine import engine_of
+from drumline.plan.strategy_engine import engine_spec
 from drumline.plan.stream import whole_stream
 
 # These refusals get their reason from the model: by its facts here, or when it is built.
@@ -68,7 +68,7 @@ def check_rules(case: Case) -> None:
         _health,
         _expert_parallel,
         optimizer_refusals,
-        engine_of(case.strategy).refusals,
+        engine_spec(case.strategy).refusals,
     )
     for rule in rules_in_order:
         for refusal in rule(case):

@@ -1,4 +1,4 @@
-"""The part of a strategy that spreads a model and steps it, and what it cannot be combined with.
+"""The part of a strategy that makes its engine, and says what it cannot be combined with.
 
 The plan asks it before any process starts, so this module and the modules of its subclasses
 (`engine.strategies.NAME.spec`) import torch only within `prepare` and `spread`.
@@ -20,8 +20,8 @@ from drumline.plan.rule import Case
 S = TypeVar("S", bound=StrategyConfig)
 
 
-class StrategyEngine(Generic[S]):
-    """The base of all strategies' engines.
+class EngineSpec(Generic[S]):
+    """How the engine of a strategy is made, and what the strategy cannot be combined with.
 
     The defaults are those of a strategy with copies of the model on all ranks.
 
@@ -70,22 +70,26 @@ class StrategyEngine(Generic[S]):
         return None
 
     def spread(
-        self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
+        self, plan: Plan, world_mesh: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
     ) -> Any:
-        """Return the `Spread` of a model, whose weights `values` fills.
+        """Return the `DataParallelWrapper` of a model, whose weights `values` fills.
 
         None: each rank has a copy.
 
-        `whole`: the device mesh. `roots`: modules that run, each with the model in it (of a pipeline,
-        one for each stage).
+        `world_mesh`: the device mesh of all ranks. `roots`: pairs (module that runs, the part of
+        the model within it), one for each stage of a pipeline, otherwise a single one.
         """
         return None
 
 
-def engine_of(strategy: StrategyConfig) -> StrategyEngine[Any]:
-    """Return the engine part of a strategy.
+def engine_spec(strategy: StrategyConfig) -> EngineSpec[Any]:
+    """Return the part of a strategy that makes its engine.
 
     Raises ConfigError if that of a plug-in cannot be imported.
     """
-    engine: StrategyEngine[Any] = part_class(strategy.engine_class)(strategy)
-    return engine
+    spec: EngineSpec[Any] = part_class(strategy.engine_class)(strategy)
+    return spec
+
+
+# The old name, for plug-ins.
+StrategyEngine = EngineSpec

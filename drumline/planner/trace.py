@@ -28,10 +28,10 @@ from drumline.config.mesh import Mesh
 from drumline.config.registry import make
 from drumline.config.strategy import StrategyConfig
 from drumline.engine import context_parallel
-from drumline.engine.build import keep_frozen_low
-from drumline.engine.data_parallel import Spread
+from drumline.engine.build import cast_to_compute_dtype
+from drumline.engine.data_parallel import DataParallelWrapper
 from drumline.engine.native import NativeEngine, prepare
-from drumline.engine.norms import distribute_alike, local
+from drumline.engine.norms import as_dtensor_on_mesh_device, local
 from drumline.engine.transforms import DTYPES
 from drumline.errors import DrumlineError
 from drumline.foreign import class_and_line, first_line
@@ -557,7 +557,7 @@ class _Engine(NativeEngine):
         self,
         plan: Plan,
         model: nn.Module,
-        spread: Spread,
+        spread: DataParallelWrapper,
         around: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
         # Past NativeEngine's own __init__, which makes the optimizer.
@@ -605,7 +605,7 @@ def trace_one_depth(plan: Plan, rows: int, length: int, dtype: str | None = None
         try:
             with watch, engine.micro_batch(last=True):
                 with engine._autocast():
-                    loss_sum, _ = engine.spread.module(batch, objective)
+                    loss_sum, _ = engine.wrapper.train_module(batch, objective)
                 cast_bytes_kept = watch.cast_bytes
                 watch.enter("-loss")
                 loss_sum.backward()
@@ -640,7 +640,7 @@ def _build_without_weights(plan: Plan, dtype: str | None) -> Any:
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, 0)
     if not dtype:
-        keep_frozen_low(plan, model)
+        cast_to_compute_dtype(plan, model)
     return model
 
 
@@ -686,9 +686,9 @@ def _fake_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Return a fake tensor like another one; a parameter in `dtype`, if that is given."""
     part = local(tensor.detach())
     if not isinstance(tensor, nn.Parameter):
-        return distribute_alike(torch.empty(part.shape, dtype=part.dtype), tensor)
+        return as_dtensor_on_mesh_device(torch.empty(part.shape, dtype=part.dtype), tensor)
     fake = torch.empty(part.shape, dtype=dtype or part.dtype)
-    return nn.Parameter(distribute_alike(fake, tensor), requires_grad=tensor.requires_grad)
+    return nn.Parameter(as_dtensor_on_mesh_device(fake, tensor), requires_grad=tensor.requires_grad)
 
 
 if __name__ == "__main__":

@@ -524,7 +524,13 @@ class Loop:
         if not pending.is_finite:
             fix = self._fix_of_nonfinite()
         check_finite(
-            pending, self.plan, self.state, self.engine.rescales(), self.emit, "health.on_nan", fix
+            pending,
+            self.plan,
+            self.state,
+            self.engine.uses_loss_scale(),
+            self.emit,
+            "health.on_nan",
+            fix,
         )
         if pending.is_finite:
             can_go_back = self.rewind is not None and self.saver.saved_step >= 0

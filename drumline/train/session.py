@@ -558,7 +558,7 @@ class Session:
                 pending,
                 self.plan,
                 self._state,
-                model.engine.rescales(),
+                model.engine.uses_loss_scale(),
                 self.emit,
                 "on_nan",
                 FIX,

@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from drumline.engine.engine import OpenEngine
+from drumline.engine.engine import CustomLoopEngine
 from drumline.errors import UserError
 
 
 class Model:
     """Stands for the user's module. A call goes through the engine, attributes are the module's."""
 
-    engine: OpenEngine
+    engine: CustomLoopEngine
     module: nn.Module
 
-    def __init__(self, engine: OpenEngine) -> None:
+    def __init__(self, engine: CustomLoopEngine) -> None:
         vars(self).update(engine=engine, module=engine.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

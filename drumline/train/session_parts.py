@@ -22,7 +22,7 @@ from drumline.config.resume import Resume
 from drumline.data.samples import has_index
 from drumline.dist.seeds import derive
 from drumline.dist.start import Ranks
-from drumline.engine.engine import OpenEngine
+from drumline.engine.engine import CustomLoopEngine
 from drumline.engine.optimizer import MakeOptimizer
 from drumline.errors import CheckpointError, EnvironmentFault, UserError
 from drumline.foreign import disk_errors
@@ -184,7 +184,7 @@ def _require_same_run(plan: Plan, allow: tuple[str, ...], path: str, state: dict
 class SessionModel:
     """A model of a session: what it has done in the current global batch, and its last step."""
 
-    engine: OpenEngine
+    engine: CustomLoopEngine
     # Contexts of the micro-batch that the loop is in.
     contexts: ExitStack = field(default_factory=ExitStack)
     # For each backward of the global batch an fp64[2]: loss sum and weight.
@@ -214,7 +214,7 @@ class SessionEngines:
     """
 
     def __init__(
-        self, engines: dict[str, OpenEngine], unfrozen: Mapping[str, frozenset[str]]
+        self, engines: dict[str, CustomLoopEngine], unfrozen: Mapping[str, frozenset[str]]
     ) -> None:
         """`unfrozen`: for each model the weights that are trained although its `build` has them frozen."""
         self.engines = engines
@@ -377,7 +377,7 @@ _is_stepping = False
 
 
 def take_step(
-    engine: OpenEngine, lr: float | None, norm: torch.Tensor, finite: torch.Tensor
+    engine: CustomLoopEngine, lr: float | None, norm: torch.Tensor, finite: torch.Tensor
 ) -> None:
     """Make the engine's step, during which the user's optimizer may step (`guard_optimizer`)."""
     global _is_stepping
@@ -456,7 +456,7 @@ def last_step(models: Mapping[str, SessionModel], what: str) -> PendingStep:
 def step_event(
     step: int,
     plan: Plan,
-    engine: OpenEngine,
+    engine: CustomLoopEngine,
     scalars: Mapping[str, float],
     *,
     seconds: float,

@@ -27,7 +27,7 @@ from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.dist.seeds import Draws
-from drumline.engine.build import ModuleParts, lay_out_spreadable
+from drumline.engine.build import ModuleParts, build_unfilled_module
 from drumline.engine.transforms import batch_norms
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, ModelError, PlanError
 from drumline.foreign import disk_errors, require_package
@@ -51,7 +51,7 @@ from drumline.plan.explain import default_run_dir, size
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataIdentity, DataPlan, Plan, RolePlan
 from drumline.plan.resolve import KnownModel, batch_norm_why, device_of, processes_of, resolve
-from drumline.plan.strategy_engine import engine_of
+from drumline.plan.strategy_engine import engine_spec
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.faults import MTBF_HOURS, run_under_faults
@@ -163,7 +163,7 @@ def _check_with_weights(
     If weights are frozen, and so are not saved with the run, the plan gets a digest of them, which
     a resume compares.
     """
-    engine_of(plan.config.strategy).require(plan, on_progress)
+    engine_spec(plan.config.strategy).require(plan, on_progress)
     _require_samples_and_tasks(plan, base_dir)
     has_frozen_base = config.adapter.kind != "none" or bool(config.model.freeze)
     if config.model.init == "pretrained" and has_frozen_base:
@@ -353,9 +353,9 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
         attend_by_documents(model, plan, on_host=True)
         require_next_token(model, "cpu", plan.config.packs)
     if plan.engine == "pipeline":
-        from drumline.engine.stages import find_cuts
+        from drumline.engine.stages import find_split_points
 
-        find_cuts(model)
+        find_split_points(model)
 
 
 def _build_on_meta(plan: Plan, path: str | None, config: ModelConfig, head: Head) -> Any:
@@ -434,15 +434,15 @@ def plan_own_module(request: Request, dry_run: bool, on_progress: OnProgress) ->
     machine = request.machine or detect()
     plan = _resolve_plan(request, config, machine, data, KnownModel())
     parts = ModuleParts(config.model.units, config.model.tp_plan)
-    module, _ = lay_out_spreadable(plan, own_build(plan), "cpu", parts)
+    module, _ = build_unfilled_module(plan, own_build(plan), "cpu", parts)
     config.optimizer.require_groups(trainable_names(module))
     if plan.engine == "pipeline":
-        from drumline.engine.own_pipeline import cut
+        from drumline.engine.module_pipeline import assign_stages
 
         # Raises PlanError if the module cannot be cut.
-        cut(module, plan.mesh.pp)
+        assign_stages(module, plan.mesh.pp)
     if not dry_run:
-        engine_of(plan.config.strategy).require(plan, on_progress)
+        engine_spec(plan.config.strategy).require(plan, on_progress)
     about_batch_norm = batch_norm_why(config, plan.batch, len(batch_norms(module)))
     return plan.model_copy(update={"why": [*plan.why, *about_batch_norm]})
 

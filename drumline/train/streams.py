@@ -26,7 +26,7 @@ from drumline.data.samples import read_samples
 from drumline.dist.copies import copied_to
 from drumline.dist.reduce import add_up
 from drumline.dist.seeds import Draws, derive
-from drumline.engine.engine import Engine, Read
+from drumline.engine.engine import Engine, Extract
 from drumline.models.load import load_config
 from drumline.models.vision import vision_of
 from drumline.plan.plan import BatchPlan, Plan
@@ -270,7 +270,7 @@ class FirstPass:
     """Computes the numbers of `Algorithm.first_pass` over each global batch, before its loss."""
 
     algorithm: Algorithm
-    read: Read
+    read: Extract
     engine: Engine
     # Whether this rank counts its samples. Of several ranks with the same samples only one does.
     counts: bool

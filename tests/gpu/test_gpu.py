@@ -180,7 +180,7 @@ def test_the_host_does_not_wait_to_know_how_long_copies_did(kind: Any) -> None:
 
         def step(kernel: int) -> float:
             with spread.micro_batch(last=True):
-                loss = spread.module(torch.ones(4, 64, device="cuda")).sum()
+                loss = spread.train_module(torch.ones(4, 64, device="cuda")).sum()
                 torch.cuda._sleep(kernel)
                 with spread.backward_context(loss):
                     loss.backward()

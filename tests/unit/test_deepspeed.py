@@ -26,7 +26,7 @@ from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import KnownModel, resolve
-from drumline.plan.strategy_engine import engine_of
+from drumline.plan.strategy_engine import engine_spec
 from tests.harness import ENV
 from tests.tiny import tiny_model_dir
 from tests.unit.test_native import batches
@@ -220,7 +220,7 @@ def test_fp16_scales_its_loss(
     assert_same_figures(made, reference, 2, tolerance=3e-2)
 
     good = {"scale": 65536.0, "good_steps": 2}
-    assert made.rescales()
+    assert made.uses_loss_scale()
     assert made.state()["scaler"] == good
 
     for name, tensor in made.tensors().items():
@@ -406,4 +406,4 @@ def test_what_is_missing_is_told_before_launch(
         monkeypatch.setattr("pathlib.Path.exists", lambda _: False)
 
     with pytest.raises(EnvironmentFault, match=missing.said):
-        engine_of(made.config.strategy).require(made, lambda *_: None)
+        engine_spec(made.config.strategy).require(made, lambda *_: None)

@@ -193,11 +193,11 @@ def packed_batch() -> TokenBatch:
 def test_both_ways_give_the_same_loss_and_gradients(kind: str) -> None:
     model, batch = build(kind).eval(), packed_batch()
     module = ForwardWithObjective(model)
-    assert module.splits
+    assert module.has_separable_head
     objective = NextToken(chunk=4, answers=False).objective
     results = []
     for splits in (True, False):
-        module.splits = splits
+        module.has_separable_head = splits
         model.zero_grad()
         loss, sums = module(batch, objective)
         loss.backward()

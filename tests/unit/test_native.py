@@ -21,9 +21,9 @@ from drumline.data.batches import TokenBatch
 from drumline.engine import data_parallel, norms
 from drumline.engine.native import NativeEngine, prepare
 from drumline.engine.norms import GROWTH_INTERVAL, LossScale
-from drumline.engine.optimizer import build_optimizer, handles_found_inf
+from drumline.engine.optimizer import build_optimizer_with_state, handles_found_inf
 from drumline.engine.transforms import (
-    COMPILED_PRODUCTS,
+    COMPILED_MATMULS,
     apply_activation_checkpointing,
     blocks,
     selective_contexts,
@@ -280,7 +280,7 @@ def test_an_overflow_forgets_the_gradient_and_lowers_the_fp16_scale(model_dir: P
     norm = made.grad_norm()
 
     assert not math.isfinite(norm)
-    assert made.rescales()
+    assert made.uses_loss_scale()
 
     before = copy_tensors(made)
     made.step(1e-2, norm, torch.isfinite(norm))
@@ -403,7 +403,7 @@ def test_selective_keeps_more_than_full_and_less_than_all(model_dir: Path) -> No
         made = engine(model_dir, memory={"activation_checkpointing": kind})
         (batch,) = batches(1, 96)
         with MemTracker() as memory:
-            loss, _ = made.spread.module(batch, OBJECTIVE)
+            loss, _ = made.wrapper.train_module(batch, OBJECTIVE)
             snapshot = memory.get_tracker_snapshot("current")
             kept[kind] = snapshot[torch.device("cpu")]["Total"]
         loss.backward()
@@ -429,7 +429,7 @@ class Written(TorchDispatchMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        self.products += func in COMPILED_PRODUCTS
+        self.products += func in COMPILED_MATMULS
         return func(*args, **(kwargs or {}))
 
 
@@ -500,7 +500,7 @@ def test_a_norm_over_stages_is_summed_on_the_device_of_the_mesh(
 
 def optimizer_of(is_learned: bool = True, **options: Any) -> torch.optim.Optimizer:
     weight = nn.Parameter(torch.ones(2), requires_grad=is_learned)
-    return build_optimizer({"weight": weight}, OptimizerConfig(**options))
+    return build_optimizer_with_state({"weight": weight}, OptimizerConfig(**options))
 
 
 def test_the_host_decides_for_a_fused_step_on_another_device() -> None:

@@ -10,7 +10,7 @@ import pytest
 from drumline.config.old_names import CORE, DISTRIBUTED, MOVED, PACKAGES, STRATEGIES
 from drumline.config.registry import find
 from drumline.config.strategy import StrategyConfig
-from drumline.plan.strategy_engine import engine_of
+from drumline.plan.strategy_engine import engine_spec
 from drumline.planner.strategies.base import Space, cost_of
 from tests.harness import ROOT, drumline, losses, write_config
 from tests.tiny import tiny_model_dir
@@ -48,7 +48,7 @@ def test_a_strategy_in_one_class_answers_as_its_three_parts_do() -> None:
     assert cost_of(strategy).outer_bytes() == 0
     assert list(cost_of(strategy).variants()) == [strategy]
     assert list(type(cost_of(strategy)).candidates(gossip, Space(1, 2, 4, None))) == []
-    assert list(engine_of(strategy).refusals(None)) == []
+    assert list(engine_spec(strategy).refusals(None)) == []
 
 
 def test_an_overridden_answer_is_asked() -> None:

@@ -28,7 +28,7 @@ from drumline.engine.joined import JoinedOptimizer
 from drumline.engine.norms import global_norm, local, total_norm
 from drumline.engine.optimizer import (
     as_saved,
-    build_optimizer,
+    build_optimizer_with_state,
     handles_found_inf,
     load_saved,
     optimizer_tensors,
@@ -111,7 +111,7 @@ def assert_near(
 def test_states_have_the_bytes_that_are_counted(kind: str) -> None:
     named = parameters()
     options = OptimizerConfig(kind=kind)
-    optimizer = build_optimizer(named, options, matrices=MATRICES)
+    optimizer = build_optimizer_with_state(named, options, matrices=MATRICES)
     states = tensors_in(*optimizer.state.values())
     counted = 0
     for name, parameter in named.items():
@@ -139,7 +139,7 @@ def test_lion_is_its_formula() -> None:
         betas=(0.9, 0.99),
         weight_decay=0.1,
     )
-    optimizer = build_optimizer(named, options)
+    optimizer = build_optimizer_with_state(named, options)
     weight = named["embed.weight"]
     w = weight.detach().double()
     m = torch.zeros_like(w)
@@ -197,7 +197,7 @@ def test_on_one_rank_it_is_the_library_s(kind: str) -> None:
         momentum=0.95,
         weight_decay=0.1,
     )
-    mine: Any = build_optimizer(
+    mine: Any = build_optimizer_with_state(
         named,
         options,
         matrices=MATRICES,
@@ -224,7 +224,7 @@ def test_quantised_moments_go_on_from_fp32_ones_bit_for_bit(kind: str) -> None:
     """And from those of AdamW: the names are the same."""
     named = parameters()
     options = OptimizerConfig(kind=kind, lr=1e-2)
-    optimizer = build_optimizer(named, options)
+    optimizer = build_optimizer_with_state(named, options)
     learn(named, optimizer, 0, 1, 2)
     saved = {}
     for name, tensor in optimizer_tensors(optimizer, named).items():
@@ -232,11 +232,11 @@ def test_quantised_moments_go_on_from_fp32_ones_bit_for_bit(kind: str) -> None:
         assert saved[name].dtype == torch.float32
 
     others = parameters()
-    plain = build_optimizer(others, OptimizerConfig())
+    plain = build_optimizer_with_state(others, OptimizerConfig())
     assert saved.keys() == optimizer_tensors(plain, others).keys()
 
     again = {name: nn.Parameter(value) for name, value in copy_of(named).items()}
-    second = build_optimizer(again, options)
+    second = build_optimizer_with_state(again, options)
     for name, tensor in optimizer_tensors(second, again).items():
         load_saved(tensor, saved[name])
 
@@ -288,10 +288,10 @@ def learn_a_network(rounding: str, seed: int) -> float:
         make = low(rounding, seed)
 
     named = dict(student.named_parameters())
-    optimizer = build_optimizer(
+    optimizer = build_optimizer_with_state(
         named,
         OptimizerConfig(lr=1e-3),
-        make=make,
+        make_from_groups=make,
     )
     for _ in range(400):
         error = student(inputs).float() - wanted
@@ -404,12 +404,14 @@ def test_what_kahan_sums_keep_goes_along_or_into_the_weights(
 def test_a_fused_part_passes_over_a_step_like_an_optimizer_of_its_own() -> None:
     """Where Muon has nothing it is AdamW itself."""
     options = OptimizerConfig(kind="muon", lr=0.01)
-    assert isinstance(build_optimizer(parameters(), options), torch.optim.AdamW)
+    assert isinstance(build_optimizer_with_state(parameters(), options), torch.optim.AdamW)
 
     mine = parameters()
     others = parameters(1)
     plain = OptimizerConfig(lr=0.01)
-    joined = JoinedOptimizer(build_optimizer(mine, plain), build_optimizer(others, plain))
+    joined = JoinedOptimizer(
+        build_optimizer_with_state(mine, plain), build_optimizer_with_state(others, plain)
+    )
     tensors = [*mine.values(), *others.values()]
     for is_passed_over in (True, False):
         before = [parameter.detach().clone() for parameter in tensors]
@@ -429,9 +431,9 @@ def as_kept(named: Named, optimizer: Any) -> Tensors:
 def optimizer_that_passes_over(kind: str, named: Named) -> Any:
     if kind == "on host":
         options = OptimizerConfig(kind="adamw", lr=0.01, weight_decay=0.1)
-        return OptimizerOnHost(named, lambda some: build_optimizer(some, options))
+        return OptimizerOnHost(named, lambda some: build_optimizer_with_state(some, options))
     options = OptimizerConfig(kind=kind, lr=0.01, weight_decay=0.1)
-    return build_optimizer(named, options, matrices=MATRICES)
+    return build_optimizer_with_state(named, options, matrices=MATRICES)
 
 
 @pytest.mark.parametrize("kind", ["muon", "on host"])
@@ -464,7 +466,7 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
     ]
     options = OptimizerConfig(lr=1e-3, weight_decay=0.1, groups=groups)
     named = parameters()
-    optimizer = build_optimizer(named, options)
+    optimizer = build_optimizer_with_state(named, options)
     set_rate(optimizer, 0.01)
     found = {}
     for group in optimizer.param_groups:
@@ -479,7 +481,7 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
 
     options.require_groups(list(SHAPES))
     norms = {"match": ["norm*"], "weight_decay": 0.3}
-    all_decay = build_optimizer(named, OptimizerConfig(weight_decay=0.1, groups=[norms]))
+    all_decay = build_optimizer_with_state(named, OptimizerConfig(weight_decay=0.1, groups=[norms]))
     decays = [group["weight_decay"] for group in all_decay.param_groups]
     assert decays == [0.1, 0.3], "what is written holds for a vector"
 
@@ -494,8 +496,8 @@ def test_updates_in_backward_are_those_of_a_step(kind: str) -> None:
     options = OptimizerConfig(kind=kind, lr=1e-2, weight_decay=0.1)
     mine = parameters()
     others = parameters()
-    early = OptimizerInBackward(mine, lambda some: build_optimizer(some, options))
-    plain = build_optimizer(others, options)
+    early = OptimizerInBackward(mine, lambda some: build_optimizer_with_state(some, options))
+    plain = build_optimizer_with_state(others, options)
     for seed in range(3):
         for named in (mine, others):
             torch.manual_seed(seed)
@@ -517,8 +519,8 @@ def test_steps_on_the_host_are_those_of_the_device() -> None:
     options = OptimizerConfig(lr=1e-2)
     mine = parameters()
     others = parameters()
-    host: Any = OptimizerOnHost(mine, lambda some: build_optimizer(some, options))
-    plain = build_optimizer(others, options)
+    host: Any = OptimizerOnHost(mine, lambda some: build_optimizer_with_state(some, options))
+    plain = build_optimizer_with_state(others, options)
     learn(mine, host, 0, 1, 2)
     learn(others, plain, 0, 1, 2)
     assert_equal(mine, others)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from drumline.config.config import BatchConfig, Config, ScheduleConfig
-from drumline.engine.fp8 import has_aligned_tokens, is_text
+from drumline.engine.fp8 import has_aligned_tokens, has_only_token_inputs
 from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
 from drumline.plan.batch import resolve_batch
@@ -427,5 +427,5 @@ def test_patches_are_tokens_that_no_width_aligns(tmp_path: Path) -> None:
     planned = plan(TWO_H100, 1, precision="fp8")
     sees = SimpleNamespace(config=AutoConfig.from_pretrained(tiny_vision_dir(tmp_path / "sees")))
     reads = SimpleNamespace(config=AutoConfig.from_pretrained(tiny_model_dir(tmp_path / "reads")))
-    assert is_text(reads, planned)
-    assert not is_text(sees, planned)
+    assert has_only_token_inputs(reads, planned)
+    assert not has_only_token_inputs(sees, planned)

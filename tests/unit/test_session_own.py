@@ -455,7 +455,7 @@ def gradients(kind: str) -> tuple[list[float], list[float]]:
         last = index == 1
         inputs = torch.arange(6.0).view(3, 2) + 10 * dist.get_rank() + index
         with spread.micro_batch(last=last):
-            back(module, spread.module, inputs, last)
+            back(module, spread.train_module, inputs, last)
         back(alone, alone, inputs, last)
 
     expected = gradients_of(alone)

@@ -92,7 +92,7 @@ def waited_of_copies(compression: Compression) -> float:
     spread = Replicated(ddp, compress_ddp(ddp, compression, 0))
     for last in (False, True):
         with spread.micro_batch(last):
-            loss = spread.module(torch.ones(2, 4)).sum()
+            loss = spread.train_module(torch.ones(2, 4)).sum()
             time.sleep(float(last) * dist.get_rank())
             with spread.backward_context(loss):
                 loss.backward()

@@ -18,13 +18,13 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from drumline.config.config import Config
 from drumline.engine.stages import (
-    Absent,
     Stage,
-    find_cuts,
+    StandIn,
+    find_split_points,
     rank_part,
     stages_reproduce_model,
-    trace_cuts,
-    weights_of_both_ends,
+    trace_split_points,
+    weights_of_first_and_last_stage,
 )
 from drumline.errors import PlanError
 from drumline.hardware.detect import Machine
@@ -336,13 +336,13 @@ def tiny(kind: str, **over: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_make_the_whole_model_with_its_gradients(kind: str) -> None:
     model = tiny(kind).eval()
-    cuts = find_cuts(model)
+    cuts = find_split_points(model)
     held = [rank_part(model, cuts, list(RANGES[rank::2])) for rank in range(2)]
     first = parameter_names(held[0])
     second = parameter_names(held[1])
 
     assert first | second == parameter_names(model)
-    assert first & second == set(weights_of_both_ends(model, cuts))
+    assert first & second == set(weights_of_first_and_last_stage(model, cuts))
 
     ids = torch.arange(24).view(2, 12) % 64
     batch = TrialTokens(ids)
@@ -376,7 +376,7 @@ def test_blocks_that_share_weights_are_refused() -> None:
     model = tiny("llama")
     model.model.layers[3].mlp = model.model.layers[1].mlp
     with pytest.raises(PlanError, match="share weights"):
-        find_cuts(model)
+        find_split_points(model)
 
 
 def test_weights_used_between_blocks_are_refused() -> None:
@@ -384,7 +384,7 @@ def test_weights_used_between_blocks_are_refused() -> None:
     norm, block = model.model.norm, model.model.layers[2]
     block.register_forward_hook(lambda _m, _i, out: norm(out))
     with pytest.raises(PlanError, match=r"model\.norm between its blocks"):
-        trace_cuts(model, IDS_BT)
+        trace_split_points(model, IDS_BT)
 
 
 def test_a_trunk_that_looks_into_its_blocks_is_refused() -> None:
@@ -396,17 +396,17 @@ def test_a_trunk_that_looks_into_its_blocks_is_refused() -> None:
     for block in model.model.layers:
         block.register_forward_hook(lambda _m, _i, out: out + seen[-1] if seen else out)
 
-    cuts = trace_cuts(model, IDS_BT)
+    cuts = trace_split_points(model, IDS_BT)
     with torch.no_grad():
         assert not stages_reproduce_model(model, cuts, ((0, 2), (2, 4)), 2, IDS_BT)
 
 
 def test_a_part_holds_no_weights_of_others() -> None:
     model = tiny("llama", tie_word_embeddings=False)
-    cuts = find_cuts(model)
+    cuts = find_split_points(model)
     middle = rank_part(model, cuts, [(1, 2)])
     layers = {name.split(".")[2] for name in parameter_names(middle)}
 
     assert layers == {"1"}
-    assert isinstance(middle.model.layers[0], Absent)
-    assert not isinstance(model.model.layers[0], Absent)
+    assert isinstance(middle.model.layers[0], StandIn)
+    assert not isinstance(model.model.layers[0], StandIn)

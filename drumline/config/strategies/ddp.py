@@ -28,7 +28,7 @@ class DDPStrategy(Degrees, CopyOptions):
     )  # fmt: skip
     kind: Literal["ddp"] = "ddp"
     cost_class: ClassVar[str | type] = "drumline.planner.strategies.ddp:DDPCost"
-    engine_class: ClassVar[str | type] = "drumline.engine.strategies.ddp.spec:DDPEngine"
+    engine_class: ClassVar[str | type] = "drumline.engine.strategies.ddp.spec:DDPSpec"
     shard_optimizer: bool = Field(
         False,
         description="ZeRO-1 (Rajbhandari et al. 2020) without DeepSpeed, also with tp and pp: each copy keeps the optimizer's states of a"

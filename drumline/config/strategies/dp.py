@@ -15,7 +15,7 @@ class DPStrategy(OneProcess):
     position: ClassVar[int] = 2
     simplicity: ClassVar[int] = 1
     kind: Literal["dp"] = "dp"
-    engine_class: ClassVar[str | type] = "drumline.engine.strategies.dp.spec:DPEngine"
+    engine_class: ClassVar[str | type] = "drumline.engine.strategies.dp.spec:DPSpec"
 
     def data_parallel(self, mesh: Mesh) -> DataParallel:
         return "dp"

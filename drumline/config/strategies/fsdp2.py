@@ -33,7 +33,7 @@ class FSDP2Strategy(Degrees):
     )
     kind: Literal["fsdp2"] = "fsdp2"
     cost_class: ClassVar[str | type] = "drumline.planner.strategies.fsdp2:FSDP2Cost"
-    engine_class: ClassVar[str | type] = "drumline.engine.strategies.fsdp2.spec:FSDP2Engine"
+    engine_class: ClassVar[str | type] = "drumline.engine.strategies.fsdp2.spec:FSDP2Spec"
     reshard_after_forward: bool | None = Field(
         None,
         description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded. null: true,"

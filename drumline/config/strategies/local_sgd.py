@@ -34,7 +34,9 @@ class Apart(StrategyConfig):
     )
     exchange: ClassVar[Literal["all_reduce", "p2p"]] = "all_reduce"
     cost_class: ClassVar[str | type] = "drumline.planner.strategies.local_sgd:ApartCost"
-    engine_class: ClassVar[str | type] = "drumline.engine.strategies.local_sgd.spec:ApartEngine"
+    engine_class: ClassVar[str | type] = (
+        "drumline.engine.strategies.local_sgd.spec:PeriodicAveragingSpec"
+    )
     period: Steps = Field(8, description="Steps between two averagings.")
 
     def data_parallel(self, mesh: Mesh) -> DataParallel:

@@ -67,7 +67,7 @@ class Zero(StrategyConfig):
     takes_packed: ClassVar[bool] = True
     package: ClassVar[str | None] = "deepspeed"
     cost_class: ClassVar[str | type] = "drumline.planner.strategies.zero:ZeroCost"
-    engine_class: ClassVar[str | type] = "drumline.engine.strategies.zero.spec:ZeroEngine"
+    engine_class: ClassVar[str | type] = "drumline.engine.strategies.zero.spec:ZeroSpec"
     lacks = (
         *no_option("tp cp pp", "DeepSpeed cuts flat buffers, and knows nothing of matrices cut by DTensor or of stages",
                    "fsdp2 with tp, cp or pp"),
@@ -179,7 +179,7 @@ class Zero3Strategy(Zero):
     whole_weights: ClassVar[bool] = False
     hooked: ClassVar[bool] = True
     cost_class: ClassVar[str | type] = "drumline.planner.strategies.zero:Zero3Cost"
-    engine_class: ClassVar[str | type] = "drumline.engine.strategies.zero.spec:Zero3Engine"
+    engine_class: ClassVar[str | type] = "drumline.engine.strategies.zero.spec:Zero3Spec"
     lacks = (
         *Zero.lacks,
         *no_option(

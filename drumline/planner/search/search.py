@@ -40,7 +40,7 @@ from drumline.plan.resolve import (
 )
 from drumline.plan.rule import Case
 from drumline.plan.stages import in_flight
-from drumline.plan.strategy_engine import engine_of
+from drumline.plan.strategy_engine import engine_spec
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.answer import (
     TIE,
@@ -350,7 +350,7 @@ class _Estimator:
     """
 
     def __init__(self, question: Question) -> None:
-        self.config = engine_of(question.config.strategy).adopted(question.config)
+        self.config = engine_spec(question.config.strategy).adopted(question.config)
         self.question = replace(question, config=self.config)
         cluster = question.cluster
         machine = _machine(cluster)

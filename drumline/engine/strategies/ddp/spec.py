@@ -8,7 +8,7 @@ from drumline.config.refusal import Refusal
 from drumline.config.strategies.ddp import DDPStrategy
 from drumline.config.strategy import WITH_MEMORY
 from drumline.plan.rule import Case
-from drumline.plan.strategy_engine import StrategyEngine
+from drumline.plan.strategy_engine import EngineSpec
 
 # Kinds of parallelism whose gradients are averaged without DDP, each with what its ranks hold.
 AVERAGED_WITHOUT_DDP = {
@@ -18,7 +18,7 @@ AVERAGED_WITHOUT_DDP = {
 }
 
 
-class DDPEngine(StrategyEngine[DDPStrategy]):
+class DDPSpec(EngineSpec[DDPStrategy]):
     def refusals(self, case: Case) -> Iterator[Refusal]:
         """Yield what DDP does not do with compression, or with a sharded optimizer."""
         kind = self.strategy.compression.kind
@@ -70,3 +70,7 @@ class DDPEngine(StrategyEngine[DDPStrategy]):
                 "use strategy=fsdp2",
                 where,
             )
+
+
+# The old name, for plug-ins.
+DDPEngine = DDPSpec

@@ -44,7 +44,7 @@ class DiLoCoEngine(LocalEngine):
         # Trainable weights by the names of the model's parameters. Buffers have no outer step.
         self.names: list[str] = []
         self.weights: list[torch.Tensor] = []
-        for canonical_name, tensor in self.apart.items():
+        for canonical_name, tensor in self.diverging_tensors.items():
             name = canonical_name.removeprefix("model.")
             if name in self.named:
                 self.names.append(name)

@@ -1,4 +1,4 @@
-"""How nn.DataParallel spreads a model, and what it cannot be combined with."""
+"""How a model runs under nn.DataParallel, and what it cannot be combined with."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from drumline.config.refusal import Refusal
 from drumline.config.strategies.dp import DPStrategy
 from drumline.plan.plan import Plan
 from drumline.plan.rule import Case, sees
-from drumline.plan.strategy_engine import StrategyEngine
+from drumline.plan.strategy_engine import EngineSpec
 
 
-class DPEngine(StrategyEngine[DPStrategy]):
+class DPSpec(EngineSpec[DPStrategy]):
     def refusals(self, case: Case) -> Iterator[Refusal]:
         """Yield what a batch that is cut into runs of rows cannot do."""
         algorithm = case.config.algorithm
@@ -43,8 +43,12 @@ class DPEngine(StrategyEngine[DPStrategy]):
             )
 
     def spread(
-        self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
+        self, plan: Plan, world_mesh: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
     ) -> Any:
         from drumline.engine.strategies.dp.transform import spread
 
         return spread(plan, model, roots[0][0], values)
+
+
+# The old name, for plug-ins.
+DPEngine = DPSpec

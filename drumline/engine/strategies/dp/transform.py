@@ -12,25 +12,25 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from drumline.engine.data_parallel import Unreplicated
-from drumline.engine.plain import Plain
+from drumline.engine.data_parallel import NoGradientSync
+from drumline.engine.user_module import UserModule
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
 
 
-def spread(plan: Plan, model: nn.Module, module: nn.Module, values: Values) -> Unreplicated:
+def spread(plan: Plan, model: nn.Module, module: nn.Module, values: Values) -> NoGradientSync:
     """Fill the weights of `model` and return `module`, which runs it, over all GPUs."""
     values.fill(model)
-    if isinstance(module, Plain):
+    if isinstance(module, UserModule):
         if plan.device == "cuda":
             logger.warning(
                 "strategy dp with a module of your own is experimental on GPUs: no test has run it there"
             )
             module.over_devices = OverDevices(model)
-        return Unreplicated(module)
-    return Unreplicated(Scattered(module, plan.device), reads=module)
+        return NoGradientSync(module)
+    return NoGradientSync(Scattered(module, plan.device), infer_module=module)
 
 
 class OverDevices(nn.DataParallel):
@@ -69,8 +69,10 @@ class Scattered(nn.Module):
             isinstance(self.over_devices, nn.DataParallel) and len(self.over_devices.device_ids) > 1
         )
         if is_cut and hasattr(batch, "learned_M"):
-            # The two count targets of all rows. The host tells each device which targets are its
-            # own: to ask a device would mean to wait for it.
+            # `bounds_N` (where segments begin) and `learned_M` (the M targets with a loss) are
+            # indices into all rows end to end, so they are wrong for a part of the rows. `_Rows`
+            # makes the part's `learned_M` on the host: to make it on a device would mean to wait
+            # for it.
             batch = replace(batch, bounds_N=None, learned_M=None)
         tensors = {}
         for field in fields(batch):
@@ -121,13 +123,13 @@ def rows_of_part(rows: int, part: int, parts: int) -> slice:
 
 
 def learned_of_rows(
-    places_M: npt.NDArray[np.int64], rows: slice, width: int
+    indices_M: npt.NDArray[np.int64], rows: slice, width: int
 ) -> npt.NDArray[np.int64]:
-    """Return the places that lie in `rows`, as places in these rows.
+    """Return the indices that lie in `rows`, counted from the first of these rows.
 
-    `places_M`: int64[M] places in a flattened [B, `width`].
+    `indices_M`: int64[M], indices in a flattened [B, `width`].
     """
     first = rows.start * width
     stop = rows.stop * width
-    is_here_M = (places_M >= first) & (places_M < stop)
-    return places_M[is_here_M] - rows.start * width
+    is_here_M = (indices_M >= first) & (indices_M < stop)
+    return indices_M[is_here_M] - first

@@ -1,4 +1,4 @@
-"""How torch's fully_shard spreads a model, and what it cannot be combined with."""
+"""How torch's fully_shard shards a model, and what it cannot be combined with."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from drumline.config.refusal import Refusal
 from drumline.config.strategies.fsdp2 import FSDP2Strategy
 from drumline.plan.plan import Plan
 from drumline.plan.rule import Case
-from drumline.plan.strategy_engine import StrategyEngine
+from drumline.plan.strategy_engine import EngineSpec
 
 
-class FSDP2Engine(StrategyEngine[FSDP2Strategy]):
+class FSDP2Spec(EngineSpec[FSDP2Strategy]):
     def refusals(self, case: Case) -> Iterator[Refusal]:
         """Yield types, classes and schedules that do not work with this case."""
         if case.facts is not None:
@@ -49,8 +49,12 @@ class FSDP2Engine(StrategyEngine[FSDP2Strategy]):
             )
 
     def spread(
-        self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
+        self, plan: Plan, world_mesh: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
     ) -> Any:
         from drumline.engine.strategies.fsdp2.transform import spread
 
-        return spread(self.strategy, plan, whole, model, roots, values)
+        return spread(self.strategy, plan, world_mesh, model, roots, values)
+
+
+# The old name, for plug-ins.
+FSDP2Engine = FSDP2Spec

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import (
 from drumline.dist.mesh import data_mesh, expert_mesh
 from drumline.engine.data_parallel import Sharded
 from drumline.engine.experts import is_expert_shard
-from drumline.engine.native import Plain
 from drumline.engine.transforms import DTYPES, gather_dtype
+from drumline.engine.user_module import UserModule
 from drumline.models.blocks import blocks, embedding_and_head
 from drumline.models.containers import map_tensors
 from drumline.models.head import gather_for_objective
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def spread(
     options: FSDP2Strategy,
     plan: Plan,
-    whole: DeviceMesh,
+    world_mesh: DeviceMesh,
     model: nn.Module,
     roots: list[tuple[nn.Module, nn.Module]],
     values: Values,
@@ -44,16 +44,18 @@ def spread(
     `roots`: the modules that run, each with the part of the model within it; several for the stages
     of a pipeline.
     """
-    is_own_module = isinstance(roots[0][0], Plain)
-    dtype = gather_dtype(plan, is_own_module)
+    is_user_module = isinstance(roots[0][0], UserModule)
+    dtype = gather_dtype(plan, is_user_module)
     experts = None
     if plan.mesh.ep > 1:
-        experts = expert_mesh(whole)
-    mesh = data_mesh(whole)
-    ends_apart = options.gathers_ends_apart(plan.mesh, is_own_module)
+        experts = expert_mesh(world_mesh)
+    mesh = data_mesh(world_mesh)
+    separate_embedding_and_head = options.gathers_ends_apart(plan.mesh, is_user_module)
     sharded_roots = []
     for root, inner in roots:
-        sharded = apply_fsdp2(root, inner, options, mesh, dtype, experts, ends_apart)
+        sharded = apply_fsdp2(
+            root, inner, options, mesh, dtype, experts, separate_embedding_and_head
+        )
         sharded_roots.append(sharded)
     values.fill(model, offloaded=plan.offload == "cpu")
     is_pipeline = plan.engine == "pipeline"
@@ -66,7 +68,7 @@ def spread(
     return Sharded(first, sync, casts=dtype is not None, more_roots=more_roots, timed=timed)
 
 
-class Units(NamedTuple):
+class FSDPUnits(NamedTuple):
     """The modules whose weights are gathered separately, one module at a time.
 
     `embedding` and `head` have one module, or none.
@@ -88,15 +90,15 @@ def apply_fsdp2(
     mesh: DeviceMesh,
     param_dtype: torch.dtype | None,
     experts: DeviceMesh | None = None,
-    ends_apart: bool = False,
+    separate_embedding_and_head: bool = False,
 ) -> FSDPModule:
     """Shard weights, gradients and moments (ZeRO-3, Rajbhandari et al. 2020), each parameter as a DTensor.
 
-    `module` is the root. Each block is a unit, and with `ends_apart` also the embedding and the
-    head. The rest (the last norm, tied ends) belongs to the root. Weights are gathered in
-    `param_dtype`. Gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The
-    parameters may be on the meta device. `experts`: the mesh over which experts are dealt, if they
-    are; the experts of each layer are then a unit.
+    `module` is the root. Each block is a unit, and with `separate_embedding_and_head` also the
+    embedding and the head. The rest (the last norm, a tied embedding) belongs to the root. Weights
+    are gathered in `param_dtype`. Gradients are averaged over all ranks of the mesh in
+    `options.reduce_dtype`. The parameters may be on the meta device. `experts`: the mesh over which
+    experts are dealt, if they are; the experts of each layer are then a unit.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
@@ -107,7 +109,7 @@ def apply_fsdp2(
     if options.offload == "cpu":
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     shared: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
-    units = _find_units(module, model, options, ends_apart)
+    units = _find_units(module, model, options, separate_embedding_and_head)
     for unit in (*units.in_turn(), module):
         # Registered before the hook of `fully_shard`, which then gets no views.
         unit.register_forward_hook(_return_no_views, with_kwargs=True)
@@ -131,19 +133,19 @@ def apply_fsdp2(
 
 
 def _find_units(
-    root: nn.Module, model: nn.Module, options: FSDP2Strategy, ends_apart: bool
-) -> Units:
+    root: nn.Module, model: nn.Module, options: FSDP2Strategy, separate_embedding_and_head: bool
+) -> FSDPUnits:
     """Return the units of a model. A module that shares a weight with another one is no unit."""
     if options.wrap is None:
         candidates = list(blocks(model))
     else:
         candidates = [unit for unit in model.modules() if type(unit).__name__ in options.wrap]
-    # Ends that stay with the root are gathered for all of forward and backward.
+    # If they stay with the root, they are gathered for all of forward and backward.
     embedding: list[nn.Module] = []
     head: list[nn.Linear] = []
-    if ends_apart:
-        embedding, head = _ends(model)
-    # `wrap` may name the ends, too.
+    if separate_embedding_and_head:
+        embedding, head = _embedding_and_head_units(model)
+    # `wrap` may name their classes, too.
     candidates = [unit for unit in candidates if unit not in (*embedding, *head)]
     # BERT's embeddings are a unit: a layer inside of one is no unit of its own.
     inside: set[nn.Module] = set()
@@ -152,7 +154,7 @@ def _find_units(
     embedding = [unit for unit in embedding if unit not in inside]
     head = [unit for unit in head if unit not in inside]
     unshared = _without_shared([*embedding, *candidates, *head], root)
-    return Units(
+    return FSDPUnits(
         embedding=[unit for unit in embedding if unit in unshared],
         blocks=[unit for unit in candidates if unit in unshared],
         head=[unit for unit in head if unit in unshared],
@@ -168,7 +170,7 @@ def _expert_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _prefetch(units: Units, forward: int, backward: int) -> None:
+def _prefetch(units: FSDPUnits, forward: int, backward: int) -> None:
     """Let each unit gather that many units ahead of itself, in forward and in backward."""
     in_turn = units.in_turn()
     # The embedding is not gathered for backward.
@@ -183,8 +185,8 @@ def _prefetch(units: Units, forward: int, backward: int) -> None:
         unit.set_modules_to_backward_prefetch(nearest_before)  # type: ignore[arg-type]
 
 
-def _ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Linear]]:
-    """Return the embedding and the head of a Hugging Face model, each in a list.
+def _embedding_and_head_units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Linear]]:
+    """Return the embedding and the head of a Hugging Face model as units, each in a list.
 
     The list is empty if an adapter wraps the module.
     """
@@ -229,14 +231,14 @@ def _return_no_views(unit: nn.Module, args: Any, options: Any, outputs: Any) -> 
     inputs = _tensors_in((args, options))
     users_of_memory = Counter(_memory(tensor) for tensor in (*returned, *inputs))
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
+    def detach_view(tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that is no view, if nothing else lies in its memory."""
         if not _is_view(tensor) or users_of_memory[_memory(tensor)] > 1:
             return tensor
         alone: torch.Tensor = _NotAView.apply(tensor)
         return alone
 
-    return map_tensors(own, outputs)
+    return map_tensors(detach_view, outputs)
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:
@@ -270,7 +272,7 @@ def _without_shared(units: list[nn.Module], root: nn.Module) -> list[nn.Module]:
     unshared = []
     for unit in units:
         weights = _count_weights(unit)
-        if all(number == everywhere[weight] for weight, number in weights.items()):
+        if all(count == everywhere[weight] for weight, count in weights.items()):
             unshared.append(unit)
     return unshared
 

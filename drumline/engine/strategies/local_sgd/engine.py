@@ -1,10 +1,11 @@
 """The engine of strategies whose ranks train copies by themselves and average them every `period` steps.
 
-A rank's gradient is that of its own samples' loss sum, scaled as under DDP (ranks / weight of the
-global batch). So the mean over the ranks is DDP's gradient, and each token weighs the same. A rank
-clips by the norm of its own gradient. The logged norm is the root mean square of the ranks' norms;
-it is not finite if any rank's is not, so all ranks skip a step together. A few numbers of each step
-(losses, the stop signal) are still summed over all ranks.
+A rank's gradient is that of its own samples' loss sum, scaled as under DDP (ranks / denominator,
+which is the total loss weight of the global batch: its target tokens, or its samples). So the mean
+over the ranks is DDP's gradient, and each token weighs the same. A rank clips by the norm of its
+own gradient. The logged norm is the root mean square of the ranks' norms; it is not finite if any
+rank's is not, so all ranks skip a step together. A few numbers of each step (losses, the stop
+signal) are still summed over all ranks.
 
 Evaluation runs on the mean of the copies, and leaves the copies as they are. A checkpoint replaces
 the copies and their moments by their mean, so the run that goes on and the one that is resumed from
@@ -38,37 +39,55 @@ if TYPE_CHECKING:
 CHUNK = 2**26
 
 
+class OldAttribute:
+    """An old name of an attribute, to read and to set it by."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, owner: Any, owner_class: type | None = None) -> Any:
+        return getattr(owner, self.name)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        setattr(owner, self.name, value)
+
+
 class LocalEngine(NativeEngine):
     """Local SGD (Stich 2019): weights are averaged every `period` steps, moments stay each rank's own.
 
     Other strategies override `exchange`.
     """
 
+    # The old names, which strategies of plug-ins use.
+    apart = OldAttribute("diverging_tensors")
+    together = OldAttribute("is_synchronised")
+
     def __init__(self, plan: Plan, model: nn.Module, *args: Any, **options: Any) -> None:
         super().__init__(plan, model, *args, **options)
         self.strategy = cast("Apart", plan.config.strategy)
         self.ranks = plan.mesh.data_ranks
-        # What differs between ranks: trainable weights, and statistics that a forward updates.
-        self.apart: dict[str, torch.Tensor] = {}
+        # What differs between ranks, by canonical name: trainable weights, and statistics that a
+        # forward updates.
+        self.diverging_tensors: dict[str, torch.Tensor] = {}
         for name, tensor in canonical_tensors(model).items():
             if tensor.is_floating_point():
-                self.apart[name] = tensor
+                self.diverging_tensors[name] = tensor
         self.steps = 0
         self.own_norm = self.shared_norm = torch.zeros((), dtype=torch.float64)
         # This rank's own copy, while the mean of the copies is in its place; otherwise None.
-        self.own: list[torch.Tensor] | None = None
+        self.local_copy: list[torch.Tensor] | None = None
         # Whether all ranks hold the same weights.
-        self.together = True
+        self.is_synchronised = True
         # Seconds of the last averaging that are not reported yet.
         self.waited = 0.0
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Put this rank's own copy back if the mean stands in for it, then run the micro-batch."""
-        if self.own is not None:
-            foreach_copy_(list(self.apart.values()), self.own)
-            self.own = None
-            self.together = False
+        if self.local_copy is not None:
+            foreach_copy_(list(self.diverging_tensors.values()), self.local_copy)
+            self.local_copy = None
+            self.is_synchronised = False
         with super().micro_batch(last):
             yield
 
@@ -86,7 +105,7 @@ class LocalEngine(NativeEngine):
         # gradients. Each rank's own norm is then raised by the same ratio.
         ratio = torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm)
         super().step(lr, self.own_norm * ratio, finite)
-        self.together = False
+        self.is_synchronised = False
         # A step that was skipped counts like any other.
         self.steps += 1
         self.after_step()
@@ -100,33 +119,33 @@ class LocalEngine(NativeEngine):
 
     def _prepare_evaluation_weights(self) -> None:
         """Put the mean of the copies in place of this rank's copy, which is kept aside."""
-        if not self.together:
-            self.own = [tensor.clone() for tensor in self.apart.values()]
-            average(list(self.apart.values()), self.ranks)
-            self.together = True
+        if not self.is_synchronised:
+            self.local_copy = [tensor.clone() for tensor in self.diverging_tensors.values()]
+            average(list(self.diverging_tensors.values()), self.ranks)
+            self.is_synchronised = True
         super()._prepare_evaluation_weights()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Replace the copies and their moments by their mean, and return the tensors."""
-        self.own = None
+        self.local_copy = None
         self._use_averaged_weights(True)
-        kept = self._kept()
-        codes = {}
-        plain = []
-        for name, tensor in kept.items():
+        tensors = self._saved_tensors()
+        quantised = {}
+        unquantised = []
+        for name, tensor in tensors.items():
             is_moment = name.startswith("optim.") and tensor.is_floating_point()
-            if name not in self.apart and not is_moment:
+            if name not in self.diverging_tensors and not is_moment:
                 continue
             if is_quantised(tensor):
-                codes[name] = tensor
+                quantised[name] = tensor
             else:
-                plain.append(tensor)
-        average(plain, self.ranks)
-        self.together = True
+                unquantised.append(tensor)
+        average(unquantised, self.ranks)
+        self.is_synchronised = True
         saved = super().tensors()
-        # Quantised moments are averaged as the values that they encode, which `saved` has copies
-        # of.
-        average([saved[name] for name in codes], self.ranks)
+        # Quantised moments are averaged as the values that they encode, of which `saved` has
+        # copies.
+        average([saved[name] for name in quantised], self.ranks)
         return saved
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -141,9 +160,12 @@ class LocalEngine(NativeEngine):
         return waited
 
     def exchange(self) -> None:
-        """Average the copies, and set `together` to whether all ranks now hold the same. Collective."""
-        average(list(self.apart.values()), self.ranks)
-        self.together = True
+        """Average the copies. Collective.
+
+        Sets `is_synchronised` to whether all ranks now hold the same weights.
+        """
+        average(list(self.diverging_tensors.values()), self.ranks)
+        self.is_synchronised = True
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """The DeepSpeed config of a ZeRO plan, and the sections of the YAML that set the same options.
 
-The config is the user's own, then the values that the plan decides, then defaults. This module
-imports neither torch nor DeepSpeed.
+The config is the user's, in which the values that the plan decides replace the user's, and defaults
+fill what neither sets. This module imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -104,39 +104,39 @@ def adopt(config: Config, strategy: Zero) -> Config:
 
     That may be batch sizes, the precision, offloading and ZeRO++.
     """
-    own = _user_values(strategy)
+    user_values = _user_values(strategy)
     update: dict[str, Any] = {}
     if config.batch == BatchConfig():
         batch = {}
         for theirs, ours in BATCH.items():
-            if isinstance(own.get(theirs), int):
-                batch[ours] = own[theirs]
+            if isinstance(user_values.get(theirs), int):
+                batch[ours] = user_values[theirs]
         update["batch"] = BatchConfig(**batch)
-    precisions = [kind for kind in ("bf16", "fp16") if own.get(f"{kind}.enabled") is True]
+    precisions = [kind for kind in ("bf16", "fp16") if user_values.get(f"{kind}.enabled") is True]
     if config.precision.kind == AUTO and precisions:
         update["precision"] = config.precision.model_copy(update={"kind": precisions[0]})
-    changes = _adopted_offloads(own, strategy)
+    changes = _adopted_offloads(user_values, strategy)
     if getattr(strategy, "zeropp", None) == ZeroPlusPlus():
         switches = {}
         for name, key in ZEROPP.items():
             path = f"zero_optimization.{key}"
-            if path in own:
-                switches[name] = own[path]
+            if path in user_values:
+                switches[name] = user_values[path]
         changes["zeropp"] = ZeroPlusPlus(**switches)
     update["strategy"] = strategy.model_copy(update=changes)
     return config.model_copy(update=update)
 
 
-def _adopted_offloads(own: dict[str, Any], strategy: Zero) -> dict[str, Any]:
-    """Return the strategy's options for offloading that the user's config `own` sets alone."""
+def _adopted_offloads(user_values: dict[str, Any], strategy: Zero) -> dict[str, Any]:
+    """Return the strategy's options for offloading that only the user's config sets."""
     offloads: dict[str, Any] = {}
     for part, name in OFFLOADS.items():
-        device = own.get(f"zero_optimization.{part}.device")
+        device = user_values.get(f"zero_optimization.{part}.device")
         option = getattr(strategy, name, None)
         if option is None or option.kind != "none" or device not in ("cpu", "nvme"):
             continue
-        path = own.get(f"zero_optimization.{part}.nvme_path")
-        pin_memory = own.get(f"zero_optimization.{part}.pin_memory")
+        path = user_values.get(f"zero_optimization.{part}.nvme_path")
+        pin_memory = user_values.get(f"zero_optimization.{part}.pin_memory")
         offloads[name] = Offload(kind=device, path=path or ".", pin_memory=pin_memory is True)
     return offloads
 
@@ -152,17 +152,18 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the config that DeepSpeed is given.
 
-    It is the user's file, `options` over it, then the plan's values.
+    It is the user's file, in which `options` replace values of the file, and the plan's values
+    replace both; defaults fill what none of them sets.
 
     Raises PlanError for the first value that contradicts the YAML, for an `auto` that the plan has
     no value for, and for what Drumline does itself or cannot do.
     """
     # First check what the user's file says.
-    own = _user_values(strategy)
+    user_values = _user_values(strategy)
     decided = _decided_values(config, strategy, batch, precision, run_dir)
-    rules = decided | _accepted_values(own, config, steps)
+    rules = decided | _accepted_values(user_values, config, steps)
     sizes = _sizes(facts)
-    for path, value in own.items():
+    for path, value in user_values.items():
         if path in rules:
             _require_agreement(path, value, rules[path])
         elif value == AUTO:
@@ -199,7 +200,7 @@ def _require_agreement(path: str, value: Any, rule: Rule) -> None:
     raise PlanError(
         f"{path} is {theirs} in the DeepSpeed config, but the YAML says {ours}",
         where=rule.where,
-        fix=f"make the two agree, or write `{key}: auto` there",
+        fix=f"make the two agree, or write `{key}: auto` in the DeepSpeed config",
     )
 
 
@@ -231,28 +232,28 @@ def _require_allowed(path: str, value: Any, strategy: Zero) -> None:
 
 
 def _user_values(strategy: Zero) -> dict[str, Any]:
-    """Return the values of the user's own DeepSpeed config by dotted path.
+    """Return the values of the user's DeepSpeed config by dotted path.
 
-    `options` go over the file.
+    The strategy's `options` replace values of the file.
     """
     assert not isinstance(strategy.config, str), (
         "Zero.with_files puts the file in the place of its path"
     )
-    own = _merge(strategy.config or {}, strategy.options)
-    if not own:
+    nested = _merge(strategy.config or {}, strategy.options)
+    if not nested:
         return {}
-    return flat(own)
+    return flat(nested)
 
 
 def user_config(strategy: Zero, facts: ModelFacts | None) -> dict[str, Any]:
-    """Return the values of the user's own DeepSpeed config by dotted path.
+    """Return the values of the user's DeepSpeed config by dotted path.
 
     `auto` is filled in if it is a size that follows from the model, and left out otherwise.
     """
-    own = _user_values(strategy)
-    values = {path: value for path, value in own.items() if value != AUTO}
+    user_values = _user_values(strategy)
+    values = {path: value for path, value in user_values.items() if value != AUTO}
     for path, size in _sizes(facts).items():
-        if own.get(path) == AUTO and size is not None:
+        if user_values.get(path) == AUTO and size is not None:
             values[path] = size
     return values
 
@@ -299,19 +300,19 @@ def _decided_values(
     return rules
 
 
-def _accepted_values(own: dict[str, Any], config: Config, steps: int | None) -> Rules:
-    """Return the values that the user's config `own` may have for the optimizer and rate.
+def _accepted_values(user_values: dict[str, Any], config: Config, steps: int | None) -> Rules:
+    """Return the values that the user's config may have for the optimizer and rate.
 
     They are those of the YAML, which decides: DeepSpeed is not given them.
     """
     options = config.optimizer
     schedule = config.schedule
-    kind = own.get("optimizer.type")
+    kind = user_values.get("optimizer.type")
     names = OPTIMIZERS[options.kind]
     if str(kind).lower() not in [name.lower() for name in names]:
         kind = names[0]
     # Which code runs AdamW is Drumline's choice, so any value is accepted.
-    torch_adam = own.get("optimizer.params.torch_adam")
+    torch_adam = user_values.get("optimizer.params.torch_adam")
     rules = {
         "optimizer.type": Rule(kind, "optimizer.kind"),
         "optimizer.params.lr": Rule(options.lr, "optimizer.lr"),

@@ -29,11 +29,10 @@ from deepspeed.utils import (
 from torch import nn
 
 from drumline.config.mesh import share
-from drumline.engine.data_parallel import Spread
+from drumline.engine.data_parallel import DataParallelWrapper
 from drumline.engine.engine import DeviceSums, sum_on_device
 from drumline.engine.native import ForwardEngine
 from drumline.engine.optimizer import MakeOptimizer, make_state, new_optimizer
-from drumline.engine.plain import Plain, modes_kept
 from drumline.engine.strategies.zero.clock import CollectiveClock, clock_of_backend
 from drumline.engine.strategies.zero.fill import (
     ParametersInTurn,
@@ -47,6 +46,7 @@ from drumline.engine.transforms import (
     apply_memory,
     apply_sync_batchnorm,
 )
+from drumline.engine.user_module import UserModule, modes_kept
 from drumline.models.adapters import borrowed_parameters
 from drumline.models.containers import LOW_PRECISION, lower_precision, raise_precision
 from drumline.models.freeze import require_none_unfrozen
@@ -77,17 +77,19 @@ _joined: list[dist.ProcessGroup | None] = []
 # What torch's optimizers keep of a parameter.
 ADAM = ("exp_avg", "exp_avg_sq")
 SGD = ("momentum_buffer",)
-# The method that measures the gradient norm in a step of DeepSpeed's optimizers: of that for ZeRO 1
-# and 2, of that for ZeRO 3, and of that for ZeRO 1 in bf16.
-MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
-# Where DeepSpeed's optimizers keep gradients, besides at parameters: ZeRO 1 and 2 (the second with
-# offloading), ZeRO 3, and ZeRO 1 in bf16.
+# The method that measures the gradient norm in a step, by which DeepSpeed's optimizers differ.
+MEASURES = (
+    "scaled_global_norm",  # ZeRO 1 and 2
+    "_get_norm_groups",  # ZeRO 3
+    "get_grads_for_norm",  # ZeRO 1 in bf16
+)
+# Where DeepSpeed's optimizers keep gradients, besides at parameters.
 GRADIENTS = (
-    "averaged_gradients",
-    "all_grad_tensors",
-    "accumulated_grads_in_cpu",
-    "grad_partitions_flat_buffer",
-    "fp32_groups_gradients_flat",
+    "averaged_gradients",  # all ZeRO stages
+    "all_grad_tensors",  # ZeRO 1 and 2
+    "accumulated_grads_in_cpu",  # ZeRO 1 and 2 with offloading
+    "grad_partitions_flat_buffer",  # ZeRO 3
+    "fp32_groups_gradients_flat",  # ZeRO 1 in bf16
 )
 
 
@@ -101,8 +103,8 @@ def prepare(
     """Shard a model and return its engine. Collective.
 
     `values` writes the model's weights into host memory in fp32, block by block, before they are
-    cut (stage 3) or moved to the device (stage 1 and 2). `plain`: the model is any module, not a
-    Hugging Face model. `make_optimizer` replaces the plan's optimizer.
+    sharded (stage 3) or moved to the device (stage 1 and 2). `plain`: the model is a user's module,
+    not a Hugging Face model. `make_optimizer` replaces the plan's optimizer.
     """
     assert plan.deepspeed is not None
     options = reveal(plan.deepspeed, "strategy.options")
@@ -111,7 +113,7 @@ def prepare(
         apply_sync_batchnorm(model, plan.device, plan.config.model.sync_batchnorm_ranks)
     module: nn.Module
     if plain:
-        module = Plain(model, plan.batch)
+        module = UserModule(model, plan.batch)
     else:
         module = ForwardWithObjective(model)
     apply_memory(model, plan)
@@ -157,10 +159,10 @@ def _fill(
         rank = dist.get_rank()
         ranks = dist.get_world_size()
 
-        def own_shard(full: torch.Tensor) -> torch.Tensor:
+        def local_shard(full: torch.Tensor) -> torch.Tensor:
             return shard_of_rank(full, rank, ranks)
 
-        parameters = fill_parameters(plan, model, values, masters, own_shard)
+        parameters = fill_parameters(plan, model, values, masters, local_shard)
         dtype = LOW_PRECISION.get(plan.precision, torch.float32)
         in_turn = ParametersInTurn(module, parameters)
         deepspeed.zero.Init(module=in_turn, config_dict_or_path=options, dtype=dtype)
@@ -218,7 +220,7 @@ class DeepSpeedEngine(ForwardEngine):
     def __init__(
         self, plan: Plan, model: nn.Module, trainable: dict[str, nn.Parameter], engine: Any
     ) -> None:
-        super().__init__(plan, model, Spread(engine, inner=engine.module))
+        super().__init__(plan, model, DataParallelWrapper(engine, eval_module=engine.module))
         # No autocast: the weights are in the type that they compute in.
         self.autocast_dtype = None
         # Name → trainable parameter.
@@ -257,7 +259,7 @@ class DeepSpeedEngine(ForwardEngine):
         self._add_casts(plan)
         if self.sharded:
             self._register_borrowed_weights()
-        if self.rescales():
+        if self.uses_loss_scale():
             self.zero.loss_scale = plan.config.precision.initial_scale
             # The loop stops a run whose steps all overflow.
             self.zero.loss_scaler.raise_error_at_min_scale = False
@@ -278,7 +280,7 @@ class DeepSpeedEngine(ForwardEngine):
         """
         if plan.precision == "fp32":
             return
-        is_plain = isinstance(self.engine.module, Plain)
+        is_user_module = isinstance(self.engine.module, UserModule)
 
         def lower_inputs(_module: nn.Module, args: Any, named: Any) -> Any:
             return lower_precision((args, named), plan.precision)
@@ -286,9 +288,9 @@ class DeepSpeedEngine(ForwardEngine):
         def restore_output(_module: nn.Module, _args: Any, output: Any) -> Any:
             return raise_precision(output)
 
-        if is_plain or plan.config.images_alone:
+        if is_user_module or plan.config.images_alone:
             self.model.register_forward_pre_hook(lower_inputs, with_kwargs=True)
-        if is_plain:
+        if is_user_module:
             self.model.register_forward_hook(restore_output)
 
     def _register_borrowed_weights(self) -> None:
@@ -296,11 +298,11 @@ class DeepSpeedEngine(ForwardEngine):
         module = self.engine.module
         heads = nn.ModuleList()
         # The objective uses the weights of the heads.
-        if module.splits:
+        if module.has_separable_head:
             parts = trunk_and_head(self.model)
             if parts and parts[1] is not None:
                 heads.append(parts[1])
-        if not isinstance(module, Plain):
+        if not isinstance(module, UserModule):
             score = score_head(self.model)
             if score is not None:
                 heads.append(score)
@@ -400,7 +402,7 @@ class DeepSpeedEngine(ForwardEngine):
             norm = self.norms
         scaled_norm = float(norm)
         scale = self.divisor
-        if self.rescales():
+        if self.uses_loss_scale():
             scale *= float(self.zero.loss_scale)
         self.own_norm = scaled_norm / scale
         # DeepSpeed returns a negative norm for inf and NaN.
@@ -429,7 +431,7 @@ class DeepSpeedEngine(ForwardEngine):
             "get_grads_for_norm": ([infinite], {}),
         }
         scaler_before: dict[str, Any] = {}
-        if self.rescales() and torch.isfinite(grad_norm):
+        if self.uses_loss_scale() and torch.isfinite(grad_norm):
             # The loss jumped, which is no overflow: the loss scale stays.
             scaler_before = dict(vars(self.zero.loss_scaler))
         with self._with_norms(infinite_norm[self.measure]):
@@ -464,7 +466,7 @@ class DeepSpeedEngine(ForwardEngine):
             self.zero._lazy_init_hp_params_optimizer_state()
         self.has_state = True
 
-    def rescales(self) -> bool:
+    def uses_loss_scale(self) -> bool:
         """Return whether the loss is scaled."""
         return self.precision == "fp16"
 
@@ -500,7 +502,7 @@ class DeepSpeedEngine(ForwardEngine):
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"modules": extra_states(self.model)}
-        if self.rescales():
+        if self.uses_loss_scale():
             # In the form of LossScale, for the other engines.
             scaler = self.zero.loss_scaler
             good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
@@ -528,7 +530,7 @@ class DeepSpeedEngine(ForwardEngine):
             # The weights that forward uses, from the fp32 ones.
             self.zero.update_lp_params()
         saved = state.get("scaler", {})
-        if self.rescales() and "good_steps" in saved:
+        if self.uses_loss_scale() and "good_steps" in saved:
             self.zero.loss_scale = saved["scale"]
             self.zero.loss_scaler.cur_iter = saved["good_steps"]
             self.zero.loss_scaler.last_overflow_iter = -1
@@ -588,7 +590,7 @@ class DeepSpeedEngine(ForwardEngine):
         with modes_kept(self.engine):
             # In evaluation mode, so that batch norms do not update their statistics.
             self.engine.eval()
-            if isinstance(self.engine.module, Plain):
+            if isinstance(self.engine.module, UserModule):
                 self._zero_backward_of_any_module()
             else:
                 batch = trial_batch(self.model, self.engine.device, self.image_side)
@@ -660,12 +662,12 @@ class DeepSpeedEngine(ForwardEngine):
             return
         # By DeepSpeed's local functions: those for whole tensors require sizes that the number of
         # ranks divides.
-        own = shard_of_rank(full, self.rank, dist.get_world_size())
+        local_shard = shard_of_rank(full, self.rank, dist.get_world_size())
         if slot is None:
             parameter.data.copy_(full)
-            safe_set_local_fp32_param(parameter, own)
+            safe_set_local_fp32_param(parameter, local_shard)
         else:
-            safe_set_local_optimizer_state(parameter, own, slot)
+            safe_set_local_optimizer_state(parameter, local_shard, slot)
 
 
 def _shape(parameter: Any) -> torch.Size:

@@ -21,7 +21,8 @@ from drumline.plan.plan import Plan
 class ParametersInTurn(nn.Module):
     """A module whose `parameters()` are given, for deepspeed.zero.Init.
 
-    Init cuts each parameter before it takes the next one from the iterator, which then makes it.
+    Init shards a parameter before it asks for the next one. `fill_parameters` fills a block only
+    when Init asks for the block's first parameter, so only one block at a time is whole.
     """
 
     def __init__(self, module: nn.Module, parameters: Iterator[nn.Parameter]) -> None:

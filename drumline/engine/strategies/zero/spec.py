@@ -14,12 +14,12 @@ from drumline.engine.strategies.zero.machine import require
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import BatchPlan, Plan
 from drumline.plan.rule import Case, recomputes_some
-from drumline.plan.strategy_engine import StrategyEngine
+from drumline.plan.strategy_engine import EngineSpec
 
 Z = TypeVar("Z", bound=Zero)
 
 
-class ZeroEngine(StrategyEngine[Z]):
+class ZeroSpec(EngineSpec[Z]):
     def refusals(self, case: Case) -> Iterator[Refusal]:
         """Yield what DeepSpeed cannot do, or would do in another way than the YAML says."""
         if case.device == "cpu" and case.precision == "fp16":
@@ -68,7 +68,7 @@ class ZeroEngine(StrategyEngine[Z]):
         return prepare(plan, model, values, **options)
 
 
-class Zero3Engine(ZeroEngine[Zero3Strategy]):
+class Zero3Spec(ZeroSpec[Zero3Strategy]):
     def refusals(self, case: Case) -> Iterator[Refusal]:
         yield from super().refusals(case)
         if recomputes_some(case):
@@ -117,3 +117,8 @@ class Zero3Engine(ZeroEngine[Zero3Strategy]):
                 "use the number of GPUs of one host",
                 "strategy.zeropp.hierarchical_partition",
             )
+
+
+# The old names, for plug-ins.
+ZeroEngine = ZeroSpec
+Zero3Engine = Zero3Spec

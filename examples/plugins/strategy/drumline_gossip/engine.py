@@ -22,7 +22,7 @@ class GossipEngine(LocalEngine):
     def exchange(self) -> None:
         """x of rank r becomes the mean of its own and that of rank r + 1; the mean over all ranks stays what it is. Collective."""
         if self.ranks > 1:
-            in_pieces(list(self.apart.values()), self._with_neighbour)
+            in_pieces(list(self.diverging_tensors.values()), self._with_neighbour)
 
     def _with_neighbour(self, mine: torch.Tensor) -> None:
         rank, theirs = dist.get_rank(), torch.empty_like(mine)

@@ -8,11 +8,11 @@ from pydantic import Field
 
 from drumline.config.section import Steps
 from drumline.config.strategies.local_sgd import Apart
-from drumline.engine.strategies.local_sgd.spec import ApartEngine
+from drumline.engine.strategies.local_sgd.spec import PeriodicAveragingSpec
 from drumline.plan.plan import Plan
 
 
-class GossipEngine(ApartEngine["Gossip"]):
+class GossipSpec(PeriodicAveragingSpec["Gossip"]):
     """The engine part: local SGD's, but for the exchange."""
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
@@ -26,6 +26,6 @@ class Gossip(Apart):
 
     # With one neighbour, where local SGD has an all-reduce.
     exchange: ClassVar[Literal["all_reduce", "p2p"]] = "p2p"
-    engine_class: ClassVar[str | type] = GossipEngine
+    engine_class: ClassVar[str | type] = GossipSpec
     kind: Literal["gossip"] = "gossip"
     period: Steps = Field(1, description="Steps between two averagings with the neighbour.")

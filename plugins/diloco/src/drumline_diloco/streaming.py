@@ -139,7 +139,7 @@ class StreamingEngine(DiLoCoEngine):
     def _finish_all_exchanges(self) -> None:
         """Take the outer steps of all fragments that are under way."""
         for number in list(self.under_way):
-            self.together = False
+            self.is_synchronised = False
             self._finish_exchange(number)
 
     def _prepare_evaluation_weights(self) -> None:

@@ -1,4 +1,4 @@
-"""`Plain` wraps any module so that engines can call it as they call a Hugging Face model."""
+"""`UserModule` wraps a user's module, so that engines call it like a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from drumline.vendor.torch import BatchNorm
 logger = logging.getLogger(__name__)
 
 
-class Plain(nn.Module):
-    """Any module, with the interface that engines call: that of `ForwardWithObjective`.
+class UserModule(nn.Module):
+    """A user's module, with the interface that engines call: that of `ForwardWithObjective`.
 
     A forward either hands the module to an objective, or calls it with arguments of its own.
     """
 
-    # Engines ask for these: there is no head to split off, and sequences are not cut.
-    splits = False
+    # Attributes of ForwardWithObjective that engines read. The head of a user's module cannot be
+    # separated from its trunk, and its sequences are not sharded (context parallelism).
+    has_separable_head = False
     sequence = None
 
     def __init__(self, model: nn.Module, batch: BatchPlan) -> None:
-        """`batch`: of the plan. If a global batch is cut into several micro-batches, the log names
-        the buffers that the first forward changes.
+        """`batch`: of the plan. If a global batch has several micro-batches, the log names once the
+        buffers that a forward changes.
         """
         super().__init__()
         self.model = model
-        self.names_changed = batch.global_samples > batch.micro_batch
+        # Whether the next forward in training warns of the buffers that it changes.
+        self.warns_of_changed_buffers = batch.global_samples > batch.micro_batch
         # What is called in place of the model if it runs on several GPUs (nn.DataParallel).
         self.over_devices: nn.Module | None = None
 
@@ -42,7 +44,7 @@ class Plain(nn.Module):
         Without an objective, `batch` is (args, kwargs), and the result is `model(*args, **kwargs)`.
         """
         before: dict[str, BufferVersion] | None = None
-        if self.names_changed and self.training:
+        if self.warns_of_changed_buffers and self.training:
             before = buffer_versions(self.model)
         run = self.model if self.over_devices is None else self.over_devices
         if objective is None:
@@ -52,7 +54,7 @@ class Plain(nn.Module):
             answer = objective(run, batch)
             out = answer.loss_sum, answer.sums
         if before is not None:
-            self.names_changed = False
+            self.warns_of_changed_buffers = False
             self._warn_of_changes(before)
         return out
 
@@ -64,7 +66,7 @@ class Plain(nn.Module):
                 changed.append(name)
         if changed:
             logger.warning(
-                "forward changes %s: what is kept there follows from how the global batch is cut",
+                "forward changes %s once per micro-batch, so their values depend on batch.micro_batch",
                 ", ".join(changed),
             )
 

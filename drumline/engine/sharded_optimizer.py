@@ -1,4 +1,6 @@
-"""ZeRO-1 (Rajbhandari et al. 2020): data ranks have copies of a model, and each steps a part of it.
+"""ZeRO-1 (Rajbhandari et al. 2020): data ranks have copies of a model, and shard its optimizer.
+
+This is `strategy.shard_optimizer` of DDP.
 
 It can be combined with tensor and pipeline parallelism.
 """
@@ -17,49 +19,50 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from drumline.dist.mesh import first_row
-from drumline.engine.data_parallel import Clock, Spread, buckets
+from drumline.engine.data_parallel import Clock, DataParallelWrapper, buckets
 from drumline.engine.norms import local
 from drumline.vendor.torch import StridedShard
 
 
-class SharedStep(Spread):
-    """Each rank along `replicate` averages and steps some rows of each parameter.
+class ShardedOptimizerWrapper(DataParallelWrapper):
+    """Each data rank averages the gradients of some rows of each parameter, and updates these rows.
 
-    After the step all ranks gather the rows of the others. The optimizer gets parameters of its
-    own: views of this rank's rows, as DTensors that are cut as FSDP2 would cut them. So each part
-    of its state lies on one rank, and checkpoints are the same as FSDP2's. Gradients stay whole,
-    but only this rank's rows of them are averaged.
+    The data ranks are those along the axis `replicate` of the mesh. After the step all ranks gather
+    the rows of the others. The optimizer gets parameters of its own: views of this rank's rows, as
+    DTensors that are cut as FSDP2 would cut them. So each part of its state lies on one rank, and
+    checkpoints are the same as FSDP2's. Gradients stay whole, but only this rank's rows of them are
+    averaged.
     """
 
-    def __init__(self, module: nn.Module, whole: DeviceMesh, bucket_bytes: int) -> None:
-        """`whole`: the mesh of all ranks. `bucket_bytes`: bytes of the parameters of one bucket."""
+    def __init__(self, module: nn.Module, world_mesh: DeviceMesh, bucket_bytes: int) -> None:
+        """`world_mesh`: of all ranks. `bucket_bytes`: bytes of the parameters of one bucket."""
         super().__init__(module)
-        self.whole = whole
-        self.replicas = whole["replicate"]
+        self.world_mesh = world_mesh
+        self.replicas = world_mesh["replicate"]
         self.clock = Clock()
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.buckets: list[Bucket] = []
         for bucket in buckets(trainable, bucket_bytes):
             rows_of_bucket = [Rows.of(parameter, self.replicas) for parameter in bucket]
             self.buckets.append(Bucket(rows_of_bucket, self.replicas))
-        # Id of a parameter → this rank's rows, which the optimizer steps.
-        self.own_rows: dict[int, nn.Parameter] = {}
+        # Id of a parameter → this rank's rows, which the optimizer updates.
+        self.local_rows: dict[int, nn.Parameter] = {}
         for parameter in trainable:
             part = local(parameter.detach())
-            self.own_rows[id(parameter)] = nn.Parameter(self._rows_as_dtensor(parameter, part))
+            self.local_rows[id(parameter)] = nn.Parameter(self._rows_as_dtensor(parameter, part))
 
     def optimizer_parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return this rank's rows of each trainable parameter, under the parameter's name."""
         parameters: dict[str, nn.Parameter] = {}
         for name, parameter in named.items():
-            parameters[name] = self.own_rows.get(id(parameter), parameter)
+            parameters[name] = self.local_rows.get(id(parameter), parameter)
         return parameters
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See Spread.
+        """See DataParallelWrapper.
 
-        Gradients are averaged behind the last micro-batch, and the wait is measured.
+        Gradients are averaged after the last micro-batch, and the wait is measured.
         """
         yield
         if last and self.buckets:
@@ -73,14 +76,14 @@ class SharedStep(Spread):
         for bucket in self.buckets:
             for rows in bucket.rows:
                 grad = rows.parameter.grad
-                own_grad: DTensor | None = None
+                local_grad: DTensor | None = None
                 if grad is not None:
                     # A view: scaling or clipping it changes the rows of the whole gradient.
-                    own_grad = self._rows_as_dtensor(rows.parameter, local(grad))
-                self.own_rows[id(rows.parameter)].grad = own_grad
+                    local_grad = self._rows_as_dtensor(rows.parameter, local(grad))
+                self.local_rows[id(rows.parameter)].grad = local_grad
 
     def after_step(self) -> None:
-        """Gather the rows that the other ranks have stepped. Collective over the data ranks.
+        """Gather the rows that the other ranks have updated. Collective over the data ranks.
 
         The optimizer's parameters are views of the model's, so this rank's own rows are in place.
         """
@@ -89,29 +92,29 @@ class SharedStep(Spread):
                 bucket.gather()
 
     def exposed_communication(self) -> float:
-        """Return the seconds of averaging gradients; none of it runs beside backward."""
+        """Return the seconds of averaging gradients, all of which come after backward."""
         return self.clock.seconds()
 
     def _rows_as_dtensor(self, parameter: nn.Parameter, part: Tensor) -> DTensor:
         """Return this rank's rows of a tensor, without a copy.
 
-        `part`: what this rank holds of the tensor, which is cut as the parameter is.
+        `part`: what this rank holds of the tensor, which is sharded as the parameter is.
         """
         rows = Rows.of(parameter, self.replicas)
         # A parameter that tensor parallelism has left whole is cut over the data ranks alone.
         mesh = self.replicas
         placements: list[Placement] = [Shard(0)]
         if isinstance(parameter, DTensor):
-            (cut,) = parameter.placements
+            (placement,) = parameter.placements
             tp = parameter.device_mesh
             names = tp.mesh_dim_names
             assert names is not None
-            mesh = self.whole["replicate", names[0]]
-            if cut.is_shard(0):
+            mesh = self.world_mesh["replicate", names[0]]
+            if placement.is_shard(0):
                 # These are rows of a part of the rows: the tp ranks cut first, the data ranks
                 # within.
                 placements = [StridedShard(0, split_factor=tp.size())]
-            placements.append(cut)
+            placements.append(placement)
         return DTensor.from_local(
             rows.within(part),
             mesh,
@@ -124,21 +127,21 @@ class SharedStep(Spread):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a parameter that one data rank averages and steps.
+    """The rows of a parameter that one data rank averages and updates.
 
     `per_rank`: the most rows that a data rank has; the last ranks may have fewer. `first`,
-    `number`: the first of this rank's rows, and how many it has. If tensor parallelism has cut the
+    `count`: the first of this rank's rows, and how many it has. If tensor parallelism has cut the
     parameter, all of these are rows of this rank's part.
     """
 
     parameter: nn.Parameter
     per_rank: int
     first: int
-    number: int
+    count: int
 
     @classmethod
     def of(cls, parameter: nn.Parameter, replicas: DeviceMesh) -> Rows:
-        """Return the rows of a parameter that this rank steps."""
+        """Return the rows of a parameter that this rank updates."""
         rows = local(parameter).shape[0]
         # As torch's Shard does it: each rank has the same number, and the last ones what is left.
         per_rank = math.ceil(rows / replicas.size())
@@ -155,7 +158,7 @@ class Rows:
 
     def within(self, part: Tensor) -> Tensor:
         """Return a view of these rows of a tensor that is cut as the parameter is."""
-        return part[self.first : self.first + self.number]
+        return part[self.first : self.first + self.count]
 
 
 @dataclass(frozen=True)
@@ -190,8 +193,8 @@ class Bucket:
     def average(self) -> None:
         """Replace this rank's rows of each gradient by their mean over the data ranks.
 
-        Behind the rows of a message is a 1 for each gradient that the rank has. A gradient that no
-        rank has stays None, so that all ranks agree on which parameters are stepped.
+        After the rows of a message is a 1 for each gradient that the rank has. A gradient that no
+        rank has stays None, so that all ranks agree on which parameters are updated.
         """
         like = local(self.rows[0].parameter)
         sent_RN = like.new_zeros(self.ranks, self.size + len(self.rows))
@@ -213,20 +216,20 @@ class Bucket:
                 if not has_other_rank_one:
                     continue
                 parameter.grad = torch.zeros_like(parameter)
-            own = slot.rows.within(local(parameter.grad))
-            sum_ = sums_N[slot.start : slot.start + own.numel()]
-            own.copy_(sum_.view(own.shape)).div_(self.ranks)
+            local_rows = slot.rows.within(local(parameter.grad))
+            sum_ = sums_N[slot.start : slot.start + local_rows.numel()]
+            local_rows.copy_(sum_.view(local_rows.shape)).div_(self.ranks)
 
     def gather(self) -> None:
         """Bring the rows of all ranks, as they are after a step, to this rank."""
         like = local(self.rows[0].parameter)
-        own_N = like.new_zeros(self.size)
+        local_N = like.new_zeros(self.size)
         all_RN = like.new_empty(self.ranks, self.size)
         for slot in self.slots:
-            own = slot.rows.within(local(slot.rows.parameter))
-            stop = slot.start + own.numel()
-            own_N[slot.start : stop].copy_(own.reshape(-1))
-        dist.all_gather_into_tensor(all_RN.view(-1), own_N, group=self.group)
+            local_rows = slot.rows.within(local(slot.rows.parameter))
+            stop = slot.start + local_rows.numel()
+            local_N[slot.start : stop].copy_(local_rows.reshape(-1))
+        dist.all_gather_into_tensor(all_RN.view(-1), local_N, group=self.group)
         for slot in self.slots:
             columns_RN = all_RN[:, slot.start : slot.stop]
             _unpack(columns_RN, local(slot.rows.parameter), slot.rows.per_rank)

@@ -1,9 +1,9 @@
-"""A pipeline of any module, by the stages that it names.
+"""The pipeline engine of a user's module, by the stages that the module names.
 
 The module's own forward runs on every rank, with the stages of other ranks replaced:
 
 - The stage right before the rank's own receives hidden states from the rank before.
-- The stage right behind the rank's own sends what it is given to the next rank.
+- The stage right after the rank's own sends what it is given to the next rank.
 - All others return zeros of the right shape.
 
 So only on the last rank does the module return real values, and backward starts from the loss
@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.dist.mesh import device_mesh
 from drumline.engine import native
-from drumline.engine.engine import DeviceSums, Read, Sums, neutral_sum
+from drumline.engine.engine import DeviceSums, Extract, Sums, neutral_sum
 from drumline.engine.native import NativeEngine
 from drumline.engine.pipeline import PartOfPipeline
-from drumline.engine.stages import Absent
+from drumline.engine.stages import StandIn
 from drumline.engine.transforms import batch_norms
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks
@@ -43,13 +43,13 @@ from drumline.vendor.torch import tree_leaves, tree_map_only
 NAME_THEM = "return an nn.Sequential, or give the module `stages`: the submodules that it calls one after another"
 
 
-def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> OwnPipeline:
+def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> ModulePipeline:
     """Return the engine over this rank's stages of a module, spread as planned and filled.
 
-    `options`: as of `native.prepare`. Collective. Raises PlanError as `cut` does.
+    `options`: as of `native.prepare`. Collective. Raises PlanError as `assign_stages` does.
     """
     mesh = device_mesh(plan.mesh, plan.device)
-    bounds = cut(model, plan.mesh.pp)
+    bounds = assign_stages(model, plan.mesh.pp)
     link = Link(model, bounds, mesh, values.device)
     if not next(model.parameters()).is_meta:
         # A model that was built whole lies on the host. Only the rank's own stages are left of it.
@@ -57,7 +57,7 @@ def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> Own
     # DDP has to see each forward that a backward goes through. Here a backward does not begin at
     # what the module returned to DDP, but at what was sent to the next rank.
     options["overlaps"] = False
-    return native.prepare(plan, model, values, partial(OwnPipeline, link), **options)
+    return native.prepare(plan, model, values, partial(ModulePipeline, link), **options)
 
 
 def stages_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -100,12 +100,12 @@ def _require_one_stage_a_weight(model: nn.Module, stages: dict[str, nn.Module]) 
         for parameter in stage.parameters():
             owners[parameter].append(stage_name)
     for name, parameter in model.named_parameters():
-        own = owners[parameter]
-        if len(own) == 1:
+        owners_of_weight = owners[parameter]
+        if len(owners_of_weight) == 1:
             continue
         what = "in none of the stages"
-        if own:
-            what = f"shared by stages {' and '.join(own)}"
+        if owners_of_weight:
+            what = f"shared by stages {' and '.join(owners_of_weight)}"
         raise PlanError(
             f"{name} is {what}",
             where="strategy",
@@ -131,7 +131,7 @@ def _require_stateless(model: nn.Module) -> None:
             )
 
 
-def cut(model: nn.Module, ranks: int) -> list[Range]:
+def assign_stages(model: nn.Module, ranks: int) -> list[Range]:
     """Return the stages of each rank as (first, stop), with parameters as equal as can be.
 
     Each rank gets stages with weights. Raises PlanError as `stages_of` does, and for too few stages.
@@ -150,9 +150,9 @@ def cut(model: nn.Module, ranks: int) -> list[Range]:
             where="strategy",
             fix=f"at most pp={len(starts)}, or more stages",
         )
-    ends = [*starts, len(stages)]
+    boundaries = [*starts, len(stages)]
     sizes: list[int] = []
-    for start, stop in pairwise(ends):
+    for start, stop in pairwise(boundaries):
         part = stages[start:stop]
         sizes.append(sum(_count_entries(stage) for stage in part))
 
@@ -162,7 +162,7 @@ def cut(model: nn.Module, ranks: int) -> list[Range]:
         return Cost(float(parameters), parameters)
 
     parts = balance(cost, len(starts), ranks)
-    return [(ends[first], ends[stop]) for first, stop in parts]
+    return [(boundaries[first], boundaries[stop]) for first, stop in parts]
 
 
 def _count_entries(module: nn.Module) -> int:
@@ -171,7 +171,10 @@ def _count_entries(module: nn.Module) -> int:
 
 
 class Call(NamedTuple):
-    """What one forward of a rank has received and sent; None at the ends of the pipeline."""
+    """What one forward of a rank has received and sent.
+
+    `received` is None on the first rank of the pipeline, `sent` on the last.
+    """
 
     received: torch.Tensor | None = None
     sent: torch.Tensor | None = None
@@ -181,7 +184,7 @@ class Link:
     """What a rank's forwards and backwards receive from its neighbours and send to them.
 
     `rank`, `ranks`: this rank's number in the pipeline, and how many ranks it has.
-    `first`, `stop`: this rank's stages.
+    `first`, `stop`: this rank's stages, [first, stop).
     `calls`: the forwards of this micro-batch, for their backward.
     `sends`: sends that may not have ended yet.
     """
@@ -216,15 +219,15 @@ class Link:
         stages = stages_of(model)
         for index, name in enumerate(stages):
             if not self.first <= index < self.stop:
-                model.set_submodule(name, Absent(run=self._stand_in(index)))
+                model.set_submodule(name, StandIn(run=self._forward_in_place_of(index)))
         own_stages = list(stages.values())[self.first : self.stop]
         _keep_blocks(model, own_stages)
         model.forward = partial(self._forward, model.forward)
 
-    def _stand_in(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _forward_in_place_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what runs in the place of a stage of another rank.
 
-        Stages that are no neighbours of the own ones return zeros: the module's forward goes
+        Stages that are not next to this rank's stages return zeros: the module's forward goes
         through them, and what they return is not used.
         """
         if index == self.first - 1:
@@ -415,15 +418,15 @@ def _requiring_grad(tree: Any) -> list[torch.Tensor]:
 
 def _depends_on(out: Any, earlier_leaves: Sequence[torch.Tensor]) -> bool:
     """Return whether an output has a gradient by any of some leaves."""
-    ends = [tensor.sum() for tensor in _requiring_grad(out)]
-    if not ends or not earlier_leaves:
+    sums = [tensor.sum() for tensor in _requiring_grad(out)]
+    if not sums or not earlier_leaves:
         return False
-    gradients = torch.autograd.grad(ends, earlier_leaves, allow_unused=True)
+    gradients = torch.autograd.grad(sums, earlier_leaves, allow_unused=True)
     return any(gradient is not None for gradient in gradients)
 
 
-class OwnPipeline(PartOfPipeline, NativeEngine):
-    """Engine over a rank's stages of any module."""
+class ModulePipeline(PartOfPipeline, NativeEngine):
+    """Engine over a rank's stages of a user's module."""
 
     def __init__(
         self, link: Link, plan: Plan, model: nn.Module, *args: Any, **options: Any
@@ -434,7 +437,7 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
         self.rank = link.rank
         self.ranks = link.ranks
         self.group = link.group_of_hidden
-        self.place = torch.device(link.device)
+        self.device = torch.device(link.device)
         # Micro-batches whose backward may be outstanding; None: all of a step (GPipe). With 1F1B a
         # rank is as far ahead as there are ranks from it to the end of the pipeline.
         in_flight = {"1f1b": self.ranks - self.rank, "model_parallel": 1}
@@ -445,7 +448,7 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See OpenEngine. After the last micro-batch, run all backwards that are still to come."""
+        """See CustomLoopEngine. After the last micro-batch, run all backwards that are left."""
         with super().micro_batch(last):
             yield
             if last:
@@ -490,12 +493,12 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
         return {name: neutral_sum(name) for name in sums}
 
     def infer(
-        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+        self, micro_batches: Iterable[Any], extract: Extract, adapter: bool = True
     ) -> list[torch.Tensor]:
         results: list[torch.Tensor] = []
-        for tensor in super().infer(micro_batches, read, adapter):
+        for tensor in super().infer(micro_batches, extract, adapter):
             # Shapes are right on all ranks, values on the last one.
-            own = tensor if self.is_last else None
-            full = self._broadcast_from(self.ranks - 1, own, tensor.shape, tensor.dtype)
+            local_tensor = tensor if self.is_last else None
+            full = self._broadcast_from(self.ranks - 1, local_tensor, tensor.shape, tensor.dtype)
             results.append(full)
         return results
