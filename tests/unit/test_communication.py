@@ -12,8 +12,13 @@ from tests import strategies as s
 from tests.unit.test_plan import plan
 
 
-def ddp(kind: str, **options: Any) -> dict[str, Any]:
-    return {"kind": "ddp", "compression": {"kind": kind, **options}}
+def ddp(kind: str) -> dict[str, Any]:
+    return {"kind": "ddp", "compression": {"kind": kind}}
+
+
+def steps_of_kind(strategy: s.StrategyConfig, kind: str) -> list[int]:
+    """Return which of the first nine steps are of a kind."""
+    return [step for step in range(9) if strategy.step_kind(step) == kind]
 
 
 @pytest.mark.parametrize(
@@ -26,17 +31,23 @@ def ddp(kind: str, **options: Any) -> dict[str, Any]:
     ],
 )
 def test_when_copies_come_together(strategy: s.StrategyConfig, together: list[int]) -> None:
-    assert [step for step in range(9) if strategy.step_kind(step) == "together"] == together
+    assert steps_of_kind(strategy, "together") == together
 
 
 @pytest.mark.parametrize(
-    ("kind", "first"), [("none", 9), ("bf16", 0), ("int8", 0), ("topk", 3), ("powersgd", 3)]
+    ("kind", "first"),
+    [
+        ("none", 9),
+        ("bf16", 0),
+        ("int8", 0),
+        ("topk", 3),
+        ("powersgd", 3),
+    ],
 )
 def test_when_gradients_are_compressed(kind: Any, first: int) -> None:
-    strategy = s.DDPStrategy(compression=s.Compression(kind=kind, start_step=3))
-    assert [step for step in range(9) if strategy.step_kind(step) == "compressed"] == list(
-        range(first, 9)
-    )
+    compression = s.Compression(kind=kind, start_step=3)
+    strategy = s.DDPStrategy(compression=compression)
+    assert steps_of_kind(strategy, "compressed") == list(range(first, 9))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +62,7 @@ def test_when_gradients_are_compressed(kind: Any, first: int) -> None:
 def test_what_is_refused(sections: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError) as error:
         plan(world_size=4, batch={"global_samples": 8}, **sections)
+
     line = error.value.line()
     assert says in line
     assert "strategy." in line
@@ -58,7 +70,8 @@ def test_what_is_refused(sections: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "int8"])
 def test_what_keeps_nothing_goes_with_a_loss_scale(kind: str) -> None:
-    assert plan(world_size=4, strategy=ddp(kind), precision="fp16").precision == "fp16"
+    resolved = plan(world_size=4, strategy=ddp(kind), precision="fp16")
+    assert resolved.precision == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -73,16 +86,15 @@ def test_what_keeps_nothing_goes_with_a_loss_scale(kind: str) -> None:
     ],
 )
 def test_the_plan_says_why(strategy: Any, world_size: int, says: str) -> None:
-    assert any(says in line for line in plan(world_size=world_size, strategy=strategy).why)
+    resolved = plan(world_size=world_size, strategy=strategy)
+    assert any(says in line for line in resolved.why)
 
 
 def test_what_is_kept_between_steps_is_counted() -> None:
-    keeps = {
-        kind: cost_of(s.DDPStrategy(compression=s.Compression(kind=kind))).kept_bytes(2)
-        for kind in ("none", "int8", "topk", "powersgd")
-    }
-    assert keeps == {"none": 0, "int8": 0, "topk": 4, "powersgd": 4}
-    assert (
-        cost_of(s.DiLoCoStrategy()).outer_bytes(),
-        cost_of(s.LocalSGDStrategy()).outer_bytes(),
-    ) == (8, 0)
+    kept_bytes: dict[Any, int] = {"none": 0, "int8": 0, "topk": 4, "powersgd": 4}
+    for kind, expected in kept_bytes.items():
+        strategy = s.DDPStrategy(compression=s.Compression(kind=kind))
+        assert cost_of(strategy).kept_bytes(2) == expected
+
+    assert cost_of(s.DiLoCoStrategy()).outer_bytes() == 8
+    assert cost_of(s.LocalSGDStrategy()).outer_bytes() == 0

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,7 +22,11 @@ from drumline.data.prepare import prepare
 from drumline.errors import DataError
 from drumline.plan.plan import BatchPlan, DataPlan
 from drumline.plan.resolve import total_samples
+from tests.harness import write_rows
 from tests.tiny import tiny_tokenizer
+
+# A row of a file, or a source of the config.
+Keys = dict[str, Any]
 
 WORDS = [f"word{n}" for n in range(400)]
 
@@ -41,23 +45,24 @@ class Workspace:
         self.base = base
         self.tokenizer = tokenizer
         # Sections of the configurations beside `data`.
-        self.sections: dict[str, Any] = {"algorithm": "sft", "model": {}}
+        self.sections: Keys = {"algorithm": "sft", "model": {}}
 
-    def write(self, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def write(self, name: str, rows: list[Keys]) -> Keys:
         """Write a file of rows, and return it as a source."""
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (self.base / name).write_text("".join(lines))
+        write_rows(self.base / name, rows)
         return {"kind": "file", "path": name}
 
-    def write_texts(self, name: str, texts: list[str]) -> dict[str, Any]:
+    def write_texts(self, name: str, texts: list[str]) -> Keys:
         """Write a file of rows that have a text each, and return it as a source."""
-        return self.write(name, [{"text": text} for text in texts])
+        rows = [{"text": text} for text in texts]
+        return self.write(name, rows)
 
-    def write_numbers(self, word: str, number: int) -> dict[str, Any]:
+    def write_numbers(self, word: str, number: int) -> Keys:
         """Write a file of rows "word 0", "word 1" and so on, and return it as a source."""
-        return self.write_texts(f"{word}.jsonl", [f"{word} {n}" for n in range(number)])
+        texts = [f"{word} {n}" for n in range(number)]
+        return self.write_texts(f"{word}.jsonl", texts)
 
-    def config(self, *train: dict[str, Any], **options: Any) -> Config:
+    def config(self, *train: Keys, **options: Any) -> Config:
         data = {
             "train": train,
             "max_length": 64,
@@ -67,8 +72,9 @@ class Workspace:
         }
         return Config.model_validate({**self.sections, "data": data})
 
-    def prepare(self, *train: dict[str, Any], **options: Any) -> DataPlan:
-        return prepare(self.config(*train, **options), self.tokenizer, self.base)
+    def prepare(self, *train: Keys, **options: Any) -> DataPlan:
+        config = self.config(*train, **options)
+        return prepare(config, self.tokenizer, self.base)
 
 
 @pytest.fixture
@@ -80,18 +86,26 @@ def texts(data: DataPlan) -> list[str]:
     """Return the texts of the samples to train on, with a bar between the parts of a pack."""
     cache = TokenCache.open(data.train_cache or "")
     reader = tiny_tokenizer()
-
     found = []
     for sample in range(len(cache)):
-        parts = [reader.decode(tokens.tolist()) for tokens, _ in cache.segments(sample)]
-        found.append("|".join(parts).replace("<|im_end|>", ""))
+        parts = []
+        for tokens, _ in cache.segments(sample):
+            text = reader.decode(tokens.tolist())
+            parts.append(text.replace("<|im_end|>", ""))
+
+        found.append("|".join(parts))
 
     return found
 
 
 def random_texts(seed: int, number: int, words: int) -> list[str]:
     draw = np.random.default_rng(seed)
-    return [" ".join(draw.choice(WORDS, words)) for _ in range(number)]
+    texts = []
+    for _ in range(number):
+        chosen = draw.choice(WORDS, words)
+        texts.append(" ".join(chosen))
+
+    return texts
 
 
 # ---------------------------------------------------------------------------------------------------------------- shares
@@ -111,25 +125,23 @@ SHARES = [
 ]
 
 
-def mix(sources: list[dict[str, Any]]) -> list[Mixed]:
-    return [Mixed(**each) for each in sources]
-
-
 @pytest.mark.parametrize(("sources", "sizes", "temperature", "counts"), SHARES)
 def test_an_epoch_has_so_many_samples_of_each_source(
-    sources: list[Any], sizes: list[int], temperature: Any, counts: list[int]
+    sources: list[Keys], sizes: list[int], temperature: Any, counts: list[int]
 ) -> None:
-    assert epoch_counts(mix(sources), sizes, temperature) == counts
+    mixed = [Mixed(**keys) for keys in sources]
+    assert epoch_counts(mixed, sizes, temperature) == counts
 
 
 @pytest.mark.parametrize(
     "sources",
     [[{"weight": 0}, {"weight": 0}], [{"weight": 1}, {"weight": 0}], [{"repeats": 2}, {}]],
 )
-def test_parts_that_make_no_epoch_are_one_line(sources: list[Any]) -> None:
+def test_parts_that_make_no_epoch_are_one_line(sources: list[Keys]) -> None:
+    mixed = [Mixed(**keys) for keys in sources]
     says = "the weights sum to nothing|has a part of each epoch, and no sample"
     with pytest.raises(DataError, match=says):
-        epoch_counts(mix(sources), [0, 4], None)
+        epoch_counts(mixed, [0, 4], None)
 
 
 @pytest.mark.claim(
@@ -140,9 +152,10 @@ def test_each_sample_comes_once_before_any_comes_again() -> None:
     ids = order.ids(0, 10 * 42)
 
     epochs = ids.reshape(10, 42)
-    assert ((epochs < 5).sum(axis=1) == 12).all()
-    assert (((epochs >= 5) & (epochs < 105)).sum(axis=1) == 30).all()
     assert (epochs[0] != epochs[1]).any()
+    for epoch in epochs:
+        source_of_place = np.searchsorted([5, 105], epoch, side="right")
+        assert np.bincount(source_of_place).tolist() == [12, 30]
 
     times = np.bincount(ids)
     assert times.tolist() == [24] * 5 + [3] * 100
@@ -157,31 +170,34 @@ def test_a_curriculum_rises_in_each_source_side_by_side(counts: list[int]) -> No
     sizes = [4, 10, 3][: len(counts)]
     firsts = np.cumsum([0, *sizes])
     size = sum(counts)
-    order = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2)
+    rising = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2)
     falling = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2, falling=True)
 
-    for epoch in (0, 1):
-        window = (epoch * size, (epoch + 1) * size)
-        ids = order.ids(*window)
-        falling_ids = falling.ids(*window)
+    for start in (0, size):
+        rising_ids = rising.ids(start, start + size)
+        falling_ids = falling.ids(start, start + size)
 
-        for source, count in enumerate(counts):
-            is_own = (ids >= firsts[source]) & (ids < firsts[source + 1])
-            own = ids[is_own].tolist()
+        source_of_place = np.searchsorted(firsts, rising_ids, side="right")
+        for source, count in enumerate(counts, start=1):
+            places = np.flatnonzero(source_of_place == source)
+            own = rising_ids[places].tolist()
             assert len(own) == count
             assert own == sorted(own)
-            assert falling_ids[is_own].tolist() == sorted(falling_ids[is_own], reverse=True)
+
+            own_falling = falling_ids[places].tolist()
+            assert own_falling == sorted(own_falling, reverse=True)
 
             times = Counter(own).values()
             assert max(times) - min(times) <= 1
 
-            gaps = np.diff(np.flatnonzero(is_own))
+            gaps = np.diff(places)
             most = 2 * size / count + 1
             assert (gaps <= most).all(), "as evenly spread as whole numbers allow"
 
     if size >= 4:
-        behind = order.ids(2 * size, 3 * size)
-        assert (np.diff(behind) < 0).any(), "shuffled behind the curriculum"
+        behind = rising.ids(2 * size, 3 * size)
+        steps = np.diff(behind)
+        assert (steps < 0).any(), "shuffled behind the curriculum"
 
 
 # --------------------------------------------------------------------------------------------------------------- prepare
@@ -194,10 +210,15 @@ def test_weights_change_steps_and_not_the_cache(workspace: Workspace) -> None:
 
     data = workspace.prepare(*train)
     first, second = data.sources
-    assert (first.name, second.name) == ("one.jsonl", "two.jsonl")
-    assert (first.samples, second.samples) == (30, 10)
-    assert (first.per_epoch, second.per_epoch) == (10, 30)
-    assert (first.read, second.read) == (30, 10)
+    assert first.name == "one.jsonl"
+    assert first.read == 30
+    assert first.samples == 30
+    assert first.per_epoch == 10
+
+    assert second.name == "two.jsonl"
+    assert second.read == 10
+    assert second.samples == 10
+    assert second.per_epoch == 30
 
     line = "data.train: an epoch has 30 samples of two.jsonl, × 3 of its 10 (75.0% of it)"
     assert data.mixture[1] == line
@@ -207,7 +228,12 @@ def test_weights_change_steps_and_not_the_cache(workspace: Workspace) -> None:
     assert other.epoch == 35
 
     config = workspace.config(*train)
-    batch = BatchPlan(global_samples=8, micro_batch=8, accumulation=1, eval_micro_batch=8)
+    batch = BatchPlan(
+        global_samples=8,
+        micro_batch=8,
+        accumulation=1,
+        eval_micro_batch=8,
+    )
     assert total_samples(config, batch, data) == 40
     assert total_samples(config, batch, other) == 35
 
@@ -218,21 +244,28 @@ def test_a_pack_is_of_one_source(workspace: Workspace) -> None:
 
     packed = workspace.prepare({**one, "weight": 1}, {**two, "weight": 3}, packing=True)
     for text in texts(packed):
-        first_words = {line.split()[0] for line in text.split("|")}
+        lines = text.split("|")
+        first_words = {line.split()[0] for line in lines}
         assert len(first_words) == 1
 
 
 def test_a_condition_keeps_rows(workspace: Workspace) -> None:
     rows = []
     for n in range(1, 31):
-        odd = n if n % 2 else str(n)
-        rows.append({"text": "a" * n, "n": n, "tags": ["x"] * (n % 3), "odd": odd})
+        row = {
+            "text": "a" * n,
+            "n": n,
+            "tags": ["x"] * (n % 3),
+            "odd": n if n % 2 else str(n),
+        }
+        rows.append(row)
 
     file = workspace.write("rows.jsonl", rows)
 
     conditions = {"where": "n <= 25 and len(tags) > 0", "limit": 8}
     data = workspace.prepare({**file, **conditions}, where="length(text) > 20 -- and so on")
-    assert sorted(map(len, texts(data))) == [22, 23, 25]
+    lengths = sorted(map(len, texts(data)))
+    assert lengths == [22, 23, 25]
 
     (source,) = data.sources
     assert source.read == 30
@@ -260,11 +293,15 @@ def test_a_condition_keeps_rows(workspace: Workspace) -> None:
 )
 def test_a_column_may_begin_behind_many_rows(workspace: Workspace, condition: str) -> None:
     """A row without it has null there."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Keys] = []
     for number in range(1100):
         rows.append({"text": f"row {number}", "m": {"a": number}})
 
-    rows[1050] |= {"lang": "en", "m": {"n": 1, "late": 1}, "late": {"n": 1}}
+    rows[1050] |= {
+        "lang": "en",
+        "m": {"n": 1, "late": 1},
+        "late": {"n": 1},
+    }
     file = workspace.write("rows.jsonl", rows)
 
     data = workspace.prepare(file, where=condition)
@@ -293,21 +330,24 @@ BAD = {
 @pytest.mark.claim("a condition on rows reaches no file and no network")
 @pytest.mark.parametrize("condition", BAD)
 def test_a_bad_condition_is_one_line(workspace: Workspace, condition: str) -> None:
-    file = workspace.write("rows.jsonl", [{"text": "hello", "n": 1, "m": {"a": 1}}])
+    row = {"text": "hello", "n": 1, "m": {"a": 1}}
+    file = workspace.write("rows.jsonl", [row])
     with pytest.raises(DataError, match=BAD[condition]) as caught:
         workspace.prepare(file, where=condition)
+
     assert "\n" not in str(caught.value)
+
+
+def with_another_word(text: str) -> str:
+    """Return a text of 60 words with one of them changed, and so 5 of its 56 grams."""
+    words = text.split()
+    words[30] = "other"
+    return " ".join(words)
 
 
 def test_copies_and_near_copies_fall(workspace: Workspace) -> None:
     long = random_texts(0, 6, words=60)
-    changed = []
-    for text in long[:3]:
-        # One word of 60: 5 of 56 grams.
-        words = text.split()
-        words[30] = "other"
-        changed.append(" ".join(words))
-
+    changed = list(map(with_another_word, long[:3]))
     copies = [long[5].upper() + "!", long[0]]
     rows = [*long, *changed, *copies, "a b", "a b", "b a"]
     file = workspace.write_texts("rows.jsonl", rows)
@@ -319,26 +359,35 @@ def test_copies_and_near_copies_fall(workspace: Workspace) -> None:
     assert exact.sources[0].duplicates == 2
 
     near = workspace.prepare(file, duplicates={"kind": "near", "threshold": 0.7})
+    says = "data.train: 6 of 14 rows left out: alike an earlier row"
     assert near.sources[0].duplicates == 6
     assert near.train_samples == 8
-
-    says = "data.train: 6 of 14 rows left out: alike an earlier row"
     assert near.left_out[0].startswith(says)
     assert texts(near)[-2:] == ["a b", "b a"]
 
     strict = workspace.prepare(file, duplicates={"kind": "near", "threshold": 1.0})
     assert strict.sources[0].duplicates == 3, "case and punctuation do not count"
 
-    one = set(grams(long[0], 5).tolist())
-    two = set(grams(changed[0], 5).tolist())
+
+def test_the_hashes_of_a_text_estimate_how_much_two_texts_share() -> None:
+    first, *_ = random_texts(0, 6, words=60)
+    second = with_another_word(first)
+
+    one = set(grams(first, 5).tolist())
+    two = set(grams(second, 5).tolist())
     jaccard_index = len(one & two) / len(one | two)
-    estimate = (minhash(long[0]) == minhash(changed[0])).mean()
-    assert jaccard_index == pytest.approx(estimate, abs=0.15)
+
+    is_same = minhash(first) == minhash(second)
+    assert jaccard_index == pytest.approx(is_same.mean(), abs=0.15)
 
 
-def tool_call(code: str, number: int) -> dict[str, Any]:
-    function = {"name": "run", "arguments": json.dumps({"code": code})}
-    return {"id": f"call {number}", "type": "function", "function": function}
+def tool_call(code: str, number: int) -> Keys:
+    arguments = json.dumps({"code": code})
+    return {
+        "id": f"call {number}",
+        "type": "function",
+        "function": {"name": "run", "arguments": arguments},
+    }
 
 
 @pytest.mark.parametrize("kind", ["calls", "reasoning_content", "thinking"])
@@ -347,11 +396,14 @@ def test_calls_and_reasoning_tell_rows_apart(workspace: Workspace, kind: str) ->
     said = random_texts(2, 4, words=20)
     question = {"role": "user", "content": "run it"}
 
-    def row(text: str, number: int) -> dict[str, Any]:
-        answer: dict[str, Any] = {"role": "assistant", "content": "4", kind: text}
+    def row(text: str, number: int) -> Keys:
+        answer: Keys = {"role": "assistant", "content": "4", kind: text}
         if kind == "calls":
-            calls = [tool_call(text, number)]
-            answer = {"role": "assistant", "content": "", "tool_calls": calls}
+            answer = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [tool_call(text, number)],
+            }
 
         return {"messages": [question, answer]}
 
@@ -385,7 +437,12 @@ def test_prompts_with_other_columns_for_the_rewards_are_no_copies(workspace: Wor
     def answers(**data: Any) -> list[str]:
         plan = workspace.prepare(file, max_length=2000, **data)
         cache = TokenCache.open(plan.train_cache)
-        return [cache.meta(sample)["answer"] for sample in range(len(cache))]
+        found = []
+        for sample in range(len(cache)):
+            meta = cache.meta(sample)
+            found.append(meta["answer"])
+
+        return found
 
     assert answers(duplicates="exact") == ["3", "4", "3", "4"]
     assert answers(duplicates="near") == ["3", "4"]
@@ -394,7 +451,7 @@ def test_prompts_with_other_columns_for_the_rewards_are_no_copies(workspace: Wor
 
 
 def test_a_mapped_column_that_no_row_has_is_refused(workspace: Workspace) -> None:
-    rows: list[dict[str, Any]] = [{"text": "one of nine"}] * 9
+    rows: list[Keys] = [{"text": "one of nine"}] * 9
     rows.append({"text": "last", "pictures": None})
     file = workspace.write("rows.jsonl", rows)
 
@@ -423,10 +480,9 @@ def test_rows_that_hold_evaluation_rows_fall(workspace: Workspace) -> None:
     kept = [other, a_third + other, "yes it is"]
     rows = [
         f"{other} {story.title()}, {other}",
-        kept[0],
-        kept[1],
+        *kept[:2],
         "Yes.",
-        kept[2],
+        *kept[2:],
         "你好吗今天天气很好我们一起去公园散步吧",
     ]
     train = workspace.write_texts("train.jsonl", rows)
@@ -443,7 +499,11 @@ def test_rows_that_hold_evaluation_rows_fall(workspace: Workspace) -> None:
 
 
 def test_a_curriculum_lies_in_the_cache(workspace: Workspace) -> None:
-    rows = [{"text": "x" * (n % 7 + 1), "level": -n} for n in range(40)]
+    rows: list[Keys] = []
+    for n in range(40):
+        text = "x" * (n % 7 + 1)
+        rows.append({"text": text, "level": -n})
+
     file = workspace.write("rows.jsonl", rows)
 
     by_length = workspace.prepare(file, curriculum="length")
@@ -452,7 +512,8 @@ def test_a_curriculum_lies_in_the_cache(workspace: Workspace) -> None:
     assert (np.diff(lengths) >= 0).all()
 
     by_column = workspace.prepare(file, curriculum={"by": "level"})
-    assert texts(by_column) == [row["text"] for row in reversed(rows)]
+    expected = [row["text"] for row in reversed(rows)]
+    assert texts(by_column) == expected
 
 
 @pytest.mark.parametrize(
@@ -462,36 +523,66 @@ def test_a_curriculum_lies_in_the_cache(workspace: Workspace) -> None:
         ({"text": "a", "level": "hard"}, "`level` is 'hard', not a number"),
     ],
 )
-def test_a_curriculum_by_a_column_needs_numbers(
-    workspace: Workspace, row: dict[str, Any], says: str
-) -> None:
+def test_a_curriculum_by_a_column_needs_numbers(workspace: Workspace, row: Keys, says: str) -> None:
     file = workspace.write("bad.jsonl", [row])
     with pytest.raises(DataError, match=rf"bad.jsonl:1: {says}"):
         workspace.prepare(file, curriculum="level")
 
 
+class Refused(NamedTuple):
+    """What an error says of the keys of sources, and of other keys of `data`."""
+
+    says: str
+    train: list[Keys] = [{}]
+    eval: list[Keys] = []
+    options: Keys = {}
+
+
 REFUSED = {
-    "weight and repeats": ({"train": [{"weight": 1, "repeats": 2}]}, "weight and repeats both say"),
-    "weight of some": ({"train": [{"weight": 1}, {}]}, r"train\[1\] has no weight"),
-    "weights of nothing": ({"train": [{"weight": 0}, {"weight": 0}]}, "sum to nothing"),
-    "temperature and weights": ({"train": [{"weight": 1}], "temperature": 2}, "keep one of them"),
-    "held-out rows": ({"eval": [{"cap": 1}]}, "held-out rows are gone through once"),
-    "nothing to compare with": ({"decontaminate": True}, "compares rows with those of `eval`"),
-    "not a number": ({"train": [{"weight": float("nan")}]}, "weight"),
-    "a sign": ({"train": [{"repeats": -1}]}, "repeats"),
+    "weight and repeats": Refused(
+        "weight and repeats both say",
+        train=[{"weight": 1, "repeats": 2}],
+    ),
+    "weight of some": Refused(
+        r"train\[1\] has no weight",
+        train=[{"weight": 1}, {}],
+    ),
+    "weights of nothing": Refused(
+        "sum to nothing",
+        train=[{"weight": 0}, {"weight": 0}],
+    ),
+    "temperature and weights": Refused(
+        "keep one of them",
+        train=[{"weight": 1}],
+        options={"temperature": 2},
+    ),
+    "held-out rows": Refused(
+        "held-out rows are gone through once",
+        eval=[{"cap": 1}],
+    ),
+    "nothing to compare with": Refused(
+        "compares rows with those of `eval`",
+        options={"decontaminate": True},
+    ),
+    "not a number": Refused(
+        "weight",
+        train=[{"weight": float("nan")}],
+    ),
+    "a sign": Refused(
+        "repeats",
+        train=[{"repeats": -1}],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_makes_no_sense_is_refused(workspace: Workspace, case: str) -> None:
-    keys, line = REFUSED[case]
+    refused = REFUSED[case]
     file = {"kind": "file", "path": "rows.jsonl"}
-    options: dict[str, Any] = {"train": [{}], **keys}
-    for role in {"train", "eval"} & options.keys():
-        options[role] = [{**file, **each} for each in options[role]]
-
-    with pytest.raises(ValidationError, match=line):
-        workspace.config(*options.pop("train"), **options)
+    train = [{**file, **keys} for keys in refused.train]
+    held_out = [{**file, **keys} for keys in refused.eval]
+    with pytest.raises(ValidationError, match=refused.says):
+        workspace.config(*train, eval=held_out, **refused.options)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -8,31 +8,37 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from drumline.data.batches import IGNORE, collate
 from drumline.data.packing import cut, pack
 
 
 def test_pack_groups_every_row_once_within_the_capacity() -> None:
-    lengths = np.random.default_rng(0).integers(1, 101, 3000)
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 101, 3000)
     groups = pack(lengths, 100)
 
+    assert groups == sorted(groups)
     assert sorted(chain(*groups)) == list(range(3000))
 
     for group in groups:
         assert sum(lengths[group]) <= 100
         assert group == sorted(group)
 
-    assert groups == sorted(groups)
     # Nearly as few sequences as can be.
-    assert len(groups) <= lengths.sum() / 100 * 1.03
-    # The same lengths give the same groups.
-    assert groups == pack(lengths.tolist(), 100)
+    fewest = lengths.sum() / 100
+    assert len(groups) <= fewest * 1.03
+
+    again = pack(lengths.tolist(), 100)
+    assert groups == again, "the same lengths give the same groups"
 
 
 def test_pack_takes_the_tightest_room() -> None:
-    # Longest down: 7 → A(3 left), 6 → B(4 left), 4 → B(0), 3 → A(0): first fit would have put nothing else, worst fit 3 into a new one.
+    # Longest down: 7 → A(3 left), 6 → B(4 left), 4 → B(0), 3 → A(0).
+    # First fit would have put nothing else, worst fit 3 into a new one.
     assert pack([3, 4, 6, 7], 10) == [[0, 3], [1, 2]]
+
     assert pack([5, 5, 5], 5) == [[0], [1], [2]]
     assert pack([], 10) == []
 
@@ -41,47 +47,50 @@ def test_pack_takes_the_tightest_room() -> None:
 
 
 def test_cut_keeps_the_stream_and_remembers_where_documents_end() -> None:
-    sizes = np.random.default_rng(1).integers(1, 40, 50)
+    draw = np.random.default_rng(1)
+    sizes = draw.integers(1, 40, 50)
     # Ranges with gaps between them: rows held out leave such.
     starts = np.cumsum(sizes + 3) - sizes
-    documents = np.stack([starts, starts + sizes], axis=1)
-    segments, offsets = cut(documents[:, 0], documents[:, 1], 16)
+    stops = starts + sizes
+    segments, offsets = cut(starts, stops, 16)
+    segment_starts, segment_stops = segments.T
 
-    assert rows_of_ranges(segments) == rows_of_ranges(documents)
+    rows = rows_of_ranges(segment_starts, segment_stops)
+    assert rows == rows_of_ranges(starts, stops)
 
+    lengths = segment_stops - segment_starts
     totals = []
     for first, last in pairwise(offsets):
-        pack_of_segments = segments[first:last]
-        totals.append(int((pack_of_segments[:, 1] - pack_of_segments[:, 0]).sum()))
+        total = lengths[first:last].sum()
+        totals.append(int(total))
 
     *whole, rest = totals
     assert set(whole) == {16}
     assert 0 < rest <= 16
 
-    # No segment spans two documents.
-    document_of_start = np.searchsorted(starts, segments[:, 0], side="right")
-    document_of_end = np.searchsorted(starts, segments[:, 1] - 1, side="right")
+    document_of_start = np.searchsorted(starts, segment_starts, side="right")
+    document_of_end = np.searchsorted(starts, segment_stops - 1, side="right")
+    is_same = document_of_start == document_of_end
+    assert is_same.all(), "no segment spans two documents"
 
-    assert (document_of_start == document_of_end).all()
 
-
-def rows_of_ranges(ranges: Any) -> list[int]:
+def rows_of_ranges(starts: Any, stops: Any) -> list[int]:
     """Return the rows of ranges [start, stop), in their order."""
     rows: list[int] = []
-    for start, stop in ranges.tolist():
+    for start, stop in zip(starts, stops, strict=True):
         rows.extend(range(start, stop))
 
     return rows
 
 
 def test_cut_of_exact_and_empty_streams() -> None:
-    segments, offsets = cut(np.array([0, 4]), np.array([4, 8]), 4)
+    starts = np.array([0, 4])
+    segments, offsets = cut(starts, starts + 4, 4)
     assert segments.tolist() == [[0, 4], [4, 8]]
     assert offsets.tolist() == [0, 1, 2]
 
     nothing = np.zeros(0, np.int64)
     segments, offsets = cut(nothing, nothing, 4)
-
     assert len(segments) == 0
     assert offsets.tolist() == [0]
 
@@ -93,6 +102,7 @@ def segment(tokens: list[int], learn: list[int] | None = None) -> tuple[Any, Any
     """Return a document as `collate` takes it; all of its tokens are learned by default."""
     if learn is None:
         learn = [1] * len(tokens)
+
     return np.asarray(tokens, np.uint16), np.asarray(learn, np.uint8)
 
 
@@ -101,15 +111,22 @@ def test_collate_shifts_within_segments_and_restarts_positions() -> None:
     second = [segment([1, 2])]
     batch = collate([first, second], pad_id=0, width=None)
 
-    assert batch.input_ids_BT.tolist() == [[5, 6, 7, 8, 9], [1, 2, 0, 0, 0]]
+    assert batch.input_ids_BT.tolist() == [
+        [5, 6, 7, 8, 9],
+        [1, 2, 0, 0, 0],
+    ]
     assert batch.targets_BT.tolist() == [
         [IGNORE, 7, IGNORE, 9, IGNORE],
         [2, IGNORE, IGNORE, IGNORE, IGNORE],
     ]
-    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    assert batch.position_ids_BT.tolist() == [
+        [0, 1, 2, 0, 1],
+        [0, 1, 2, 3, 4],
+    ]
 
-    for tensor in (batch.input_ids_BT, batch.targets_BT, batch.position_ids_BT):
-        assert tensor.dtype == torch.int64
+    assert batch.input_ids_BT.dtype == torch.int64
+    assert batch.targets_BT.dtype == torch.int64
+    assert batch.position_ids_BT.dtype == torch.int64
 
     assert batch.weight == 3
     assert batch.to("cpu").weight == 3
@@ -118,12 +135,11 @@ def test_collate_shifts_within_segments_and_restarts_positions() -> None:
 def test_collate_pads_to_a_width_and_makes_fillers() -> None:
     fillers = collate([None, None], pad_id=7, width=None)
     assert fillers.input_ids_BT.tolist() == [[7, 7], [7, 7]]
-    assert fillers.weight == 0
     assert (fillers.targets_BT == IGNORE).all()
+    assert fillers.weight == 0
 
     row = [segment([1, 2, 3])]
     wide = collate([row, None], pad_id=0, width=6)
-
     assert wide.input_ids_BT.shape == (2, 6)
     assert wide.weight == 2
 
@@ -154,7 +170,8 @@ def tiny_llama(attention: str) -> Any:
 
 def logits_of(model: Any, batch: Any, **options: Any) -> torch.Tensor:
     """Return the logits of a forward without an attention mask."""
-    return model(input_ids=batch.input_ids_BT, use_cache=False, **options).logits
+    output = model(input_ids=batch.input_ids_BT, use_cache=False, **options)
+    return output.logits
 
 
 def loss_and_gradients(model: Any, *batches: Any) -> tuple[float, list[torch.Tensor]]:
@@ -163,19 +180,21 @@ def loss_and_gradients(model: Any, *batches: Any) -> tuple[float, list[torch.Ten
     total = 0.0
     for batch in batches:
         logits = logits_of(model, batch, position_ids=batch.position_ids_BT)
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=IGNORE, reduction="sum"
+        loss = cross_entropy(
+            logits.flatten(0, 1),
+            batch.targets_BT.flatten(),
+            ignore_index=IGNORE,
+            reduction="sum",
         )
         loss.backward()
         total += loss.item()
 
-    return total, [parameter.grad.clone() for parameter in model.parameters()]
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    return total, gradients
 
 
-@pytest.mark.claim("nothing leaks between packed documents")
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_and_unpacked_losses_and_gradients_agree(attention: str) -> None:
-    """Rows in one batch, packs, and packs in two batches with padding are all as each row alone."""
+def random_rows() -> list[tuple[Any, Any]]:
+    """Return 24 documents of 2 to 29 tokens, of which about half are learned."""
     draw = np.random.default_rng(2)
     rows = []
     for length in draw.integers(2, 30, 24):
@@ -183,6 +202,14 @@ def test_packed_and_unpacked_losses_and_gradients_agree(attention: str) -> None:
         learn = draw.integers(0, 2, length).tolist()
         rows.append(segment(tokens, learn))
 
+    return rows
+
+
+@pytest.mark.claim("nothing leaks between packed documents")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_and_unpacked_losses_and_gradients_agree(attention: str) -> None:
+    """Rows in one batch, packs, and packs in two batches with padding are all as each row alone."""
+    rows = random_rows()
     lengths = [len(tokens) for tokens, _ in rows]
     packed = []
     for group in pack(lengths, 40):
@@ -193,16 +220,18 @@ def test_packed_and_unpacked_losses_and_gradients_agree(attention: str) -> None:
 
     model = tiny_llama(attention)
     single_rows = [[row] for row in rows]
-    alone, alone_grads = loss_and_gradients(
-        model, *[collate([row], 0, None) for row in single_rows]
-    )
-    padded = [collate(packed[:3], 0, 64), collate([*packed[3:], None], 0, 64)]
+    single_batches = [collate([row], 0, None) for row in single_rows]
+    expected_loss, expected_gradients = loss_and_gradients(model, *single_batches)
 
-    for batches in ([collate(single_rows, 0, None)], [collate(packed, 0, None)], padded):
-        loss, grads = loss_and_gradients(model, *batches)
-        assert loss == pytest.approx(alone, rel=1e-5)
-        for one, other in zip(grads, alone_grads, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    together = [
+        [collate(single_rows, 0, None)],
+        [collate(packed, 0, None)],
+        [collate(packed[:3], 0, 64), collate([*packed[3:], None], 0, 64)],
+    ]
+    for batches in together:
+        loss, gradients = loss_and_gradients(model, *batches)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.claim("nothing leaks between packed documents")
@@ -213,12 +242,18 @@ def test_a_document_does_not_see_the_one_before_it(attention: str) -> None:
     second = segment([11, 12, 13, 14, 15])
     one = collate([[segment([1, 2, 3, 4]), second]], 0, None)
     other = collate([[segment([50, 60, 70, 80]), second]], 0, None)
+    assert torch.equal(one.position_ids_BT, other.position_ids_BT)
 
     def logits_of_second(batch: Any, **options: Any) -> torch.Tensor:
         with torch.no_grad():
-            return logits_of(model, batch, **options)[:, 4:]
+            logits = logits_of(model, batch, **options)
+        return logits[:, 4:]
 
     positions = {"position_ids": one.position_ids_BT}
-    assert torch.equal(one.position_ids_BT, other.position_ids_BT)
-    assert torch.equal(logits_of_second(one, **positions), logits_of_second(other, **positions))
-    assert not torch.allclose(logits_of_second(one), logits_of_second(other), atol=1e-4)
+    logits = logits_of_second(one, **positions)
+    changed = logits_of_second(other, **positions)
+    assert torch.equal(logits, changed)
+
+    plain = logits_of_second(one)
+    plain_changed = logits_of_second(other)
+    assert not torch.allclose(plain, plain_changed, atol=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,26 +19,35 @@ from drumline.data.order import BatchStream, GlobalBatch, GlobalOrder, assign_sa
 from drumline.plan.plan import BatchPlan
 
 Threads = Callable[[], list[threading.Thread]]
+Array = np.ndarray[Any, Any]
 
 # ---------------------------------------------------------------------------------------------------------------- order
 
 
+def epochs_of(size: int, seed: int, count: int) -> Array:
+    """Return the shuffled ids of so many epochs, a row each."""
+    order = GlobalOrder(size, seed, shuffle=True)
+    ids = order.ids(0, count * size)
+    return ids.reshape(count, size)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 255, 256, 257, 1000, 4096, 65_537])
 def test_every_epoch_is_a_bijection(size: int) -> None:
-    order = GlobalOrder(size, seed=7, shuffle=True)
-    epochs = order.ids(0, 3 * size).reshape(3, size)
-    assert (np.sort(epochs, axis=1) == np.arange(size)).all()
+    first, second, third = epochs_of(size, seed=7, count=3)
+    for epoch in (first, second, third):
+        assert (np.sort(epoch) == np.arange(size)).all()
 
     if size > 16:
-        assert (epochs[0] != epochs[1]).any()
-        assert (epochs[1] != epochs[2]).any()
+        assert (first != second).any()
+        assert (second != third).any()
 
 
 def test_any_window_is_the_same_slice() -> None:
     order = GlobalOrder(1000, seed=1, shuffle=True)
     whole = order.ids(0, 3500).tolist()
     for start, stop in ((0, 1), (999, 1001), (1234, 3456), (2000, 2000)):
-        assert order.ids(start, stop).tolist() == whole[start:stop]
+        window = order.ids(start, stop)
+        assert window.tolist() == whole[start:stop]
 
     other = GlobalOrder(1000, seed=2, shuffle=True)
     assert other.ids(0, 1000).tolist() != whole[:1000]
@@ -45,11 +55,14 @@ def test_any_window_is_the_same_slice() -> None:
 
 def test_the_order_never_changes() -> None:
     """Stored values: a new version that gives other ones would break the resume of runs under way."""
-    near = GlobalOrder(10, seed=0, shuffle=True).ids(0, 20)
-    assert near.tolist() == [3, 6, 1, 9, 8, 5, 7, 4, 2, 0, 0, 4, 3, 2, 6, 7, 1, 5, 9, 8]
+    near = GlobalOrder(10, seed=0, shuffle=True)
+    first, second = near.ids(0, 20).reshape(2, 10)
+    assert first.tolist() == [3, 6, 1, 9, 8, 5, 7, 4, 2, 0]
+    assert second.tolist() == [0, 4, 3, 2, 6, 7, 1, 5, 9, 8]
 
-    far = GlobalOrder(10_000_000, seed=42, shuffle=True).ids(123_456_789, 123_456_793)
-    assert far.tolist() == [4739900, 1584666, 6592733, 9751914]
+    far = GlobalOrder(10_000_000, seed=42, shuffle=True)
+    ids = far.ids(123_456_789, 123_456_793)
+    assert ids.tolist() == [4739900, 1584666, 6592733, 9751914]
 
 
 def test_sequential_order() -> None:
@@ -57,10 +70,11 @@ def test_sequential_order() -> None:
     assert order.ids(2, 8).tolist() == [2, 0, 1, 2, 0, 1]
 
 
-def assert_even(counts: np.ndarray[Any, Any]) -> None:
+def assert_even(counts: Array) -> None:
     """Check by a chi-square statistic that all cells are about equally frequent."""
     expected = counts.sum() / counts.size
-    statistic = ((counts - expected) ** 2 / expected).sum()
+    squares = (counts - expected) ** 2
+    statistic = (squares / expected).sum()
     freedom = counts.size - 1
     most = freedom + 4 * (2 * freedom) ** 0.5
     assert statistic < most, f"{statistic:.0f} for {freedom} degrees of freedom"
@@ -69,53 +83,63 @@ def assert_even(counts: np.ndarray[Any, Any]) -> None:
 @pytest.mark.parametrize("size", [5, 12])
 def test_small_orders_are_spread_evenly(size: int) -> None:
     """Over 6000 epochs every sample stands at every place about equally often, and so does each pair at the first two."""
-    order = GlobalOrder(size, seed=0, shuffle=True)
-    epochs = order.ids(0, 6000 * size).reshape(6000, size)
-
+    epochs = epochs_of(size, seed=0, count=6000)
     places = np.zeros((size, size))
     for place in range(size):
         places[place] = np.bincount(epochs[:, place], minlength=size)
 
     assert_even(places)
 
-    codes = epochs[:, 0] * size + epochs[:, 1]
-    pairs = np.bincount(codes, minlength=size * size).reshape(size, size)
+    first = epochs[:, 0]
+    second = epochs[:, 1]
+    codes = first * size + second
+    pairs = np.bincount(codes, minlength=size * size)
     # No sample follows itself within an epoch.
     is_possible = ~np.eye(size, dtype=bool)
-    assert_even(pairs[is_possible])
+    assert_even(pairs[is_possible.ravel()])
 
 
 def test_large_order_mixes_near_and_far() -> None:
-    ids = GlobalOrder(100_000, seed=3, shuffle=True).ids(0, 100_000)
+    (ids,) = epochs_of(100_000, seed=3, count=1)
+    before = ids[:-1]
+    after = ids[1:]
     trend = np.corrcoef(ids, np.arange(len(ids)))[0, 1]
-    memory_of_neighbour = np.corrcoef(ids[:-1], ids[1:])[0, 1]
+    memory_of_neighbour = np.corrcoef(before, after)[0, 1]
+    rising = (after > before).mean()
     assert abs(trend) < 0.02
     assert abs(memory_of_neighbour) < 0.02
-    assert 0.3 < (ids[1:] > ids[:-1]).mean() < 0.7
+    assert 0.3 < rising < 0.7
 
 
 # --------------------------------------------------------------------------------------------------------------- assign
 
 
-def count_padding(lengths: np.ndarray[Any, Any]) -> int:
+def count_padding(lengths: Array) -> int:
     """Return how many tokens of padding micro-batches have, along the last axis."""
     longest = lengths.max(axis=-1, keepdims=True)
     return int((longest - lengths).sum())
 
 
 def test_assign_deals_each_sample_once_and_evenly() -> None:
-    lengths = np.random.default_rng(0).lognormal(5, 1, 64).astype(np.int64)
-    table = assign_samples(lengths, data_ranks=4, accumulation=4, micro_batch=4)
+    draw = np.random.default_rng(0)
+    lengths = draw.lognormal(5, 1, 64).astype(np.int64)
+    table = assign_samples(
+        lengths,
+        data_ranks=4,
+        accumulation=4,
+        micro_batch=4,
+    )
     assert table.shape == (4, 4, 4)
     assert sorted(table.ravel().tolist()) == list(range(64))
 
-    loads = lengths[table].sum(axis=(1, 2))
+    dealt = lengths[table]
+    loads = dealt.sum(axis=(1, 2))
     assert loads.max() - loads.min() <= lengths.max()
     assert loads.max() < 1.1 * loads.mean()
 
-    padding = count_padding(lengths[table])
-    naive = count_padding(lengths.reshape(4, 4, 4))
-    assert padding < 0.5 * naive, "neighbours are of similar length"
+    naive = lengths.reshape(4, 4, 4)
+    is_half = count_padding(dealt) < 0.5 * count_padding(naive)
+    assert is_half, "neighbours are of similar length"
 
     again = assign_samples(lengths, 4, 4, 4)
     assert (table == again).all()
@@ -123,10 +147,15 @@ def test_assign_deals_each_sample_once_and_evenly() -> None:
 
 def test_assign_with_equal_lengths_and_one_rank() -> None:
     equal = assign_samples(np.full(8, 5), 2, 2, 2)
-    assert equal.tolist() == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    assert equal.tolist() == [
+        [[0, 2], [4, 6]],
+        [[1, 3], [5, 7]],
+    ]
 
     alone = assign_samples(np.array([1, 9, 5, 7]), 1, 2, 2)
-    assert alone.tolist() == [[[1, 3], [2, 0]]]
+    assert alone.tolist() == [
+        [[1, 3], [2, 0]],
+    ]
 
     with pytest.raises(AssertionError):
         assign_samples(np.ones(7, np.int64), 2, 2, 2)
@@ -140,11 +169,15 @@ SIZE = 22
 @pytest.fixture
 def cache(tmp_path: Path) -> TokenCache:
     """22 samples of 2 to 12 tokens; all tokens of sample i are 100 + i, so that a batch shows what is in it."""
-    lengths = np.random.default_rng(4).integers(2, 13, SIZE)
+    draw = np.random.default_rng(4)
+    lengths = draw.integers(2, 13, SIZE)
     stops = np.cumsum(lengths)
-    tokens = np.repeat(np.arange(100, 100 + SIZE), lengths).astype(np.uint16)
+    starts = stops - lengths
+    segments = np.stack((starts, stops), axis=1)
+
+    values = np.arange(100, 100 + SIZE)
+    tokens = np.repeat(values, lengths).astype(np.uint16)
     learn = np.ones(stops[-1], np.uint8)
-    segments = np.stack((stops - lengths, stops), axis=1)
 
     with temporary_folder(tmp_path) as folder:
         tokens.tofile(folder / "tokens.bin")
@@ -178,7 +211,11 @@ def stream(
     order = GlobalOrder(len(cache), 5, shuffle)
 
     def rows(ids: list[int]) -> TokenBatch:
-        segments = [cache.segments(sample) if sample >= 0 else None for sample in ids]
+        segments = []
+        for sample in ids:
+            is_filler = sample < 0
+            segments.append(None if is_filler else cache.segments(sample))
+
         return collate(segments, 0, width)
 
     return BatchStream(cache, order, batch, rank, ranks, *window, rows, prefetch)
@@ -208,7 +245,12 @@ def count_samples(batches: Iterable[GlobalBatch]) -> Counter[int]:
 
 def total_weight(batches: Iterable[GlobalBatch]) -> float:
     """Return the weights of all micro-batches together."""
-    return sum(micro.weight for batch in batches for micro in batch.micro_batches)
+    total = 0.0
+    for batch in batches:
+        for micro in batch.micro_batches:
+            total += micro.weight
+
+    return total
 
 
 @pytest.mark.claim("the same samples each step on any split")
@@ -235,15 +277,17 @@ def test_any_split_takes_the_same_samples_each_step(
 def test_a_stream_starts_anywhere_and_on_another_world_size(cache: TokenCache) -> None:
     whole = list(stream(cache))
     window = (whole[1].position, 40)
+    rest = whole[2:]
 
     again = list(stream(cache, window=window))
-    assert ids_of(again) == ids_of(whole[2:])
+    assert ids_of(again) == ids_of(rest)
 
     first = again[0].micro_batches[0]
-    assert torch.equal(first.input_ids_BT, whole[2].micro_batches[0].input_ids_BT)
+    expected = rest[0].micro_batches[0]
+    assert torch.equal(first.input_ids_BT, expected.input_ids_BT)
 
     one, two = streams(cache, 2, window=window)
-    assert count_samples(one + two) == count_samples(whole[2:])
+    assert count_samples(one + two) == count_samples(rest)
 
 
 def test_the_last_batch_is_filled_up(cache: TokenCache) -> None:
@@ -254,7 +298,7 @@ def test_the_last_batch_is_filled_up(cache: TokenCache) -> None:
     assert last.sample_ids.tolist() == [16, 17, 18, 19, 20, 21, -1, -1]
     assert last.position == SIZE, "a longer run goes on where the samples ended"
 
-    batches = [batch for part in parts for batch in part]
+    batches = list(chain(*parts))
     once = Counter(range(SIZE))
     assert count_samples(batches) == once, "an evaluation takes each sample once"
     assert total_weight(batches) == cache.learned.sum()
@@ -262,8 +306,9 @@ def test_the_last_batch_is_filled_up(cache: TokenCache) -> None:
 
 def test_a_rank_may_have_fillers_alone(cache: TokenCache) -> None:
     (filler,) = stream(cache, 8, 7, window=(0, 1))
-    assert filler.micro_batches[0].weight == 0
     assert filler.tokens == 0
+    (micro,) = filler.micro_batches
+    assert micro.weight == 0
 
     empty = stream(cache, window=(SIZE, SIZE))
     assert list(empty) == []
@@ -309,8 +354,8 @@ def test_what_fails_in_the_thread_reaches_the_consumer(
     cache: TokenCache, prefetch: int, threads: Threads
 ) -> None:
     cache.lengths = cache.lengths.copy()
-    bad = int(GlobalOrder(SIZE, 5, True).ids(8, 9)[0])
     cache._samples = cache._samples.copy()
+    (bad,) = GlobalOrder(SIZE, 5, True).ids(8, 9)
     # An index that points beyond the segments: what a damaged file would give.
     cache._samples[bad + 1 :] = 10**6
 
@@ -345,10 +390,12 @@ def test_a_fixed_width(cache: TokenCache) -> None:
     ],
 )
 def test_a_predecessor_has_another_prompt(prompts: str, expected: list[int]) -> None:
-    places = np.array(expected)
-    expected_ids = np.where(places >= 0, places + 10, -1)
     ids = np.arange(10, 10 + len(prompts))
-    assert predecessors(ids, prompts).tolist() == expected_ids.tolist()
+    expected_ids = []
+    for place in expected:
+        expected_ids.append(place if place < 0 else ids[place])
+
+    assert predecessors(ids, prompts).tolist() == expected_ids
 
 
 class PairedPrompts:
@@ -378,7 +425,18 @@ def predecessors_in_stream(ranks: int, previous: Previous) -> set[tuple[int, int
 
     found: set[tuple[int, int]] = set()
     for rank in range(ranks):
-        batches = BatchStream(PairedPrompts(), order, batch, rank, ranks, 0, 11, pairs, 0, previous)
+        batches = BatchStream(
+            PairedPrompts(),
+            order,
+            batch,
+            rank,
+            ranks,
+            start=0,
+            stop=11,
+            collate=pairs,
+            prefetch=0,
+            previous=previous,
+        )
         for made in batches:
             found.update(*made.micro_batches)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,11 @@ RENAME = {
 }
 
 
+def contents(folder: Path) -> dict[str, str]:
+    """Return the text of each file of a folder, by its name."""
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_file_that_cannot_be_finished_leaves_the_old_one(
@@ -35,74 +41,91 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(
 ) -> None:
     path = tmp_path / "x"
     write_whole(path, "old", private=private, shared=shared)
-    with (
-        pytest.raises(ZeroDivisionError),
-        whole_file(path, private=private, shared=shared, durable=True) as file,
-    ):
+
+    unfinished = whole_file(path, private=private, shared=shared, durable=True)
+    with pytest.raises(ZeroDivisionError), unfinished as file:
         file.write(b"half")
-        assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
+        assert path.read_text() == "old"
+        assert len(list(tmp_path.iterdir())) == 2
         raise ZeroDivisionError
-    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("x", "old")]
-    assert (stat.S_IMODE(path.stat().st_mode) == 0o600) == private
+
+    assert contents(tmp_path) == {"x": "old"}
+
+    mode = stat.S_IMODE(path.stat().st_mode)
+    assert (mode == 0o600) == private
+
     write_whole(path, "new", private=private, durable=True)
     assert path.read_text() == "new"
 
 
 def test_a_file_is_made_once(tmp_path: Path) -> None:
-    assert create_whole(tmp_path / "x", b"first") and not create_whole(tmp_path / "x", b"second")
-    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"first"]
+    path = tmp_path / "x"
+    assert create_whole(path, b"first")
+    assert not create_whole(path, b"second")
+    assert contents(tmp_path) == {"x": "first"}
 
 
 def test_folders_take_their_names(tmp_path: Path) -> None:
-    final, aside = tmp_path / "final", tmp_path / "aside"
+    final = tmp_path / "final"
+    aside = tmp_path / "aside"
     for text in ("first", "second"):
         with temporary_folder(tmp_path) as fresh:
             (fresh / "x").write_text(text)
             give_name(fresh, final, (final / "x").exists)
-    assert (final / "x").read_text() == "first"
+
+    assert contents(final) == {"x": "first"}
+
     with pytest.raises(OSError, match="No such file"):
         take_name(tmp_path / "nothing", final, aside, durable=True)
-    assert (final / "x").read_text() == "first", "it came back"
+    assert contents(final) == {"x": "first"}, "it came back"
+
     with temporary_folder(tmp_path) as fresh:
         (fresh / "x").write_text("third")
         take_name(fresh, final, aside, durable=True)
-    assert (final / "x").read_text() == "third" and [each.name for each in tmp_path.iterdir()] == [
-        "final"
-    ]
+
+    assert contents(final) == {"x": "third"}
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def nodes_of_package() -> Iterator[tuple[str, ast.AST]]:
+    """Yield each syntax node of the package, behind its file's place below `drumline`."""
+    for path in PACKAGE.rglob("*.py"):
+        place = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            yield place, node
+
+
+def is_rename(node: ast.AST) -> bool:
+    """Return whether a node calls `rename`, or a `replace` that takes one argument as a path's does."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    if node.func.attr == "rename":
+        return True
+    return node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
 
 
 @pytest.mark.slow
 def test_nobody_else_renames() -> None:
     """A temporary file or folder that takes its name is made here alone."""
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        calls = [
-            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-        ]
-        for call, name in (
-            (call, call.func.attr) for call in calls if isinstance(call.func, ast.Attribute)
-        ):
-            if name == "rename" or (
-                name == "replace" and len(call.args) == 1 and not call.keywords
-            ):
-                found.add(str(path.relative_to(PACKAGE)))
-    assert found == RENAME
+    places = {place for place, node in nodes_of_package() if is_rename(node)}
+    assert places == RENAME
+
+
+def starts_processes(node: ast.AST) -> bool:
+    """Return whether a node imports a module that starts processes, or names a function that does."""
+    modules: set[str | None] = set()
+    if isinstance(node, ast.Import):
+        modules = {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+        modules = {node.module}
+    elif isinstance(node, ast.Attribute):
+        return node.attr in ("fork", "execv", "posix_spawn")
+
+    return not modules.isdisjoint({"subprocess", "multiprocessing"})
 
 
 @pytest.mark.slow
 def test_nobody_else_starts_processes() -> None:
     """What starts one imports these; torch's agent, which starts ranks, gets its command from system.process."""
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        tree = list(ast.walk(ast.parse(path.read_text())))
-        names = {
-            alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names
-        }
-        names |= {node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module}
-        forks = any(
-            isinstance(node, ast.Attribute) and node.attr in ("fork", "execv", "posix_spawn")
-            for node in tree
-        )
-        if forks or names & {"subprocess", "multiprocessing"}:
-            found.add(str(path.relative_to(PACKAGE)))
-    assert found == {"system/process.py"}
+    places = {place for place, node in nodes_of_package() if starts_processes(node)}
+    assert places == {"system/process.py"}

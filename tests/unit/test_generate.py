@@ -31,6 +31,11 @@ from drumline.vendor.torch import TorchDispatchMode
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 from tests.unit.test_attention import PACK, layout
 
+Tokens = list[int]
+Completions = list[Completion]
+# How many tokens a completion has, and whether it ended.
+Cut = tuple[int, bool]
+
 TEXTS = [
     "The",
     "What is two plus three?",
@@ -54,11 +59,16 @@ def model(folder: Path) -> Any:
 
 
 def prompts() -> list[Request]:
-    encode = tiny_tokenizer().encode
-    return [Request(encode(text), (i, 0)) for i, text in enumerate(TEXTS)]
+    tokenizer = tiny_tokenizer()
+    requests = []
+    for index, text in enumerate(TEXTS):
+        tokens = tokenizer.encode(text)
+        requests.append(Request(tokens, (index, 0)))
+
+    return requests
 
 
-def samples_of(tokens: list[int], prompt: int, number: int) -> list[Request]:
+def samples_of(tokens: Tokens, prompt: int, number: int) -> list[Request]:
     """Return requests for several samples of one prompt."""
     return [Request(tokens, (prompt, sample)) for sample in range(number)]
 
@@ -68,38 +78,52 @@ def hf(model: Any, seed: int = 7, **options: Any) -> HFGenerator:
     return HFGenerator(config, model, tiny_tokenizer(), seed)
 
 
+def generate(
+    model: Any, requests: list[Request] | None = None, step: int = 0, **options: Any
+) -> Completions:
+    """Return what Hugging Face's generation makes of requests; by default of a prompt of each text."""
+    generator = hf(model, **options)
+    return generator.generate(prompts() if requests is None else requests, step)
+
+
 def continuous(model: Any, **options: Any) -> ContinuousGenerator:
     config = ContinuousConfig(**{"max_new_tokens": 24, **options})
     return ContinuousGenerator(config, model, tiny_tokenizer(), 7)
 
 
-def tokens_of(completions: list[Completion]) -> list[list[int]]:
+def tokens_of(completions: Completions) -> list[Tokens]:
     return [completion.tokens for completion in completions]
 
 
-def ends_of(completions: list[Completion]) -> list[bool]:
+def ends_of(completions: Completions) -> list[bool]:
     return [completion.ended for completion in completions]
 
 
-def assert_each_token_has_a_log_prob(completions: list[Completion]) -> None:
+def assert_each_token_has_a_log_prob(completions: Completions) -> None:
     for completion in completions:
         assert len(completion.tokens) == len(completion.log_probs)
 
 
-def assert_same_samples(made: list[Completion], expected: list[Completion]) -> None:
+def assert_same_samples(made: Completions, expected: Completions) -> None:
     assert tokens_of(made) == tokens_of(expected)
     for one, other in zip(made, expected, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
 def test_noise_is_gumbels_and_stays_what_it_is() -> None:
-    seeds = torch.tensor([request_seed(1, 2, (3, row)) for row in range(64)])
-    noise = gumbel(seeds, torch.arange(64), 4096).double()
-    # Euler's γ, π²/6.
-    assert abs(float(noise.mean()) - 0.57722) < 0.01
-    assert abs(float(noise.var()) - 1.64493) < 0.03
+    seeds = [request_seed(1, 2, (3, row)) for row in range(64)]
+    positions = torch.arange(64)
+    noise = gumbel(torch.tensor(seeds), positions, 4096).double()
     assert torch.isfinite(noise).all()
-    assert noise.unique().numel() > 0.99 * noise.numel()
+
+    distinct = noise.unique()
+    assert distinct.numel() > 0.99 * noise.numel()
+
+    # Euler's γ, π²/6.
+    mean = float(noise.mean())
+    variance = float(noise.var())
+    assert abs(mean - 0.57722) < 0.01
+    assert abs(variance - 1.64493) < 0.03
 
     # A run goes on with the numbers that it began with, on any machine and version: these are stored.
     stored = torch.tensor([[3.8939576148986816, -0.8089520931243896, 1.9218164682388306]])
@@ -122,7 +146,6 @@ def test_samples_have_the_probabilities_asked_for(
     temperature: float, top_k: int, top_p: float
 ) -> None:
     logits = torch.tensor([1.5, 1.0, 0.0, -0.5, -2.0, 0.7])
-    draws = 40_000
     probabilities = (logits / temperature).softmax(0)
     order = probabilities.argsort(descending=True)
     if top_k:
@@ -130,42 +153,56 @@ def test_samples_have_the_probabilities_asked_for(
 
     sorted_probabilities = probabilities[order] / probabilities[order].sum()
     before = torch.cumsum(sorted_probabilities, 0) - sorted_probabilities
-    expected = torch.zeros_like(probabilities)
     kept = order[before < top_p]
+    expected = torch.zeros_like(probabilities)
     expected[kept] = probabilities[kept]
     expected /= expected.sum()
 
+    draws = 40_000
     sampler = Sampler(temperature, top_k, top_p)
-    logits_NV = logits.expand(draws, -1)
-    seeds_N = torch.full((draws,), 11)
-    scores, log_probs = sampler.choose(logits_NV, seeds_N, torch.arange(draws))
+    scores, log_probs = sampler.choose(
+        logits.expand(draws, -1),
+        torch.full((draws,), 11),
+        torch.arange(draws),
+    )
     chosen = scores.argmax(-1)
     seen = torch.bincount(chosen, minlength=6) / draws
-    assert (seen - expected).abs().max() < 4 * (0.25 / draws) ** 0.5
-    assert not seen[expected == 0].any()
+    deviation = (seen - expected).abs()
+    most = 4 * (0.25 / draws) ** 0.5
+    assert deviation.max() < most
+
+    is_left_out = expected == 0
+    assert not seen[is_left_out].any()
+
     torch.testing.assert_close(log_probs, probabilities.log()[chosen])
 
 
 def test_greedy_decoding_draws_no_lots_among_equal_logits() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]]).expand(50, -1)
     sampler = Sampler(1.0, top_k=1)
-    scores, log_probs = sampler.choose(logits, torch.arange(50), torch.arange(50))
-    assert set(scores.argmax(-1).tolist()) == {1}
+    numbers = torch.arange(50)
+
+    scores, log_probs = sampler.choose(logits, numbers, numbers)
+    chosen = scores.argmax(-1)
+    assert set(chosen.tolist()) == {1}
+
     torch.testing.assert_close(log_probs, logits.log_softmax(-1)[:, 1])
 
 
 @pytest.mark.slow
 def test_a_sample_hangs_on_neither_batch_nor_order_nor_company(model: Any) -> None:
-    whole = hf(model, batch=6).generate(prompts(), step=3)
+    whole = generate(model, step=3, batch=6)
     for batch in (1, 4):
-        made = hf(model, batch=batch).generate(prompts(), step=3)
+        made = generate(model, step=3, batch=batch)
         assert_same_samples(made, whole)
 
-    backwards = hf(model, batch=3).generate(prompts()[::-1], step=3)
+    reversed_prompts = prompts()[::-1]
+    backwards = generate(model, reversed_prompts, step=3, batch=3)
     assert tokens_of(backwards[::-1]) == tokens_of(whole)
 
-    alone = hf(model).generate(prompts()[2:3], step=3)
-    assert alone[0].tokens == whole[2].tokens
+    third = prompts()[2]
+    (alone,) = generate(model, [third], step=3)
+    assert alone.tokens == whole[2].tokens
 
 
 class HostReads(TorchDispatchMode):
@@ -182,30 +219,42 @@ class HostReads(TorchDispatchMode):
 @pytest.mark.parametrize("padded", [True, False])
 def test_the_host_reads_nothing_of_a_token_but_the_token(model: Any, padded: bool) -> None:
     attend_by_documents(model, layout())
-    requests = [Request([5, 6, 7], (0, 0)), Request([5, 6, 7], (1, 0))]
+    tokens = [5, 6, 7]
+    requests = [Request(tokens, (0, 0)), Request(tokens, (1, 0))]
     if padded:
         requests = prompts()[:2]
 
     reads = []
-    for tokens in (4, 12):
-        generator = hf(model, max_new_tokens=tokens)
+    for length in (4, 12):
+        generator = hf(model, max_new_tokens=length)
         generator.endings = Endings(frozenset(), (), None)
         with HostReads() as host:
             first, second = generator.generate(requests, step=3)
 
-        assert len(first.tokens) == tokens
-        assert len(second.tokens) == tokens
-
+        assert len(first.tokens) == length
+        assert len(second.tokens) == length
         reads.append(host.reads)
 
-    assert reads[0] == reads[1]
+    short, long = reads
+    assert short == long
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token(is_late: bool) -> None:
-    rows = [[9, 9, 5, 2, 7, 7, 7], [9, 9, 5, 6, 2, 7, 7], [9, 9, 5, 6, 7, 7, 7]]
+    rows = [
+        [9, 9, 5, 2, 7, 7, 7],
+        [9, 9, 5, 6, 2, 7, 7],
+        [9, 9, 5, 6, 7, 7, 7],
+    ]
     tokens_BT = torch.tensor(rows)
-    ends = AtEndings(Endings(frozenset({2}), (), None), 3, 2, most=5, is_late=is_late)
+    endings = Endings(frozenset({2}), (), None)
+    ends = AtEndings(
+        endings,
+        rows=3,
+        prompt_width=2,
+        most=5,
+        is_late=is_late,
+    )
     for width in (3, 4, 5):
         flags = ends(tokens_BT[:, :width], None)
 
@@ -227,23 +276,27 @@ def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token(is_late
     ["llama", "gpt2", "mistral with a window", pytest.param("gemma3", marks=pytest.mark.full)],
 )
 def test_a_group_of_requests_reads_its_prompt_once(kind: str) -> None:
-    model = build_model(None, ModelConfig(id=None, config=PACK[kind]), seed=0).eval()
-    read: list[int] = []
+    config = ModelConfig(id=None, config=PACK[kind])
+    model = build_model(None, config, seed=0).eval()
+    read: Tokens = []
 
     def record_size(_module: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         ids = args[0] if args else inputs["input_ids"]
         read.append(ids.numel())
 
-    model.get_decoder().register_forward_pre_hook(record_size, with_kwargs=True)
+    decoder = model.get_decoder()
+    decoder.register_forward_pre_hook(record_size, with_kwargs=True)
+
     requests = []
     for prompt, length in enumerate((2, 8, 5)):
-        tokens = [5 + prompt, *range(8, 8 + length)]
+        ids = range(8, 8 + length)
+        tokens = [5 + prompt, *ids]
         requests += samples_of(tokens, prompt, 4)
 
     generator = hf(model, max_new_tokens=6)
     together = generator.generate(requests, step=1)
     # Prompts but for their last tokens, three rows 8 wide; then a token of each of the twelve.
-    assert read == [3 * 8, *[12] * 6]
+    assert read == [3 * 8, 12, 12, 12, 12, 12, 12]
 
     alone = []
     for request in requests:
@@ -255,7 +308,8 @@ def test_a_group_of_requests_reads_its_prompt_once(kind: str) -> None:
 def test_requests_of_a_prompt_go_together_where_prompts_divide_by_ranks() -> None:
     requests = []
     for prompt in range(4):
-        requests += samples_of([1] * (3 + prompt), prompt, 3)
+        tokens = [1] * (3 + prompt)
+        requests += samples_of(tokens, prompt, 3)
 
     first, second = assign_requests(requests, 2)
     assert sorted(first + second) == list(range(12))
@@ -263,7 +317,8 @@ def test_requests_of_a_prompt_go_together_where_prompts_divide_by_ranks() -> Non
     for share in (first, second):
         assert len(share) == 6
 
-        prompts_of_share = {requests[i].key[0] for i in share}
+        keys = [requests[index].key for index in share]
+        prompts_of_share = {prompt for prompt, _ in keys}
         assert len(prompts_of_share) == 2
 
     thirds = assign_requests(requests, 3)
@@ -273,44 +328,47 @@ def test_requests_of_a_prompt_go_together_where_prompts_divide_by_ranks() -> Non
 def test_seed_step_and_key_each_change_the_sample(model: Any) -> None:
     first, second = samples_of(prompts()[1].tokens, 1, 2)
     made = [
-        *hf(model).generate([first], 0),
-        *hf(model).generate([second], 0),
-        *hf(model).generate([first], 1),
-        *hf(model, seed=8).generate([first], 0),
+        *generate(model, [first]),
+        *generate(model, [second]),
+        *generate(model, [first], step=1),
+        *generate(model, [first], seed=8),
     ]
-    assert len(set(map(tuple, tokens_of(made)))) == 4
+    distinct = set(map(tuple, tokens_of(made)))
+    assert len(distinct) == 4
 
 
 def test_log_probs_are_those_of_the_model_at_the_temperature(model: Any) -> None:
     requests = prompts()
-    completions = hf(model, temperature=0.7, top_k=20).generate(requests, 0)
+    completions = generate(model, requests, temperature=0.7, top_k=20)
     for request, made in zip(requests, completions, strict=True):
-        ids = torch.tensor([request.tokens + made.tokens])
+        tokens = request.tokens + made.tokens
         with torch.no_grad():
-            logits_TV = model(ids).logits[0].float()
+            logits_TV = model(torch.tensor([tokens])).logits[0].float()
 
         log_probs_TV = (logits_TV / 0.7).log_softmax(-1)
-        positions = torch.arange(len(request.tokens) - 1, ids.shape[1] - 1)
+        positions = torch.arange(len(request.tokens) - 1, len(tokens) - 1)
         expected = log_probs_TV[positions, made.tokens]
         assert made.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_top_k_1_is_greedy_decoding(model: Any) -> None:
-    request = prompts()[0]
+    request, *_ = prompts()
     ids = torch.tensor([request.tokens])
-    expected = model.generate(ids, do_sample=False, max_new_tokens=24)[0].tolist()
-    (made,) = hf(model, top_k=1).generate([request], 0)
-    assert request.tokens + made.tokens == expected
+
+    (expected,) = model.generate(ids, do_sample=False, max_new_tokens=24)
+    (made,) = generate(model, [request], top_k=1)
+    assert request.tokens + made.tokens == expected.tolist()
 
 
-def end_early(model: Any, completions: list[Completion]) -> list[int]:
+def end_early(model: Any, completions: Completions) -> Tokens:
     """Make two tokens of the completions end tokens of the model, and return all its end tokens."""
-    ends = [2, completions[0].tokens[5], completions[1].tokens[9]]
+    first, second, *_ = completions
+    ends = [2, first.tokens[5], second.tokens[9]]
     model.generation_config.eos_token_id = ends
     return ends
 
 
-def cut(endings: Endings, tokens: list[int]) -> tuple[int, bool]:
+def cut(endings: Endings, tokens: Tokens) -> Cut:
     """Return how many of `tokens` there are up to the end, and whether there is one."""
     for count in range(1, len(tokens) + 1):
         if endings.after(tokens[:count]):
@@ -319,7 +377,7 @@ def cut(endings: Endings, tokens: list[int]) -> tuple[int, bool]:
     return len(tokens), False
 
 
-def find_end(tokens: list[int], ends: list[int]) -> tuple[int, bool]:
+def find_end(tokens: Tokens, ends: Tokens) -> Cut:
     """Return how many of `tokens` there are up to the first of some end tokens, and whether there is one."""
     for place, token in enumerate(tokens):
         if token in ends:
@@ -328,9 +386,7 @@ def find_end(tokens: list[int], ends: list[int]) -> tuple[int, bool]:
     return len(tokens), False
 
 
-def assert_cut(
-    made: list[Completion], free: list[Completion], expected: list[tuple[int, bool]]
-) -> None:
+def assert_cut(made: Completions, free: Completions, expected: list[Cut]) -> None:
     """Check that completions are those of free generation up to their ends, and that one has one.
 
     `expected`: how many tokens each has, and whether it has an end.
@@ -344,7 +400,7 @@ def assert_cut(
 
 
 def test_a_completion_ends_at_an_end_token_or_a_stop_text(model: Any) -> None:
-    free = hf(model).generate(prompts(), 0)
+    free = generate(model)
     assert not any(ends_of(free))
 
     for completion in free:
@@ -353,7 +409,7 @@ def test_a_completion_ends_at_an_end_token_or_a_stop_text(model: Any) -> None:
     assert_each_token_has_a_log_prob(free)
 
     ends = end_early(model, free)
-    ended = hf(model).generate(prompts(), 0)
+    ended = generate(model)
     expected = [find_end(tokens, ends) for tokens in tokens_of(free)]
     assert_cut(ended, free, expected)
 
@@ -361,20 +417,26 @@ def test_a_completion_ends_at_an_end_token_or_a_stop_text(model: Any) -> None:
 def test_a_stop_text_ends_where_it_is_complete() -> None:
     tokenizer = tiny_tokenizer()
     tokens = tokenizer.encode("What is two plus three? Two plus three is five.")
+
     endings = Endings(frozenset({2}), ("ee? T", "</answer>"), tokenizer)
     count, ended = cut(endings, tokens)
+
     assert ended
     assert "ee? T" in tokenizer.decode(tokens[:count])
-    assert "ee? T" not in tokenizer.decode(tokens[: count - 1])
-    assert cut(endings, tokens[: count - 1]) == (count - 1, False)
+
+    shorter = tokens[: count - 1]
+    assert "ee? T" not in tokenizer.decode(shorter)
+    assert cut(endings, shorter) == (count - 1, False)
+
     assert cut(endings, [5, 2, 7]) == (2, True)
 
 
 def test_stop_texts_end_generation_of_a_model(model: Any) -> None:
     tokenizer = tiny_tokenizer()
-    free = hf(model).generate(prompts(), 0)
+    free = generate(model)
     stop = tokenizer.decode(free[3].tokens[6:8])
-    stopped = hf(model, stop=(stop,)).generate(prompts(), 0)
+
+    stopped = generate(model, stop=(stop,))
     endings = Endings(frozenset({2}), (stop,), tokenizer)
     expected = [cut(endings, tokens) for tokens in tokens_of(free)]
     assert_cut(stopped, free, expected)
@@ -382,18 +444,20 @@ def test_stop_texts_end_generation_of_a_model(model: Any) -> None:
 
 
 def test_the_model_is_left_as_it_was_and_its_own_generation_config_has_no_say(model: Any) -> None:
-    plain = hf(model).generate(prompts(), 0)
+    plain = generate(model)
     own = model.generation_config
     own.repetition_penalty = 3.0
     model.config.use_cache = False
+
     first_layer, second_layer = model.model.layers[:2]
     model.train()
     first_layer.eval()
-    again = hf(model).generate(prompts(), 0)
+
+    again = generate(model)
     assert tokens_of(again) == tokens_of(plain)
 
     with pytest.raises(PlanError):
-        hf(model, max_new_tokens=512).generate(prompts(), 0)
+        generate(model, max_new_tokens=512)
 
     assert model.generation_config is own
     assert model.config.use_cache is False
@@ -404,12 +468,15 @@ def test_the_model_is_left_as_it_was_and_its_own_generation_config_has_no_say(mo
 
 def test_no_room_and_no_prompt_are_one_line(model: Any) -> None:
     no_room = "a prompt of 500 tokens and max_new_tokens 24 are more than the model's 512 positions — at most 12"
+    long = Request([5] * 500, (0, 0))
     with pytest.raises(PlanError, match=no_room):
-        hf(model).generate([Request([5] * 500, (0, 0))], 0)
+        generate(model, [long])
 
+    empty = Request([], (0, 0))
     with pytest.raises(DataError, match="prompt \\(0, 0\\) has no tokens"):
-        hf(model).generate([Request([], (0, 0))], 0)
-    assert hf(model).generate([], 0) == []
+        generate(model, [empty])
+
+    assert generate(model, []) == []
 
 
 @pytest.mark.slow
@@ -432,22 +499,27 @@ def test_continuous_batching_samples_what_generate_samples(
 
     attention = model.config._attn_implementation
     model.train()
-    expected = hf(model, **options).generate(requests, 4)
+
+    expected = generate(model, requests, step=4, **options)
     made = continuous(model, **options).generate(requests, 4)
+
     assert_same_samples(made, expected)
     assert ends_of(made) == ends_of(expected)
+
     assert model.training
     assert model.config._attn_implementation == attention
 
 
 @pytest.mark.slow
 def test_continuous_batching_ends_at_end_tokens_and_stop_texts(model: Any) -> None:
-    free = hf(model).generate(prompts(), 0)
+    free = generate(model)
     stop = tiny_tokenizer().decode(free[3].tokens[6:8])
     end_early(model, free)
+
     for stops in ((), (stop,)):
-        expected = hf(model, stop=stops).generate(prompts(), 0)
+        expected = generate(model, stop=stops)
         made = continuous(model, stop=stops).generate(prompts(), 0)
+
         assert tokens_of(made) == tokens_of(expected)
         assert ends_of(made) == ends_of(expected)
         assert any(ends_of(made))
@@ -459,6 +531,7 @@ def test_what_fails_in_continuous_batching_is_said_and_nothing_hangs(model: Any)
     before = set(threading.enumerate())
     made = continuous(model)
     made.sampler.temperature = None  # type: ignore[assignment]
+
     with pytest.raises(DrumlineError, match="continuous batching failed: unsupported operand"):
         made.generate(prompts(), 0)
 
@@ -468,5 +541,8 @@ def test_what_fails_in_continuous_batching_is_said_and_nothing_hangs(model: Any)
         thread.join(60)
         assert not thread.is_alive(), thread.name
 
-    assert len(continuous(model, batch=1).generate(prompts()[:2], 0)) == 2
+    two = prompts()[:2]
+    completions = continuous(model, batch=1).generate(two, 0)
+    assert len(completions) == 2
+
     assert continuous(model).generate([], 0) == []

@@ -8,66 +8,111 @@ from __future__ import annotations
 import ast
 import json
 import statistics
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.harness import ROOT
 
 NOT_SIMPLE = (
-    *(
-        ast.FunctionDef,
-        ast.AsyncFunctionDef,
-        ast.ClassDef,
-        ast.If,
-        ast.For,
-        ast.AsyncFor,
-        ast.While,
-    ),
-    *(ast.With, ast.AsyncWith, ast.Try, ast.Match, ast.Expr, ast.Import, ast.ImportFrom),
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.With,
+    ast.AsyncWith,
+    ast.Try,
+    ast.Match,
+    ast.Expr,
+    ast.Import,
+    ast.ImportFrom,
 )
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-# Conditional expressions, comprehensions and walrus operators per 100 statements; syntax nodes of a
-# simple statement, median and 90th percentile; syntax nodes a line.
-NAMES = ("conditional", "comprehensions", "walrus", "median", "p90", "per_line")
-LIMITS = {"drumline": (2.5, 4.0, 0.3, 11, 25, 6.0), "tests": (2.5, 4.0, 0.3, 13, 28, 6.5)}
 LEFT = json.loads((Path(__file__).parent / "style_left.json").read_text())
-FOLDERS = [
-    str(folder.relative_to(ROOT))
-    for pattern in ("drumline/*", "tests/*", "plugins/*/src", "plugins/*/tests")
-    for folder in sorted(ROOT.glob(pattern))
-    if any(folder.rglob("*.py")) and folder.name != "fixtures"
-]
 
 
-def measure(folder: str) -> dict[str, float]:
+class Figures(NamedTuple):
+    """The figures of a folder. The first three are counted per 100 statements."""
+
+    conditional: float
+    comprehensions: float
+    walrus: float
+    # Syntax nodes of a simple statement: the median and the 90th percentile.
+    median: float
+    p90: float
+    # Syntax nodes a line.
+    per_line: float
+
+
+LIMITS = {
+    "drumline": Figures(2.5, 4.0, 0.3, 11, 25, 6.0),
+    "tests": Figures(2.5, 4.0, 0.3, 13, 28, 6.5),
+}
+
+
+def list_folders() -> list[str]:
+    """Return the folders of the project that have Python files."""
+    folders = []
+    for pattern in ("drumline/*", "tests/*", "plugins/*/src", "plugins/*/tests"):
+        for folder in sorted(ROOT.glob(pattern)):
+            has_code = any(folder.rglob("*.py"))
+            if has_code and folder.name != "fixtures":
+                folders.append(str(folder.relative_to(ROOT)))
+
+    return folders
+
+
+def measure(folder: str) -> Figures:
     """Return the figures of all files below a folder of the project."""
     lines = 0
-    nodes: list[ast.AST] = []
+    counts: Counter[type] = Counter()
+    statements = 0
+    sizes = []
     for file in sorted((ROOT / folder).rglob("*.py")):
         text = file.read_text()
         lines += text.count("\n")
-        nodes += ast.walk(ast.parse(text))
-    statements = [node for node in nodes if isinstance(node, ast.stmt)]
-    simple = [node for node in statements if not isinstance(node, NOT_SIMPLE)]
-    sizes = sorted(len(list(ast.walk(node))) for node in simple)
-    counts = [
-        sum(isinstance(node, kind) for node in nodes)
-        for kind in (ast.IfExp, COMPREHENSIONS, ast.NamedExpr)
-    ]
-    shares = [round(100 * count / len(statements), 1) for count in counts]
-    middle = statistics.median(sizes)
-    high = sizes[int(0.9 * (len(sizes) - 1))]
-    return dict(zip(NAMES, (*shares, middle, high, round(len(nodes) / lines, 1)), strict=True))
+
+        for node in ast.walk(ast.parse(text)):
+            counts[type(node)] += 1
+            if isinstance(node, ast.stmt):
+                statements += 1
+                if not isinstance(node, NOT_SIMPLE):
+                    below = list(ast.walk(node))
+                    sizes.append(len(below))
+
+    def per_hundred(*kinds: type) -> float:
+        count = sum(counts[kind] for kind in kinds)
+        return round(100 * count / statements, 1)
+
+    sizes.sort()
+    last = len(sizes) - 1
+    return Figures(
+        conditional=per_hundred(ast.IfExp),
+        comprehensions=per_hundred(*COMPREHENSIONS),
+        walrus=per_hundred(ast.NamedExpr),
+        median=statistics.median(sizes),
+        p90=sizes[int(0.9 * last)],
+        per_line=round(counts.total() / lines, 1),
+    )
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", list_folders())
 def test_a_folder_is_no_denser_than_allowed(folder: str) -> None:
-    part = "tests" if "tests" in folder.split("/") else "drumline"
-    limits = dict(zip(NAMES, LIMITS[part], strict=True))
-    found = measure(folder)
-    denser = {name: found[name] for name in NAMES if found[name] > limits[name]}
+    is_of_tests = "tests" in folder.split("/")
+    limits = LIMITS["tests" if is_of_tests else "drumline"]
     allowed = LEFT.get(folder, {})
+
+    denser = {}
+    for name, figure, limit in zip(Figures._fields, measure(folder), limits, strict=True):
+        if figure > limit:
+            denser[name] = figure
+
     assert denser.keys() <= allowed.keys(), f"denser than {limits}"
-    assert all(denser[name] <= allowed[name] for name in denser), "denser than before"
+    for name, figure in denser.items():
+        assert figure <= allowed[name], "denser than before"
     assert denser.keys() == allowed.keys(), "style_left.json may lose what is no longer too dense"

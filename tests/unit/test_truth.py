@@ -23,8 +23,15 @@ from tests.unit.test_report_progress import START, told
 GIB = 2**30
 ESTIMATE = Estimate(
     memory=Memory(
-        parameters=100 * GIB, gradients=100 * GIB, optimizer=200 * GIB, activations=400 * GIB, logits=200 * GIB, buffers=0,
-        overhead=50 * GIB, peak=1000 * GIB, reserved=1150 * GIB,
+        parameters=100 * GIB,
+        gradients=100 * GIB,
+        optimizer=200 * GIB,
+        activations=400 * GIB,
+        logits=200 * GIB,
+        buffers=0,
+        overhead=50 * GIB,
+        peak=1000 * GIB,
+        reserved=1150 * GIB,
         phase="backward",
     ),
     host=HostMemory(load=GIB, train=GIB, save=GIB),
@@ -34,7 +41,7 @@ ESTIMATE = Estimate(
     mfu=None,
     limit=2000,
     calibrated=True,
-)  # fmt: skip
+)
 MEASURED = Measurement(
     step=9,
     final=True,
@@ -55,10 +62,19 @@ MEASURED = Measurement(
 )
 
 
-def warned(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str]:
-    return [
-        row.category for row in compare(estimate, MEASURED.model_copy(update=changes)) if row.warns
-    ]
+def estimate_with(**memory: Any) -> Estimate:
+    """Return the estimate with other figures of the memory."""
+    changed = ESTIMATE.memory.model_copy(update=memory)
+    return ESTIMATE.model_copy(update={"memory": changed})
+
+
+def measured_with(**changes: Any) -> Measurement:
+    return MEASURED.model_copy(update=changes)
+
+
+def warned_categories(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str]:
+    rows = compare(estimate, measured_with(**changes))
+    return [row.category for row in rows if row.warns]
 
 
 @pytest.mark.parametrize(
@@ -72,10 +88,7 @@ def warned(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str]:
         ({"memory": {"reserved": 1100 * GIB}}, []),  # what torch does not own is not in it
         ({"memory": {"peak": 700 * GIB}, "width": 0.5}, []),  # half of what grows with tokens
         # Far below the plan's own, so only shown.
-        (
-            {"memory": {"peak": 990 * GIB}, "width": 0.5},
-            [],
-        ),
+        ({"memory": {"peak": 990 * GIB}, "width": 0.5}, []),
         ({"memory": {"peak": 1010 * GIB}, "width": 0.5}, ["peak"]),
         ({"memory": {"peak": 1100 * GIB}, "width": 0.8}, ["peak"]),
         ({"host": {"train": int(1.4 * GIB)}}, []),  # 15% off, but within what the interpreter takes
@@ -93,22 +106,14 @@ def warned(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str]:
     ],
 )
 def test_what_is_warned_of(changes: dict[str, Any], expected: list[str]) -> None:
-    assert warned(**changes) == expected
+    assert warned_categories(**changes) == expected
 
 
 def test_what_is_sampled_between_steps_is_none_of_a_tracked_step() -> None:
-    sampling = ESTIMATE.model_copy(
-        update={
-            "memory": ESTIMATE.memory.model_copy(
-                update={
-                    "phase": "rollout",
-                    "peak": 1800 * GIB,
-                    "phases": {"rollout": 1800 * GIB, "step": 1000 * GIB},
-                }
-            )
-        }
-    )
-    assert warned(sampling) == [] and warned(sampling, by="allocator") == ["peak"]
+    phases = {"rollout": 1800 * GIB, "step": 1000 * GIB}
+    sampling = estimate_with(phase="rollout", peak=1800 * GIB, phases=phases)
+    assert warned_categories(sampling) == []
+    assert warned_categories(sampling, by="allocator") == ["peak"]
 
 
 @pytest.mark.parametrize(
@@ -117,26 +122,21 @@ def test_what_is_sampled_between_steps_is_none_of_a_tracked_step() -> None:
 )
 def test_of_little_it_is_bytes_that_count(peak: int, expected: list[str]) -> None:
     """A tiny model on a CPU that takes twice what was said is nothing to warn of: it is shown."""
-    small = ESTIMATE.model_copy(
-        update={
-            "memory": ESTIMATE.memory.model_copy(
-                update={"peak": 2**20, "activations": 0, "logits": 0}
-            )
-        }
-    )
-    assert warned(small, memory={"peak": peak}) == expected
-    (row,) = [
-        row
-        for row in compare(small, MEASURED.model_copy(update={"memory": {"peak": peak}}))
-        if row.category == "peak"
-    ]
-    assert row.off > 0.15 and bool(only_shown(row)) == (not expected)
+    small = estimate_with(peak=2**20, activations=0, logits=0)
+    memory = {"peak": peak}
+    assert warned_categories(small, memory=memory) == expected
+
+    rows = compare(small, measured_with(memory=memory))
+    (row,) = [row for row in rows if row.category == "peak"]
+    assert row.off > 0.15
+    assert bool(only_shown(row)) == (not expected)
 
 
 def test_seconds_count_only_by_rates_that_were_measured() -> None:
     guessed = ESTIMATE.model_copy(update={"calibrated": False})
-    assert warned(guessed, seconds={"total": 99.0}) == []
-    (row,) = [r for r in compare(guessed, MEASURED) if r.unit == "s"]
+    assert warned_categories(guessed, seconds={"total": 99.0}) == []
+
+    (row,) = [row for row in compare(guessed, MEASURED) if row.unit == "s"]
     assert "calibrate" in row.note
 
 
@@ -154,22 +154,28 @@ def test_seconds_count_only_by_rates_that_were_measured() -> None:
 )
 def test_by_how_much(predicted: float, measured: float, words: str) -> None:
     row = Comparison(category="peak", unit="bytes", predicted=predicted, measured=measured)
-    assert (
-        row.by_how_much() == words
-        and row.line().endswith(words)
-        and "peak: predicted" in row.line()
-    )
+    assert row.by_how_much() == words
     assert math.isinf(row.off) == (words == "none predicted")
+
+    line = row.line()
+    assert "peak: predicted" in line
+    assert line.endswith(words)
 
 
 def test_notes_say_what_is_missing() -> None:
     assert notes(MEASURED) == []
-    assert "too short to be measured" in notes(MEASURED.model_copy(update={"memory": {}}))[0]
-    assert "too short to be timed" in notes(MEASURED.model_copy(update={"timed": 0}))[0]
-    assert notes(MEASURED.model_copy(update={"seconds": {"total": 0.5, "counted": 2.0}})) == [
-        "the counted step took 2 s, the others 0.5 s"
+
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("too short to be measured", {"memory": {}}),
+        ("too short to be timed", {"timed": 0}),
+        ("50% of the planned tokens", {"width": 0.5}),
     ]
-    assert "50% of the planned tokens" in notes(MEASURED.model_copy(update={"width": 0.5}))[0]
+    for words, changes in cases:
+        first = notes(measured_with(**changes))[0]
+        assert words in first
+
+    slow_count = measured_with(seconds={"total": 0.5, "counted": 2.0})
+    assert notes(slow_count) == ["the counted step took 2 s, the others 0.5 s"]
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop
@@ -180,12 +186,23 @@ def test_a_loop_tells_twice_and_the_display_once(tmp_path: Path) -> None:
     built, said = loop(tmp_path)
     built.run()
     first, last = of(said, "measured")
-    assert (first["step"], first["final"], first["timed"]) == (6, False, 3)
-    assert (last["step"], last["final"], last["by"]) == (6, True, "tracker")
+
+    assert first["step"] == 6
+    assert not first["final"]
+    assert first["timed"] == 3
     assert first["seconds"].keys() == {"total", "data", "communication", "optimizer", "counted"}
-    assert first["host"]["load"] > 0 and last["host"]["save"] > 0 and first["ranks_per_host"] == 1
+    assert first["host"]["load"] > 0
+    assert first["ranks_per_host"] == 1
+
+    assert last["step"] == 6
+    assert last["final"]
+    assert last["by"] == "tracker"
+    assert last["host"]["save"] > 0
     assert last["memory"]["peak"] >= built.engine.weight.nbytes  # type: ignore[attr-defined]
-    assert last["off"] == {} and last["warned"] == []  # nothing was predicted
+    # Nothing was predicted.
+    assert last["off"] == {}
+    assert last["warned"] == []
+
     _, out = told(START, {"t": 0.0, **first}, {"t": 0.0, **last})
     (line,) = [line for line in out.splitlines() if "measured" in line]
     assert "drumline plan --check 'runs/my run'" in line
@@ -199,26 +216,28 @@ def test_a_short_run_says_that_it_is(tmp_path: Path, steps: int, words: str) -> 
     built, said = loop(tmp_path, steps=range(steps))
     built.run()
     (event,) = of(said, "measured")
-    assert (
-        event["final"]
-        and words in " ".join(event["notes"])
-        and bool(event["memory"]) == (steps > 2)
-    )
+    assert event["final"]
+    assert words in " ".join(event["notes"])
+    assert bool(event["memory"]) == (steps > 2)
 
 
 @pytest.mark.slow
 def test_a_wrong_plan_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     built, said = loop(tmp_path)
-    built.measure.plan = built.plan.model_copy(update={"predicted": Predicted(estimate=ESTIMATE)})
+    predicted = Predicted(estimate=ESTIMATE)
+    built.measure.plan = built.plan.model_copy(update={"predicted": predicted})
     built.run()
+
     first, last = of(said, "measured")
     # The fake engine has neither.
-    assert "optimizer" in first["warned"] and "traffic" in last["warned"]
-    assert any(
-        "optimizer: predicted 200.00 GiB, measured 0 B, 100% less" in line
-        for line in first["warnings"]
-    )
-    assert sum("optimizer" in record.message for record in caplog.records) == 1
+    assert "optimizer" in first["warned"]
+    assert "traffic" in last["warned"]
+
+    words = "optimizer: predicted 200.00 GiB, measured 0 B, 100% less"
+    assert any(words in line for line in first["warnings"])
+
+    logged = [record for record in caplog.records if "optimizer" in record.message]
+    assert len(logged) == 1
 
 
 def test_the_peak_of_each_phase_is_its_own() -> None:
@@ -226,11 +245,13 @@ def test_the_peak_of_each_phase_is_its_own() -> None:
     # An allocator might hand out what it already has, and keep what is given back.
     block = mmap(-1, 64 * 2**20)
     block[::4096] = b"1" * len(block[::4096])
+
     host.end("train")
     with_block = host.bytes_["train"]
     block.close()
     host.end("train")
     host.end("save")
+
     # Other threads of this process take a little, too.
     assert with_block <= host.bytes_["train"] < with_block + 16 * 2**20
     assert host.bytes_["save"] <= with_block - 32 * 2**20
@@ -239,38 +260,48 @@ def test_the_peak_of_each_phase_is_its_own() -> None:
 # ---------------------------------------------------------------------------------------------------------------- check
 
 
-def run_folder(folder: Path, estimate: Estimate | None, *measured: dict[str, Any]) -> Path:
-    made: Plan = plan(folder).model_copy(update={"predicted": Predicted(estimate=estimate)})
+def write_run(folder: Path, estimate: Estimate | None, *measured: dict[str, Any]) -> Path:
+    """Write a run with an estimate and with an event for each change of the measurement."""
+    folder.mkdir(exist_ok=True)
+    predicted = Predicted(estimate=estimate)
+    made: Plan = plan(folder).model_copy(update={"predicted": predicted})
     made.save(folder / "plan.json")
+
     log = EventLog(folder / "events.jsonl")
     log.emit(planned(ESTIMATE))
     for changes in measured:
-        log.emit(
-            Measured(
-                off={}, warned=[], warnings=[], notes=[], metrics=MEASURED.model_dump() | changes
-            )
-        )
+        metrics = MEASURED.model_dump() | changes
+        log.emit(Measured(off={}, warned=[], warnings=[], notes=[], metrics=metrics))
+
     return folder
 
 
 def test_check_prints_a_row_a_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_folder(
-        tmp_path,
-        ESTIMATE,
-        {"memory": {"peak": 7 * GIB}},
-        {"memory": {"parameters": 100 * GIB, "peak": 2000 * GIB}},
-    )
+    early = {"memory": {"peak": 7 * GIB}}
+    late = {"memory": {"parameters": 100 * GIB, "peak": 2000 * GIB}}
+    run = write_run(tmp_path, ESTIMATE, early, late)
     assert check(run) == 0
+
     lines = capsys.readouterr().out.splitlines()
-    rows = {words[0]: " ".join(words) for line in lines if (words := line.split())}
-    assert rows["parameters"] == "parameters 100.00 GiB 100.00 GiB as predicted"
-    assert rows["peak"] == "peak 1000.00 GiB 1.95 TiB 100% more"
+    rows = {}
+    for line in lines:
+        category, *figures = line.split() or [""]
+        rows[category] = " ".join(figures)
+
+    assert rows["parameters"] == "100.00 GiB 100.00 GiB as predicted"
+    assert rows["peak"] == "1000.00 GiB 1.95 TiB 100% more"
     assert lines[-1] == "off by more than 15%: peak"
+
     assert check(run, as_json=True) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {row["category"]: row["warns"] for row in told["rows"]} == {
-        "parameters": False, "peak": True, "host load": False, "host train": False, "traffic": False, "seconds": False,
-    }  # fmt: skip
+    printed = json.loads(capsys.readouterr().out)
+    assert {row["category"]: row["warns"] for row in printed["rows"]} == {
+        "parameters": False,
+        "peak": True,
+        "host load": False,
+        "host train": False,
+        "traffic": False,
+        "seconds": False,
+    }
 
 
 @pytest.mark.parametrize(
@@ -284,19 +315,24 @@ def test_check_prints_a_row_a_category(tmp_path: Path, capsys: pytest.CaptureFix
 def test_check_of_runs_that_cannot_be_checked(
     tmp_path: Path, estimate: Estimate | None, events: list[dict[str, Any]], words: str
 ) -> None:
+    run = write_run(tmp_path, estimate, *events)
     with pytest.raises(UserError, match=words):
-        check(run_folder(tmp_path, estimate, *events))
+        check(run)
 
 
 def test_check_of_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name a run folder"):
         check(tmp_path)
+
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(UserError, match="not one of this version"):
         check(tmp_path)
-    (old := tmp_path / "old").mkdir()
-    run_folder(old, ESTIMATE)
-    with (old / "events.jsonl").open("a") as log:  # as a version wrote it that measured less
-        log.write(json.dumps({"t": 0, "kind": "measured", "memory": {"peak": 1}}) + "\n")
+
+    old = write_run(tmp_path / "old", ESTIMATE)
+    # As a version wrote it that measured less.
+    event = {"t": 0, "kind": "measured", "memory": {"peak": 1}}
+    with (old / "events.jsonl").open("a") as log:
+        log.write(json.dumps(event) + "\n")
+
     with pytest.raises(UserError, match="not one of this version"):
         check(old)
