@@ -160,29 +160,15 @@ def test_the_longest_row_of_each_family() -> None:
     assert lengths == sorted(lengths, reverse=True)
 
     for most in found[:3]:
-<<<<<<< HEAD
-        family = [
-            way for way in search_space(asked) if way.names(4).family == most.candidate.family
-        ]
-        assert (
-            most.candidate.layout.length == most.number
-            and most.number % LENGTH_MULTIPLE == 0
-            and most.candidate.estimate.verdict == "fits"
-        )
-        assert most.number > 131_072 - LENGTH_MULTIPLE or not fits(
-            with_row_length(asked, most.number + LENGTH_MULTIPLE), family
-        )
-=======
         candidate = most.candidate
         assert candidate.layout.length == most.number
         assert candidate.estimate.verdict == "fits"
-        assert most.number % STEP == 0
+        assert most.number % LENGTH_MULTIPLE == 0
 
-        longer = most.number + STEP
+        longer = most.number + LENGTH_MULTIPLE
         if longer <= 131_072:
             ways = [way for way in search_space(asked) if way.names(4).family == candidate.family]
             assert not fits(with_row_length(asked, longer), ways)
->>>>>>> 63ed37579000a1f420c752b67f6835a64201ac6d
 
 
 def test_the_largest_micro_batch_of_each_family() -> None:
