@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -179,6 +179,14 @@ def tiny_model_dir(
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def read_model(folder: Path, dtype: Any = None) -> Any:
+    """Read the causal LM of a folder by transformers' own classes; fp32 if `dtype` says no other."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32)
 
 
 def tiny_reward_model_dir(path: Path, layers: int = 2, seed: int = 0) -> Path:

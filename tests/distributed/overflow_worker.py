@@ -48,7 +48,8 @@ class Judge:
 
 def plan_of(kind: str, model_dir: Path, ranks: int) -> Any:
     from drumline.config.config import Config
-    from drumline.plan.plan import BatchPlan, Plan, Predicted
+    from drumline.plan.plan import BatchPlan
+    from tests.plans import small_plan
 
     values = {
         "data": {"train": [{"kind": "file", "path": "x"}], "packing": False},
@@ -57,21 +58,13 @@ def plan_of(kind: str, model_dir: Path, ranks: int) -> Any:
     }
     config = Config.model_validate(values)
     data_parallel: Any = "none" if kind == "tp" else kind
-    return Plan(
-        config=config,
-        run_dir="r",
+    return small_plan(
+        config,
         mesh=config.strategy.mesh(ranks),
-        engine="native",
-        device="cpu",
-        backend="gloo",
         precision="fp16",
         data_parallel=data_parallel,
         batch=BatchPlan(global_samples=4, micro_batch=1, accumulation=2, eval_micro_batch=1),
-        lr=1e-2,
-        steps=3,
-        data=None,
         model_path=str(model_dir),
-        predicted=Predicted(),
     )
 
 

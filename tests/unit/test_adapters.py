@@ -22,11 +22,12 @@ from drumline.models.build import build_model
 from drumline.models.export import export
 from drumline.models.load import facts, load_config
 from drumline.models.shards import canonical_tensors
-from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
+from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.train.setup import Request, make_plan
 from tests.harness import write_config
+from tests.plans import small_config, small_plan
 from tests.tiny import tiny_architecture_dir, tiny_model_dir
 from tests.unit.conftest import Run
 
@@ -104,33 +105,15 @@ def move(model: Any) -> Any:
 
 
 def adapter_config(folder: Path, **sections: Any) -> Config:
-    values = {
-        "model": {"id": str(folder)},
-        "data": {"train": [{"kind": "file", "path": "x"}]},
-        "adapter": LORA.model_dump(),
-        **sections,
-    }
-    return Config.model_validate(values)
+    values = {"model": {"id": str(folder)}, "adapter": LORA.model_dump(), **sections}
+    return small_config(**values)
 
 
 def run_of(tmp_path: Path, folder: Path, model: Any, /, **sections: Any) -> Path:
     """Return a run folder with one checkpoint of an adapted model."""
     run_dir = tmp_path / "run"
-    plan = Plan(
-        config=adapter_config(folder, **sections),
-        run_dir=str(run_dir),
-        mesh=Mesh(),
-        engine="native",
-        device="cpu",
-        backend="gloo",
-        precision="fp32",
-        batch=BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1),
-        lr=1e-3,
-        steps=3,
-        data=None,
-        model_path=str(folder),
-        predicted=Predicted(),
-    )
+    config = adapter_config(folder, **sections)
+    plan = small_plan(config, run_dir, lr=1e-3, model_path=str(folder))
     run_dir.mkdir()
     plan.save(run_dir / "plan.json")
     checkpoints = run_dir / "checkpoints"

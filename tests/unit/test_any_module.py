@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.init import trunc_normal_
 from transformers.initialization import meta_device_safe_creation_ops
 
-from drumline.config.config import Config
 from drumline.config.mesh import Mesh
 from drumline.engine.build import ModuleParts, build_module
 from drumline.engine.engine import CustomLoopEngine
@@ -26,10 +25,11 @@ from drumline.errors import ModelError, PlanError
 from drumline.models.own import require_trainable
 from drumline.models.shards import NothingToFill, Values
 from drumline.models.tape import ReplayedValues, lay_out_module
-from drumline.plan.plan import BatchPlan, Plan, Predicted
+from drumline.plan.plan import Plan
 from drumline.vendor.torch import device_constructors
 from tests.distributed.staged import Staged, sequence
 from tests.harness import ENV
+from tests.plans import small_config, small_plan
 
 
 class Many(nn.Module):
@@ -297,26 +297,8 @@ def mlp() -> nn.Module:
 
 
 def plan(mesh: Mesh | None = None, **sections: Any) -> Plan:
-    values = {
-        "data": {"train": [{"kind": "file", "path": "x"}]},
-        "strategy": "single",
-        **sections,
-    }
-    return Plan(
-        config=Config.model_validate(values),
-        run_dir="r",
-        mesh=mesh or Mesh(),
-        engine="native",
-        device="cpu",
-        backend="gloo",
-        precision="fp32",
-        batch=BatchPlan(global_samples=8, micro_batch=4, accumulation=2, eval_micro_batch=4),
-        lr=1e-2,
-        steps=3,
-        data=None,
-        model_path=None,
-        predicted=Predicted(),
-    )
+    config = small_config(**{"strategy": "single", **sections})
+    return small_plan(config, micro_batch=4, accumulation=2, mesh=mesh or Mesh())
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:

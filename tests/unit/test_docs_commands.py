@@ -1,5 +1,5 @@
-"""Every command of README and docs is one: programs, files, targets, extras, options and keys are there. `tests/configs/test_docs_run.py`
-runs them."""
+"""Every command of README and docs is one: programs, files, targets, extras, options and keys are
+there. `tests/configs/test_docs_run.py` runs them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,45 @@ from tests.harness import ROOT
 
 ROWS = {"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}}
 # Of Drumline, and of its distributions in plugins/.
-PROJECTS = [
-    tomllib.loads(file.read_text())["project"]
-    for file in (ROOT / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml"))
-]
-EXTRAS = {project["name"]: set(project.get("optional-dependencies", {})) for project in PROJECTS}
+EXTRAS: dict[str, set[str]] = {}
+for file in (ROOT / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")):
+    project = tomllib.loads(file.read_text())["project"]
+    EXTRAS[project["name"]] = set(project.get("optional-dependencies", {}))
+
+WRONG = (
+    "drumline train mine.yaml --dry",
+    "drumline trian mine.yaml",
+    "srun drumline stop",
+    "cat x | drumline doctor - --yes",
+)
 
 
 def test_a_wrong_one_is_noticed() -> None:
-    for line in (
-        "drumline train mine.yaml --dry",
-        "drumline trian mine.yaml",
-        "srun drumline stop",
-        "cat x | drumline doctor - --yes",
-    ):
-        with pytest.raises((KeyError, typer.BadParameter.__base__)):  # type: ignore[arg-type]  # typer exports only subclasses of this
+    refused = typer.BadParameter.__base__  # typer exports only subclasses of this
+    for line in WRONG:
+        with pytest.raises((KeyError, refused)):  # type: ignore[arg-type]
             parsed(line)
-    assert [name for name, _ in parsed("dmesg -T | drumline doctor -")] == ["doctor"]
+
+    ((name, _),) = parsed("dmesg -T | drumline doctor -")
+    assert name == "doctor"
 
 
 def test_there_are_commands() -> None:
-    found = [line for page in PAGES.values() for line in commands(page)]
-    assert len(found) > 80 and {line.split()[0] for line in found} <= set(PROGRAMS)
+    found = []
+    for page in PAGES.values():
+        found += commands(page)
+
+    assert len(found) > 80
+    assert {line.split()[0] for line in found} <= set(PROGRAMS)
+
+
+def require_overrides(line: str) -> None:
+    """Assert that the keys exist which a line of Drumline sets."""
+    for _, parameters in parsed(line):
+        given = parameters.get("overrides") or ()
+        overrides = [each for each in given if each != "…"]
+        if overrides:
+            load_values(ROWS, overrides)
 
 
 def require_extras(requirements: list[str]) -> None:
@@ -51,24 +68,31 @@ def require_extras(requirements: list[str]) -> None:
             assert set(named.split(",")) <= extras, requirement
 
 
+def require_target(line: str, target: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE), line
+
+
+def require_file(line: str, name: str) -> None:
+    assert (ROOT / name).exists(), line
+
+
+FILES = re.compile(r"(benchmarks|scripts|tests|examples)/[\w/.-]+")
+
+
 @pytest.mark.claim("every command of README and docs is one")
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 def test_each_command_is_one(page: Path) -> None:
     for line in commands(page):
-        for _, parameters in parsed(line):
-            overrides = [each for each in parameters.get("overrides") or () if each != "…"]
-            if overrides:
-                load_values(ROWS, overrides)
+        require_overrides(line)
         words = shlex.split(line)
         for name in words:
-            if (
-                re.fullmatch(r"(benchmarks|scripts|tests|examples)/[\w/.-]+", name)
-                and "results" not in name
-            ):
-                assert (ROOT / name).exists(), f"{page.name}: {line}"
+            if FILES.fullmatch(name) and "results" not in name:
+                require_file(line, name)
+
         if words[0] == "make":
-            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+            require_target(line, words[1])
         if words[:2] == ["pip", "install"]:
             require_extras(words[2:])
-        if words[0] == "python" and words[1] == "-m" and words[2].startswith("tests."):
-            assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists(), line
+        if words[:2] == ["python", "-m"] and words[2].startswith("tests."):
+            require_file(line, words[2].replace(".", "/") + ".py")

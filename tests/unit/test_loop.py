@@ -19,8 +19,6 @@ import torch
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.checkpoint.load import newest, read_state
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.config import Config
-from drumline.config.mesh import Mesh
 from drumline.config.run import EvalConfig
 from drumline.data.batches import TokenBatch
 from drumline.data.order import GlobalBatch
@@ -28,7 +26,7 @@ from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, seed_step
 from drumline.engine.norms import nonfinite_weight
 from drumline.errors import ConfigError, Preempted, TrainingStopped
-from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
+from drumline.plan.plan import DataPlan, Plan
 from drumline.telemetry.events import Event
 from drumline.telemetry.measure import Measure
 from drumline.telemetry.traffic import Traffic
@@ -37,6 +35,7 @@ from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState, rate_evaluation
 from drumline.train.timeouts import CollectiveTimeout
 from tests.fake_engine import FakeEngine
+from tests.plans import small_config, small_plan
 
 STEPS = 6
 
@@ -47,35 +46,9 @@ class Flag:
 
 
 def plan(tmp_path: Path, **sections: Any) -> Plan:
-    data = {"train": [{"kind": "file", "path": "x"}]}
-    config = Config.model_validate(
-        {
-            "data": data,
-            "algorithm": "pretrain",
-            **sections,
-        }
-    )
-    batch = BatchPlan(
-        global_samples=2,
-        micro_batch=1,
-        accumulation=2,
-        eval_micro_batch=1,
-    )
-    return Plan(
-        config=config,
-        run_dir=str(tmp_path),
-        mesh=Mesh(),
-        engine="native",
-        device="cpu",
-        backend="gloo",
-        precision="fp32",
-        batch=batch,
-        lr=0.1,
-        steps=STEPS,
-        data=DataPlan(train_cache="", train_samples=12),
-        model_path=None,
-        predicted=Predicted(),
-    )
+    config = small_config(**{"algorithm": "pretrain", **sections})
+    data = DataPlan(train_cache="", train_samples=12)
+    return small_plan(config, tmp_path, accumulation=2, lr=0.1, steps=STEPS, data=data)
 
 
 def batch(step: int) -> GlobalBatch:

@@ -16,8 +16,6 @@ from drumline import __version__
 from drumline.checkpoint.load import read_pointer
 from drumline.checkpoint.remote import choose
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.config import Config
-from drumline.config.mesh import Mesh
 from drumline.config.model import ModelConfig
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
 from drumline.inference.model import open_plan
@@ -26,7 +24,8 @@ from drumline.models.build import build_model
 from drumline.models.export import _portable_name, export, plan_of
 from drumline.models.shards import canonical_tensors
 from drumline.models.templates import read_template
-from drumline.plan.plan import BatchPlan, Plan, Predicted
+from drumline.plan.plan import Plan
+from tests.plans import small_config, small_plan
 from tests.tiny import CHATML, tiny_architecture_dir, tiny_model_dir
 
 TEMPLATE = CHATML + "{# own #}"
@@ -34,22 +33,8 @@ TEMPLATE = CHATML + "{# own #}"
 
 def write_plan(run: Path, model: dict[str, Any], model_path: str | None, kind: str = "sft") -> Plan:
     data = {"train": [{"kind": "file", "path": "x.jsonl"}]}
-    config = Config.model_validate({"model": model, "algorithm": {"kind": kind}, "data": data})
-    plan = Plan(
-        config=config,
-        run_dir=str(run),
-        mesh=Mesh(),
-        engine="native",
-        device="cpu",
-        backend="gloo",
-        precision="fp32",
-        batch=BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1),
-        lr=1e-3,
-        steps=3,
-        data=None,
-        model_path=model_path,
-        predicted=Predicted(),
-    )
+    config = small_config(model=model, algorithm={"kind": kind}, data=data)
+    plan = small_plan(config, run, lr=1e-3, model_path=model_path)
     run.mkdir(parents=True, exist_ok=True)
     plan.save(run / "plan.json")
     return plan

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.config.config import Config, OptimizerConfig
+from drumline.config.config import OptimizerConfig
 from drumline.config.mesh import Mesh
 from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch
@@ -31,8 +31,8 @@ from drumline.engine.transforms import (
 from drumline.errors import PlanError
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
-from drumline.plan.plan import BatchPlan, Plan, Predicted
 from drumline.vendor.torch import TorchDispatchMode
+from tests.plans import small_config, small_plan
 from tests.tiny import tiny_model_dir
 
 
@@ -47,29 +47,13 @@ def engine(
     /,
     **sections: Any,
 ) -> NativeEngine:
-    data = {"train": [{"kind": "file", "path": "x"}]}
-    config = Config.model_validate({"data": data, **sections})
-    batch = BatchPlan(
-        global_samples=2,
-        micro_batch=1,
+    config = small_config(**sections)
+    plan = small_plan(
+        config,
         accumulation=2,
-        eval_micro_batch=1,
-    )
-    plan = Plan(
-        config=config,
-        run_dir="r",
-        mesh=Mesh(),
-        engine="native",
-        device="cpu",
-        backend="gloo",
         precision=precision,
         activation_checkpointing=config.memory.activation_checkpointing,
-        batch=batch,
-        lr=1e-2,
-        steps=3,
-        data=None,
         model_path=str(model_dir),
-        predicted=Predicted(),
         data_parallel=config.strategy.data_parallel(Mesh()),
     )
     model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)

@@ -24,8 +24,8 @@ from drumline.rl.sampler_check import (
     probe_prompts,
 )
 from drumline.telemetry.events import Rollout
-from tests.harness import drumline, events, write_config
-from tests.tiny import tiny_model_dir, tiny_tokenizer
+from tests.harness import column, drumline, write_config
+from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
 from tests.unit.report_runs import story
 from tests.unit.test_report_progress import START, told
 from tests.vllm_stub import StubServer
@@ -37,7 +37,8 @@ class Shifted:
     """A sampler of one token a request, with a log-prob `by` above that of `policy`."""
 
     def __init__(self, by: float) -> None:
-        self.by, self.config = by, CONFIG
+        self.by = by
+        self.config = CONFIG
 
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
         return [Completion([5], [-2.0 + self.by], False) for _ in requests]
@@ -54,10 +55,29 @@ def check(
     return SamplerCheck(config, policy, prompts, precision, is_new, state)
 
 
-def load(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+def change_weights(model: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            draw = torch.Generator().manual_seed(len(name))
+            parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.05)
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+@torch.no_grad()
+def completion_log_probs(model: Any, episodes: Episodes, is_bf16: bool) -> torch.Tensor:
+    """Return the log-probs of the completions, as one row of (1, N, M)."""
+    log_probs = torch.zeros(1, *episodes.mask_NM.shape)
+    pairs = zip(episodes.prompts, episodes.completions, strict=True)
+
+    for row, (prompt, completion) in enumerate(pairs):
+        ids = torch.tensor([[*prompt.tolist(), *completion.tolist()]])
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+
+        chosen = ids[0, len(prompt) :, None]
+        log_probs[0, row, : len(completion)] = logits.log_softmax(-1).gather(1, chosen)[:, 0]
+
+    return log_probs
 
 
 @pytest.mark.claim("a sampler that is not the policy stops the run, and an honest one does not")
@@ -69,89 +89,74 @@ def test_a_stale_head_is_stopped_and_an_honest_server_is_not(
     tmp_path: Path, precision: str, dtype: torch.dtype
 ) -> None:
     folder = tiny_model_dir(tmp_path / "model")
-    learned = load(folder, torch.float32)
+    learned = read_model(folder)
+    tokenizer = tiny_tokenizer()
+    is_bf16 = precision == "bf16"
 
-    def change() -> None:
-        with torch.no_grad():
-            for name, parameter in learned.named_parameters():
-                parameter.add_(
-                    torch.randn(
-                        parameter.shape, generator=torch.Generator().manual_seed(len(name))
-                    ),
-                    alpha=0.05,
-                )
-
-    @torch.no_grad()
     def read(episodes: Episodes) -> torch.Tensor:
-        log_probs = torch.zeros(1, *episodes.mask_NM.shape)
-        for row, (prompt, completion) in enumerate(
-            zip(episodes.prompts, episodes.completions, strict=True)
-        ):
-            ids = torch.tensor([[*prompt.tolist(), *completion.tolist()]])
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                logits = learned(ids).logits[0, len(prompt) - 1 : -1].float()
-            log_probs[0, row, : len(completion)] = logits.log_softmax(-1).gather(
-                1, ids[0, len(prompt) :, None]
-            )[:, 0]
-        return log_probs
+        return completion_log_probs(learned, episodes, is_bf16)
 
-    with StubServer(load(folder, dtype)) as server:
+    with StubServer(read_model(folder, dtype)) as server:
         config = c.VLLMGenerator(url=server.url, max_new_tokens=6)
-        autocast = dtype if precision == "bf16" else None
-        sampler, refresh = generator(
-            config,
-            tiny_tokenizer(),
-            7,
-            None,
-            lambda: None,
-            autocast,
-            RolloutFiles(run_dir=tmp_path),
-        )
-        prompts = probe_prompts(tiny_tokenizer(), special_ids(tiny_tokenizer()), 1, 96, config)
-        checked = SamplerCheck(config, read, prompts, precision, is_new=True)
-        for _ in range(3):
+        autocast = dtype if is_bf16 else None
+        files = RolloutFiles(run_dir=tmp_path)
+        sampler, refresh = generator(config, tokenizer, 7, None, lambda: None, autocast, files)
+
+        def hand_over() -> None:
             refresh(learned.named_parameters(remove_duplicate=False))
+
+        prompts = probe_prompts(tokenizer, special_ids(tokenizer), 1, 96, config)
+        checked = SamplerCheck(config, read, prompts, precision, is_new=True)
+
+        for _ in range(3):
+            hand_over()
             checked.compare(sampler)
-            change()
+            change_weights(learned)
+
         assert 0 < checked.gap <= gap_limit(checked.baseline, precision)
-        resumed = SamplerCheck(
-            config, read, prompts, precision, is_new=False, state=checked.state()
-        )
+
+        state = checked.state()
+        resumed = SamplerCheck(config, read, prompts, precision, is_new=False, state=state)
         server.ignored = {"lm_head.weight"}
-        refresh(learned.named_parameters(remove_duplicate=False))
+        hand_over()
+        line = r"^algorithm\.generator: what samples is not the policy: .*restart the server"
+
         for one in (checked, resumed):
-            line = r"^algorithm\.generator: what samples is not the policy: .*restart the server"
             with pytest.raises(TrainingStopped, match=line) as caught:
                 one.compare(sampler)
+
             assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_the_limit_is_a_multiple_of_the_first_gap_or_of_rounding(precision: str) -> None:
-    for baseline, limit in (
-        (0.0, expected_rounding_gap(precision)),
-        (3 * expected_rounding_gap(precision), 12 * expected_rounding_gap(precision)),
-    ):
+    rounding = expected_rounding_gap(precision)
+    for baseline, limit in ((0.0, rounding), (3 * rounding, 12 * rounding)):
         checked = check(precision)
         checked.compare(Shifted(baseline))
         checked.compare(Shifted(limit * 0.98))
+
         assert checked.gap == pytest.approx(limit * 0.98, rel=0.01)
+
         with pytest.raises(TrainingStopped, match="before the first update it was"):
             checked.compare(Shifted(limit * 1.02))
+
         with pytest.raises(TrainingStopped):
             checked.compare(Shifted(math.nan))
-    rising = [
-        expected_rounding_gap("fp32"),
-        expected_rounding_gap("fp16"),
-        expected_rounding_gap("bf16"),
-    ]
-    assert rising == pytest.approx([1.22e-4, 0.0156, 0.125], rel=0.01)
+
+
+def test_rounding_explains_more_in_low_precision() -> None:
+    assert expected_rounding_gap("fp32") == pytest.approx(1.22e-4, rel=0.01)
+    assert expected_rounding_gap("fp16") == pytest.approx(0.0156, rel=0.01)
+    assert expected_rounding_gap("bf16") == pytest.approx(0.125, rel=0.01)
 
 
 def test_the_first_gap_has_a_limit_of_its_own() -> None:
     checked = check()
     checked.compare(Shifted(MOST_AT_FIRST * 0.98))
+
     assert checked.baseline == pytest.approx(MOST_AT_FIRST * 0.98)
+
     with pytest.raises(TrainingStopped, match=r"before any update, where 0\.5 is the most"):
         check().compare(Shifted(MOST_AT_FIRST * 1.02))
 
@@ -161,71 +166,88 @@ def test_a_run_that_goes_on_takes_no_gap_for_its_first() -> None:
     first.compare(Shifted(1e-4))
     resumed = check(is_new=False, state=first.state())
     resumed.compare(Shifted(3.9e-4))
+
     assert resumed.state() == first.state()
+
     with pytest.raises(TrainingStopped):
         resumed.compare(Shifted(4.1e-4))
+
     of_older_checkpoint = check(is_new=False)
     of_other_precision = check("bf16", is_new=False, state=first.state())
     of_other_generator = check(is_new=False, state=first.state(), config=c.HFGenerator())
+
     for one in (of_older_checkpoint, of_other_precision, of_other_generator):
+        limit = gap_limit(None, one.precision)
+
         with pytest.raises(TrainingStopped, match="where rounding explains"):
-            one.compare(Shifted(gap_limit(None, one.precision) * 1.02))
-        one.compare(Shifted(gap_limit(None, one.precision) * 0.98))
+            one.compare(Shifted(limit * 1.02))
+
+        one.compare(Shifted(limit * 0.98))
+
         assert one.state() is None
 
 
 def test_each_rank_samples_a_prompt_of_the_probe() -> None:
     for ranks in (1, 2, 3, 8, 11):
         prompts = probe_prompts(tiny_tokenizer(), {0, 1, 2}, ranks, 9, CONFIG)
-        assert prompts == probe_prompts(tiny_tokenizer(), {0, 1, 2}, ranks, 9, CONFIG) and {
-            len(prompt) for prompt in prompts
-        } == {5}
-        assert all(
-            assign_requests(
-                [Request(prompt, (0, place)) for place, prompt in enumerate(prompts)], ranks
-            )
-        )
-        assert all(token > 2 for prompt in prompts for token in prompt)
+
+        assert prompts == probe_prompts(tiny_tokenizer(), {0, 1, 2}, ranks, 9, CONFIG)
+
+        for prompt in prompts:
+            assert len(prompt) == 5
+            assert min(prompt) > 2
+
+        requests = [Request(prompt, (0, place)) for place, prompt in enumerate(prompts)]
+
+        assert all(assign_requests(requests, ranks))
 
 
 def test_the_gap_is_shown_while_a_run_goes_on_and_left_out_where_the_policy_samples() -> None:
-    rollout = {
-        **vars(next(event for event in story(20) if isinstance(event, Rollout))),
-        "kind": "rollout",
-    }
+    event = next(event for event in story(20) if isinstance(event, Rollout))
+    rollout = {**vars(event), "kind": "rollout"}
     del rollout["metrics"]
-    assert (
-        "sampler off by 0.013" in told(START, rollout)[1]
-        and curve_values(rollout)["sampler gap"] == 0.0125
-    )
+
+    assert "sampler off by 0.013" in told(START, rollout)[1]
+    assert curve_values(rollout)["sampler gap"] == 0.0125
+
     rollout["sampler_gap"] = None
-    assert "sampler" not in told(START, rollout)[1] and "sampler gap" not in curve_values(rollout)
+
+    assert "sampler" not in told(START, rollout)[1]
+    assert "sampler gap" not in curve_values(rollout)
 
 
 @pytest.mark.slow
 def test_a_run_of_two_ranks_with_a_sharded_policy_ends_at_a_stale_head(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model")
-    with StubServer(load(model, torch.float32)) as server:
+
+    with StubServer(read_model(model)) as server:
+        sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": 6}
+        reward = {"kind": "regex", "pattern": "[aeiou]", "full": False}
+        grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
         config = write_config(
             tmp_path,
             model,
-            algorithm={
-                "kind": "grpo",
-                "group_size": 4,
-                "generator": {"kind": "vllm", "url": server.url, "max_new_tokens": 6},
-                "rewards": [{"kind": "regex", "pattern": "[aeiou]", "full": False}],
-            },
+            algorithm=grpo,
             strategy="fsdp2",
             launch={"nproc": 2},
             batch={"global_samples": 8, "micro_batch": 2},
             run={"steps": 4},
             data={"eval": []},
         )
-        server.ignored, server.honest_loads = {"lm_head.weight"}, 2
+        server.ignored = {"lm_head.weight"}
+        server.honest_loads = 2
         finished = drumline("train", config)
+
     assert finished.code == 3, finished.out + finished.err
-    gaps = [event["sampler_gap"] for event in events(tmp_path / "run", "rollout")]
-    assert len(gaps) == 2 and all(0 < gap <= gap_limit(gaps[0], "fp32") for gap in gaps)
+
+    first, second = column(tmp_path / "run", "sampler_gap", "rollout")
+    limit = gap_limit(first, "fp32")
+
+    assert 0 < first <= limit
+    assert 0 < second <= limit
+
     errors = finished.err.splitlines()
     (line,) = [line for line in errors if "what samples is not the policy" in line]
-    assert "before the first update it was" in line and "Traceback" not in finished.err
+
+    assert "before the first update it was" in line
+    assert "Traceback" not in finished.err

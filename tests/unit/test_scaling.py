@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
@@ -27,7 +26,7 @@ from drumline.config.load import Request
 from drumline.errors import UserError
 from drumline.system.signals import NOTHING_LOST
 from drumline.telemetry.events import EventLog, Measured, Step
-from tests.harness import write_config
+from tests.harness import read_json, write_config
 from tests.tiny import tiny_model_dir
 
 
@@ -47,144 +46,142 @@ def rows() -> list[Row]:
         [Round(18, 180, 0.5, 0.25, 2**21), Round(16, 160, 0.6, 0.35, 2**21)],
         "ddp",
     )
-    three = Row(
-        BenchCase("zero2", 1), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (10, 100)], "zero2"
-    )
-    four = Row(
-        BenchCase("zero2", 2), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (7.56, 101)], "zero2"
-    )
-    return [
-        one,
-        two,
-        Row(BenchCase("<b>tp", 2), reason="<script>alert(1)</script> | refused"),
-        three,
-        four,
-    ]
+    refused = Row(BenchCase("<b>tp", 2), reason="<script>alert(1)</script> | refused")
+    return [one, two, refused, zero2_row(1, 10, 100), zero2_row(2, 7.56, 101)]
+
+
+def zero2_row(ranks: int, *rates: float) -> Row:
+    rounds = [Round(rate, 100, 1.0, 0.2, 10**6) for rate in rates]
+    return Row(BenchCase("zero2", ranks), rounds, "zero2")
 
 
 def test_a_case_has_a_folder_of_its_own() -> None:
-    assert (
-        BenchCase("fsdp2 tp=2", 4, 2).name == "fsdp2-tp2-2x4"
-        and BenchCase("", 1).name == "config-1"
-    )
-    names = [
-        BenchCase(kind, 2).name
-        for kind in ("/tmp/x/mine.py:Name", "../mine.py:Name", "..", "ü", "é")
-    ]
-    assert len({*names}) == 5 and all(
-        "/" not in name and name.strip(".") and name.isascii() for name in names
-    )
+    assert BenchCase("fsdp2 tp=2", 4, 2).name == "fsdp2-tp2-2x4"
+    assert BenchCase("", 1).name == "config-1"
+
+    names = set()
+    for kind in ("/tmp/x/mine.py:Name", "../mine.py:Name", "..", "ü", "é"):
+        name = BenchCase(kind, 2).name
+        names.add(name)
+        assert "/" not in name
+        assert name.strip(".")
+        assert name.isascii()
+
+    assert len(names) == 5
 
 
 def test_the_first_steps_do_not_count() -> None:
-    events: list[Any] = [
-        step(number, samples_per_s=1.0, seconds=9.0, comm_s=9.0)
-        for number in range(1, WARM_UP_STEPS + 1)
-    ]
+    events: list[Any] = []
+
+    def add_step(**values: Any) -> None:
+        events.append(step(len(events) + 1, **values))
+
+    for _ in range(WARM_UP_STEPS):
+        add_step(samples_per_s=1.0, seconds=9.0, comm_s=9.0)
+
     assert _summarise(events) is None
-    rates = zip((10.0, 12.0, 50.0), (0.2, 0.1, 0.0), strict=True)
-    events += [
-        step(WARM_UP_STEPS + n, samples_per_s=rate, tokens_per_s=rate * 10, seconds=1.0, comm_s=w)
-        for n, (rate, w) in enumerate(rates, 1)
-    ]
-    memory: dict[str, Any] = dict.fromkeys(Measured.names(), ()) | {
-        "metrics": {"memory": {"peak": 5, "reserved": 7}}
-    }
+
+    for rate, communication in ((10.0, 0.2), (12.0, 0.1), (50.0, 0.0)):
+        add_step(samples_per_s=rate, tokens_per_s=rate * 10, comm_s=communication)
+
+    memory: dict[str, Any] = dict.fromkeys(Measured.names(), ())
+    memory["metrics"] = {"memory": {"peak": 5, "reserved": 7}}
     seen = _summarise([*events, Measured(**memory)])
     assert seen == Round(12.0, 120.0, 1.0, pytest.approx(0.1), 7)
-    events.append(step(WARM_UP_STEPS + 4, samples_per_s=12.0, comm_s=None))
+
+    add_step(samples_per_s=12.0, comm_s=None)
     assert _summarise(events).communication is None, "not measured is not nothing"
+
+
+SHOWN = [
+    "1.9 (1.8–2)",
+    "95%",
+    "30%",
+    "4.5–18",
+    "Predicted, not measured",
+    "100 (80–130)",
+    "Load before each round: 0.5, 1.5",
+]
 
 
 def test_speed_up_is_of_the_same_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = rows()
-    assert _smallest_of_strategy(made, made[1]) is made[0] and made[1].speed_up(made[0]) == (
-        1.9,
-        1.8,
-        2.0,
-    )
+    assert _smallest_of_strategy(made, made[1]) is made[0]
+    assert made[1].speed_up(made[0]) == (1.9, 1.8, 2.0)
+
+    host = "2x8xh100-80g"
+    wide = Spread(8555, 5484, 8555)
     predictions = [
-        Prediction("2x8xh100-80g", 16, "fsdp2", Spread(100.0, 80.0, 130.0), 4096.0, 2**30),
+        Prediction(host, 16, "fsdp2", Spread(100.0, 80.0, 130.0), 4096.0, 2**30),
         Prediction("9xnothing", reason="no such"),
+        Prediction(host, 16, "fsdp2 2 × tp 8", wide, 1_792_550, 2**29),
     ]
-    predictions.append(
-        Prediction("2x8xh100-80g", 16, "fsdp2 2 × tp 8", Spread(8555, 5484, 8555), 1_792_550, 2**29)
-    )
-    _show(
-        Path("mine.yaml"),
-        made,
-        predictions,
-        Options((1, 2)),
-        tmp_path,
-        [0.5, 1.5],
-        Console(width=80),
-    )
-    out, page = capsys.readouterr().out, (tmp_path / "bench.html").read_text()
-    assert all(len(line) <= 80 for line in out.splitlines() if str(tmp_path) not in line), out
-    assert all(
-        figure in out
-        for figure in (
-            "(0.756–1.01)",
-            "(5,484–8,555)",
-            "bench.md, bench.html, bench.png, bench.json",
-        )
-    ), "in one piece"
+    options = Options((1, 2))
+    console = Console(width=80)
+    _show(Path("mine.yaml"), made, predictions, options, tmp_path, [0.5, 1.5], console)
+    out = capsys.readouterr().out
+    for line in out.splitlines():
+        assert len(line) <= 80 or str(tmp_path) in line, out
+
+    # In one piece.
+    assert "(0.756–1.01)" in out
+    assert "(5,484–8,555)" in out
+    assert "bench.md, bench.html, bench.png, bench.json" in out
+
+    page = (tmp_path / "bench.html").read_text()
     text = (tmp_path / "bench.md").read_text()
-    for shown in (
-        "1.9 (1.8–2)",
-        "95%",
-        "30%",
-        "4.5–18",
-        "Predicted, not measured",
-        "100 (80–130)",
-        "Load before each round: 0.5, 1.5",
-    ):
-        assert shown in text and shown in page, shown
-    assert "<script>alert" not in page and "&lt;script&gt;" in page and "http" not in page
-    assert (
-        json.loads((tmp_path / "bench.json").read_text())["rows"][1]["rounds"][0]["samples_per_s"]
-        == 18
-    )
+    for shown in SHOWN:
+        assert shown in text, shown
+        assert shown in page, shown
+
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;" in page
+    assert "http" not in page
+
+    (first, _) = read_json(tmp_path / "bench.json")["rows"][1]["rounds"]
+    assert first["samples_per_s"] == 18
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_under_weak_scaling_the_batch_grows_and_after_a_signal_nothing_more_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, ran = (
-        write_config(tmp_path, tiny_model_dir(tmp_path / "model")),
-        list[tuple[int, int]](),
-    )
+    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"))
+    ran: list[tuple[int, int]] = []
 
     def launch(request: Request, display: bool, change: Any) -> tuple[Path, int]:
-        values, ranks = (
-            request.loaded.config,
-            int(request.loaded.config.launch.model_dump()["nproc"]),
-        )
-        assert values.batch.global_samples is not None and not display
-        ran.append((ranks, values.batch.global_samples))
-        log = EventLog(Path(values.run.dir) / "events.jsonl")
+        values = request.loaded.config
+        ranks = int(values.launch.model_dump()["nproc"])
+        samples = values.batch.global_samples
+        assert samples is not None
+        assert not display
+
+        ran.append((ranks, samples))
+        folder = Path(values.run.dir)
+        log = EventLog(folder / "events.jsonl")
         for number in range(1, WARM_UP_STEPS + 3):
             log.emit(step(number, samples_per_s=10.0 * ranks))
-        return Path(values.run.dir), NOTHING_LOST if len(ran) == 3 else 0
+
+        if len(ran) == 3:
+            return folder, NOTHING_LOST
+        return folder, 0
 
     monkeypatch.setattr("drumline.train.command.launch_ranks", launch)
-    options = Options((1, 2), rounds=2, weak=True, predict=("2x8xh100-80g",), to=tmp_path / "out")
-    assert bench(config, [], options) == NOTHING_LOST and ran == [(1, 4), (2, 8), (1, 4)]
-    made, page = (
-        json.loads((tmp_path / "out" / "bench.json").read_text()),
-        (tmp_path / "out" / "bench.md").read_text(),
-    )
-    assert (
-        [len(row["rounds"]) for row in made["rows"]] == [1, 1]
-        and made["predicted"] == []
-        and made["options"]["weak"]
-    )
-    assert (
-        "weak scaling, the batch grows with n" in page
-        and "| 2 | 20 | 1 | 2 | 100% |" in page
-        and "over rounds (1)" in page
-    )
+    out = tmp_path / "out"
+    options = Options((1, 2), rounds=2, weak=True, predict=("2x8xh100-80g",), to=out)
+
+    assert bench(config, [], options) == NOTHING_LOST
+    assert ran == [(1, 4), (2, 8), (1, 4)]
+
+    made = read_json(out / "bench.json")
+    assert [len(row["rounds"]) for row in made["rows"]] == [1, 1]
+    assert made["predicted"] == []
+    assert made["options"]["weak"]
+
+    page = (out / "bench.md").read_text()
+    assert "weak scaling, the batch grows with n" in page
+    assert "| 2 | 20 | 1 | 2 | 100% |" in page
+    assert "over rounds (1)" in page
 
 
 def test_cells_stay_cells() -> None:
@@ -195,19 +192,37 @@ def test_cells_stay_cells() -> None:
     ]
 
 
+class Mistake(NamedTuple):
+    overrides: list[str]
+    options: Options
+    message: str
+
+
+MISTAKES = {
+    "nodes of this host": Mistake(
+        [], Options((1,), nodes=(2,)), r"launch\.kind local starts ranks on this host alone"
+    ),
+    "too many nodes": Mistake(
+        ['launch={kind: ssh, hosts: [a, "b:8"]}'],
+        Options((1,), nodes=(1, 3)),
+        r"3 given, launch\.hosts has 2",
+    ),
+    "a key": Mistake(["run.stepz=1"], Options((1,)), "unknown key 'stepz'"),
+    "no strategy": Mistake([], Options((1,), ("ddp tp",)), "is no strategy"),
+    "a strategy with a typing error": Mistake(
+        [], Options((1,), ("fdsp2",)), "did you mean 'fsdp2'"
+    ),
+}
+
+
 def test_what_is_wrong_is_a_line(tmp_path: Path) -> None:
     config = write_config(tmp_path, tmp_path / "model")
-    with pytest.raises(UserError, match=r"launch\.kind local starts ranks on this host alone"):
-        bench(config, [], Options((1,), nodes=(2,)))
-    with pytest.raises(UserError, match=r"3 given, launch\.hosts has 2"):
-        bench(config, ['launch={kind: ssh, hosts: [a, "b:8"]}'], Options((1,), nodes=(1, 3)))
-    with pytest.raises(UserError, match="unknown key 'stepz'"):
-        bench(config, ["run.stepz=1"], Options((1,)))
-    with pytest.raises(UserError, match="is no strategy"):
-        bench(config, [], Options((1,), ("ddp tp",)))
-    with pytest.raises(UserError, match="did you mean 'fsdp2'"):
-        bench(config, [], Options((1,), ("fdsp2",)))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "x").write_text("mine")
+    for overrides, options, message in MISTAKES.values():
+        with pytest.raises(UserError, match=message):
+            bench(config, overrides, options)
+
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "x").write_text("mine")
     with pytest.raises(UserError, match="not a bench"):
-        claim(tmp_path / "mine", "bench.json", "bench")
+        claim(mine, "bench.json", "bench")

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.config import Config, LoRAConfig
-from drumline.config.mesh import Mesh
 from drumline.config.model import Head, ModelConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
@@ -22,7 +21,7 @@ from drumline.models.head import can_split, compute_outputs, trunk_and_head
 from drumline.models.load import facts, load_config
 from drumline.models.shards import canonical_tensors
 from drumline.models.small import TrialTokens
-from drumline.plan.plan import BatchPlan, Plan, Predicted
+from tests.plans import small_plan
 from tests.tiny import tiny_model_dir
 
 IDS_BT = torch.arange(3, 15).view(2, 6)
@@ -47,21 +46,8 @@ def run_of(root: Path, folder: Path, model: Any, head: Head, **sections: Any) ->
         **sections,
     }
     run = root / "run"
-    plan = Plan(
-        config=Config.model_validate(values),
-        run_dir=str(run),
-        mesh=Mesh(),
-        engine="native",
-        device="cpu",
-        backend="gloo",
-        precision="fp32",
-        batch=BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1),
-        lr=1e-3,
-        steps=1,
-        data=None,
-        model_path=str(folder),
-        predicted=Predicted(),
-    )
+    config = Config.model_validate(values)
+    plan = small_plan(config, run, lr=1e-3, steps=1, model_path=str(folder))
 
     assert plan.config.head == head
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,10 @@ BATCH = BatchPlan(global_samples=4, micro_batch=1, accumulation=2, eval_micro_ba
 def pass_over(
     dataset: Any, position: int = 0, stop: int | None = 1, seed: int | None = None
 ) -> list[list[int]]:
-    """Return all samples of each global batch, of both ranks; a function is called for each rank's dataset."""
+    """Return all samples of each global batch, of both ranks; a function is called for each rank's
+    dataset."""
     ranks = []
+
     for rank in range(2):
         samples = dataset() if callable(dataset) else dataset
         ranks.append(list(global_batches(samples, BATCH, rank, position, stop, seed)))
@@ -100,8 +103,11 @@ def test_what_can_be_read_once_is_one_pass() -> None:
 
 def test_held_out_samples_count_once_and_ranks_do_the_same_work() -> None:
     first, second = (list(evaluation_batches(Endless(), 3, rank, 2)) for rank in range(2))
+
     assert len(first) == len(second)
+
     counted = [samples for samples, counts in first + second if counts]
+
     assert sorted(chain(*counted)) == list(range(10))
 
 
@@ -137,6 +143,14 @@ def train(s: Any, model: Any, **options: Any) -> None:
         s.step()
 
 
+@contextmanager
+def prepared_session(folder: Path, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a session and its model, which is linear and learns by SGD."""
+    with session(folder, **options) as s:
+        model, _ = s.prepare(build, sgd)
+        yield s, model
+
+
 def stepped(s: Any) -> Any:
     """The model of a session that has done one step with it."""
     model, _ = s.prepare(build, sgd)
@@ -145,12 +159,12 @@ def stepped(s: Any) -> Any:
 
 
 def test_the_last_step_is_read_as_numbers(tmp_path: Path) -> None:
-    with session(tmp_path) as s:
-        model, _ = s.prepare(build, sgd)
+    with prepared_session(tmp_path) as (s, model):
         with pytest.raises(UserError, match="no step was done yet"):
             s.loss  # noqa: B018
 
         train(s, model, steps=1)
+
         assert s.losses == {"": s.loss}
         assert s.grad_norms == {"": s.grad_norm}
         assert s.loss > 0
@@ -159,31 +173,35 @@ def test_the_last_step_is_read_as_numbers(tmp_path: Path) -> None:
     with session(tmp_path / "two") as s:
         s.prepare({"first": (build, sgd), "second": (build, sgd)})
         message = r"several models — read s\.grad_norms\[NAME\], of 'first', 'second'"
+
         with pytest.raises(UserError, match=message):
             s.grad_norm  # noqa: B018
 
 
 def test_one_denominator(tmp_path: Path) -> None:
     """Weights that differ by micro-batch: the step is that of Σ loss / Σ weight."""
-    with session(tmp_path, micro_batch=2) as s:
-        model, _ = s.prepare(build, sgd)
+    with prepared_session(tmp_path, micro_batch=2) as (s, model):
         expected = build()
         expected.load_state_dict(model.module.state_dict())
         batches = s.batches(ROWS, collate, steps=1, shuffle=False)
         losses = []
+
         for batch, weight in zip(batches, (torch.tensor(3.0), 0.5), strict=True):
             loss, _ = loss_of(model, batch)
             s.backward(loss, weight)
             losses.append(loss_of(expected, batch)[0])
+
             assert s.step() == (len(losses) == 2)
 
         assert (s.steps, s.position) == (1, 4)
 
     loss = (losses[0] + losses[1]) / 3.5
+
     assert s.losses[""] == pytest.approx(float(loss))
 
     loss.backward()
     sgd(expected).step()
+
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(parameter, other, rtol=1e-6)
 
@@ -197,6 +215,7 @@ def test_evaluate_is_a_mean_over_all_and_chooses_the_best(tmp_path: Path) -> Non
             return loss, samples, {"ones": torch.tensor(float(samples))}
 
         found = s.evaluate(ROWS[:7], collate, measure)
+
         with torch.no_grad():
             total, samples = loss_of(model.module, collate(ROWS[:7]))
 
@@ -244,8 +263,7 @@ def test_what_prepare_cannot_take(tmp_path: Path, made: Any, make: Any, what: st
 
 
 def test_a_second_loop_over_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
-    with session(tmp_path) as s:
-        model, _ = s.prepare(build, sgd)
+    with prepared_session(tmp_path) as (s, model):
         for batch in s.batches(ROWS, epochs=1):
             s.backward(*loss_of(model, batch))
             s.step()
@@ -277,8 +295,7 @@ def test_what_measure_returns(tmp_path: Path) -> None:
 
 
 def test_what_backward_and_log_cannot_take(tmp_path: Path) -> None:
-    with session(tmp_path) as s:
-        model, _ = s.prepare(build, sgd)
+    with prepared_session(tmp_path) as (s, model):
         for batch in s.batches(ROWS, collate, steps=1):
             loss, weight = loss_of(model, batch)
             wrong = {
@@ -294,6 +311,7 @@ def test_what_backward_and_log_cannot_take(tmp_path: Path) -> None:
                     s.backward(*given)
 
             s.backward(loss, weight)
+
             assert s.step()
 
             with pytest.raises(UserError, match="note is a str, a number is wanted"):
@@ -314,8 +332,7 @@ def test_several_models_where_they_do_not_go(tmp_path: Path, strategy: Any, what
 
 
 def test_a_global_batch_whose_gradients_are_left(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"call s\.step"), session(tmp_path) as s:
-        model, _ = s.prepare(build, sgd)
+    with pytest.raises(UserError, match=r"call s\.step"), prepared_session(tmp_path) as (s, model):
         for batch in s.batches(ROWS, collate, steps=2):
             s.backward(*loss_of(model, batch))
 
@@ -341,8 +358,8 @@ def test_a_step_is_read_when_the_next_is_under_way(
         return found
 
     monkeypatch.setattr(Gather, "start", start_and_note)
-    with session(tmp_path) as s:
-        model, _ = s.prepare(build, sgd)
+
+    with prepared_session(tmp_path) as (s, model):
         order.clear()
 
         for batch in s.batches(ROWS, collate, steps=4):
@@ -367,8 +384,7 @@ def test_the_last_save_waits_for_room(tmp_path: Path) -> None:
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_a_loss_that_is_not_finite_leaves_the_weights(tmp_path: Path, on_nan: str) -> None:
     def train_on_nan() -> None:
-        with session(tmp_path, on_nan=on_nan) as s:
-            model, _ = s.prepare(build, sgd)
+        with prepared_session(tmp_path, on_nan=on_nan) as (s, model):
             before = model.weight.detach().clone()
 
             for batch in s.batches(ROWS, collate, steps=1):
@@ -385,6 +401,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights(tmp_path: Path, on_nan: st
         train_on_nan()
 
     found = events(tmp_path / "run", "nonfinite")
+
     assert [event["policy"] for event in found] == [on_nan]
 
 
@@ -449,13 +466,16 @@ def unfreeze(model: Any, optimizer: Any) -> None:
 
 @pytest.mark.slow
 def test_what_is_frozen_has_no_moments_until_it_learns(tmp_path: Path) -> None:
-    """Also if a checkpoint holds them, as older ones do, and if it begins to learn just before one."""
+    """Also if a checkpoint holds them, as older ones do, and if it begins to learn just before
+    one."""
 
     def train_to(steps: int, learns: bool, at_end: Any = leave, **options: Any) -> Any:
-        """Return the step counts in the optimizer's state at the start, and how many it has at the end."""
+        """Return the step counts in the optimizer's state at the start, and how many it has at the
+        end."""
         with session(tmp_path, **options) as s:
             model, optimizer = s.prepare(lambda: two_layers(learns), adamw)
             counts = []
+
             for parameter in model.parameters():
                 if parameter in optimizer.state:
                     counts.append(float(optimizer.state[parameter]["step"]))
@@ -483,9 +503,11 @@ def test_a_run_goes_on_with_what_its_loop_freezes_or_unfreezes(
         """Train a model whose first layer changes after two steps, and return its weights."""
         with session(tmp_path / folder, **options) as s:
             model, _ = s.prepare(lambda: two_layers(learns), adamw)
+
             for batch in s.batches(ROWS, collate, steps=steps):
                 if s.steps == 2 or (learns and s.steps > 2):
                     model[0].requires_grad_(not learns)
+
                 s.backward(*loss_of(model, batch))
                 s.step()
 
@@ -511,6 +533,7 @@ def test_where_nothing_is_unfrozen_once_the_model_is_spread(tmp_path: Path, stra
         return model
 
     message = "bias was frozen when the model was spread"
+
     with pytest.raises(ModelError, match=message), session(tmp_path, strategy) as s:
         model, _ = s.prepare(built, sgd)
         for batch in s.batches(ROWS, collate):

@@ -1,4 +1,5 @@
-"""Vision-language SFT on one process: tokens, positions and loss are the model's own; images that text-only rows lack change nothing."""
+"""Vision-language SFT on one process: tokens, positions and loss are the model's own; images that
+text-only rows lack change nothing."""
 
 from __future__ import annotations
 
@@ -74,6 +75,7 @@ def find_vision(model: ModelConfig) -> Vision | None:
 def vision_of(path: Path) -> Vision:
     found = find_vision(ModelConfig(id=str(path)))
     assert found is not None
+
     return found
 
 
@@ -111,6 +113,7 @@ def learned_by(model: Any, batch: VisionBatch) -> Learned:
     loss, _ = ForwardWithObjective(model)(batch, LOSS.objective)
     loss.backward()
     gradients = {}
+
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradients[name] = parameter.grad.clone()
@@ -120,7 +123,8 @@ def learned_by(model: Any, batch: VisionBatch) -> Learned:
 
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "mixture of experts"])
 def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> None:
-    """Against transformers' forward with its own positions (get_rope_index), mask and loss, row by row."""
+    """Against transformers' forward with its own positions (get_rope_index), mask and loss, row by
+    row."""
     if experts:
         vision = vision_of(tiny_vision_dir(folder / "experts", experts=experts))
 
@@ -131,6 +135,7 @@ def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> N
     model.zero_grad()
     total = 0.0
     weight = 0
+
     for sample in samples:
         batch = collate_alone(cache, [sample], vision)
         loss = own_loss(model, batch, int(cache.lengths[sample]), vision)
@@ -149,7 +154,8 @@ def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> N
 
 
 def own_loss(model: Any, batch: VisionBatch, length: int, vision: Vision) -> torch.Tensor:
-    """Return the mean loss of a batch of one row of `length` tokens by transformers' own forward."""
+    """Return the mean loss of a batch of one row of `length` tokens by transformers' own
+    forward."""
     tokens = batch.input_ids_BT[:, :length]
     labels = torch.full((1, length), -100)
     labels[:, 1:] = batch.targets_BT[:, : length - 1]
@@ -168,7 +174,8 @@ def assert_close(got: Any, wanted: Any, name: str, rtol: float = 1e-4, atol: flo
 
 
 def test_packs_are_their_rows(folder: Path, vision: Vision) -> None:
-    """Packed with others or alone, a row has the same loss and gradients: its documents, positions and images stay its own."""
+    """Packed with others or alone, a row has the same loss and gradients: its documents, positions
+    and images stay its own."""
     packed = cache_of(folder, vision, packing=True)
     alone = cache_of(folder, vision, packing=False)
 
@@ -192,7 +199,8 @@ def test_packs_are_their_rows(folder: Path, vision: Vision) -> None:
 
 
 def test_an_image_in_the_padding_changes_nothing(folder: Path, vision: Vision) -> None:
-    """A micro-batch of text: the tower takes part, with gradients of zero, and the others are those of text alone."""
+    """A micro-batch of text: the tower takes part, with gradients of zero, and the others are those
+    of text alone."""
     cache = cache_of(folder, vision, packing=False)
     model = built(vision)
     text = [sample for sample in range(len(cache)) if not cache.meta(sample)]
@@ -219,7 +227,8 @@ def test_an_image_in_the_padding_changes_nothing(folder: Path, vision: Vision) -
 
 
 def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -> None:
-    """Patch by patch from the pixels: blocks of merge x merge patches, each colour × 2 equal frames × height × width, scaled to ±1."""
+    """Patch by patch from the pixels: blocks of merge x merge patches, each colour × 2 equal frames
+    × height × width, scaled to ±1."""
     from PIL import Image
 
     path = folder / "wide.png"
@@ -232,6 +241,7 @@ def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -
 
     pixels = (np.asarray(Image.open(path), np.float64) / 255 - 0.5) / 0.5
     wanted = []
+
     for top, left, down, right in product((0, 2), (0, 2, 4), (0, 1), (0, 1)):
         y = 4 * (top + down)
         x = 4 * (left + right)
@@ -242,12 +252,14 @@ def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -
     np.testing.assert_allclose(vision.patches(str(path), grid), wanted, atol=1e-6)
     Image.new("RGB", (8, 8)).save(path)
     message = r"wide\.png: it has another size than when it was prepared"
+
     with pytest.raises(DataError, match=message):
         vision.patches(str(path), grid)
 
 
 def test_positions_of_two_images() -> None:
-    """M-RoPE by hand: text counts on, an image's tokens share a time, the text behind goes on after the longer side."""
+    """M-RoPE by hand: text counts on, an image's tokens share a time, the text behind goes on after
+    the longer side."""
     eyes = Vision("", ModelConfig(), token_id=9, merge=2)
     tokens = np.array([1, 9, 9, 9, 9, 9, 9, 2, 9, 3], np.uint16)
     found = rope_positions(tokens, [(1, 4, 6), (1, 2, 2)], eyes)
@@ -279,6 +291,7 @@ def test_no_image_is_cut_in_two(
     assert full.example.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
 
     found = cut_images(full, size, left)
+
     assert found.example.tokens.tolist() == tokens
     assert [path for path, _ in found.images] == images
 
@@ -291,6 +304,7 @@ def placed(folder: Path, **values: Any) -> tuple[list[Any], list[str]]:
     row = next(read_rows_of(folder, values))
     found, paths = place_images(row, folder)
     contents = []
+
     for key in ("messages", "prompt", "completion"):
         for turn in found.values.get(key, ()):
             contents.append(turn["content"])
@@ -319,14 +333,17 @@ def test_ways_to_say_where_an_image_stands(tmp_path: Path) -> None:
     assert placed(tmp_path, messages=user([image, text])) == ([[IMAGE, text]], ["a.png"])
 
     two = placed(tmp_path, messages=user([text, IMAGE, IMAGE]), images=["a.png", "b.png"])
+
     assert two == ([[text, IMAGE, IMAGE]], ["a.png", "b.png"])
 
     marked = placed(tmp_path, prompt="<image>hm", completion="ah", images=["a.png"])
+
     assert marked == ([[IMAGE, text], "ah"], ["a.png"])
     assert placed(tmp_path, messages=user([text, text])) == (["hmhm"], [])
     assert placed(tmp_path, messages=user("hm"), image="") == (["hm"], [])
 
     tag = "a tag: <image>"
+
     assert placed(tmp_path, messages=user(tag)) == ([tag], [])
 
 
@@ -341,7 +358,8 @@ def png_bytes(folder: Path) -> bytes:
 
 
 def test_images_that_rows_hold(tmp_path: Path, folder: Path) -> None:
-    """As tables of the hub have them: bytes or a data URL, under `image` or `images`, with a place in the text or before the question."""
+    """As tables of the hub have them: bytes or a data URL, under `image` or `images`, with a place
+    in the text or before the question."""
     from datasets import Dataset
     from PIL import Image
 
@@ -402,9 +420,11 @@ def test_lost_images_that_rows_held_are_written_again(
 
     for _ in range(2):
         cache = cache_of(tmp_path, vision, packing=False)
+
         assert len(cache) == 2
 
         (path,) = (tmp_path / "cache" / "images").iterdir()
+
         assert path.read_bytes() == data
 
         path.unlink()
@@ -414,10 +434,12 @@ def test_copies_have_the_same_images_and_not_the_same_names(
     tmp_path: Path, folder: Path, vision: Vision
 ) -> None:
     url = data_url(png_bytes(folder))
+
     for name in ("a", "b"):
         root = tmp_path / name
         root.mkdir()
         rows = []
+
         for image in [*write_images(root, 2, seed=3), url]:
             rows.append({"prompt": "what?", "completion": "RED", "image": image})
 
@@ -479,6 +501,7 @@ def test_mistakes_name_the_row(folder: Path, vision: Vision, message: str) -> No
     tokenizer = load_tokenizer(vision.path, vision.model)
     encoder = config.algorithm.encoder(tokenizer, config.data, vision)
     rows = read_rows_of(folder, MISTAKES[message])
+
     with pytest.raises(DataError, match=message) as caught:
         encoder.encode(next(rows))
 
@@ -488,11 +511,13 @@ def test_mistakes_name_the_row(folder: Path, vision: Vision, message: str) -> No
 
 def test_a_model_of_text_takes_no_images(tmp_path: Path, folder: Path) -> None:
     model = ModelConfig(id=str(tiny_model_dir(tmp_path / "model")))
+
     assert find_vision(model) is None
 
     config = Config.model_validate({"data": {"train": [ROWS]}})
     encoder = config.algorithm.encoder(load_tokenizer(model.id, model), config.data)
     row = Row("here:1", {"messages": user([IMAGE])})
+
     with pytest.raises(DataError, match=re.escape("this row holds images")):
         encoder.encode(row)
 
@@ -500,6 +525,7 @@ def test_a_model_of_text_takes_no_images(tmp_path: Path, folder: Path) -> None:
 def test_a_folder_without_an_image_processor(tmp_path: Path) -> None:
     path = tiny_vision_dir(tmp_path / "model")
     (path / "preprocessor_config.json").unlink()
+
     with pytest.raises(ModelError) as caught:
         vision_of(path)
 
@@ -509,5 +535,6 @@ def test_a_folder_without_an_image_processor(tmp_path: Path) -> None:
 def test_prompts_with_images_are_not_answered_without_them(tmp_path: Path, folder: Path) -> None:
     config = write_config(tmp_path, folder / "model", data={"max_length": 256})
     write_rows(tmp_path / "eval.jsonl", vision_rows(tmp_path, 3))
+
     with pytest.raises(UserError, match="prompts with images are not answered here"):
         answers(config, [], None, 3)
