@@ -47,7 +47,7 @@ def row(prompt: Any, part: str = "prompt", **extra: Any) -> Row:
 
 
 def text_of(segment: Any) -> str:
-    return tiny_tokenizer().decode(segment.tokens)
+    return str(tiny_tokenizer().decode(segment.tokens))
 
 
 def test_a_prompt_ends_where_the_answer_starts() -> None:
