@@ -1,4 +1,7 @@
-"""A curriculum gives each domain its share over many rollouts, passes over no prompt, and goes on from its state."""
+"""A curriculum gives each domain its share over many rollouts, and goes on from its state.
+
+It passes over no prompt.
+"""
 
 from __future__ import annotations
 
@@ -12,45 +15,70 @@ from drumline.config.rollouts import CurriculumConfig
 from drumline.rl.curriculum import Curriculum
 
 DOMAINS = ["sums"] * 30 + ["logic"] * 10 + ["words"] * 60
+EVEN_SHARES = dict.fromkeys(("sums", "logic", "words"), 1 / 3)
 
 
 def curriculum(kind: Any, **options: Any) -> Curriculum:
-    return Curriculum(CurriculumConfig(kind=kind, **options), DOMAINS, seed=3, shuffle=True)
+    config = CurriculumConfig(kind=kind, **options)
+    return Curriculum(config, DOMAINS, seed=3, shuffle=True)
 
 
 def test_in_the_order_of_the_data_every_prompt_comes_once() -> None:
     made = curriculum("data")
-    drawn = [sample for _ in range(20) for sample in made.draw(5)]
-    assert sorted(drawn) == list(range(100)) != drawn
+    drawn: list[int] = []
+    for _ in range(20):
+        drawn += made.draw(5)
+
+    in_order = list(range(100))
+    assert sorted(drawn) == in_order
+    assert drawn != in_order
 
 
 def test_shares_are_exact_over_many_rollouts() -> None:
     made = curriculum("weights", weights={"sums": 1, "logic": 2, "words": 4})
-    rollouts = [Counter(DOMAINS[sample] for sample in made.draw(5)) for _ in range(70)]
-    assert sum(rollouts, Counter()) == {"sums": 50, "logic": 100, "words": 200}
-    assert all(rollout.total() == 5 for rollout in rollouts)
+    drawn = Counter[str]()
+    for _ in range(70):
+        samples = made.draw(5)
+        assert len(samples) == 5
+        drawn.update(DOMAINS[sample] for sample in samples)
+
+    assert drawn == {"sums": 50, "logic": 100, "words": 200}
 
 
 def test_uncertain_domains_get_more() -> None:
     made = curriculum("success", floor=0.1, memory=0.5)
-    assert made.shares() == pytest.approx(dict.fromkeys(("sums", "logic", "words"), 1 / 3))
-    made.learn({"sums": [1.0, 1.0, 0.0, 0.0], "logic": [1.0] * 4, "words": [0.0] * 4})
-    assert made.rates == {"sums": 0.5, "logic": 1.0, "words": 0.0}
-    assert made.shares() == pytest.approx(
-        {"sums": 0.1 / 3 + 0.9, "logic": 0.1 / 3, "words": 0.1 / 3}
+    assert made.shares() == pytest.approx(EVEN_SHARES)
+
+    made.learn(
+        {
+            "sums": [1.0, 1.0, 0.0, 0.0],
+            "logic": [1.0] * 4,
+            "words": [0.0] * 4,
+        }
     )
+    assert made.rates == {"sums": 0.5, "logic": 1.0, "words": 0.0}
+    floor = 0.1 / 3
+    expected = {"sums": floor + 0.9, "logic": floor, "words": floor}
+    assert made.shares() == pytest.approx(expected)
+
     made.learn({"logic": [0.0] * 4, "sums": []})
-    assert made.rates["logic"] == 0.5 and made.rates["sums"] == 0.5
-    made.learn({"logic": [1.0] * 9 + [0.0]})
-    made.rates = {"sums": 1.0, "logic": 1.0, "words": 0.0}
+    assert made.rates["logic"] == 0.5
+    assert made.rates["sums"] == 0.5
+
     # All settled: evenly.
-    assert made.shares() == pytest.approx(dict.fromkeys(("sums", "logic", "words"), 1 / 3))
+    made.rates = {"sums": 1.0, "logic": 1.0, "words": 0.0}
+    assert made.shares() == pytest.approx(EVEN_SHARES)
 
 
 def test_goes_on_from_its_state() -> None:
-    made, other = (curriculum("success") for _ in range(2))
+    made = curriculum("success")
     for _ in range(7):
         made.draw(4)
     made.learn({"sums": [1.0, 0.0, 0.0], "logic": [1.0]})
-    other.load(json.loads(json.dumps(made.state())))
-    assert [made.draw(4) for _ in range(9)] == [other.draw(4) for _ in range(9)]
+    state = json.dumps(made.state())
+
+    other = curriculum("success")
+    other.load(json.loads(state))
+
+    for _ in range(9):
+        assert made.draw(4) == other.draw(4)

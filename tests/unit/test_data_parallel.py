@@ -1,5 +1,7 @@
-"""nn.DataParallel without GPUs: rows cut as it cuts them, run by replicas made by torch's own code for it, give the sums and gradients
-of one model."""
+"""nn.DataParallel without GPUs: the sums and gradients are those of one model.
+
+Rows are cut as it cuts them, and run by replicas that torch's own code for it makes.
+"""
 
 from __future__ import annotations
 
@@ -19,57 +21,96 @@ from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
 from tests.tiny import tiny_model_dir
 
+Tensor = torch.Tensor
+
+ROWS, LENGTH = 5, 12
+
+
+def draw_ids() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, 300, (ROWS, LENGTH), generator=generator)
+
 
 class OnOneDevice(torch.nn.Module):
     """nn.DataParallel with `parts` replicas that all live on the CPU."""
 
     def __init__(self, module: torch.nn.Module, parts: int) -> None:
         super().__init__()
-        self.module, self.parts = module, parts
+        self.module = module
+        self.parts = parts
 
-    def forward(
-        self, tensors: dict[str, torch.Tensor], *rest: Any
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        cut = zip(*(tensor.chunk(self.parts) for tensor in tensors.values()), strict=True)
-        shares = [dict(zip(tensors, share, strict=True)) for share in cut]
-        outs = [
-            replica(share, *rest)
-            for replica, share in zip(
-                replicate(self.module, range(len(shares))), shares, strict=True
-            )
-        ]
-        return torch.cat([loss for loss, _ in outs]), {
-            name: torch.cat([sums[name] for _, sums in outs]) for name in outs[0][1]
-        }
+    def forward(self, tensors: dict[str, Tensor], *rest: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        chunks = [tensor.chunk(self.parts) for tensor in tensors.values()]
+        shares = []
+        for share in zip(*chunks, strict=True):
+            shares.append(dict(zip(tensors, share, strict=True)))
+
+        replicas = replicate(self.module, range(len(shares)))
+        losses: list[Tensor] = []
+        parts_of_sums: dict[str, list[Tensor]] = {}
+        for replica, share in zip(replicas, shares, strict=True):
+            loss, sums = replica(share, *rest)
+            losses.append(loss)
+            for name, value in sums.items():
+                parts_of_sums.setdefault(name, []).append(value)
+
+        joined = {name: torch.cat(values) for name, values in parts_of_sums.items()}
+        return torch.cat(losses), joined
 
 
 @pytest.fixture
 def copies_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def copies(
-        tensors: list[torch.Tensor], devices: list[int], detach: bool = False
-    ) -> list[list[torch.Tensor]]:
-        return [
-            [tensor.detach().clone() if detach else tensor.clone() for tensor in tensors]
-            for _ in devices
-        ]
+        tensors: list[Tensor],
+        devices: list[int],
+        detach: bool = False,
+    ) -> list[list[Tensor]]:
+        found = []
+        for _ in devices:
+            clones = []
+            for tensor in tensors:
+                source = tensor.detach() if detach else tensor
+                clones.append(source.clone())
+            found.append(clones)
+        return found
 
     module = sys.modules[replicate.__module__]
     monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
     monkeypatch.setattr(module, "_get_device_index", lambda device, optional: device)
 
 
+def learned_places(targets: Tensor) -> Tensor:
+    return (targets != -100).flatten().nonzero().squeeze(1)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_each_device_is_told_which_targets_are_its_own(parts: int) -> None:
     """So that the host does not wait for a device to count them."""
-    targets = torch.randint(3, 300, (5, 12), generator=torch.Generator().manual_seed(0))
+    targets = draw_ids()
     targets[0] = targets[3, 2:7] = -100
-    places = (targets != -100).flatten().nonzero().squeeze(1)
-    rows = [rows_of_part(5, part, parts) for part in range(parts)]
-    found = [torch.from_numpy(learned_of_rows(places.numpy(), mine, 12)) for mine in rows]
-    chunks = [(chunk != -100).flatten().nonzero().squeeze(1) for chunk in targets.chunk(parts)]
-    assert all(map(torch.equal, found, chunks))
-    assert not any(len(rest) for rest in found[len(chunks) :])
-    assert all(map(torch.equal, (targets[mine] for mine in rows), targets.chunk(parts)))
+    places = learned_places(targets).numpy()
+    chunks = targets.chunk(parts)
+
+    for part in range(parts):
+        rows = rows_of_part(ROWS, part, parts)
+        found = torch.from_numpy(learned_of_rows(places, rows, LENGTH))
+        if part < len(chunks):
+            assert torch.equal(found, learned_places(chunks[part]))
+            assert torch.equal(targets[rows], chunks[part])
+        else:
+            assert len(found) == 0
+
+
+def train(
+    module: Any,
+    batch: TokenBatch,
+) -> tuple[Tensor, dict[str, int]]:
+    """Return a batch's loss and counts; the module's parameters get their gradients."""
+    objective = NextToken(4, answers=True).eval_objective
+    loss, sums = module(batch, objective)
+    loss.backward()
+    counts = {name: int(value) for name, value in sums.items()}
+    return loss.detach(), counts
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
@@ -77,22 +118,31 @@ def test_rows_over_replicas_are_one_model(
     tmp_path: Path, copies_on_the_cpu: None, parts: int
 ) -> None:
     folder = str(tiny_model_dir(tmp_path / "model"))
-    whole, cut = (
-        ForwardWithObjective(build_model(folder, ModelConfig(id=folder), seed=0)) for _ in range(2)
-    )
-    ids = torch.randint(3, 300, (5, 12), generator=torch.Generator().manual_seed(0))
-    targets = torch.cat([ids[:, 1:], torch.full((5, 1), -100)], 1)
-    batch = TokenBatch(ids, targets, torch.arange(12).expand(5, 12), weight=55)
+    config = ModelConfig(id=folder)
+    whole = ForwardWithObjective(build_model(folder, config, seed=0))
+    cut = ForwardWithObjective(build_model(folder, config, seed=0))
     scattered = Scattered(cut, "cpu")
     scattered.over_devices = OnOneDevice(scattered.over_devices, parts)
-    answers = []
-    for module, model in ((whole, whole.model), (scattered, cut.model)):
-        loss, sums = module(batch, NextToken(4, answers=True).eval_objective)
-        loss.backward()
-        answers.append((loss.detach(), sums, [p.grad for p in model.parameters()]))
-    (loss, sums, gradients), (its_loss, its_sums, its_gradients) = answers
-    torch.testing.assert_close(its_loss, loss, rtol=1e-6, atol=0)
-    assert {name: int(value) for name, value in its_sums.items()} == {
-        name: int(value) for name, value in sums.items()
-    }
-    torch.testing.assert_close(its_gradients, gradients, rtol=1e-4, atol=1e-6)
+
+    ids = draw_ids()
+    nothing = torch.full((ROWS, 1), -100)
+    targets = torch.cat([ids[:, 1:], nothing], 1)
+    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    batch = TokenBatch(ids, targets, positions, weight=55)
+    expected_loss, expected_counts = train(whole, batch)
+    loss, counts = train(scattered, batch)
+
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    assert counts == expected_counts
+    parameters = zip(
+        cut.model.parameters(),
+        whole.model.parameters(),
+        strict=True,
+    )
+    for parameter, other in parameters:
+        torch.testing.assert_close(
+            parameter.grad,
+            other.grad,
+            rtol=1e-4,
+            atol=1e-6,
+        )

@@ -1,10 +1,14 @@
-"""The pass without gradients over a global batch: what an objective is told there does not depend on how the batch is cut."""
+"""The pass without gradients over a global batch.
+
+What an objective is told there does not depend on how the batch is cut.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,17 +17,21 @@ import torch
 from drumline.algorithms.base import Algorithm, LossOut
 from drumline.data.batches import FirstPassNumbers, collate
 from drumline.data.order import GlobalBatch, assign_samples
-from drumline.plan.plan import BatchPlan
 from drumline.train import streams as rank_streams
 from drumline.train.streams import FirstPass, Streams
 from tests.fake_engine import FakeEngine
 
 SAMPLES = 11  # the last of two global batches of 6 has a filler
 SIZE = 6
+IN_ORDER = np.arange(SAMPLES)
+SHUFFLED = np.random.default_rng(0).permutation(SAMPLES)
 
 
 class Ranked(Algorithm):
-    """Numbers of a sample: its token and its square. The loss of a sample is its place among all of them, sorted."""
+    """Numbers of a sample: its token and its square.
+
+    The loss of a sample is its place among all of them, sorted.
+    """
 
     def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
         token_P = batch.input_ids_BT[:, 0].double()
@@ -36,90 +44,121 @@ class Ranked(Algorithm):
         raise AssertionError("nothing is learned here")
 
 
+def row_of(sample: int, length: int) -> list[Any] | None:
+    if sample < 0:
+        return None
+    tokens = np.full(length, sample, np.uint32)
+    return [(tokens, np.ones(length, np.uint8))]
+
+
 def batches(
-    order: np.ndarray[Any, Any], rank: int, ranks: int, accumulation: int, size: int
+    order: np.ndarray[Any, Any],
+    rank: int,
+    ranks: int,
+    accumulation: int,
+    size: int,
 ) -> Iterator[GlobalBatch]:
+    micro_batch = size // ranks // accumulation
     for start in range(0, SAMPLES, size):
+        samples = order[start : start + size]
         ids = np.full(size, -1)
-        ids[: len(order[start : start + size])] = order[start : start + size]
-        lengths = np.where(ids >= 0, ids % 4 + 2, 0)
-        places = assign_samples(lengths, ranks, accumulation, size // ranks // accumulation)[rank]
-        rows = [
-            [
-                None
-                if ids[p] < 0
-                else [(np.full(lengths[p], ids[p], np.uint32), np.ones(lengths[p], np.uint8))]
-                for p in mine
-            ]
-            for mine in places
-        ]
-        yield GlobalBatch(
-            [collate(row, 0, None) for row in rows], ids, start + size, 0, places=places
+        ids[: len(samples)] = samples
+        lengths = np.where(
+            ids >= 0,
+            ids % 4 + 2,
+            0,
         )
+        places = assign_samples(lengths, ranks, accumulation, micro_batch)[rank]
+        micro_batches = []
+        for places_of_micro in places:
+            rows = [row_of(ids[place], lengths[place]) for place in places_of_micro]
+            micro_batches.append(collate(rows, 0, None))
+
+        yield GlobalBatch(micro_batches, ids, start + size, 0, places=places)
+
+
+def first_pass(counts: bool = True) -> FirstPass:
+    algorithm = Ranked()
+    return FirstPass(algorithm, algorithm.first_pass, FakeEngine(), counts, "cpu")
+
+
+def run_rank(
+    rank: int,
+    ranks: int,
+    accumulation: int,
+) -> tuple[list[Any], list[Any]]:
+    """Return a rank's training batches and its held-out ones, with the numbers of the pass."""
+
+    def held_out() -> Iterator[GlobalBatch]:
+        return batches(IN_ORDER, rank, ranks, 1, 2 * ranks)
+
+    training = batches(SHUFFLED, rank, ranks, accumulation, SIZE)
+    streams = Streams(
+        training,
+        {"": held_out},
+        lambda _: iter(()),
+    )
+    made = first_pass().add_to(streams)
+    return list(made.training), list(made.held_out[""]())
+
+
+def assert_own_numbers(batch: GlobalBatch) -> None:
+    """Each row points to the numbers of its sample."""
+    for micro, places in zip(batch.micro_batches, batch.places, strict=True):
+        assert isinstance(micro.first, FirstPassNumbers)
+        assert micro.places_P.shape == (len(places),)
+
+        rows = micro.places_P.tolist()
+        tokens = micro.input_ids_BT[:, 0].tolist()
+        for row, place, token in zip(rows, places, tokens, strict=True):
+            is_filler = batch.sample_ids[place] < 0
+            assert (row < 0) == is_filler
+            if not is_filler:
+                number = token + 100
+                numbers = micro.first.numbers_NK[row].tolist()
+                assert numbers == [number, number**2]
+
+
+def numbers_of(batch: GlobalBatch) -> torch.Tensor:
+    return batch.micro_batches[0].first.numbers_NK
+
+
+def assert_all_equal(
+    found: list[torch.Tensor],
+    expected: list[torch.Tensor],
+) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def told(
-    cut: BatchPlan, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The numbers of each training batch, and those of the held-out set, as each of the ranks has them; the tables of ranks are added up as
-    a collective would."""
-    order = np.random.default_rng(0).permutation(SAMPLES)
-    found: list[list[GlobalBatch]] = []
-    held: list[list[GlobalBatch]] = []
-    tables: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
-    for again in (
-        False,
-        True,
-    ):  # the first time each rank's part is noted, the second time they are added
-        found, held = [], []
-        for rank in range(ranks):
-            calls = iter(range(100))
+    ranks: int,
+    accumulation: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[torch.Tensor]:
+    """Return the numbers of each training batch, and last those of the held-out set.
 
-            def add_up(
-                table: torch.Tensor,
-                rank: int = rank,
-                calls: Iterator[int] = calls,
-                again: bool = again,
-            ) -> torch.Tensor:
-                call = next(calls)
-                if not again:
-                    tables[rank].append(table)
-                    return table
-                return torch.stack([of_rank[call] for of_rank in tables]).sum(0)
+    Every rank has the same. The tables of ranks are added up as a collective would.
+    """
+    tables = []
+    for rank in range(ranks):
+        note = Mock(side_effect=lambda table: table)
+        monkeypatch.setattr(rank_streams, "add_up", note)
+        run_rank(rank, ranks, accumulation)
+        tables.append([call.args[0] for call in note.call_args_list])
+    sums = [torch.stack(parts).sum(0) for parts in zip(*tables, strict=True)]
 
-            monkeypatch.setattr(rank_streams, "add_up", add_up)
-            algorithm = Ranked()
-            streams = Streams(
-                batches(order, rank, ranks, cut.accumulation, SIZE),
-                {"": lambda rank=rank: batches(np.arange(SAMPLES), rank, ranks, 1, 2 * ranks)},
-                lambda _: iter(()),
-            )
-            made = FirstPass(algorithm, algorithm.first_pass, FakeEngine(), True, "cpu").add_to(
-                streams
-            )
-            found.append(list(made.training))
-            held.append(list(made.held_out[""]()))
-    for of_rank in (*found, *held):
-        for batch in of_rank:
-            for micro, places in zip(batch.micro_batches, batch.places, strict=True):
-                assert isinstance(micro.first, FirstPassNumbers) and micro.places_P.shape == (
-                    len(places),
-                )
-                for row, place, token in zip(
-                    micro.places_P.tolist(), places, micro.input_ids_BT[:, 0].tolist(), strict=True
-                ):
-                    assert (row < 0) == (batch.sample_ids[place] < 0)
-                    assert row < 0 or micro.first.numbers_NK[row].tolist() == [
-                        token + 100,
-                        (token + 100) ** 2,
-                    ]
-    numbers = [[batch.micro_batches[0].first.numbers_NK for batch in of_rank] for of_rank in found]
-    whole = [of_rank[0].micro_batches[0].first.numbers_NK for of_rank in held]
-    for other, others_whole in zip(numbers[1:], whole[1:], strict=True):
-        assert all(
-            torch.equal(a, b) for a, b in zip(numbers[0], other, strict=True)
-        ) and torch.equal(whole[0], others_whole)
-    return numbers[0], whole[0]
+    of_ranks = []
+    for rank in range(ranks):
+        monkeypatch.setattr(rank_streams, "add_up", Mock(side_effect=sums))
+        training, held_out = run_rank(rank, ranks, accumulation)
+        for batch in (*training, *held_out):
+            assert_own_numbers(batch)
+        of_ranks.append([numbers_of(batch) for batch in (*training, held_out[0])])
+
+    for numbers in of_ranks:
+        assert_all_equal(numbers, of_ranks[0])
+    return of_ranks[0]
 
 
 @pytest.mark.claim("a first pass gives the same numbers on any number of ranks")
@@ -127,28 +166,14 @@ def told(
 def test_the_same_numbers_on_every_rank_and_any_number_of_ranks(
     ranks: int, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut(ranks: int, accumulation: int) -> BatchPlan:
-        micro = SIZE // ranks // accumulation
-        return BatchPlan(
-            global_samples=SIZE,
-            micro_batch=micro,
-            accumulation=accumulation,
-            eval_micro_batch=micro,
-        )
+    expected = told(1, 1, monkeypatch)
+    assert list(map(len, expected)) == [6, 5, SAMPLES]
 
-    one, whole = told(cut(1, 1), 1, monkeypatch)
-    assert [len(numbers) for numbers in one] == [6, 5] and len(whole) == SAMPLES
-    more, more_whole = told(cut(ranks, accumulation), ranks, monkeypatch)
-    assert all(torch.equal(a, b) for a, b in zip(one, more, strict=True)) and torch.equal(
-        whole, more_whole
-    )
+    found = told(ranks, accumulation, monkeypatch)
+    assert_all_equal(found, expected)
 
 
 def test_what_shares_its_samples_with_another_rank_adds_nothing() -> None:
-    algorithm = Ranked()
-    (batch, _) = batches(np.arange(SAMPLES), 0, 1, 1, SIZE)
-    assert (
-        not FirstPass(algorithm, algorithm.first_pass, FakeEngine(), False, "cpu")
-        .numbers(batch)
-        .any()
-    )
+    batch, _ = batches(IN_ORDER, 0, 1, 1, SIZE)
+    numbers = first_pass(counts=False).numbers(batch)
+    assert not numbers.any()

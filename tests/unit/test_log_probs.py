@@ -1,11 +1,19 @@
-"""Log-probs over a head in chunks are those of float64 and plain autograd: values, entropies, and gradients for any that comes back."""
+"""Log-probs over a head in chunks are those of float64 and plain autograd.
+
+That holds for values, entropies, and gradients, whatever comes back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd import grad
+from torch.nn.functional import linear
+from torch.testing import assert_close
 
 from drumline.models.losses import LinearHead, linear_log_probs, log_probs
 
@@ -15,52 +23,58 @@ N, D, V = 37, 16, 53
 class HeadCase(NamedTuple):
     """Inputs, and a gradient for each answer; both have both signs and uneven sizes."""
 
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    targets: torch.Tensor
-    back: torch.Tensor
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    back: Tensor
 
     @property
-    def leaves(self) -> list[torch.Tensor]:
+    def leaves(self) -> list[Tensor]:
         tensors = [self.hidden, self.weight]
         if self.bias is not None:
             tensors.append(self.bias)
         return tensors
 
     @property
-    def has_target(self) -> torch.Tensor:
+    def has_target(self) -> Tensor:
         return self.targets != -100
 
     def log_probs(self, *options: Any, **named: Any) -> Any:
         """Return `linear_log_probs` of this case."""
         head = LinearHead(self.weight, self.bias)
-        return linear_log_probs(self.hidden, head, self.targets, *options, **named)
+        return linear_log_probs(
+            self.hidden,
+            head,
+            self.targets,
+            *options,
+            **named,
+        )
 
-    def gradients(self, answers: Any, factor: float = 1.0) -> list[torch.Tensor]:
+    def gradients(self, answers: Any, factor: float = 1.0) -> list[Tensor]:
         """Return the leaves' gradients if `back`, times the factor, comes back to the answers."""
         loss = torch.zeros(())
         for answer, back in zip(answers, self.back * factor, strict=True):
             loss = loss + (answer * back).sum()
+        return list(grad(loss, self.leaves))
 
-        return list(torch.autograd.grad(loss, self.leaves))
-
-    def gradients_of_one(self, answer: torch.Tensor, **options: Any) -> list[torch.Tensor]:
-        """Return the leaves' gradients if the first row of `back` comes back to an answer."""
-        loss = (answer * self.back[0]).sum()
-        return list(torch.autograd.grad(loss, self.leaves, **options))
+    def gradients_of_one(self, answer: Tensor, row: int = 0, **options: Any) -> list[Tensor]:
+        """Return the leaves' gradients if a row of `back` comes back to an answer."""
+        loss = (answer * self.back[row]).sum()
+        return list(grad(loss, self.leaves, **options))
 
 
 def make_case(
     dtype: torch.dtype = torch.float32,
     bias: bool = True,
-    sizes: tuple[int, int, int] = (N, D, V),
+    rows: int = N,
+    width: int = D,
+    vocabulary: int = V,
 ) -> HeadCase:
     """Return random tensors; some of the targets are −100."""
     generator = torch.Generator().manual_seed(0)
-    rows, width, vocabulary = sizes
 
-    def leaf(*shape: int) -> torch.Tensor:
+    def leaf(*shape: int) -> Tensor:
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         return values.to(dtype).requires_grad_()
 
@@ -73,10 +87,17 @@ def make_case(
     return HeadCase(hidden, weight, bias_or_none, targets, back)
 
 
-def exact(case: HeadCase, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def exact(
+    case: HeadCase,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies in float64 by the formula, row by row."""
     bias = None if case.bias is None else case.bias.double()
-    logits = torch.nn.functional.linear(case.hidden.double(), case.weight.double(), bias)
+    logits = linear(
+        case.hidden.double(),
+        case.weight.double(),
+        bias,
+    )
     zero = logits.new_zeros(())
     chosen = []
     entropies = []
@@ -92,12 +113,20 @@ def exact(case: HeadCase, temperature: float) -> tuple[torch.Tensor, torch.Tenso
     return torch.stack(chosen), torch.stack(entropies)
 
 
-def assert_all_close(got: Any, wanted: Any, rtol: float = 1e-5, atol: float = 1e-5) -> None:
+def assert_all_close(
+    got: Iterable[Tensor],
+    wanted: Iterable[Tensor],
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+) -> None:
     for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+        assert_close(one, other, rtol=rtol, atol=atol)
 
 
-def assert_all_equal(got: Any, wanted: Any) -> None:
+def assert_all_equal(
+    got: Iterable[Tensor],
+    wanted: Iterable[Tensor],
+) -> None:
     for one, other in zip(got, wanted, strict=True):
         assert torch.equal(one, other)
 
@@ -106,7 +135,11 @@ def assert_all_equal(got: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("chunk", [0, 1, 8, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])
-def test_equals_the_formula_in_float64(chunk: int, temperature: float, bias: bool) -> None:
+def test_equals_the_formula_in_float64(
+    chunk: int,
+    temperature: float,
+    bias: bool,
+) -> None:
     case = make_case(bias=bias)
     got = case.log_probs(chunk, temperature, entropy=True)
     wanted = exact(case, temperature)
@@ -114,7 +147,7 @@ def test_equals_the_formula_in_float64(chunk: int, temperature: float, bias: boo
     for one, other in zip(got, wanted, strict=True):
         assert one.dtype == torch.float32
         assert not one[~case.has_target].any()
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+        assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
 
     assert_all_close(case.gradients(got), case.gradients(wanted))
 
@@ -123,21 +156,23 @@ def test_equals_the_formula_in_float64(chunk: int, temperature: float, bias: boo
 def test_one_answer_alone_has_its_own_gradient(entropy: bool) -> None:
     case = make_case()
     got = case.log_probs(8, 1.3, entropy)
-
     assert (got[1] is None) is not entropy
 
-    number = int(entropy)
-    back = case.back[number]
-    wanted = exact(case, 1.3)[number]
-    grads = torch.autograd.grad((got[number] * back).sum(), case.leaves)
-    assert_all_close(grads, torch.autograd.grad((wanted * back).sum(), case.leaves))
+    row = int(entropy)
+    wanted = exact(case, 1.3)
+    gradients = case.gradients_of_one(got[row], row)
+    assert_all_close(gradients, case.gradients_of_one(wanted[row], row))
 
 
 @pytest.mark.parametrize("chunk", [0, 3])
 def test_gradcheck(chunk: int) -> None:
     """The case is small, because gradcheck goes once forward for each number."""
-    case = make_case(torch.float64, sizes=(7, 3, 11))
-
+    case = make_case(
+        torch.float64,
+        rows=7,
+        width=3,
+        vocabulary=11,
+    )
     assert 0 < int(case.has_target.sum()) < 7
 
     def forward(hidden: Any, weight: Any, bias: Any) -> Any:
@@ -149,19 +184,25 @@ def test_gradcheck(chunk: int) -> None:
 
 def test_answers_can_be_gone_back_from_twice() -> None:
     case = make_case()
-    got = case.log_probs(8)[0]
+    got, _ = case.log_probs(8)
     first = case.gradients_of_one(got, retain_graph=True)
-    assert_all_equal(first, case.gradients_of_one(got))
+    second = case.gradients_of_one(got)
+    assert_all_equal(first, second)
 
 
 @pytest.mark.parametrize("chunk", [0, 8])
 def test_rows_without_a_target_are_not_looked_at(chunk: int) -> None:
-    """Numbers that are none change no gradient; in a product of all rows the weight's adds 0 · NaN."""
+    """Numbers that are none change no gradient.
+
+    In a product of all rows the weight's adds 0 · NaN.
+    """
     case = make_case(bias=False)
     hidden = case.hidden.detach().clone()
     hidden[~case.has_target] = torch.nan
     broken = case._replace(hidden=hidden.requires_grad_())
+
     got = broken.gradients(broken.log_probs(chunk, entropy=True))
+
     wanted = case.gradients(case.log_probs(chunk, entropy=True))
     compared = 1 if chunk == 0 else 2
     assert_all_equal(got[:compared], wanted[:compared])
@@ -172,29 +213,30 @@ def test_no_targets_at_all() -> None:
     case = make_case()
     case.targets.fill_(-100)
     got = case.log_probs(8, entropy=True)
-    for answer in got:
-        assert not answer.any()
-
-    for gradient in case.gradients(got):
-        assert not gradient.any()
+    for tensor in (*got, *case.gradients(got)):
+        assert not tensor.any()
 
 
 def test_what_is_frozen_gets_no_gradient() -> None:
     case = make_case()
     assert case.bias is not None
 
-    frozen = case._replace(weight=case.weight.detach(), bias=case.bias.detach())
-    loss = (frozen.log_probs(8)[0] * case.back[0]).sum()
-    (grad,) = torch.autograd.grad(loss, [case.hidden])
-    wanted = case.gradients_of_one(exact(case, 1.0)[0])
-    assert_all_close([grad], wanted[:1])
+    frozen = case._replace(
+        weight=case.weight.detach(),
+        bias=case.bias.detach(),
+    )
+    got, _ = frozen.log_probs(8)
+    loss = (got * case.back[0]).sum()
+    gradients = grad(loss, [case.hidden])
+
+    log_p, _ = exact(case)
+    wanted = case.gradients_of_one(log_p)
+    assert_all_close(gradients, wanted[:1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> None:
     case = make_case()
-    truth = case.gradients(exact(case, 1.0))
-
     with torch.autocast("cpu", dtype):
         got = case.log_probs(8, entropy=True)
         plain = case.log_probs(0, entropy=True)
@@ -203,30 +245,40 @@ def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> N
         assert one.dtype == torch.float32
 
     assert_all_close(got, plain, rtol=1e-3, atol=1e-3)
-    grads = case.gradients(got)
 
-    for one, other, right in zip(grads, case.gradients(plain), truth, strict=True):
+    gradients = case.gradients(got)
+    plain_gradients = case.gradients(plain)
+    truth = case.gradients(exact(case))
+    for one, other, right in zip(gradients, plain_gradients, truth, strict=True):
         assert one.dtype == torch.float32
-        assert (one - right).norm() <= 1.2 * (other - right).norm()
+        error = (one - right).norm()
+        assert error <= 1.2 * (other - right).norm()
+
+
+def fp16_answers(case: HeadCase, **options: Any) -> Any:
+    with torch.autocast("cpu", torch.float16):
+        return case.log_probs(8, **options)
 
 
 @pytest.mark.parametrize("factor", [2.0**-40, 1.0, 2.0**40])
 def test_in_fp16_any_size_of_gradient_survives(factor: float) -> None:
-    """With the loss scale on it, one that comes back may be far over fp16's largest number, or under its smallest."""
-    case = make_case()
-    with torch.autocast("cpu", torch.float16):
-        got = case.log_probs(8, entropy=True)
+    """With the loss scale on it, one that comes back may be far over fp16's largest number.
 
+    It may also be far under its smallest.
+    """
+    case = make_case()
+    got = fp16_answers(case, entropy=True)
     scaled = case.gradients(got, factor)
-    wanted = case.gradients(exact(case, 1.0))
+    wanted = case.gradients(exact(case))
+
     for one, other in zip(scaled, wanted, strict=True):
-        assert (one / factor - other).norm() <= 1e-2 * other.norm()
+        error = one / factor - other
+        assert error.norm() <= 1e-2 * other.norm()
 
 
 def test_an_overflow_is_not_hidden() -> None:
     case = make_case()
-    with torch.autocast("cpu", torch.float16):
-        got = case.log_probs(8)[0]
+    got, _ = fp16_answers(case)
 
     first = int(case.has_target.nonzero()[0])
     case.back[0, first] = torch.inf
@@ -236,6 +288,7 @@ def test_an_overflow_is_not_hidden() -> None:
 
 def test_of_logits_as_of_a_head() -> None:
     case = make_case(bias=False)
-    logits = torch.nn.functional.linear(case.hidden, case.weight)
-    got = case.gradients(log_probs(logits, case.targets, 0.7, entropy=True))
-    assert_all_close(got, case.gradients(exact(case, 0.7)))
+    logits = linear(case.hidden, case.weight)
+    got = log_probs(logits, case.targets, 0.7, entropy=True)
+    wanted = exact(case, 0.7)
+    assert_all_close(case.gradients(got), case.gradients(wanted))

@@ -12,7 +12,10 @@ from drumline.models.packed import Bits, PackedLinear, pack
 
 
 def layer(
-    bits: Bits, storage: torch.dtype = torch.float32, rows: int = 96, columns: int = 128
+    bits: Bits,
+    storage: torch.dtype = torch.float32,
+    rows: int = 96,
+    columns: int = 128,
 ) -> tuple[nn.Linear, PackedLinear]:
     torch.manual_seed(0)
     linear = nn.Linear(columns, rows).requires_grad_(False)
@@ -24,18 +27,25 @@ def layer(
 )
 @pytest.mark.parametrize(("bits", "lost"), [("4bit", 0.11), ("8bit", 0.008)])
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_lost_is_a_part_of_a_code(bits: Bits, lost: float, storage: torch.dtype) -> None:
-    linear, packed = layer(bits, storage)
+def test_what_is_lost_is_a_part_of_a_code(
+    bits: Bits,
+    lost: float,
+    storage: torch.dtype,
+) -> None:
+    linear, layer_of_codes = layer(bits, storage)
+    codes = layer_of_codes.packed
+
     largest = linear.weight.view(-1, 64).abs().amax(1).max()
-    assert (packed.weight - linear.weight).abs().max() < 1.4 * lost * largest
-    assert (
-        packed.packed.dtype == storage
-        and packed.packed.nbytes == linear.weight.numel() * int(bits[0]) // 8
-    )
-    again = PackedLinear(nn.Linear(128, 96, device="meta").requires_grad_(False), bits, storage)
-    assert torch.equal(
-        again.pack_weight(linear.weight).view(torch.uint8), packed.packed.view(torch.uint8)
-    )
+    error = layer_of_codes.weight - linear.weight
+    assert error.abs().max() < 1.4 * lost * largest
+
+    bits_of_weight = int(bits[0])
+    assert codes.dtype == storage
+    assert codes.nbytes == linear.weight.numel() * bits_of_weight // 8
+
+    on_meta = nn.Linear(128, 96, device="meta").requires_grad_(False)
+    again = PackedLinear(on_meta, bits, storage).pack_weight(linear.weight)
+    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
 
 
 @pytest.mark.claim(
@@ -45,19 +55,34 @@ def test_what_is_lost_is_a_part_of_a_code(bits: Bits, lost: float, storage: torc
 def test_products_and_gradients_are_those_of_the_unpacked_weight(bits: Bits) -> None:
     linear, packed = layer(bits)
     inputs = torch.randn(2, 5, 128, requires_grad=True)
+
     out = packed(inputs)
-    torch.testing.assert_close(out, nn.functional.linear(inputs, packed.weight, linear.bias))
+    expected = nn.functional.linear(
+        inputs,
+        packed.weight,
+        linear.bias,
+    )
+    torch.testing.assert_close(out, expected)
+
     (gradient,) = torch.autograd.grad(out.square().sum(), inputs)
     torch.testing.assert_close(gradient, 2 * out.detach() @ packed.weight)
+
     with torch.autocast("cpu", torch.bfloat16):
         assert packed(inputs).dtype == torch.bfloat16
 
 
 def test_only_frozen_layers_whose_shape_can_be_packed_are() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(60, 64))
+    model = nn.Sequential(
+        nn.Linear(64, 64),
+        nn.Linear(64, 64),
+        nn.Linear(60, 64),
+    )
     model[1:].requires_grad_(False)
+
     pack(model, "4bit", torch.float32)
-    assert [type(each) for each in model] == [nn.Linear, PackedLinear, nn.Linear]
+
+    kinds = [type(each) for each in model]
+    assert kinds == [nn.Linear, PackedLinear, nn.Linear]
 
 
 @pytest.mark.skipif(
@@ -69,8 +94,15 @@ def test_the_format_is_that_of_bitsandbytes() -> None:
 
     linear, packed = layer("4bit", rows=256, columns=256)
     codes, state = quantize_4bit(
-        linear.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4"
+        linear.weight.data,
+        blocksize=64,
+        compress_statistics=True,
+        quant_type="nf4",
     )
+
     mine = packed.packed.view(torch.uint8).flatten()
-    assert (codes.flatten() == mine).float().mean() > 0.9999
-    torch.testing.assert_close(packed.weight, dequantize_4bit(codes, state), rtol=0, atol=1e-5)
+    is_same = codes.flatten() == mine
+    assert is_same.float().mean() > 0.9999
+
+    unpacked = dequantize_4bit(codes, state)
+    torch.testing.assert_close(packed.weight, unpacked, rtol=0, atol=1e-5)

@@ -1,11 +1,13 @@
-"""DPO, the reward model and SFT on four fixed pairs: tokens, losses, log-probs, figures and gradients equal TRL's to 1e-5.
+"""DPO, the reward model and SFT on four fixed pairs equal TRL's to 1e-5.
 
-The numbers are those of `tests/reference/pairs_trl.json`; TRL's own tokeniser calls, collators and models made them.
+That is, their tokens, losses, log-probs, figures and gradients. The numbers are those of
+`tests/reference/pairs_trl.json`; TRL's own tokeniser calls, collators and models made them.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.algorithms.base import LossOut
 from drumline.algorithms.dpo.objective import DPO
 from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.algorithms.reward.objective import RewardModel
@@ -27,154 +30,198 @@ from tests.reference.pairs import MARGINS, gradients, model, rows, tokenizer
 
 pytestmark = pytest.mark.slow
 
-TRL: dict[str, Any] = json.loads(
-    (Path(__file__).parents[1] / "reference" / "pairs_trl.json").read_text()
-)
-POLICY, REFERENCE = 1, 2
+NUMBERS = Path(__file__).parents[1] / "reference" / "pairs_trl.json"
+TRL: dict[str, Any] = json.loads(NUMBERS.read_text())
+SIGMOID = TRL["dpo"]["sigmoid"]
+POLICY = 1
+REFERENCE = 2
+ALL = [0, 1, 2, 3]
 CLOSE = {"rel": 1e-5, "abs": 1e-6}
 
 
 def segments() -> list[Any]:
-    data = DataConfig.model_validate(
-        {"train": [{"kind": "file", "path": "unused"}], "max_length": 128}
-    )
-    encoded = [
-        PairRows(tokenizer(), data).encode(Row(f"row {index}", row))
-        for index, row in enumerate(rows())
-    ]
-    return [
-        [(side.tokens, side.learn) for side in pair.segments]
-        for pair in encoded
-        if pair is not None
-    ]
+    source = {"kind": "file", "path": "unused"}
+    data = DataConfig.model_validate({"train": [source], "max_length": 128})
+    encoder = PairRows(tokenizer(), data)
+    found = []
+    for index, row in enumerate(rows()):
+        pair = encoder.encode(Row(f"row {index}", row))
+        if pair is not None:
+            sides = [(side.tokens, side.learn) for side in pair.segments]
+            found.append(sides)
+
+    return found
 
 
 def batch(picks: list[int], margins: bool = False) -> PairBatch:
     pairs = segments()
-    metas = [{"margin": MARGINS[pick]} if margins else {} for pick in picks]
-    return pair_batch([pairs[pick] for pick in picks], picks, metas, pad_id=0, width=None)
+    picked = []
+    metas: list[dict[str, Any]] = []
+    for pick in picks:
+        picked.append(pairs[pick])
+        if margins:
+            metas.append({"margin": MARGINS[pick]})
+        else:
+            metas.append({})
+
+    return pair_batch(picked, picks, metas, pad_id=0, width=None)
 
 
-def close(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+def close(
+    mine: dict[str, Any],
+    theirs: dict[str, Any],
+) -> None:
     """Norms of all gradients, and every entry of the stored ones, to 1e-5 of the largest."""
     assert mine["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
     for name, entries in theirs["entries"].items():
         largest = max(map(abs, entries))
-        assert mine["entries"][name] == pytest.approx(entries, rel=1e-5, abs=1e-5 * largest), name
+        expected = pytest.approx(entries, rel=1e-5, abs=1e-5 * largest)
+        assert mine["entries"][name] == expected, name
+
+
+def language_model(seed: int) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return model(LlamaForCausalLM, seed)
 
 
 def dpo(options: dict[str, Any]) -> DPO:
-    (kind, *more), weights = options["loss_type"], options.get("loss_weights", [1.0])
-    return DPOConfig(
+    kind, *more = options["loss_type"]
+    if kind == "aot":
+        kind = "sigmoid"
+
+    sft_weight = 0.0
+    if more == ["sft"]:
+        sft_weight = options["loss_weights"][1]
+
+    config = DPOConfig(
         beta=options["beta"],
-        loss={"aot": "sigmoid"}.get(kind, kind),
+        loss=kind,
         label_smoothing=options.get("label_smoothing", 0.0),
-        sft_weight=weights[1] if more == ["sft"] else 0.0,
+        sft_weight=sft_weight,
         loss_chunk=16,
-    ).build()
+    )
+    return config.build()
 
 
 def test_the_rows_are_trls_rows() -> None:
-    theirs, mine = TRL["dpo"]["sigmoid"]["batch"], batch([0, 1, 2, 3])
+    theirs = SIGMOID["batch"]
+    mine = batch(ALL)
     assert mine.input_ids_BT.tolist() == theirs["input_ids"]
-    assert mine.last_B.tolist() == [sum(mask) - 1 for mask in theirs["attention_mask"]]
-    learned = (mine.targets_BT[:, :-1] != -100).long().tolist()
-    assert learned == [mask[1:] for mask in theirs["completion_mask"]]
+
+    lengths = [sum(mask) for mask in theirs["attention_mask"]]
+    assert (mine.last_B + 1).tolist() == lengths
+
+    # A token is learned at the place before it.
+    learned = (mine.targets_BT[:, :-1] != -100).long()
+    assert learned.tolist() == [mask[1:] for mask in theirs["completion_mask"]]
 
 
-def log_probs(seed: int, of: PairBatch) -> torch.Tensor:
-    """Of each row's answer under the model of this seed."""
-    from transformers import LlamaForCausalLM
-
+def reference_log_probs(pairs: PairBatch) -> torch.Tensor:
+    """Return the log-probs of each row's answer under the reference."""
+    algorithm = dpo(SIGMOID["options"])
     told: list[torch.Tensor] = []
-    algorithm = dpo(TRL["dpo"]["sigmoid"]["options"])
+
+    def note(outputs: Any, batch: PairBatch) -> LossOut:
+        log_probs_B = algorithm.score(outputs, batch)
+        told.append(log_probs_B)
+        return LossOut(log_probs_B.sum())
+
+    module = ForwardWithObjective(language_model(REFERENCE))
     with torch.no_grad():
-        ForwardWithObjective(model(LlamaForCausalLM, seed))(
-            of, lambda outputs, b: _noted(told, algorithm.score(outputs, b))
-        )
+        module(pairs, note)
+
     return told[0]
 
 
-def _noted(told: list[torch.Tensor], value: torch.Tensor) -> Any:
-    from drumline.algorithms.base import LossOut
-
-    told.append(value)
-    return LossOut(value.sum())
-
-
 def test_log_probs_are_trls() -> None:
-    case = TRL["dpo"]["sigmoid"]
-    assert log_probs(REFERENCE, batch([0, 1, 2, 3])).tolist() == pytest.approx(
-        case["reference"], **CLOSE
-    )
+    log_probs_B = reference_log_probs(batch(ALL))
+    assert log_probs_B.tolist() == pytest.approx(SIGMOID["reference"], **CLOSE)
+
+
+def train(
+    learner: Any,
+    algorithm: Any,
+    batches: list[PairBatch],
+) -> dict[str, float]:
+    """Return the sums over all batches; the learner's parameters get their gradients."""
+    module = ForwardWithObjective(learner)
+    sums: dict[str, float] = defaultdict(float)
+    for pairs in batches:
+        loss_sum, told = module(pairs, algorithm.objective)
+        (loss_sum / len(ALL)).backward()
+        sums["loss"] += float(loss_sum.detach())
+        for key, value in told.items():
+            sums[key] += float(value)
+
+    return dict(sums)
 
 
 @pytest.mark.parametrize(
     "cuts",
-    [[[0, 1, 2, 3]], [[2, 0], [3, 1]], [[3], [1], [0], [2]]],
+    [[ALL], [[2, 0], [3, 1]], [[3], [1], [0], [2]]],
     ids=["whole", "halves", "pairs"],
 )
 @pytest.mark.parametrize("name", TRL["dpo"])
 def test_dpo_is_trls(name: str, cuts: list[list[int]]) -> None:
-    from transformers import LlamaForCausalLM
-
     case = TRL["dpo"][name]
-    algorithm, policy = dpo(case["options"]), model(LlamaForCausalLM, POLICY)
-    module = ForwardWithObjective(policy)
-    sums: dict[str, float] = {}
+    algorithm = dpo(case["options"])
+    policy = language_model(POLICY)
+    batches = []
     for picks in cuts:
         pairs = batch(picks)
-        loss_sum, told = module(
-            replace(pairs, reference_B=log_probs(REFERENCE, pairs)), algorithm.objective
-        )
-        (loss_sum / 4).backward()
-        for key, value in {"loss": loss_sum.detach(), **told}.items():
-            sums[key] = sums.get(key, 0.0) + float(value)
+        reference_B = reference_log_probs(pairs)
+        batches.append(replace(pairs, reference_B=reference_B))
+
+    sums = train(policy, algorithm, batches)
+
     figures = algorithm.metrics(sums)
     assert figures.pop("loss") == pytest.approx(case["loss"], **CLOSE)
     if "figures" in case:
-        # Rewards are differences of log-probs near −60, and a padding of another width rounds these differently.
+        # Rewards are differences of log-probs near −60, which a padding of another width
+        # rounds differently.
         assert figures == pytest.approx(case["figures"], rel=1e-5, abs=1e-5)
     close(gradients(policy), case["gradients"])
 
 
 REWARD = {
-    name: RewardModel(RewardModelConfig(margin=margin, center=center))
-    for name, margin, center in (("plain", 0.0, 0.0), ("margins", 7.0, 0.0), ("centred", 0.0, 0.05))
+    "plain": RewardModelConfig(margin=0.0, center=0.0),
+    "margins": RewardModelConfig(margin=7.0, center=0.0),
+    "centred": RewardModelConfig(margin=0.0, center=0.05),
 }
 
 
-@pytest.mark.parametrize("cuts", [[[0, 1, 2, 3]], [[3], [1, 0, 2]]], ids=["whole", "cut"])
+@pytest.mark.parametrize("cuts", [[ALL], [[3], [1, 0, 2]]], ids=["whole", "cut"])
 @pytest.mark.parametrize("name", REWARD)
 def test_the_reward_model_is_trls(name: str, cuts: list[list[int]]) -> None:
     from transformers import LlamaForSequenceClassification
 
-    case, learner, algorithm = (
-        TRL["reward"][name],
-        model(LlamaForSequenceClassification, POLICY),
-        REWARD[name],
-    )
-    module = ForwardWithObjective(learner)
-    sums: dict[str, float] = {}
-    for picks in cuts:
-        pairs = batch(picks, margins=name == "margins")
-        loss_sum, told = module(pairs, algorithm.objective)
-        (loss_sum / 4).backward()
-        for key, value in {"loss": loss_sum.detach(), **told}.items():
-            sums[key] = sums.get(key, 0.0) + float(value)
-    assert sums["loss"] / 4 == pytest.approx(case["loss"], **CLOSE)
+    case = TRL["reward"][name]
+    algorithm = RewardModel(REWARD[name])
+    learner = model(LlamaForSequenceClassification, POLICY)
+    has_margins = name == "margins"
+    batches = [batch(picks, has_margins) for picks in cuts]
+
+    sums = train(learner, algorithm, batches)
+
+    assert sums["loss"] / len(ALL) == pytest.approx(case["loss"], **CLOSE)
     figures = algorithm.step_metrics(sums)
-    assert {key: figures[key] for key in case["figures"]} == pytest.approx(case["figures"], **CLOSE)
+    for key, expected in case["figures"].items():
+        assert figures[key] == pytest.approx(expected, **CLOSE), key
     close(gradients(learner), case["gradients"])
 
 
 def test_sft_is_trls() -> None:
-    from transformers import LlamaForCausalLM
+    learner = language_model(POLICY)
+    module = ForwardWithObjective(learner)
+    documents = [pair[:1] for pair in segments()]
+    chosen = collate(documents, pad_id=0, width=None)
+    objective = NextToken(16, answers=True).objective
 
-    learner = model(LlamaForCausalLM, POLICY)
-    chosen = collate([pair[:1] for pair in segments()], pad_id=0, width=None)
-    loss_sum, _ = ForwardWithObjective(learner)(chosen, NextToken(16, answers=True).objective)
+    loss_sum, _ = module(chosen, objective)
     loss = loss_sum / chosen.weight
     loss.backward()
-    assert float(loss.detach()) == pytest.approx(TRL["sft"]["loss"], **CLOSE)
-    close(gradients(learner), TRL["sft"]["gradients"])
+
+    expected = TRL["sft"]
+    assert float(loss.detach()) == pytest.approx(expected["loss"], **CLOSE)
+    close(gradients(learner), expected["gradients"])

@@ -1,4 +1,7 @@
-"""What a few steps of the best candidates change: factors, corrected estimates, the ranking; and when there is nothing to try."""
+"""What a few steps of the best candidates change: factors, corrected estimates and the ranking.
+
+And when there is nothing to try.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from drumline.config.config import Config
 from drumline.config.load import Request, load
 from drumline.data.sources import read_rows
 from drumline.errors import EnvironmentFault
+from drumline.plan.estimate import Memory
 from drumline.planner.cost.fitted import PROBED
 from drumline.planner.question import build_request
 from drumline.planner.report.check import describe_factors
@@ -36,58 +41,80 @@ from drumline.train.setup import make_plan
 from tests.harness import drumline, write_config
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 from tests.unit import test_truth
-from tests.unit.test_truth import GIB
 
 # In bytes what test_truth has in GiB.
-ESTIMATE = test_truth.ESTIMATE.model_copy(
-    update={"memory": test_truth.ESTIMATE.memory.model_copy(
-        update={name: value // GIB for name, value in test_truth.ESTIMATE.memory if isinstance(value, int)}
-    )}
-)  # fmt: skip
-TRIED = ESTIMATE.model_copy(update={"memory_range": PROBED[0], "seconds_range": PROBED[1]})
-MEASURED = test_truth.MEASURED.model_copy(
-    update={"memory": {name: value // GIB for name, value in test_truth.MEASURED.memory.items()}}
+MEMORY = Memory(
+    parameters=100,
+    gradients=100,
+    optimizer=200,
+    activations=400,
+    logits=200,
+    buffers=0,
+    overhead=50,
+    peak=1000,
+    reserved=1150,
+    phase="backward",
 )
+
+
+def measured_memory(
+    optimizer: int,
+    peak: int,
+) -> dict[str, int]:
+    return {
+        "parameters": 100,
+        "gradients": 100,
+        "optimizer": optimizer,
+        "peak": peak,
+    }
+
+
+ESTIMATE = test_truth.ESTIMATE.model_copy(update={"memory": MEMORY})
+TRIED = ESTIMATE.model_copy(update={"memory_range": PROBED[0], "seconds_range": PROBED[1]})
+MEASURED = test_truth.MEASURED.model_copy(update={"memory": measured_memory(200, 1000)})
 MORE = MEASURED.model_copy(
     update={
-        "memory": {"parameters": 100, "gradients": 100, "optimizer": 300, "peak": 1700},
+        "memory": measured_memory(300, 1700),
         "seconds": {"total": 3.0},
         "traffic": 50.0,
     }
 )
+LEANER = MEASURED.model_copy(update={"memory": measured_memory(200, 475)})
 
 
 def test_factors_say_what_was_wrong() -> None:
     assert factors_of(ESTIMATE, MEASURED) == Factors()
+
     found = factors_of(ESTIMATE, MORE)
     assert found == Factors(optimizer=1.5, live=2.0, seconds=2.0, traffic=0.5)
     assert describe_factors(found) == "optimizer 1.5, live 2, seconds 2, traffic 0.5"
     assert describe_factors(Factors()).startswith("1")
-    allocator = MORE.model_copy(
-        update={"by": "allocator", "memory": {**MORE.memory, "reserved": 2244}}
-    )
-    assert factors_of(ESTIMATE, allocator).reserved == pytest.approx(2244 / 1100 / 1.7)
+
+    memory = {**MORE.memory, "reserved": 2244}
+    on_gpu = MORE.model_copy(update={"by": "allocator", "memory": memory})
+    factors = factors_of(ESTIMATE, on_gpu)
+    assert factors.reserved == pytest.approx(2244 / 1100 / 1.7)
 
 
 def test_an_estimate_times_its_own_factors_is_what_was_measured() -> None:
     better = correct_estimate(ESTIMATE, factors_of(ESTIMATE, MORE))
-    assert (better.memory.optimizer, better.memory.peak, better.memory.activations) == (
-        300,
-        1700,
-        800,
-    )
+    assert better.memory.optimizer == 300
+    assert better.memory.peak == 1700
+    assert better.memory.activations == 800
     assert better.memory.reserved == 50 + round(1100 * 1.7)
-    assert (
-        better.seconds.total - better.seconds.rollout == pytest.approx(3.0)
-        and better.seconds.rollout == 3.0
-    )
+
+    seconds = better.seconds
+    assert seconds.rollout == 3.0
+    assert seconds.total - seconds.rollout == pytest.approx(3.0)
     assert better.tokens_per_s == pytest.approx(4.5 / 6.0)
     assert better.traffic.total == 50.0
+
     assert correct_estimate(ESTIMATE, Factors()) == TRIED
 
 
 def test_the_mean_is_of_ratios() -> None:
-    assert mean_factors([Factors(seconds=4.0), Factors(seconds=0.25)]) == Factors()
+    opposite = [Factors(seconds=4.0), Factors(seconds=0.25)]
+    assert mean_factors(opposite) == Factors()
     assert mean_factors([]) == Factors()
 
 
@@ -95,74 +122,84 @@ def test_the_mean_is_of_ratios() -> None:
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     root = tmp_path_factory.mktemp("probe")
     path = write_config(root, tiny_model_dir(root / "model"))
-    return search(build_request(load(path, ["launch.nproc=2"]), lambda *_: None).question)
+    loaded = load(path, ["launch.nproc=2"])
+    return search(build_request(loaded, lambda *_: None).question)
+
+
+@pytest.fixture
+def best(answer: Answer) -> Candidate:
+    return answer.ranked[0]
 
 
 def small(answer: Answer, **estimates: Any) -> Answer:
-    """Two candidates by these estimates, and a third that does not fit."""
-    first, second, third = (
-        replace(c, name=name) for c, name in zip(answer.ranked, ("a", "b", "c"), strict=False)
-    )
-    made: dict[str, Candidate] = {
-        c.name: replace(c, estimate=estimates.get(c.name, ESTIMATE)) for c in (first, second, third)
-    }
-    return replace(
-        answer,
-        ranked=(made["a"], made["b"]),
-        refused=(Refused("family", "too large", made["c"]), Refused("tp", "no heads")),
-    )
+    """Return an answer of two candidates by these estimates, and of a third that does not fit."""
+    made = []
+    for candidate, name in zip(answer.ranked[:3], "abc", strict=True):
+        estimate = estimates.get(name, ESTIMATE)
+        made.append(replace(candidate, name=name, estimate=estimate))
+
+    a, b, c = made
+    too_large = Refused("family", "too large", c)
+    no_heads = Refused("tp", "no heads")
+    return replace(answer, ranked=(a, b), refused=(too_large, no_heads))
 
 
 def test_ranked_again(answer: Answer) -> None:
-    asked = small(
-        answer,
-        a=ESTIMATE.model_copy(update={"tokens_per_s": 2.0, "limit": 1800}),
-        c=ESTIMATE.model_copy(update={"limit": 1200}),
+    """a needs 1700 of 1800, and 1.1 times as much is reserved.
+
+    c, which did not fit, goes by the mean of 2 and 1/8 of what lies on top.
+    """
+    fast = ESTIMATE.model_copy(update={"tokens_per_s": 2.0, "limit": 1800})
+    tight = ESTIMATE.model_copy(update={"limit": 1200})
+    probes = (
+        Probe.of("a", ESTIMATE, MORE),
+        Probe.of("b", ESTIMATE, LEANER),
     )
-    leaner = MEASURED.model_copy(
-        update={"memory": {"parameters": 100, "gradients": 100, "optimizer": 200, "peak": 475}}
-    )
-    probes = Probe.of("a", ESTIMATE, MORE), Probe.of("b", ESTIMATE, leaner)
-    found = correct_answer(asked, probes)
+
+    found = correct_answer(small(answer, a=fast, c=tight), probes)
+
     assert found.probes == probes
-    # a needs 1700 of 1800, and 1.1 times as much is reserved; c, which did not fit, goes by the mean of 2 and 1/8 of what lies on top.
-    assert [c.name for c in found.ranked] == ["b", "c"]
-    assert [r.name for r in found.refused] == ["tp", "a"]
-    assert found.ranked[1].estimate.memory.activations == 200 and found.ranked[
-        1
-    ].estimate.seconds.compute == pytest.approx(2**0.5)
+    b, c = found.ranked
+    assert b.name == "b"
+    assert c.name == "c"
+    assert [refused.name for refused in found.refused] == ["tp", "a"]
+    assert c.estimate.memory.activations == 200
+    assert c.estimate.seconds.compute == pytest.approx(2**0.5)
 
 
 def test_what_failed_is_refused_and_nothing_else_changes(answer: Answer) -> None:
-    asked = small(answer)
-    found = correct_answer(
-        asked, (Probe(name="a", predicted=ESTIMATE, failed="its first steps failed"),)
-    )
-    assert next(c.name for c in found.ranked) == "b"
-    assert any(r.name == "a" and "failed" in r.reason for r in found.refused)
-    assert {c.name: c.estimate for c in found.ranked}["b"] == TRIED
+    probe = Probe(name="a", predicted=ESTIMATE, failed="its first steps failed")
+
+    found = correct_answer(small(answer), (probe,))
+
+    assert found.ranked[0].name == "b"
+    assert found.ranked[0].estimate == TRIED
+    reasons = {refused.name: refused.reason for refused in found.refused}
+    assert "failed" in reasons["a"]
 
 
-def test_the_two_that_are_tried_are_of_two_families(answer: Answer) -> None:
-    first = answer.ranked[0]
-    assert (
-        candidates_to_try(answer)[0] is first
-        and candidates_to_try(answer)[1].family != first.family
-    )
-    assert candidates_to_try(replace(answer, ranked=(first, replace(first, name="again")))) == [
-        first,
-        replace(first, name="again"),
-    ]
-    assert (
-        candidates_to_try(replace(answer, ranked=(first,))) == [first]
-        and candidates_to_try(replace(answer, ranked=())) == []
-    )
+def test_the_two_that_are_tried_are_of_two_families(answer: Answer, best: Candidate) -> None:
+    first, second = candidates_to_try(answer)
+    assert first is best
+    assert second.family != best.family
+
+    again = replace(best, name="again")
+    for ranked in ((best, again), (best,), ()):
+        tried = candidates_to_try(replace(answer, ranked=ranked))
+        assert tried == list(ranked)
 
 
 def test_another_cluster_cannot_be_tried(answer: Answer) -> None:
-    require_here(answer.question.cluster)
+    cluster = answer.question.cluster
+    require_here(cluster)
     with pytest.raises(EnvironmentFault, match="not this machine"):
-        require_here(replace(answer.question.cluster, is_this_machine=False))
+        require_here(replace(cluster, is_this_machine=False))
+
+
+def config_with(answer: Answer, algorithm: str) -> Config:
+    config = answer.question.config
+    values = {**config.model_dump(), "algorithm": {"kind": algorithm}}
+    return config.model_validate(values)
 
 
 @pytest.mark.parametrize(
@@ -175,76 +212,66 @@ def test_another_cluster_cannot_be_tried(answer: Answer) -> None:
     ],
 )
 def test_random_rows_have_the_form_that_is_learned(
-    answer: Answer, tmp_path: Path, kind: str, columns: set[str]
+    answer: Answer,
+    best: Candidate,
+    tmp_path: Path,
+    kind: str,
+    columns: set[str],
 ) -> None:
-    config = answer.question.config.model_validate(
-        {**answer.question.config.model_dump(), "algorithm": {"kind": kind}}
-    )
-    rows = [
-        json.loads(line)
-        for line in random_rows(config, answer.ranked[0], tmp_path / "rows.jsonl")
-        .read_text()
-        .splitlines()
-    ]
-    assert (
-        len(rows) == STEPS * answer.ranked[0].layout.batch.global_samples
-        and rows[0].keys() == columns
-    )
-    assert rows == [
-        json.loads(line)
-        for line in random_rows(config, answer.ranked[0], tmp_path / "rows.jsonl")
-        .read_text()
-        .splitlines()
-    ]
+    config = config_with(answer, kind)
+    path = tmp_path / "rows.jsonl"
+    text = random_rows(config, best, path).read_text()
+    rows = text.splitlines()
+    assert len(rows) == STEPS * best.layout.batch.global_samples
+    assert json.loads(rows[0]).keys() == columns
+    assert random_rows(config, best, path).read_text() == text
+
     # A probe trains on them: nearly every token of a full row is learned.
-    layout = answer.ranked[0].layout.model_copy(update={"config": config})
-    tried = short_config(
-        replace(answer.ranked[0], layout=layout), tmp_path, tmp_path / "rows.jsonl"
-    )
+    layout = best.layout.model_copy(update={"config": config})
+    tried = short_config(replace(best, layout=layout), tmp_path, path)
     row = next(read_rows(tried.data.train[0], tmp_path, config.algorithm.forms))
-    encoded = config.algorithm.encoder(tiny_tokenizer(), tried.data).encode(row)
-    assert all(segment.learned > 0.8 * tried.data.max_length for segment in encoded.segments)
+    encoder = config.algorithm.encoder(tiny_tokenizer(), tried.data)
+    for segment in encoder.encode(row).segments:
+        assert segment.learned > 0.8 * tried.data.max_length
 
 
-def test_prompts_cannot_be_made_up(answer: Answer, tmp_path: Path) -> None:
-    config = answer.question.config.model_validate(
-        {**answer.question.config.model_dump(), "algorithm": {"kind": "classify"}}
-    )
+def test_prompts_cannot_be_made_up(answer: Answer, best: Candidate, tmp_path: Path) -> None:
+    config = config_with(answer, "classify")
     with pytest.raises(EnvironmentFault, match="drumline prepare"):
-        random_rows(config, answer.ranked[0], tmp_path / "rows")
+        random_rows(config, best, tmp_path / "rows")
 
 
-def test_a_probe_leaves_nothing_behind(answer: Answer, tmp_path: Path) -> None:
-    config = short_config(answer.ranked[0], tmp_path, None)
-    assert (
-        config.run.steps,
-        config.run.report_to,
-        config.checkpoint.export,
-        config.eval.at_start,
-    ) == (STEPS, (), "none", False)
-    assert config.data == answer.ranked[0].config.data
+def test_a_probe_leaves_nothing_behind(best: Candidate, tmp_path: Path) -> None:
+    config = short_config(best, tmp_path, None)
+    assert config.run.steps == STEPS
+    assert config.run.report_to == ()
+    assert config.checkpoint.export == "none"
+    assert config.eval.at_start is False
+    assert config.data == best.config.data
 
 
-def test_what_real_steps_show_counts_for_every_adapter(answer: Answer) -> None:
+def test_what_real_steps_show_counts_for_every_adapter(answer: Answer, best: Candidate) -> None:
     """For the best of full and LoRA, and for the longest row."""
-    slow = correct_answer(
-        answer,
-        (Probe(name=answer.ranked[0].name, predicted=ESTIMATE, factors=Factors(seconds=4.0)),),
-    )
-    large = correct_answer(
-        answer,
-        (Probe(name=answer.ranked[0].name, predicted=ESTIMATE, factors=Factors(parameters=1e7)),),
-    )
-    before, after = compare_modes(answer, answer.question), compare_modes(slow, answer.question)
+
+    def corrected(**factors: float) -> Answer:
+        probe = Probe(name=best.name, predicted=ESTIMATE, factors=Factors(**factors))
+        return correct_answer(answer, (probe,))
+
+    question = answer.question
+    before = compare_modes(answer, question)
+    after = compare_modes(corrected(seconds=4.0), question)
     assert [each.name for each in after] == ["full", "LoRA"]
     for one, other in zip(before, after, strict=True):
-        assert one.best and other.best and other.best.estimate.seconds_range == PROBED[1]
-        assert other.best.estimate.seconds.total == pytest.approx(
-            4 * one.best.estimate.seconds.total
-        )
-    assert all(each.longest for each in before) and not any(
-        each.longest for each in compare_modes(large, answer.question)
-    )
+        assert one.best is not None
+        assert other.best is not None
+        slow = other.best.estimate
+        expected = 4 * one.best.estimate.seconds.total
+        assert slow.seconds_range == PROBED[1]
+        assert slow.seconds.total == pytest.approx(expected)
+        assert one.longest
+
+    for each in compare_modes(corrected(parameters=1e7), question):
+        assert not each.longest
 
 
 ODD = {
@@ -256,57 +283,70 @@ ODD = {
     "order": "sequential",
     "truncation": "error",
 }
+CALLBACK = """
+class Mine:
+    def __init__(self):
+        raise AssertionError
+"""
 
 
 @pytest.mark.parametrize("own", [ODD, {"stream": True}], ids=["mixed", "streamed"])
 def test_a_probe_takes_no_key_amiss(tmp_path: Path, own: dict[str, Any]) -> None:
-    """Random words have no columns and no other sources; a trace has no place in five steps, and callbacks are not for them."""
+    """Random words have no columns and no other sources.
+
+    A trace has no place in five steps, and callbacks are not for them.
+    """
+    (tmp_path / "mine.py").write_text(CALLBACK)
     path = write_config(
         tmp_path,
         tiny_model_dir(tmp_path / "model"),
         data=own,
         run={"profile": {"at": 10}, "callbacks": ["mine.py:Mine"]},
     )
-    (tmp_path / "mine.py").write_text(
-        "class Mine:\n    def __init__(self):\n        raise AssertionError\n"
-    )
     loaded = load(path, ["data.train.0.limit=20"])
     candidate = search(build_request(loaded, lambda *_: None).question).ranked[0]
-    for rows in (random_rows(loaded.config, candidate, tmp_path / "rows.jsonl"), None):
-        config = short_config(candidate, tmp_path / "probe", rows)
-        assert not config.run.callbacks and config.run.profile is None
-        if rows is not None:
-            plan = make_plan(Request(replace(loaded, config=config)), on_progress=lambda *_: None)
-            assert (
-                plan.steps == STEPS and plan.data is not None and plan.data.train_samples >= STEPS
-            )
+    rows = random_rows(loaded.config, candidate, tmp_path / "rows.jsonl")
+
+    with_rows = short_config(candidate, tmp_path / "probe", rows)
+    without_rows = short_config(candidate, tmp_path / "probe", None)
+
+    for config in (with_rows, without_rows):
+        assert not config.run.callbacks
+        assert config.run.profile is None
+
+    request = Request(replace(loaded, config=with_rows))
+    plan = make_plan(request, on_progress=lambda *_: None)
+    assert plan.steps == STEPS
+    assert plan.data is not None
+    assert plan.data.train_samples >= STEPS
 
 
 @pytest.mark.slow
 @pytest.mark.full
 def test_the_best_two_are_tried_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "scratch").mkdir()
-    monkeypatch.setitem(drumline.__globals__["ENV"], "TMPDIR", str(tmp_path / "scratch"))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setitem(drumline.__globals__["ENV"], "TMPDIR", str(scratch))
     path = write_config(
         tmp_path,
         tiny_model_dir(tmp_path / "model"),
         data={"max_length": 32},
         batch={"global_samples": 2, "micro_batch": 1},
     )
+
     ended = drumline("plan", path, "launch.nproc=2", "--probe", "--json")
+
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
-    assert len(told["probes"]) == 2 and not any(probe["failed"] for probe in told["probes"])
     by_name = {candidate["name"]: candidate for candidate in told["ranked"]}
+    assert len(told["probes"]) == 2
     for probe in told["probes"]:
-        assert by_name[probe["name"]]["seconds"]["total"] == pytest.approx(
-            probe["measured"]["seconds"]["total"]
-        )
-        assert (
-            by_name[probe["name"]]["memory"]["optimizer"]
-            == probe["measured"]["memory"]["optimizer"]
-        )
-    assert (
-        list((tmp_path / "scratch").glob("drumline-probe-*")) == []
-        and not (tmp_path / "run").exists()
-    )
+        assert not probe["failed"]
+        estimate = by_name[probe["name"]]
+        measured = probe["measured"]
+        total = measured["seconds"]["total"]
+        assert estimate["seconds"]["total"] == pytest.approx(total)
+        assert estimate["memory"]["optimizer"] == measured["memory"]["optimizer"]
+
+    assert list(scratch.glob("drumline-probe-*")) == []
+    assert not (tmp_path / "run").exists()

@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from drumline.data.batches import Episodes
+from drumline.data.batches import Episodes, TokenIds
 from drumline.rl.reading import EpisodeReader, last_scores
 
 
-def dealt(
-    sizes: list[int], picks: list[int], ranks: int, micro_batch: int
-) -> list[list[list[int]]]:
-    """Of each rank its micro-batches. `sizes`: of the groups, whose prompts have other lengths."""
-    prompts = [
-        np.ones(3 + group, np.int64) for group, size in enumerate(sizes) for _ in range(size)
-    ]
-    episodes = Episodes.start(
-        prompts, [np.ones(1 + index % 5, np.int64) for index in range(len(prompts))]
-    )
+def ones(length: int) -> TokenIds:
+    return np.ones(length, np.int64)
+
+
+def without_fillers(picks: list[int]) -> list[int]:
+    return [pick for pick in picks if pick >= 0]
+
+
+def assign(
+    sizes: list[int],
+    picks: list[int],
+    ranks: int,
+    micro_batch: int,
+) -> list[list[int]]:
+    """Return the micro-batches of all ranks.
+
+    Args:
+        sizes: Of the groups of episodes. Each group has a prompt of its own.
+        picks: The episodes of the global batch; -1 is a filler.
+        ranks: That the episodes are dealt to.
+        micro_batch: Episodes of a micro-batch.
+    """
+    prompts: list[TokenIds] = []
+    for group, size in enumerate(sizes):
+        prompts += [ones(3 + group)] * size
+
+    completions = [ones(1 + index % 5) for index in range(len(prompts))]
+    episodes = Episodes.start(prompts, completions)
     plan: Any = SimpleNamespace(mesh=SimpleNamespace(data_ranks=ranks))
     accumulation = len(picks) // ranks // micro_batch
-    readings = [EpisodeReader(plan, rank, True, "cpu", 0, None) for rank in range(ranks)]
-    batches = [
-        reading.micro_batches(episodes, picks, accumulation, micro_batch) for reading in readings
-    ]
-    assert (
-        sum(tokens for _, tokens in batches)
-        == episodes.lengths[[pick for pick in picks if pick >= 0]].sum()
-    )
-    return [reading._deal(episodes, picks, accumulation, micro_batch)[0] for reading in readings]
+    assigned: list[list[int]] = []
+    total = 0
+    for rank in range(ranks):
+        reader = EpisodeReader(plan, rank, True, "cpu", 0, None)
+        cut = (episodes, picks, accumulation, micro_batch)
+        _, tokens = reader.micro_batches(*cut)
+        total += tokens
+        own, _ = reader._deal(*cut)
+        assigned += own
+
+    assert total == episodes.lengths[without_fillers(picks)].sum()
+    return assigned
 
 
 @pytest.mark.parametrize(
@@ -41,52 +64,74 @@ def dealt(
     [
         ([4] * 8, 0, 2, 8, 4),
         ([4] * 8, 0, 2, 4, 4),
-        ([4] * 8, 0, 4, 2, 2),  # a group over micro-batches: as many of it together as one takes
-        ([8, 4, 4], 0, 1, 8, 4),  # a prompt that was drawn twice
+        # A group over micro-batches: as many of it together as one takes.
+        ([4] * 8, 0, 4, 2, 2),
+        # A prompt that was drawn twice.
+        ([8, 4, 4], 0, 1, 8, 4),
         ([4] * 3, 4, 2, 8, 4),
-        ([3] * 5, 1, 2, 8, 1),  # micro-batches of no whole parts: by length alone
+        # Micro-batches of no whole parts: by length alone.
+        ([3] * 5, 1, 2, 8, 1),
     ],
 )
 def test_episodes_of_a_prompt_go_together(
-    sizes: list[int], fillers: int, ranks: int, micro_batch: int, together: int
+    sizes: list[int],
+    fillers: int,
+    ranks: int,
+    micro_batch: int,
+    together: int,
 ) -> None:
-    total = sum(sizes)
-    picks = [*np.random.default_rng(0).permutation(total).tolist(), *[-1] * fillers]
-    of_ranks = dealt(sizes, picks, ranks, micro_batch)
-    assert sorted(pick for rank in of_ranks for micro in rank for pick in micro) == sorted(picks), (
-        "each once"
-    )
-    assert {len(micro) for rank in of_ranks for micro in rank} == {micro_batch}
-    group = np.repeat(np.arange(len(sizes)), sizes)
-    for micro in (micro for rank in of_ranks for micro in rank):
-        counts = [
-            sum(pick >= 0 and group[pick] == each for pick in micro) for each in range(len(sizes))
-        ]
-        assert all(count % together == 0 for count in counts)
+    draw = np.random.default_rng(0)
+    picks = draw.permutation(sum(sizes)).tolist()
+    picks += [-1] * fillers
+
+    micro_batches = assign(sizes, picks, ranks, micro_batch)
+
+    assert sorted(chain(*micro_batches)) == sorted(picks), "each once"
+
+    group_of_episode = np.repeat(np.arange(len(sizes)), sizes)
+    for micro in micro_batches:
+        assert len(micro) == micro_batch
+        groups = group_of_episode[without_fillers(micro)]
+        assert not (np.bincount(groups) % together).any()
+
+
+def completion_lengths(episodes: Episodes) -> list[int]:
+    return list(map(len, episodes.completions))
 
 
 def test_a_reward_model_reads_the_whole_conversation() -> None:
-    """It was trained on what the template writes behind an answer, too: here 9 and a line break, 5."""
+    """It was trained on what the template writes behind an answer, too.
+
+    Here that is 9 and a line break, 5.
+    """
     asked: list[Episodes] = []
 
     def scores(episodes: Episodes) -> torch.Tensor:
-        """The number of each token."""
+        """Return the number of each token."""
         asked.append(episodes)
-        rows = [torch.tensor([*map(float, each)]) for each in episodes.completions]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[None]
+        rows = []
+        for completion in episodes.completions:
+            rows.append(torch.tensor(completion, dtype=torch.float32))
+        return pad_sequence(rows, batch_first=True)[None]
 
-    given = [np.asarray(each, np.int64) for each in ([1, 9], [1, 2, 3], [4, 4, 9], [])]
-    episodes = Episodes.start([np.ones(2, np.int64)] * 4, given, [True, False, True, False])
-    read = last_scores(scores, [9, 5], None, episodes).tolist()
-    assert (
-        read[:3] == [5, 3, 5]
-        and np.isnan(read[3])
-        and [len(each) for each in asked[0].completions] == [3, 3, 4, 0]
-    )
-    assert [len(each) for each in episodes.completions] == [2, 3, 3, 0], (
-        "training sees what was sampled"
-    )
-    assert last_scores(scores, [9, 5], 5, episodes).tolist()[:3] == [5, 3, 9], (
-        "no room in a fixed width of 5 for the third"
-    )
-    assert last_scores(scores, [], None, episodes).tolist()[:3] == [9, 3, 9], "no template"
+    completions = [
+        np.array([1, 9]),
+        np.array([1, 2, 3]),
+        np.array([4, 4, 9]),
+        np.array([], np.int64),
+    ]
+    ended = [True, False, True, False]
+    episodes = Episodes.start([ones(2)] * 4, completions, ended)
+
+    *read, of_nothing = last_scores(scores, [9, 5], None, episodes).tolist()
+
+    assert read == [5, 3, 5]
+    assert np.isnan(of_nothing)
+    assert completion_lengths(asked[0]) == [3, 3, 4, 0]
+    assert completion_lengths(episodes) == [2, 3, 3, 0], "training sees what was sampled"
+
+    narrow = last_scores(scores, [9, 5], 5, episodes).tolist()
+    assert narrow[:3] == [5, 3, 9], "no room in a fixed width of 5 for the third"
+
+    without_template = last_scores(scores, [], None, episodes).tolist()
+    assert without_template[:3] == [9, 3, 9]

@@ -1,4 +1,7 @@
-"""Models besides the policy: which ones a config asks for, how each is planned, which are refused; and two that learn as one."""
+"""Models besides the policy: which ones a config asks for, and how each is planned.
+
+And which are refused, and two that learn as one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from drumline.engine.build import build_engine
 from drumline.engine.engine import CompositeEngine
 from drumline.errors import ModelError
 from drumline.hardware.detect import Machine
-from drumline.plan.plan import Plan
+from drumline.plan.plan import Plan, RolePlan
 from drumline.plan.resolve import KnownModel, resolve
 from drumline.planner.cluster import cluster_here
 from drumline.planner.question import build_question, find_model
@@ -24,6 +27,7 @@ from tests.unit.test_native import batches
 
 CPU = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 LORA = {"adapter": "lora"}
+NO_KL = {"coefficient": 0.0}
 OTHER = {"id": "other"}
 REWARDS = [
     {"kind": "model", "model": OTHER},
@@ -33,11 +37,13 @@ REWARDS = [
 
 
 def config(algorithm: Any, **sections: Any) -> Config:
+    source = {"kind": "file", "path": "x"}
     base = {
         "model": {"id": "policy"},
-        "data": {"train": [{"kind": "file", "path": "x"}], "packing": False, "max_length": 64},
+        "data": {"train": [source], "packing": False, "max_length": 64},
+        "algorithm": algorithm,
     }
-    return Config.model_validate({**base, "algorithm": algorithm, **sections})
+    return Config.model_validate({**base, **sections})
 
 
 @pytest.mark.parametrize(
@@ -46,11 +52,19 @@ def config(algorithm: Any, **sections: Any) -> Config:
         ("sft", {}, {}),
         ("dpo", {}, {"reference": ("policy", "lm")}),
         ("dpo", LORA, {}),
-        ({"kind": "dpo", "reference_model": OTHER}, LORA, {"reference": ("other", "lm")}),
+        (
+            {"kind": "dpo", "reference_model": OTHER},
+            LORA,
+            {"reference": ("other", "lm")},
+        ),
         ("ppo", {}, {"reference": ("policy", "lm")}),
         ("ppo", LORA, {}),
-        ({"kind": "ppo", "kl": 0.0}, {}, {}),
-        ({"kind": "ppo", "value": "separate", "kl": 0.0}, LORA, {"value": ("policy", "score")}),
+        ({"kind": "ppo", "kl": NO_KL}, {}, {}),
+        (
+            {"kind": "ppo", "value": "separate", "kl": NO_KL},
+            LORA,
+            {"value": ("policy", "score")},
+        ),
         ("grpo", {}, {}),
         (
             {"kind": "grpo", "kl": {"coefficient": 0.1, "reference_model": OTHER}},
@@ -65,124 +79,172 @@ def config(algorithm: Any, **sections: Any) -> Config:
     ],
 )
 def test_which_models_a_config_asks_for(
-    algorithm: Any, sections: dict[str, Any], expected: dict[str, tuple[str, str]]
+    algorithm: Any,
+    sections: dict[str, Any],
+    expected: dict[str, tuple[str, str]],
 ) -> None:
-    if isinstance(algorithm, dict) and algorithm.get("kl") == 0.0:
-        algorithm = {**algorithm, "kl": {"coefficient": 0.0}}
     asked = config(algorithm, **sections)
     found = asked.algorithm.auxiliary_models(asked)
-    assert {name: (role.model.id, role.head) for name, role in found.items()} == expected
-    assert [name for name, role in found.items() if role.trainable] == [
-        name for name in found if name == "value"
-    ]
+    assert found.keys() == expected.keys()
+    for name, role in found.items():
+        assert (role.model.id, role.head) == expected[name]
+        assert role.trainable is (name == "value")
 
 
-def planned(tmp_path: Path, strategy: Any, algorithm: Any, world_size: int = 2) -> Plan:
-    policy, other = (
-        tiny_model_dir(tmp_path / "policy"),
-        tiny_model_dir(tmp_path / "other", layers=6),
+def roles_of(asked: Config) -> dict[str, RolePlan]:
+    """Return the plans of a config's auxiliary models."""
+    policy = find_model(asked.model, lambda *_: None)
+    return find_roles(asked, policy, lambda *_: None)
+
+
+def planned(tmp_path: Path, strategy: Any, key: str, **algorithm: Any) -> Plan:
+    """Return a plan for two processes, in which `key` of the algorithm names a deeper model."""
+    policy = tiny_model_dir(tmp_path / "policy")
+    other = tiny_model_dir(tmp_path / "other", layers=6)
+    asked = config(
+        {**algorithm, key: {"id": str(other)}},
+        model={"id": str(policy)},
+        strategy=strategy,
     )
-    algorithm = {
-        **algorithm,
-        "reference_model" if algorithm["kind"] == "dpo" else "value_model": {"id": str(other)},
-    }
-    said = config(algorithm, model={"id": str(policy)}, strategy=strategy)
-    found = find_model(said.model, lambda *_: None)
-    roles = find_roles(said, found, lambda *_: None)
-    own = build_question(
-        said, found, roles, None, cluster_here(said, CPU, "cpu", world_size)[0]
-    ).facts
-    told: dict[str, Any] = {
-        "run_dir": "r",
-        "machine": CPU,
-        "model": KnownModel(own, str(policy), roles),
-        "data": None,
-    }
-    return resolve(said, world_size=world_size, **told)
+    found = find_model(asked.model, lambda *_: None)
+    roles = roles_of(asked)
+    cluster, _ = cluster_here(asked, CPU, "cpu", 2)
+    facts = build_question(asked, found, roles, None, cluster).facts
+    return resolve(
+        asked,
+        run_dir="r",
+        machine=CPU,
+        world_size=2,
+        model=KnownModel(facts, str(policy), roles),
+        data=None,
+    )
+
+
+def stops(plan: Plan) -> list[int]:
+    """Return the layer before which each stage of a pipeline stops."""
+    assert plan.pipeline is not None
+    return [stop for _, stop in plan.pipeline.layers]
 
 
 def test_a_role_of_another_size_is_cut_by_its_own_layers(tmp_path: Path) -> None:
-    plan = planned(tmp_path, "pp", {"kind": "dpo"})
-    assert plan.pipeline is not None and [stop for _, stop in plan.pipeline.layers] == [1, 2]
+    plan = planned(tmp_path, "pp", "reference_model", kind="dpo")
     role = plan.of_role("reference")
-    assert role.pipeline is not None and [stop for _, stop in role.pipeline.layers] == [3, 6]
-    assert role.model_path == str(tmp_path / "other") and role.config.model.id == role.model_path
+
+    assert stops(plan) == [1, 2]
+    assert stops(role) == [3, 6]
+    assert role.model_path == str(tmp_path / "other")
+    assert role.config.model.id == role.model_path
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"), [("zero1", "none"), ("zero2", "none"), ("zero3", "fsdp2")]
+    ("strategy", "kind"),
+    [
+        ("zero1", "none"),
+        ("zero2", "none"),
+        ("zero3", "fsdp2"),
+    ],
 )
 def test_what_is_frozen_under_deepspeed_runs_natively(
-    tmp_path: Path, strategy: str, kind: str
+    tmp_path: Path,
+    strategy: str,
+    kind: str,
 ) -> None:
-    plan = planned(tmp_path, strategy, {"kind": "dpo"})
+    plan = planned(tmp_path, strategy, "reference_model", kind="dpo")
     role = plan.of_role("reference")
-    assert (plan.engine, role.engine, role.data_parallel, role.deepspeed) == (
-        "deepspeed",
-        "native",
-        kind,
-        None,
-    )
+    assert plan.engine == "deepspeed"
+    assert role.engine == "native"
+    assert role.data_parallel == kind
+    assert role.deepspeed is None
 
 
 def test_what_learns_under_deepspeed_keeps_its_own_files(tmp_path: Path) -> None:
-    offload = {"kind": "nvme", "path": str(tmp_path / "nvme")}
-    strategy = {"kind": "zero3", "offload_optimizer": offload, "offload_parameters": offload}
-    plan = planned(tmp_path, strategy, {"kind": "ppo", "value": "separate", "value_lr": 1e-4})
+    nvme = tmp_path / "nvme"
+    offload = {"kind": "nvme", "path": str(nvme)}
+    strategy = {
+        "kind": "zero3",
+        "offload_optimizer": offload,
+        "offload_parameters": offload,
+    }
+
+    plan = planned(
+        tmp_path,
+        strategy,
+        "value_model",
+        kind="ppo",
+        value="separate",
+        value_lr=1e-4,
+    )
+
     role = plan.of_role("value")
-    assert role.engine == "deepspeed" and plan.deepspeed and role.deepspeed
-    paths = [
-        p["zero_optimization"]["offload_optimizer"]["nvme_path"]
-        for p in (plan.deepspeed, role.deepspeed)
-    ]
-    assert paths == [str(tmp_path / "nvme"), str(tmp_path / "nvme" / "value")]
-    assert plan.roles["value"].lr_ratio == pytest.approx(1e-4 / plan.config.optimizer.lr)
+    assert role.engine == "deepspeed"
+    for layout, folder in ((plan, nvme), (role, nvme / "value")):
+        assert layout.deepspeed is not None
+        section = layout.deepspeed["zero_optimization"]["offload_optimizer"]
+        assert section["nvme_path"] == str(folder)
+
+    ratio = 1e-4 / plan.config.optimizer.lr
+    assert plan.roles["value"].lr_ratio == pytest.approx(ratio)
 
 
 def test_a_reference_that_reads_other_tokens_is_refused_in_a_line(tmp_path: Path) -> None:
-    policy, other = (
-        tiny_model_dir(tmp_path / "policy"),
-        tiny_model_dir(tmp_path / "other", vocab_size=300),
-    )
-    said = config({"kind": "dpo", "reference_model": {"id": str(other)}}, model={"id": str(policy)})
+    policy = tiny_model_dir(tmp_path / "policy")
+    other = tiny_model_dir(tmp_path / "other", vocab_size=300)
+    algorithm = {"kind": "dpo", "reference_model": {"id": str(other)}}
+    asked = config(algorithm, model={"id": str(policy)})
+
     with pytest.raises(ModelError, match="its tokenizer is not the policy's") as raised:
-        find_roles(said, find_model(said.model, lambda *_: None), lambda *_: None)
-    assert raised.value.where == "algorithm.reference_model" and "\n" not in raised.value.line()
-    for file in other.glob(
-        "*token*"
-    ):  # none of its own: then its embedding has to have a row for each token
+        roles_of(asked)
+    assert raised.value.where == "algorithm.reference_model"
+    assert "\n" not in raised.value.line()
+
+    # Without a tokenizer of its own, its embedding has to have a row for each token.
+    for file in other.glob("*token*"):
         file.unlink()
-    with pytest.raises(
-        ModelError, match=f"tokenizer has {len(tiny_tokenizer())} tokens but the embedding only"
-    ):
-        find_roles(said, find_model(said.model, lambda *_: None), lambda *_: None)
+    message = f"tokenizer has {len(tiny_tokenizer())} tokens but the embedding only"
+    with pytest.raises(ModelError, match=message):
+        roles_of(asked)
 
 
 def test_a_frozen_copy_says_the_same_from_fewer_bytes(tmp_path: Path) -> None:
-    """In low precision its weights are rounded once, and not at each use: of DPO's margins and of KL nothing comes from rounding.
+    """In low precision its weights are rounded once, and not at each use.
 
-    Under DeepSpeed the same is asked in processes of its own (tests/distributed/test_roles.py): its groups outlive a process group."""
-    model = tiny_model_dir(tmp_path / "model")
-    said = config({"kind": "dpo"}, model={"id": str(model)}, strategy="single", precision="bf16")
-    roles = find_roles(said, find_model(said.model, lambda *_: None), lambda *_: None)
-    told: dict[str, Any] = {
-        "run_dir": "r",
-        "machine": CPU,
-        "model": KnownModel(path=str(model), roles=roles),
-        "data": None,
-        "world_size": 1,
-    }
-    plan = resolve(said, **told)
-    policy, reference = build_engine(plan, "cpu"), build_engine(plan, "cpu", role="reference")
+    Of DPO's margins and of KL nothing comes from rounding. Under DeepSpeed the same is asked in
+    processes of its own (tests/distributed/test_roles.py): its groups outlive a process group.
+    """
+    folder = str(tiny_model_dir(tmp_path / "model"))
+    asked = config(
+        {"kind": "dpo"},
+        model={"id": folder},
+        strategy="single",
+        precision="bf16",
+    )
+    plan = resolve(
+        asked,
+        run_dir="r",
+        machine=CPU,
+        world_size=1,
+        model=KnownModel(path=folder, roles=roles_of(asked)),
+        data=None,
+    )
+    policy = build_engine(plan, "cpu")
+    reference: Any = build_engine(plan, "cpu", role="reference")
 
     def read(outputs: Any, batch: Any) -> torch.Tensor:
-        said: torch.Tensor = outputs.log_probs(batch.targets_BT, 16)[0]
-        return said
+        log_probs_BT, _ = outputs.log_probs(batch.targets_BT, 16)
+        return log_probs_BT
 
-    one, other = (engine.infer(batches(), read) for engine in (policy, reference))
-    assert all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(one, other, strict=True))
-    whole = 4 * sum(p.numel() for p in reference.model.parameters())  # type: ignore[attr-defined]
-    assert sum(p.nbytes for p in reference.model.parameters()) < 0.8 * whole  # type: ignore[attr-defined]
+    answers = policy.infer(batches(), read)
+    copied_answers = reference.infer(batches(), read)
+    for one, other in zip(answers, copied_answers, strict=True):
+        assert torch.equal(one, other)
+        assert one.any()
+
+    fp32_bytes = 0
+    own_bytes = 0
+    for parameter in reference.model.parameters():
+        fp32_bytes += 4 * parameter.numel()
+        own_bytes += parameter.nbytes
+    assert own_bytes < 0.8 * fp32_bytes
 
 
 class Tokens:
@@ -191,24 +253,34 @@ class Tokens:
 
 
 def test_two_models_learn_as_one() -> None:
-    engines = {"policy": FakeEngine(), "value": FakeEngine()}
-    both = CompositeEngine(dict(engines), {"value": 0.5})
-    sums = both.forward_backward([Tokens(1, 3)], dict.fromkeys(engines), 2.0)
-    assert sums["loss"] == 2 * engines["policy"].evaluate([Tokens(1, 3)], None)["loss"]
+    policy = FakeEngine()
+    value = FakeEngine()
+    both = CompositeEngine({"policy": policy, "value": value}, {"value": 0.5})
+    objectives = {"policy": None, "value": None}
+
+    sums = both.forward_backward([Tokens(1, 3)], objectives, 2.0)
+    alone = policy.evaluate([Tokens(1, 3)], None)
+    assert sums["loss"] == 2 * alone["loss"]
+
     norm = both.grad_norm()
     assert float(norm) == pytest.approx(2 * 2**0.5)
+
     both.step(0.1, norm, torch.isfinite(norm))
-    assert [float(engine.weight) for engine in engines.values()] == pytest.approx([0.2, 0.1])
-    assert (
-        both.evaluate([Tokens(1)], None)["loss"]
-        == engines["policy"].evaluate([Tokens(1)], None)["loss"]
-    )
+    assert float(policy.weight) == pytest.approx(0.2)
+    assert float(value.weight) == pytest.approx(0.1)
+
+    held_out = both.evaluate([Tokens(1)], None)
+    alone = policy.evaluate([Tokens(1)], None)
+    assert held_out["loss"] == alone["loss"]
+
     tensors = both.tensors()
-    assert (
-        tensors.keys() == {"model.weight", "value/model.weight"}
-        and tensors["value/model.weight"] is engines["value"].weight
-    )
-    told = {**both.state(), "step": 1}
-    fresh = {"policy": FakeEngine(), "value": FakeEngine()}
-    CompositeEngine(dict(fresh), {}).load_state({**told, "roles": {"value": {"calls": 7}}}, tensors)
-    assert [engine.calls for engine in fresh.values()] == [1, 7]
+    assert tensors.keys() == {"model.weight", "value/model.weight"}
+    assert tensors["value/model.weight"] is value.weight
+
+    state = {**both.state(), "step": 1, "roles": {"value": {"calls": 7}}}
+    fresh_policy = FakeEngine()
+    fresh_value = FakeEngine()
+    fresh = CompositeEngine({"policy": fresh_policy, "value": fresh_value}, {})
+    fresh.load_state(state, tensors)
+    assert fresh_policy.calls == 1
+    assert fresh_value.calls == 7

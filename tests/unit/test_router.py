@@ -1,17 +1,21 @@
-"""The loss that balances a mixture's experts: transformers' own for one row, and a sum however documents are packed and batches cut."""
+"""The loss that balances a mixture's experts: transformers' own for one row.
+
+It is a sum, however documents are packed and batches cut.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.model import ModelConfig
-from drumline.data.batches import TokenBatch, collate
+from drumline.data.batches import Episodes, TokenBatch, collate, collate_episodes, pair_batch
 from drumline.errors import ModelError
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
@@ -26,8 +30,6 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}
-SIZES |= {
     "vocab_size": 64,
     "num_experts_per_tok": 2,
     "output_router_logits": True,
@@ -48,144 +50,208 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"num_experts": 4},
     "granitemoe": {"num_local_experts": 4},
-    "phimoe": {"num_local_experts": 4, "input_jitter_noise": 0.0, "router_jitter_noise": 0.0},
+    "phimoe": {
+        "num_local_experts": 4,
+        "input_jitter_noise": 0.0,
+        "router_jitter_noise": 0.0,
+    },
     "gpt_oss": {"num_local_experts": 4, "head_dim": 8},
 }
+OBJECTIVE = NextToken(chunk=0, answers=False).objective
 
 
 def config_of(kind: str, **changes: Any) -> ModelConfig:
-    return ModelConfig(id=None, config={"model_type": kind, **SIZES, **KINDS[kind], **changes})
+    config = {"model_type": kind, **SIZES, **KINDS[kind], **changes}
+    return ModelConfig(id=None, config=config)
 
 
-def documents(lengths: list[int], seed: int = 0) -> list[tuple[Any, Any]]:
-    draw = np.random.default_rng(seed)
-    return [(draw.integers(0, 64, n).astype(np.uint32), np.ones(n, np.uint8)) for n in lengths]
+def mixture(kind: str = "mixtral", **changes: Any) -> Any:
+    return build_model(None, config_of(kind, **changes), seed=0)
 
 
-def trained(
-    module: ForwardWithObjective, batches: list[TokenBatch]
-) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
-    """Loss over the weight of all batches, sums, gradients."""
+def documents(lengths: list[int]) -> list[tuple[Any, Any]]:
+    draw = np.random.default_rng(0)
+    found = []
+    for length in lengths:
+        tokens = draw.integers(0, 64, length).astype(np.uint32)
+        found.append((tokens, np.ones(length, np.uint8)))
+
+    return found
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad.clone()
+
+    return found
+
+
+class Trained(NamedTuple):
+    # Over the weight of all batches.
+    loss: float
+    sums: dict[str, float]
+    gradients: dict[str, Tensor]
+
+
+def train(model: Any, batches: list[TokenBatch]) -> Trained:
+    """Return what one step over all batches gives."""
+    module = ForwardWithObjective(model)
     module.zero_grad()
-    weight, total, sums = sum(b.weight for b in batches), 0.0, dict[str, float]()
+    weight = sum(batch.weight for batch in batches)
+    loss = 0.0
+    sums: dict[str, float] = defaultdict(float)
     for batch in batches:
-        loss_sum, out = module(batch, NextToken(chunk=0, answers=False).objective)
+        loss_sum, out = module(batch, OBJECTIVE)
         (loss_sum / weight).backward()
-        total += float(loss_sum.detach()) / weight
-        sums = {name: sums.get(name, 0.0) + float(value) for name, value in out.items()}
-    return (
-        total,
-        sums,
-        {name: p.grad.clone() for name, p in module.model.named_parameters() if p.grad is not None},
-    )
+        loss += float(loss_sum.detach()) / weight
+        for name, value in out.items():
+            sums[name] += float(value)
+
+    return Trained(loss, dict(sums), gradients_of(model))
+
+
+def assert_same_gradients(
+    found: dict[str, Tensor],
+    expected: dict[str, Tensor],
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name],
+            gradient,
+            rtol=1e-4,
+            atol=1e-6,
+        )
 
 
 @pytest.mark.claim(
-    "the loss of routers is that of transformers for one row, and the same however documents are packed"
+    "the loss of routers is that of transformers for one row, "
+    "and the same however documents are packed"
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_row_has_the_loss_and_gradients_of_transformers(kind: str) -> None:
-    model = build_model(None, config_of(kind), seed=0)
+    model = mixture(kind)
     batch = collate([documents([12])], 0, None)
+    ids_BT = batch.input_ids_BT
     try:
-        theirs = model(input_ids=batch.input_ids_BT, labels=batch.input_ids_BT, use_cache=False)
+        theirs = model(input_ids=ids_BT, labels=ids_BT, use_cache=False)
     except AttributeError:  # transformers 5.17's granitemoe cannot compute its own
         with pytest.raises(ModelError, match="would not be trained"):
             router_of(model)
         return
-    loss, sums, gradients = trained(ForwardWithObjective(model), [batch])
+
+    ours = train(model, [batch])
     model.zero_grad()
     theirs.loss.backward()
-    assert loss == pytest.approx(float(theirs.loss), rel=1e-6)
-    assert sums["router_loss"] / batch.weight == pytest.approx(float(theirs.aux_loss), rel=1e-6)
-    assert gradients.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
-    without = config_of(kind, output_router_logits=False)
-    alone, _, _ = trained(ForwardWithObjective(build_model(None, without, seed=0)), [batch])
-    assert loss - alone == pytest.approx(0.5 * float(theirs.aux_loss), rel=1e-4)
+
+    router_loss = float(theirs.aux_loss)
+    assert ours.loss == pytest.approx(float(theirs.loss), rel=1e-6)
+    assert ours.sums["router_loss"] / batch.weight == pytest.approx(router_loss, rel=1e-6)
+    assert_same_gradients(ours.gradients, gradients_of(model))
+
+    without = train(mixture(kind, output_router_logits=False), [batch])
+    assert ours.loss - without.loss == pytest.approx(0.5 * router_loss, rel=1e-4)
 
 
 @pytest.mark.claim(
-    "the loss of routers is that of transformers for one row, and the same however documents are packed"
+    "the loss of routers is that of transformers for one row, "
+    "and the same however documents are packed"
 )
 def test_packing_padding_and_cutting_change_nothing() -> None:
-    """A product of means over a batch would: transformers' own loss of the pack is another number."""
-    model = build_model(None, config_of("mixtral"), seed=0)
-    module, docs = ForwardWithObjective(model), documents([3, 9, 5, 7])
-    alone = trained(module, [collate([[doc]], 0, None) for doc in docs])
-    for batches in (
-        [collate([docs], 0, None)],
-        [collate([docs[:2], None, docs[2:]], 0, 32)],
-        [collate([[doc] for doc in docs], 0, None)],
-    ):
-        loss, sums, gradients = trained(module, batches)
-        assert loss == pytest.approx(alone[0], rel=1e-6) and sums == pytest.approx(
-            alone[1], rel=1e-5
-        )
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, alone[2][name], rtol=1e-4, atol=1e-6)
+    """A product of means over a batch would: transformers' loss of the pack is another number."""
+    model = mixture()
+    docs = documents([3, 9, 5, 7])
+    each_alone = [[doc] for doc in docs]
     packed = collate([docs], 0, None)
-    theirs = model(**packed.inputs(), use_cache=False).aux_loss
-    assert abs(float(theirs) - alone[1]["router_loss"] / packed.weight) > 1e-3
+    padded = collate(
+        [docs[:2], None, docs[2:]],
+        0,
+        32,
+    )
+    in_rows = collate(each_alone, 0, None)
+    expected = train(model, [collate([row], 0, None) for row in each_alone])
+
+    for batch in (packed, padded, in_rows):
+        found = train(model, [batch])
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert found.sums == pytest.approx(expected.sums, rel=1e-5)
+        assert_same_gradients(found.gradients, expected.gradients)
+
+    theirs = model(**packed.inputs(), use_cache=False)
+    router_loss = expected.sums["router_loss"] / packed.weight
+    assert abs(float(theirs.aux_loss) - router_loss) > 1e-3
 
 
 def test_what_the_event_says() -> None:
-    module = ForwardWithObjective(build_model(None, config_of("mixtral"), seed=0))
+    model = mixture()
     batch = collate([documents([6, 4])], 0, 16)
-    _, sums, _ = trained(module, [batch])
+    sums = train(model, [batch]).sums
     said = router_metrics(sums, batch.weight)
-    assert (
-        said["router_loss"] >= 0.9
-        and len(said["expert_load"]) == 4
-        and sum(said["expert_load"]) == pytest.approx(1)
-    )
+    assert said["router_loss"] >= 0.9
+    assert len(said["expert_load"]) == 4
+    assert sum(said["expert_load"]) == pytest.approx(1)
+
+    chosen = 0.0
+    for name, value in sums.items():
+        if name.startswith("expert_load/"):
+            chosen += value
     # Real tokens × chosen × layers.
-    assert sum(v for k, v in sums.items() if k.startswith("expert_load/")) == 10 * 2 * 2
-    assert metrics(Event.of({"kind": "moved", "expert_load": [0.25, 0.75]})) == {
-        "expert_load/least": 0.25,
-        "expert_load/most": 0.75,
-    }
-    with torch.no_grad():
-        assert module(batch, NextToken(0, False).objective)[1] == {}, (
-            "asked without gradients: the loss of the tokens alone"
-        )
+    assert chosen == 10 * 2 * 2
+
+    event = Event.of({"kind": "moved", "expert_load": [0.25, 0.75]})
+    assert metrics(event) == {"expert_load/least": 0.25, "expert_load/most": 0.75}
     assert router_metrics({"loss": 1.0}, 1.0) == {}
 
 
+def test_without_gradients_the_loss_is_that_of_the_tokens_alone() -> None:
+    module = ForwardWithObjective(mixture())
+    batch = collate([documents([6, 4])], 0, 16)
+    with torch.no_grad():
+        _, sums = module(batch, OBJECTIVE)
+    assert sums == {}
+
+
 def test_a_router_loss_that_is_not_known_is_refused() -> None:
-    model = build_model(None, config_of("mixtral"), seed=0)
-    assert facts(load_config(None, config_of("mixtral")), 16).trains_router
-    assert not facts(
-        load_config(None, config_of("mixtral", output_router_logits=False)), 16
-    ).trains_router
+    with_loss = load_config(None, config_of("mixtral"))
+    without = load_config(None, config_of("mixtral", output_router_logits=False))
+    assert facts(with_loss, 16).trains_router
+    assert not facts(without, 16).trains_router
+
+    model = mixture()
     assert router_of(model) is not None
 
     class Other(type(model)):  # type: ignore[misc]
         def forward(self, *args: Any, **options: Any) -> Any:
             out = super().forward(*args, **options)
             if options.get("output_router_logits"):
-                out.aux_loss, out.loss = 2 * out.aux_loss, out.loss + out.aux_loss
+                router_loss = out.aux_loss
+                out.loss = out.loss + router_loss
+                out.aux_loss = 2 * router_loss
             return out
 
-    with pytest.raises(
-        ModelError,
-        match=r"^model\.config\.output_router_logits: the router loss of Other is not the one",
-    ):
+    message = r"^model\.config\.output_router_logits: the router loss of Other is not the one"
+    with pytest.raises(ModelError, match=message):
         router_of(Other(model.config))
 
 
-def test_the_tokens_of_pairs_and_episodes_weigh_what_their_losses_do(tmp_path: Path) -> None:
-    from drumline.data.batches import Episodes, collate_episodes, pair_batch
-
-    pairs = pair_batch([documents([5, 3]), None], [0, -1], [{}, {}], 0, None)
-    assert pairs.token_weights().sum(1).tolist() == [0.5, 0, 0.5, 0] and pairs.lengths_B.tolist()[
-        ::2
-    ] == [5, 3]
-    episodes = Episodes.start(
-        [np.ones(2, np.int64)] * 2, [np.ones(4, np.int64), np.ones(2, np.int64)]
+def test_the_tokens_of_pairs_and_episodes_weigh_what_their_losses_do() -> None:
+    pairs = pair_batch(
+        [documents([5, 3]), None],
+        [0, -1],
+        [{}, {}],
+        0,
+        None,
     )
-    weighted = episodes.weighted("sequence", 4, torch.ones(2, dtype=torch.bool))
+    assert pairs.token_weights().sum(1).tolist() == [0.5, 0, 0.5, 0]
+    assert pairs.lengths_B.tolist()[::2] == [5, 3]
+
+    prompt = np.ones(2, np.int64)
+    completions = [np.ones(4, np.int64), np.ones(2, np.int64)]
+    episodes = Episodes.start([prompt, prompt], completions)
+    counts_N = torch.ones(2, dtype=torch.bool)
+    weighted = episodes.weighted("sequence", 4, counts_N)
     batch = collate_episodes(weighted, [0, 1], 0, 8)
-    assert batch.token_weights().sum(1).tolist() == [1, 1] and batch.lengths_B.tolist() == [6, 4]
+    assert batch.token_weights().sum(1).tolist() == [1, 1]
+    assert batch.lengths_B.tolist() == [6, 4]
