@@ -58,6 +58,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert gone(str(tmp_path), 2.0)
 
 
+@pytest.mark.full
 def test_torchrun_restart_is_told_the_new_plan(tmp_path: Path) -> None:
     # Under torchrun's defaults the store outlives the attempt: the old text and the old process
     # group's keys are still in it.

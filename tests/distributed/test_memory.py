@@ -304,6 +304,7 @@ SCORES: dict[str, Sections] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "sections"),
     [

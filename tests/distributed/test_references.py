@@ -104,6 +104,7 @@ def test_a_resumed_run_reads_the_table_or_makes_it_anew_from_the_same_model(
         assert losses(run) == pytest.approx(whole, rel=1e-6)
 
 
+@pytest.mark.full
 def test_another_reference_has_a_table_of_its_own(tmp_path: Path, model: Path) -> None:
     other = tiny_model_dir(tmp_path / "other", seed=7)
     plain = plan_of(tmp_path / "a", model)

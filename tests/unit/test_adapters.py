@@ -356,6 +356,7 @@ def test_an_empty_adapter_is_not_exported(folder: Path, tmp_path: Path, adapter:
         adapters.save_adapter(base, out, str(folder), None)
 
 
+@pytest.mark.slow
 def test_an_adapter_over_a_random_model(folder: Path, tmp_path: Path) -> None:
     """Merged into the very weights that the run's seed drew; by itself it would mean nothing to a reader."""
     from drumline.dist.seeds import derive
@@ -385,6 +386,7 @@ def test_an_adapter_over_a_random_model(folder: Path, tmp_path: Path) -> None:
         export(run, tmp_path / "other", "last", adapter=True)
 
 
+@pytest.mark.slow
 def test_a_run_in_bf16_is_merged_into_the_base_as_it_was_loaded(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -530,6 +532,7 @@ def test_shared_experts_of_a_mixture_are_adapted_and_experts_are_not(
     assert_logits(adapters.load_adapters(base_model(base), apart), expected)
 
 
+@pytest.mark.slow
 def test_a_shard_begins_as_its_part_of_one_process(folder: Path) -> None:
     """On the meta device first, as ranks have it: values are filled in from the files, a whole weight at a time."""
     from drumline.models.build import lay_out

@@ -202,6 +202,7 @@ def kinds_and_rows() -> list[Any]:
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.claim("attention by documents has the losses and gradients of the mask")
 @pytest.mark.parametrize(("kind", "rows"), kinds_and_rows())
 def test_losses_and_gradients_of_the_mask(kind: str, rows: str) -> None:

@@ -82,6 +82,7 @@ def test_by_rules(model: Path, tmp_path: Path) -> None:
     assert "by the heuristic `devices`" in "\n".join(plan.why)
 
 
+@pytest.mark.slow
 def test_nothing_fits_here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is started: what is nearest, and what would help."""
     monkeypatch.setattr(setup, "detect", lambda: Machine([], 2, 10**6, "cpu", False))

@@ -301,6 +301,7 @@ def first_weight(model: Any) -> torch.Tensor:
     return next(iter(model.state_dict().values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [None, save_export])
 def test_a_run_is_opened_exported_or_not(
     folder: Path, tmp_path: Path, prepare: Callable[..., None] | None

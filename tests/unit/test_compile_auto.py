@@ -53,6 +53,7 @@ def long_run() -> Plans:
     return plan(overrides=["batch.global_samples=32", "run.steps=1000"], **LORA_8B)
 
 
+@pytest.mark.slow
 def test_a_long_run_compiles_and_a_short_one_does_not(long_run: Plans) -> None:
     first = long_run.ranked[0]
     assert first.candidate.config.compile.enabled and first.config["compile"] == {"enabled": True}

@@ -242,6 +242,7 @@ def collated(blocks: Blocks, ids: list[int]) -> TokenBatch:
     return collate([blocks.segments(each) for each in ids], 0, None)
 
 
+@pytest.mark.slow
 @pytest.mark.claim("a stream has the same samples wherever reading begins, on any number of ranks")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_any_number_of_ranks_takes_the_same_samples_within_the_disk(

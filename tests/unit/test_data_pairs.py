@@ -260,6 +260,7 @@ def tasks(seed: int = 1, **names: Any) -> list[Row]:
     return list(read_rows(source, Path(), PAIR_FORMS))
 
 
+@pytest.mark.slow
 def test_pairs_of_tasks_are_told_apart_by_their_verifiers() -> None:
     reasoning_gym = pytest.importorskip("reasoning_gym")
     options: dict[str, Any] = {

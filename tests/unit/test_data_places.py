@@ -375,6 +375,7 @@ def database(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_rows_of_a_query(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     query = "SELECT prompt, completion FROM t WHERE prompt > 'p0' ORDER BY prompt DESC"
     assert values({"query": query, "path": "rows.db"}, database) == ROWS[:0:-1]

@@ -213,6 +213,7 @@ def checkpointed(plan: Plan, data: DataIdentity | None) -> None:
     assert saved[0].error is None
 
 
+@pytest.mark.slow
 @pytest.mark.claim("a run goes on with its own data alone, and its caches are whole")
 def test_a_run_goes_on_with_its_own_data_alone(
     tmp_path: Path,

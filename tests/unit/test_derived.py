@@ -80,6 +80,7 @@ LIKE_KNOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIKE_KNOWN)
 @pytest.mark.parametrize(
     "adapter",
@@ -99,6 +100,7 @@ def test_sizes_of_a_family_are_those_that_are_counted(
     assert not differences(made, facts(load_config(None, model), 3000, lora))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["phi-2", "gpt-oss-20b", "gemma-2-2b", "olmo-2-7b"])
 def test_adapters_of_any_known_shape(name: str) -> None:
     config = load_config(None, with_config(KNOWN[name], ModelConfig(id=name)))

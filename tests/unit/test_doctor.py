@@ -369,6 +369,7 @@ def test_a_line_across_two_pieces_is_whole(monkeypatch: pytest.MonkeyPatch) -> N
     assert second.evidence.line == 62
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_log_full_of_matches_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gigabytes of one error are counted, not kept: neither their text nor a record of each

@@ -91,6 +91,7 @@ def launcher(folder: Path, case: str, rank: str = RANK) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_goes_on_as_a_new_process_would(tmp_path: Path) -> None:
     assert launcher(tmp_path, "begun") == [[True, 7, 7], [False, False]]
     assert json.loads((tmp_path / "out").read_text()) == [
@@ -104,6 +105,7 @@ def test_goes_on_as_a_new_process_would(tmp_path: Path) -> None:
     assert (tmp_path / "err").read_text() == "an error\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_as_it_ends_a_new_process(tmp_path: Path) -> None:
     """By the signal, so the launcher knows that nothing failed."""
     rank = "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(30)\n"
@@ -112,6 +114,7 @@ def test_ctrl_c_ends_it_as_it_ends_a_new_process(tmp_path: Path) -> None:
     assert (tmp_path / "err").read_text().endswith("KeyboardInterrupt\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "waiting"), [("other threads", 2), ("dead", 0)])
 def test_a_rank_whose_threads_are_others_or_that_has_died_is_started_as_usual(
     tmp_path: Path, case: str, waiting: int
@@ -119,6 +122,7 @@ def test_a_rank_whose_threads_are_others_or_that_has_died_is_started_as_usual(
     assert launcher(tmp_path, case) == [["usual", waiting], [False, False]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "waiting"),
     [("GPU: CUDA was asked", 0), ("GPU: CUDA was left alone", 2), ("CPU: CUDA was asked", 0)],
@@ -165,6 +169,7 @@ def test_torchao_is_imported_by_whoever_needs_it(monkeypatch: pytest.MonkeyPatch
         quantizer.flatten_tensor_state_dict({})
 
 
+@pytest.mark.slow
 def test_they_are_killed_with_the_launcher(tmp_path: Path) -> None:
     assert launcher(tmp_path, "killed") == [[False, False]]
     _, alive = psutil.wait_procs(

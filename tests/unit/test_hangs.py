@@ -336,6 +336,7 @@ def test_a_suspended_rank_hangs_whatever_it_was_at(
     assert hang is not None and hang.why == "it is suspended (SIGSTOP)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [False, "DistNetworkError: the store has gone"])
 def test_a_host_that_waits_does_not_hang_while_another_one_is_at_work(
     gone: Any, monkeypatch: pytest.MonkeyPatch

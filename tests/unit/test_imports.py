@@ -284,6 +284,7 @@ def test_no_module_needs_itself() -> None:
     assert list(TopologicalSorter(graph(for_types=True)).static_order())
 
 
+@pytest.mark.slow
 @pytest.mark.claim("no rank needs the planner, and no module itself by a circle")
 def test_no_rank_needs_the_planner() -> None:
     """A rank imports its entry, and engines and algorithms by name."""
@@ -328,6 +329,7 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_keys_of_other_tools_are_imported_where_one_is_met() -> None:
     code = "from drumline.config.load import load_values; from drumline.train.command import request_maker\n"
     code += (
@@ -338,6 +340,7 @@ def test_keys_of_other_tools_are_imported_where_one_is_met() -> None:
     assert not {name for name in loaded if name.startswith("drumline.compat")}
 
 
+@pytest.mark.slow
 def test_a_short_config_of_drumline_s_own_needs_no_tables() -> None:
     loaded = modules_after(
         "from drumline.config.load import load_text; load_text('data: rows.jsonl', [])"
@@ -346,6 +349,7 @@ def test_a_short_config_of_drumline_s_own_needs_no_tables() -> None:
     assert not {"drumline.compat.rules", "drumline_convert"} & loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [IMPORT, HELP], ids=["light rooms", "--help"])
 def test_torch_is_not_imported_for_nothing(code: str) -> None:
     told = subprocess.run(

@@ -46,6 +46,7 @@ def tokens_of(sampler: Any, requests: list[Request]) -> list[list[int]]:
     return [completion.tokens for completion in sampler.generate(requests, 0)]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "adapter", [pytest.param(False, marks=pytest.mark.full), True], ids=["whole", "lora"]

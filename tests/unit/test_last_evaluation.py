@@ -50,6 +50,7 @@ def scored_steps(said: list[dict[str, Any]]) -> list[tuple[int, bool]]:
     return [(event["step"], "tasks/a/acc" in event) for event in of(said, "eval")]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_last_weights_are_rated_though_they_were_saved_before(tmp_path: Path) -> None:
     """Step 6 is one of `checkpoint.every`, and is evaluated as the last."""
@@ -161,6 +162,7 @@ class Broken:
         raise EnvironmentFault("no lm-eval")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_tasks_that_break_lose_no_weights(tmp_path: Path) -> None:
     built, said = loop(tmp_path)
@@ -196,6 +198,7 @@ class Scored(Tasks):
         return {"tasks/a/acc": 0.5}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_tasks_are_scored_where_a_rollout_passes_over_their_step(tmp_path: Path) -> None:
     """Rollouts of three steps, evaluated after each; a multiple of 4 lies in the second."""

@@ -477,6 +477,7 @@ def test_saves_evaluates_and_stops_only_between_rollouts(tmp_path: Path) -> None
     assert saved_trainer(tmp_path)["stream"] == {"drawn": 5}
 
 
+@pytest.mark.slow
 def test_unknown_metric_names_those_there_are(tmp_path: Path) -> None:
     built, _ = loop(tmp_path, eval={"metric": "bleu"})
     with pytest.raises(ConfigError, match="loss, token_accuracy"):

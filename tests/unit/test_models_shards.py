@@ -110,6 +110,7 @@ def assert_meta(model: Any) -> None:
         assert parameter.is_meta, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom", *MORE])
 def test_filled_as_transformers_loads_it(tmp_path: Path, kind: str) -> None:
     """Old names in the files (gpt_neox), tied weights, several files, buffers that no file holds.

@@ -347,6 +347,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
 KAHAN = "compensation."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

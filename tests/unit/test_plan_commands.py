@@ -36,6 +36,7 @@ def test_fp8_is_for_devices_that_have_it() -> None:
         search(question("1b", "8xa100-80g", precision="fp8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "cluster", "said"),
     [(8, "4xa100-80g", 4), (2, "2xa100-80g", None), (8, "2x4xa100-80g", 4)],
@@ -87,6 +88,7 @@ def test_flags_hold_beside_an_override_of_their_section() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command_of_a_plan_keeps_its_flags(run: Run, tmp_path: Path) -> None:
     """Also where an override sets the section whole that a flag sets a key in."""
     path = tmp_path / "c.yaml"

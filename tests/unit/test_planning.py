@@ -335,6 +335,7 @@ def test_what_if(run: Run) -> None:
     assert "…" not in out
 
 
+@pytest.mark.slow
 def test_a_search_that_takes_long_shows_a_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -759,6 +760,7 @@ def test_nothing_fits_says_what_would(run: Run) -> None:
         assert words in err
 
 
+@pytest.mark.slow
 def test_qlora_of_a_shape_is_planned(run: Run) -> None:
     code, out, err = run("plan", SMALL, "--adapter", "qlora", "--cluster", "1x4090", "--length", 64)
     assert code == 0, err

@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.harness import ROOT
 
 
+@pytest.mark.slow
 def test_the_reference_pages_are_up_to_date() -> None:
     # In a process of its own: what other tests have imported could change a signature's text.
     done = subprocess.run(

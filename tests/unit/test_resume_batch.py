@@ -226,6 +226,7 @@ def test_there_has_to_be_a_checkpoint_to_go_back_to(tmp_path: Path, model: Path)
         built.rewind()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_that_is_named_is_gone_on_with_from_its_newest_whole_checkpoint(
     tmp_path: Path, model: Path

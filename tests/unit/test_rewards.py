@@ -137,6 +137,7 @@ def test_failures_are_grouped_by_type_and_place() -> None:
     assert counts == {reasons[0]: 2, reasons[2]: 1, "returned nan": 1, "returned inf": 1}
 
 
+@pytest.mark.full
 def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
     completions = [
         "ok",

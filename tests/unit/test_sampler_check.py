@@ -216,6 +216,7 @@ def test_the_gap_is_shown_while_a_run_goes_on_and_left_out_where_the_policy_samp
     assert "sampler gap" not in curve_values(rollout)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_of_two_ranks_with_a_sharded_policy_ends_at_a_stale_head(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model")

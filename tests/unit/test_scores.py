@@ -232,6 +232,7 @@ def test_a_reward_model_is_exported_for_transformers(folder: Path, tmp_path: Pat
     assert torch.equal(built(out, "score", seed=5).score.weight, model.score.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True], ids=["merged", "adapter"])
 def test_a_score_beside_an_adapter_is_exported(folder: Path, tmp_path: Path, apart: bool) -> None:
     out = tmp_path / "out"
@@ -252,6 +253,7 @@ def test_a_score_beside_an_adapter_is_exported(folder: Path, tmp_path: Path, apa
         torch.testing.assert_close(values_BT, values_of(model), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_policy_is_exported_without_its_value_head(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     model = moved(built(folder, "valued"))

@@ -226,6 +226,7 @@ def first_of(*candidates: Candidate) -> str:
     return next(best_first(candidates)).name
 
 
+@pytest.mark.slow
 def test_a_tight_plan_is_first_where_its_speed_is_worth_its_risk() -> None:
     """Of 80% of the memory the risk is 13% (log(1 / 0.8) over log(1.38) / 1.645 is 1.14 deviations): 1 / (1 - 0.13) is 1.15."""
     roomy = changed("roomy")
@@ -466,6 +467,7 @@ RULED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RULED, ids=lambda case: case.words)
 def test_a_family_is_refused_in_the_words_of_its_rule(case: Ruled) -> None:
     answer = search(case.asked())

@@ -158,6 +158,7 @@ def stepped(s: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_the_last_step_is_read_as_numbers(tmp_path: Path) -> None:
     with prepared_session(tmp_path) as (s, model):
         with pytest.raises(UserError, match="no step was done yet"):
@@ -262,6 +263,7 @@ def test_what_prepare_cannot_take(tmp_path: Path, made: Any, make: Any, what: st
         s.prepare(made, make)
 
 
+@pytest.mark.slow
 def test_a_second_loop_over_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
     with prepared_session(tmp_path) as (s, model):
         for batch in s.batches(ROWS, epochs=1):
@@ -371,6 +373,7 @@ def test_a_step_is_read_when_the_next_is_under_way(
         assert s.losses[""] > 0
 
 
+@pytest.mark.slow
 def test_the_last_save_waits_for_room(tmp_path: Path) -> None:
     with session(tmp_path, asynchronous=False) as s:
         stepped(s)
@@ -381,6 +384,7 @@ def test_the_last_save_waits_for_room(tmp_path: Path) -> None:
     assert [save["error"] is None for save in saves] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_a_loss_that_is_not_finite_leaves_the_weights(tmp_path: Path, on_nan: str) -> None:
     def train_on_nan() -> None:
@@ -405,6 +409,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights(tmp_path: Path, on_nan: st
     assert [event["policy"] for event in found] == [on_nan]
 
 
+@pytest.mark.slow
 def test_going_on_with_other_data_order_needs_a_word(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         stepped(s)
@@ -429,6 +434,7 @@ def nadam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.NAdam(model.parameters())
 
 
+@pytest.mark.slow
 def test_optimizers_whose_state_does_not_begin_at_zero(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="NAdam does not begin at zero"), session(tmp_path) as s:
         s.prepare(build, nadam)

@@ -19,6 +19,7 @@ from drumline.train.state import PAIRS, TrainState, encode_keys
 from tests.unit.test_session import ROWS, build, collate, loss_of, session, sgd
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.slow
 def test_rates_go_on_as_they_were(tmp_path: Path, tensor: bool) -> None:
@@ -124,6 +125,7 @@ class Returns(nn.Linear):
         return Out(logits)
 
 
+@pytest.mark.slow
 def test_what_a_model_returns_is_precise_in_a_dataclass_too(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with drumline.session("single", "bf16", run_dir=run, device="cpu", global_samples=4) as s:

@@ -201,6 +201,7 @@ def test_a_model_is_read_set_and_copied_as_the_module_is(tmp_path: Path) -> None
         assert [*model] == [*model.module]
 
 
+@pytest.mark.slow
 def test_a_part_is_not_copied(tmp_path: Path) -> None:
     refusal = pytest.raises(UserError, match="make it a second model of prepare")
     with refusal, session(tmp_path, "fsdp2") as s:
@@ -219,6 +220,7 @@ def test_what_is_not_the_model_s_is_not_stepped(tmp_path: Path) -> None:
         s.prepare(build, make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -237,6 +239,7 @@ def test_steps_that_would_train_uphill_or_not_at_all(
         s.step(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["loss", "weight"])
 def test_sums_of_measure_take_no_sum_s_place(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=f"a sum of the name '{name}'"), session(tmp_path) as s:
@@ -364,6 +367,7 @@ def adamw(model: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_statistics_of_a_step_that_is_none_are_put_back(tmp_path: Path, strategy: str) -> None:
     rows = list(ROWS)
@@ -466,6 +470,7 @@ def gradients(kind: str) -> tuple[list[float], list[float]]:
     return flatten(gradients_of(module)), flatten(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["call", "method", "twice", "none", "freeze", "thaw"])
 def test_copies_average_whatever_a_loss_comes_from(kind: str) -> None:
     (mine, expected), (other, _) = run(2, gradients, kind)

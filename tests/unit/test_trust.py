@@ -76,6 +76,7 @@ def test_a_runs_plan_allows_no_code(tmp_path: Path) -> None:
     assert plan_of(tmp_path / "run", trust=True).config.model.trust_remote_code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -208,6 +208,7 @@ def test_a_loop_tells_twice_and_the_display_once(tmp_path: Path) -> None:
     assert "drumline plan --check 'runs/my run'" in line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("steps", "words"), [(2, "too short to be measured"), (3, "too short to be timed")]
 )

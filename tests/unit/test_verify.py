@@ -38,6 +38,7 @@ def test_strategies_agree_and_a_refusal_is_told(tmp_path: Path) -> None:
     assert not survivors(str(tmp_path))
 
 
+@pytest.mark.full
 def test_what_rounding_does_to_a_training_is_no_difference(tmp_path: Path) -> None:
     """At this rate two cuts of one batch lie more than 1e-5 apart after four steps on one process."""
     model = tiny_model_dir(tmp_path / "model", layers=4)

@@ -270,6 +270,7 @@ def browser() -> Iterator[Any]:
             yield chromium
 
 
+@pytest.mark.full
 def test_browser(browser: Any, run: Path) -> None:
     complaints: list[str] = []
 

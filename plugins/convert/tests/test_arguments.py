@@ -444,6 +444,7 @@ def test_a_mistake_names_the_old_line(text: str, says: list[str]) -> None:
         assert part in line
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_junk_in_any_key_is_one_line_or_nothing() -> None:
     refused = 0
