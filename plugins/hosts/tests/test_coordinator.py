@@ -146,6 +146,7 @@ def test_a_host_that_is_lost_while_the_plan_is_made_leaves_the_rest(
 
 def test_one_who_takes_part_and_is_lost_has_not_confirmed(elastic: ElasticHosts) -> None:
     _, b, _ = call_agents(elastic, "abc", know=confirm)
+
     choose_hosts(elastic)
     b.leave()
 
@@ -167,6 +168,7 @@ def test_a_host_that_calls_by_itself_is_not_started_again(
         return "ssh has ended"
 
     monkeypatch.setattr(starter, "ended", end)
+
     elastic._begin_recall()
     until(lambda: calls)
     time.sleep(0.3)
@@ -177,6 +179,7 @@ def test_a_host_that_calls_by_itself_is_not_started_again(
 
 def test_a_plan_that_fails_leaves_the_ranks_of_the_one_that_is_there(elastic: ElasticHosts) -> None:
     call_agents(elastic, "ab")
+
     counts = {"a": 1, "b": 1, "c": 1}
     elastic.counts = counts.copy()
     elastic.resize = lambda ranks: False
