@@ -1,4 +1,7 @@
-"""The launcher of several hosts with another module as its ranks: `python -m plugins.hosts.tests.launcher PLAN_JSON MODULE`."""
+"""Start the launcher of several hosts with another module as its ranks.
+
+`python -m plugins.hosts.tests.launcher PLAN_JSON MODULE`
+"""
 
 import sys
 from pathlib import Path
@@ -10,19 +13,23 @@ from drumline_hosts.ray.spec import RayLauncher
 from drumline_hosts.ssh.spec import SSHLauncher
 from drumline_hosts.ssh.start import counts
 
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
+
+def main(path: Path, worker: str) -> int:
     plan = Plan.load(path)
     options = plan.config.launch
     assert isinstance(options, SSHLauncher | RayLauncher)
+    with options.early(plan.config, path) as hosts:
+        if isinstance(options, SSHLauncher):
+            hosts.counts = counts(options)
+        else:
+            hosts.counts = dict(zip(hosts.remotes, options.host_ranks(), strict=True))
+        return launch(plan, path, None, lambda event: None, worker=worker, ranks=hosts)
+
+
+if __name__ == "__main__":
     try:
-        with options.early(plan.config, path) as hosts:
-            hosts.counts = (
-                counts(options)
-                if isinstance(options, SSHLauncher)
-                else dict(zip(hosts.remotes, options.host_ranks(), strict=True))
-            )
-            sys.exit(launch(plan, path, None, lambda event: None, worker=sys.argv[2], ranks=hosts))
+        code = main(Path(sys.argv[1]), sys.argv[2])
     except DrumlineError as error:
         print(f"error: {error.line()}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        code = error.exit_code
+    sys.exit(code)

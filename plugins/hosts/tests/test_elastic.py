@@ -1,31 +1,38 @@
-"""`launch: {kind: ssh, nodes: {min, max}}`: hosts go and come, and the run is that of one host left alone."""
+"""`launch: {kind: ssh, nodes: {min, max}}`: hosts go and come, and the run is that of one host."""
 
 from __future__ import annotations
 
-import re
-import subprocess
+import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
 from drumline.config.load import Request, load_values
 from drumline.dist.start import Ranks
 from drumline.errors import EnvironmentFault
+from drumline.plan.plan import Plan
 from drumline.train.replan import Replanner
-from drumline_hosts.coordinator import Remote
+from drumline_hosts import elastic as hosts_elastic
+from drumline_hosts.coordinator import Hosts, Remote
 from drumline_hosts.elastic import ElasticHosts
 from drumline_hosts.timing import SILENT_SECONDS
+from plugins.hosts.tests.runs import (
+    SLOW,
+    TRAIN,
+    require_end,
+    require_no_ranks,
+    same_as_alone,
+    write_elastic_config,
+)
+from plugins.hosts.tests.standing import Starter, compare, connect, elastic_hosts
 from tests.faults.live import wait_for
-from tests.harness import ENV, ROOT, events, losses, same_weights, write_config
-from tests.hosts.namespaces import Host, ended, hosts
+from tests.harness import column, write_config
+from tests.hosts.namespaces import Host, hosts
 from tests.tiny import tiny_model_dir
-
-TRAIN = (sys.executable, "-m", "drumline", "train")
-STEPS = 60
 
 
 @pytest.fixture(scope="module")
@@ -34,178 +41,141 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
         yield made
 
 
-def config(folder: Path, ssh: Path, **launch: Any) -> Path:
-    model = tiny_model_dir(folder / "model")
-    over = {
-        "kind": "ssh",
-        "hosts": ["a:1", "b:1", "c:1", "d:1"],
-        "nodes": {"min": 1},
-        "options": ["-F", str(ssh)],
-        **launch,
-    }
-    run, batch = (
-        {"steps": STEPS, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]},
-        {"global_samples": 12, "micro_batch": 3},
-    )
-    data = {"packing": False, "eval": []}
-    return write_config(
-        folder,
-        model,
-        rows=60,
-        launch=over,
-        data=data,
-        run=run,
-        batch=batch,
-        checkpoint={"every": 3},
-        optimizer={"lr": 1e-3},
-    )
-
-
-def alone(path: Path, run: Path) -> Path:
-    """The same run by one process."""
-    path.with_name("alone.yaml").write_text(
-        re.sub(r"launch:\n(  .*\n|- .*\n)*", "launch: {nproc: 1}\n", path.read_text())
-    )
-    line = [*TRAIN, str(path.with_name("alone.yaml")), f"run.dir={run}"]
-    done = subprocess.run(line, env=ENV, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    return run
-
-
-def same_as_alone(path: Path, run: Path) -> None:
-    """Every sample once, in the same order and with the same learning rate: the losses and weights are those of one process."""
-    reference = alone(path, path.with_name("alone"))
-    for name in ("lr", "tokens", "samples"):
-        assert {e["step"]: e[name] for e in events(run, "step")} == {
-            e["step"]: e[name] for e in events(reference, "step")
-        }
-    assert losses(run).keys() == set(range(1, STEPS + 1))
-    assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
-    same_weights(run, reference, 1e-5)
-
-
-def without_ranks(host: Host) -> None:
-    """The ranks of a host that is cut off end by themselves."""
-    until = time.time() + 3 * SILENT_SECONDS
-    while host.processes("drumline.train.entry"):
-        assert time.time() < until
-        time.sleep(0.2)
-
-
 @pytest.mark.full
 def test_a_host_goes_and_comes_back_and_the_run_is_that_of_one_host(
     four: dict[str, Host], tmp_path: Path
 ) -> None:
-    path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
-    (tmp_path / "slow").write_text("2")  # seconds of a step, for as long as hosts go and come
+    path = write_elastic_config(tmp_path, four["a"].ssh_config)
+    run = tmp_path / "run"
+    slow = tmp_path / "slow"
+    slow.write_text(SLOW)
     process = four["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
+
     four["d"].link(up=False)
     try:
         cut = time.time()
         left = wait_for(run, "fault", 0, process)
-        assert left["host"] == "d" and left["t"] - cut < 3 * 10 and left["action"] == "restart"
+        assert left["host"] == "d"
+        assert left["t"] - cut < 3 * 10
+        assert left["action"] == "restart"
         assert SILENT_SECONDS < 10
-        without_ranks(four["d"])
+        require_no_ranks(four["d"])
         shrunk = wait_for(run, "run_start", 0, process, after=left["t"])
         assert shrunk["world_size"] == 3
         again = wait_for(run, "save", 0, process, after=shrunk["t"])
     finally:
         four["d"].link(up=True)
+
     grown = wait_for(run, "run_start", 0, process, after=again["t"])
     assert grown["world_size"] == 4
-    (tmp_path / "slow").unlink()
-    code, out = ended(process, 280)
-    assert code == 0, out
-    assert (
-        "goes on with 3 of 4 hosts: a, b, c\n" in out
-        and "goes on with 4 of 4 hosts: a, b, c, d\n" in out
-    )
-    assert [event["to"].split(",")[0] for event in events(run, "replan")] == ["3 ranks", "4 ranks"]
+    slow.unlink()
+    out = require_end(process, 0, 280)
+    assert "goes on with 3 of 4 hosts: a, b, c\n" in out
+    assert "goes on with 4 of 4 hosts: a, b, c, d\n" in out
+    assert rank_counts(run, "to") == ["3 ranks", "4 ranks"]
     same_as_alone(path, run)
+
+
+def rank_counts(run: Path, side: str) -> list[str]:
+    """Return how many ranks each new plan of a run was made `to` or `from`."""
+    return [plan.split(",")[0] for plan in column(run, side, "replan")]
 
 
 @pytest.mark.full
 def test_too_few_hosts_end_the_start_in_one_line(four: dict[str, Host], tmp_path: Path) -> None:
+    path = write_elastic_config(tmp_path, four["a"].ssh_config, nodes={"min": 4})
     four["c"].link(up=False)
     try:
-        path = config(tmp_path, four["a"].ssh_config, nodes={"min": 4})
-        code, out = ended(four["a"].start(*TRAIN, path), 120)
+        out = require_end(four["a"].start(*TRAIN, path), 2)
     finally:
         four["c"].link(up=True)
-    assert (
-        code == 2 and "3 of at least 4 hosts are there" in out and not (tmp_path / "run").exists()
-    ), out
-
-
-class Standing:
-    """A link that is there."""
-
-    heard = float("inf")
-
-    def send(self, message: dict[str, Any]) -> None:
-        self.last = message
-
-    def close(self) -> None:
-        self.last = {}
-
-
-class Starter:
-    def start(self, name: str, settings: dict[str, Any]) -> None:
-        self.started = name
-
-    def ended(self, name: str) -> str | None:
-        return None
-
-    def close(self) -> None:
-        self.started = ""
+    assert "3 hosts are there, and at least 4 are needed" in out
+    assert not (tmp_path / "run").exists()
 
 
 class Quiet:
-    number, at_once = 0, False
+    """No signal has come."""
 
-
-def compared(hosts: ElasticHosts, name: str) -> None:
-    hosts.compared[name] = hosts.remotes[name].link
+    number = 0
+    at_once = False
 
 
 @pytest.fixture
 def elastic() -> Iterator[ElasticHosts]:
-    made = ElasticHosts(["a", "b", "c"], Starter(), "127.0.0.1", None, None, [], least=1, most=3)
-    made.size, made.require, made.resize = (
-        lambda name: 2,
-        lambda name: compared(made, name),
-        lambda ranks: True,
-    )
-    try:
+    with elastic_hosts(Starter(), least=1) as made:
+        made.size = lambda name: 2
+        made.require = lambda name: compare(made, name)
         yield made
-    finally:
-        made.close()
 
 
-def there(hosts: ElasticHosts, *names: str) -> None:
-    for name in hosts.remotes:
-        hosts.remotes[name].link = Standing() if name in names else None
+def choose_hosts(elastic: ElasticHosts, *names: str) -> dict[str, int]:
+    """Return the ranks of each host that takes part if these are there."""
+    connect(elastic, *names)
+    elastic._choose_hosts(Quiet())
+    return elastic.counts
 
 
 def test_who_takes_part(elastic: ElasticHosts) -> None:
-    there(elastic, "a", "b", "c")
-    elastic._choose_hosts(Quiet())
-    assert elastic.counts == {"a": 2, "b": 2, "c": 2}
-    there(elastic, "a", "c")
-    elastic._choose_hosts(Quiet())
-    assert elastic.counts == {"a": 2, "c": 2}
-    there(elastic, "a", "b", "c")
-    elastic._choose_hosts(Quiet())
-    assert list(elastic.counts) == ["a", "c", "b"], "rank 0 stays where it is"
+    assert choose_hosts(elastic, "a", "b", "c") == {"a": 2, "b": 2, "c": 2}
+    assert choose_hosts(elastic, "a", "c") == {"a": 2, "c": 2}
+    counts = choose_hosts(elastic, "a", "b", "c")
+    assert list(counts) == ["a", "c", "b"], "rank 0 stays on its host"
+
     elastic.resize = lambda ranks: ranks != 4  # of two hosts there is no plan
-    there(elastic, "b", "c")
-    elastic._choose_hosts(Quiet())
-    assert list(elastic.counts) == ["c"]
-    elastic.most, elastic.resize = 1, lambda ranks: False
-    there(elastic, "a")
+    assert list(choose_hosts(elastic, "b", "c")) == ["c"]
+
+    elastic.most = 1
+    elastic.resize = lambda ranks: False
     with pytest.raises(EnvironmentFault, match="no plan takes the same steps"):
-        elastic._choose_hosts(Quiet())
+        choose_hosts(elastic, "a")
+
+
+class TooFew(NamedTuple):
+    there: int
+    least: int
+    message: str
+
+
+TOO_FEW = (
+    TooFew(0, 1, "0 hosts are there, and at least 1 is needed"),
+    TooFew(0, 2, "0 hosts are there, and at least 2 are needed"),
+    TooFew(1, 2, "1 host is there, and at least 2 are needed"),
+    TooFew(2, 3, "2 hosts are there, and at least 3 are needed"),
+)
+
+
+@pytest.mark.parametrize("case", TOO_FEW, ids=lambda case: f"{case.there} of {case.least}")
+def test_a_message_counts_the_hosts_that_are_there(
+    elastic: ElasticHosts, monkeypatch: pytest.MonkeyPatch, case: TooFew
+) -> None:
+    monkeypatch.setattr(hosts_elastic, "BACK_SECONDS", -1.0)
+    elastic.least = case.least
+    names = list(elastic.remotes)[: case.there]
+    with pytest.raises(EnvironmentFault) as fault:
+        choose_hosts(elastic, *names)
+    assert fault.value.what == case.message
+
+    monkeypatch.setattr(Hosts, "_start_missing_agents", lambda *given: {"c": "ssh has ended"})
+    with pytest.raises(EnvironmentFault) as fault:
+        elastic.gather()
+    assert fault.value.what == f"host c: ssh has ended; {case.message}"
+
+
+def test_a_launcher_that_leaves_a_run_says_how_many_hosts_are_there(
+    elastic: ElasticHosts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    elastic.members = dict.fromkeys("abcde")
+    connect(elastic, "a")
+    with pytest.raises(SystemExit):
+        elastic._step_down()
+    assert capsys.readouterr().err == "error: 1 host of 5 is there: left to the others\n"
+
+    connect(elastic, "a", "b")
+    with pytest.raises(SystemExit):
+        elastic._step_down()
+    assert capsys.readouterr().err == "error: 2 hosts of 5 are there: left to the others\n"
 
 
 def test_a_host_that_comes_and_differs_is_sent_away(
@@ -214,14 +184,15 @@ def test_a_host_that_comes_and_differs_is_sent_away(
     def require(name: str) -> None:
         if name == "b":
             raise EnvironmentFault("host b has torch 9.9, and this one 2.13")
-        compared(elastic, name)
+        compare(elastic, name)
 
     elastic.require = require
-    there(elastic, "a", "b")
-    elastic._choose_hosts(Quiet())
-    assert elastic.counts == {"a": 2} and elastic.remotes["b"].link is None
+    assert choose_hosts(elastic, "a", "b") == {"a": 2}
+    other = elastic.remotes["b"]
+    assert isinstance(other, Remote)
+    assert other.link is None
+    assert elastic._refused == {"b"}
     assert "note: goes on without it: host b has torch 9.9" in capsys.readouterr().err
-    assert isinstance(elastic.remotes["b"], Remote) and elastic._refused == {"b"}
 
 
 def test_under_torchrun_hosts_do_not_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,39 +209,51 @@ def test_under_torchrun_hosts_do_not_come_and_go(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.claim("another number of ranks takes the same steps")
 def test_another_number_of_ranks_takes_the_same_steps(tmp_path: Path) -> None:
-    """By the planner: same global batch, learning rate and steps, in a new plan.json."""
-    from drumline.config.load import load
-    from drumline.plan.plan import Plan
-    from drumline.train.setup import Request, make_plan
-
-    path = write_config(
-        tmp_path, tiny_model_dir(tmp_path / "model"), launch={"nproc": 3}, batch={"global_samples": 6, "micro_batch": 2},
-        data={"packing": False, "eval": []}, optimizer={"lr": 1e-2, "lr_scaling": "linear"},
-    )  # fmt: skip
-    plan = make_plan(Request(load(path, [])), on_progress=lambda *_: None, dry_run=True)
-    Path(plan.run_dir).mkdir()
-    place = Path(plan.run_dir) / "plan.json"
+    """The planner keeps global batch, learning rate and steps in a new plan.json."""
+    plan = plan_three_ranks(tmp_path)
+    run = Path(plan.run_dir)
+    run.mkdir()
+    place = run / "plan.json"
     plan.save(place)
     replanner = Replanner(plan, place)
-    assert replanner.resize(3) and not (place.parent / "plan-0.json").exists()
+
+    assert replanner.resize(3)
+    assert not (run / "plan-0.json").exists()
+
     assert replanner.resize(2)
     two = Plan.load(place)
-    assert (
-        two.mesh.world_size,
-        two.batch.global_samples,
-        two.batch.micro_batch * two.batch.accumulation,
-    ) == (2, 6, 3)
-    assert (two.lr, two.steps, two.config.batch) == (plan.lr, plan.steps, plan.config.batch)
-    assert replanner.resize(3) and Plan.load(place).batch == plan.batch
-    assert replanner.resize(1) and Plan.load(place).mesh.world_size == 1
-    assert [event["from"].split(",")[0] for event in events(place.parent, "replan")] == [
-        "3 ranks",
-        "2 ranks",
-        "3 ranks",
-    ]
+    assert two.mesh.world_size == 2
+    assert two.batch.global_samples == 6
+    assert two.batch.micro_batch * two.batch.accumulation == 3
+    assert two.lr == plan.lr
+    assert two.steps == plan.steps
+    assert two.config.batch == plan.config.batch
+
+    assert replanner.resize(3)
+    assert Plan.load(place).batch == plan.batch
+    assert replanner.resize(1)
+    assert Plan.load(place).mesh.world_size == 1
+    assert rank_counts(run, "from") == ["3 ranks", "2 ranks", "3 ranks"]
+
     assert replanner.resize(4), "six samples are not shared by four, so it is another strategy"
     four = Plan.load(place)
-    assert four.mesh.data_ranks < four.mesh.world_size == 4 and (
-        four.batch.global_samples,
-        four.lr,
-    ) == (6, plan.lr)
+    assert four.mesh.data_ranks < 4
+    assert four.mesh.world_size == 4
+    assert four.batch.global_samples == 6
+    assert four.lr == plan.lr
+
+
+def plan_three_ranks(folder: Path) -> Plan:
+    from drumline.config.load import load
+    from drumline.train.setup import make_plan
+
+    path = write_config(
+        folder,
+        tiny_model_dir(folder / "model"),
+        launch={"nproc": 3},
+        batch={"global_samples": 6, "micro_batch": 2},
+        data={"packing": False, "eval": []},
+        optimizer={"lr": 1e-2, "lr_scaling": "linear"},
+    )
+    request = Request(load(path, []))
+    return make_plan(request, on_progress=lambda *_: None, dry_run=True)

@@ -25,8 +25,10 @@ def launcher(**values: Any) -> Any:
 def test_what_an_actor_takes_of_its_node() -> None:
     spec = launcher(nodes=3, gpus=4, cpus=8, resources={"accelerator_type:H100": 0.001})
     assert spec.bundle == {"CPU": 8, "GPU": 4, "accelerator_type:H100": 0.001}
-    assert spec.host_ranks() == (4, 4, 4) and spec.processes() == 12
-    assert launcher(nodes=2, nproc=3).processes() == 6 and launcher().bundle == {"CPU": 1}
+    assert spec.host_ranks() == (4, 4, 4)
+    assert spec.processes() == 12
+    assert launcher(nodes=2, nproc=3).processes() == 6
+    assert launcher().bundle == {"CPU": 1}
 
 
 def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,20 +47,24 @@ def test_a_cluster_that_is_not_there() -> None:
         gather_hosts(launcher(address="head"))
 
 
+DIED = (
+    "The actor died unexpectedly before finishing this task. "
+    "class_name: Node actor_id: 1 pid: 5 ip: 10.0.0.7"
+)
+NODE_DIED = f"{DIED} The actor died because its node has died. Node Id: abc"
+WORKER_DIED = (
+    f"{DIED} Worker exit type: SYSTEM_ERROR Worker exit detail: "
+    "(1) killed by the OOM killer due to high memory usage. (2) …"
+)
+
+
 def test_reasons() -> None:
     exceptions = pytest.importorskip("ray", reason="the package ray is not installed").exceptions
-    died = "The actor died unexpectedly before finishing this task. class_name: Node actor_id: 1 pid: 5 ip: 10.0.0.7"
-    node = f"{died} The actor died because its node has died. Node Id: abc"
-    worker = f"{died} Worker exit type: SYSTEM_ERROR Worker exit detail: (1) killed by the OOM killer due to high memory usage. (2) …"
     assert reason(exceptions.ActorDiedError(None)) == "its actor died"
-    assert (
-        reason(exceptions.RayActorError(error_msg=node))
-        == "its node died: Ray has lost the actor on 10.0.0.7"
-    )
-    assert (
-        reason(exceptions.RayActorError(error_msg=worker))
-        == "its actor on 10.0.0.7 died (SYSTEM_ERROR)"
-    )
+    node = exceptions.RayActorError(error_msg=NODE_DIED)
+    assert reason(node) == "its node died: Ray has lost the actor on 10.0.0.7"
+    worker = exceptions.RayActorError(error_msg=WORKER_DIED)
+    assert reason(worker) == "its actor on 10.0.0.7 died (SYSTEM_ERROR)"
     low = exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
     assert reason(low) == "the node ran out of memory, and Ray killed the actor"
     # No word of it may make the end of a rank look like another one's consequence.

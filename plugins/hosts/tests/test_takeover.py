@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from plugins.hosts.tests.test_elastic import (
+from plugins.hosts.tests.runs import (
     STEPS,
     TRAIN,
-    alone,
-    config,
+    require_no_ranks,
     same_as_alone,
-    without_ranks,
+    train_here,
+    write_elastic_config,
 )
 from tests.faults.live import wait_for
 from tests.harness import ENV, events, losses, same_weights
@@ -75,7 +75,7 @@ def none_left(found: list[Host]) -> None:
 def test_the_launcher_s_host_dies_and_comes_back_and_the_next_one_dies(
     four: dict[str, Host], tmp_path: Path
 ) -> None:
-    path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
+    path, run = write_elastic_config(tmp_path, four["a"].ssh_config), tmp_path / "run"
     (tmp_path / "slow").write_text(SLOW)
     process = four["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
@@ -128,14 +128,14 @@ def test_the_launcher_s_host_is_cut_off_and_keeps_the_lease(
     four: dict[str, Host], tmp_path: Path
 ) -> None:
     """Its disk is not cut off: no other host gets the folder, and those that are cut off from the launcher have no ranks."""
-    path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
+    path, run = write_elastic_config(tmp_path, four["a"].ssh_config), tmp_path / "run"
     (tmp_path / "slow").write_text(SLOW)
     process = four["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
     cut = time.time()
     four["a"].link(up=False)
     for name in "bcd":
-        without_ranks(four[name])
+        require_no_ranks(four[name])
     shrunk = wait_for(run, "run_start", 0, process, after=cut)
     assert shrunk["world_size"] == 1
     wait_for(run, "save", 0, process, after=shrunk["t"])
@@ -152,13 +152,16 @@ def test_the_launcher_s_host_is_cut_off_and_keeps_the_lease(
 def test_a_launcher_that_is_cut_off_from_most_leaves_the_run_to_them(
     four: dict[str, Host], tmp_path: Path
 ) -> None:
-    path, run = config(tmp_path, four["a"].ssh_config, nodes={"min": 2}), tmp_path / "run"
+    path, run = (
+        write_elastic_config(tmp_path, four["a"].ssh_config, nodes={"min": 2}),
+        tmp_path / "run",
+    )
     (tmp_path / "slow").write_text(SLOW)
     process = four["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
     four["a"].link(up=False)
     code, out = ended(process, GONE_SECONDS)
-    assert code == 1 and "error: 1 of 4 hosts are there: left to the others" in out, out
+    assert code == 1 and "error: 1 host of 4 is there: left to the others" in out, out
     none_left([four["a"]])
     taken = wait_for(run, "takeover", 0)
     assert wait_for(run, "run_start", 0, after=taken["t"])["world_size"] == 3
@@ -178,7 +181,7 @@ def apart(folder: Path, four: dict[str, Host]) -> dict[str, Path]:
 
 
 def apart_config(folder: Path, ssh: Path, keep: str = "replicas: 1") -> Path:
-    path = config(folder, ssh)
+    path = write_elastic_config(folder, ssh)
     text = path.read_text().replace(f"dir: {folder}/run", f"dir: {folder}/own/run")
     path.write_text(
         text.replace("every: 3", f"every: 3\n  {keep}").replace("export: none", "export: last")
@@ -248,7 +251,7 @@ def a_majority_goes_on(four: dict[str, Host], tmp_path: Path, keep: str) -> None
         == 1
     )
     path.write_text(path.read_text().replace(f"  {keep}\n", ""))
-    reference = alone(path, tmp_path / "alone")
+    reference = train_here(path, tmp_path / "alone", 1)
     assert {**losses(runs["a"]), **losses(run)} == pytest.approx(losses(reference), rel=1e-5)
     same_weights(run, reference, 1e-5)
 

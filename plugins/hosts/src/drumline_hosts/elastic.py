@@ -117,9 +117,7 @@ class ElasticHosts(Hosts):
         number = len(self.connected_hosts())
         if number < self.least:
             name, why = next(iter(missing.items()))
-            what = (
-                f"host {name}: {why}; {number} of at least {plural(self.least, 'host')} are there"
-            )
+            what = f"host {name}: {why}; {_too_few(number, self.least)}"
             fix = "set launch.nodes.min lower to go on with fewer"
             raise EnvironmentFault(what, where="launch.hosts", fix=fix)
         for name, why in missing.items():
@@ -287,8 +285,7 @@ class ElasticHosts(Hosts):
                 raise Interrupted(signals.number)
             if time.monotonic() > until:
                 self._step_down()
-                what = f"{len(there)} of at least {plural(self.least, 'host')} are there"
-                raise EnvironmentFault(what, where="launch.nodes")
+                raise EnvironmentFault(_too_few(len(there), self.least), where="launch.nodes")
             time.sleep(LOOK_SECONDS)
 
     def _same_hosts(self) -> list[str]:
@@ -378,7 +375,8 @@ class ElasticHosts(Hosts):
         there = self.connected_hosts()
         here = set(self.members) & set(there)
         if self.shared and 2 * len(here) < len(self.members):
-            say(f"error: {len(there)} of {len(self.members)} hosts are there: left to the others")
+            found = f"{plural(len(there), 'host')} of {len(self.members)}"
+            say(f"error: {found} {_is_or_are(len(there))} there: left to the others")
             os._exit(1)
 
     def _refuse(self, new: list[str]) -> None:
@@ -394,6 +392,16 @@ class ElasticHosts(Hosts):
                 if link is not None and remote.link is link:
                     self._refused.add(name)
                     self._dismiss(remote)
+
+
+def _too_few(there: int, least: int) -> str:
+    """Return the message that fewer than `least` hosts are there."""
+    found = f"{plural(there, 'host')} {_is_or_are(there)} there"
+    return f"{found}, and at least {least:,} {_is_or_are(least)} needed"
+
+
+def _is_or_are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _has_saved(ends: list[RankEnd]) -> bool:

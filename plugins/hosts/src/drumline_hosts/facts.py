@@ -62,9 +62,13 @@ def require_same_versions(own: Mapping[str, Any], hosts: Mapping[str, Mapping[st
                     where="launch.hosts",
                     fix="install the same on all hosts, or name another launch.python",
                 )
-    kinds = {theirs["machine"]["device"]: host for host, theirs in hosts.items()}
-    if len(kinds) > 1:
-        what = f"host {kinds['cuda']} has GPUs, and host {kinds['cpu']} has none"
+    by_device = {theirs["machine"]["device"]: host for host, theirs in hosts.items()}
+    if len(by_device) > 1:
+        if by_device.keys() == {"cuda", "cpu"}:
+            what = f"host {by_device['cuda']} has GPUs, and host {by_device['cpu']} has none"
+        else:
+            (device, host), (other_device, other_host), *_ = by_device.items()
+            what = f"host {host} has the device {device}, and host {other_host} {other_device}"
         raise EnvironmentFault(
             what,
             where="launch.hosts",
