@@ -15,7 +15,10 @@ from tests.harness import start_drumline
 @pytest.mark.claim("kills of ranks, agents, launchers and saves on several hosts change nothing")
 @pytest.mark.slow
 def test_five_kills_change_nothing(tmp_path: Path) -> None:
-    """Three agents of one machine, as they are on hosts of their own: sums of three ranks depend on their order."""
+    """Three agents of one machine work as on three hosts.
+
+    Sums of three ranks depend on their order.
+    """
     launch = {
         "kind": "ssh",
         "hosts": ["localhost:1", "127.0.0.1:1", "127.0.0.2:1"],

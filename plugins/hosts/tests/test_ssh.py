@@ -9,20 +9,87 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drumline_hosts.timing import SILENT_SECONDS
+from plugins.hosts.tests.runs import (
+    PACE,
+    SLOW,
+    TRAINER,
+    require_end,
+    require_fault,
+    require_no_ranks,
+    require_no_secret,
+    require_none_left,
+    require_same_losses,
+    train_here,
+)
 from tests.faults.live import wait_for
-from tests.harness import ENV, ROOT, events, losses, same_weights, write_config
+from tests.harness import ENV, events, read_json, same_weights, write_config
 from tests.hosts.namespaces import Host, ended, hosts
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.full
-TRAIN = (sys.executable, "-m", "drumline", "train")
+LAUNCHER = "-m drumline train"
+ENDLESS = {"steps": 100000}
+
+
+@dataclass
+class Pair:
+    """Hosts a and b, and the folder of a test for their run."""
+
+    a: Host
+    b: Host
+    model: Path
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.run = self.folder / "run"
+        self.config = self.folder / "config.yaml"
+
+    def write_config(self, launch: Mapping[str, Any] | None = None, **sections: Any) -> Path:
+        """Write a config for one rank on each host."""
+        over = {
+            "kind": "ssh",
+            "hosts": ["a:1", "b:1"],
+            "options": ["-F", str(self.a.ssh_config)],
+            "preflight": False,
+        }
+        over.update(launch or {})
+
+        values: dict[str, Any] = {
+            "launch": over,
+            "data": {"packing": False, "eval": []},
+            "run": {"steps": 8},
+        }
+        values.update(sections)
+        return write_config(self.folder, self.model, **values)
+
+    def start(self, *arguments: object, env: Mapping[str, str] = ENV) -> subprocess.Popen[str]:
+        """Start drumline on host a."""
+        return self.a.start(sys.executable, "-m", "drumline", *arguments, env=env)
+
+    def start_run(self, step: int, **sections: Any) -> subprocess.Popen[str]:
+        """Start a run, and wait until it has taken a step."""
+        process = self.start("train", self.write_config(**sections))
+        wait_for(self.run, "step", step, process)
+        return process
+
+    def fail(self, launch: Mapping[str, Any] | None = None) -> str:
+        """Return the output of a run that a user's mistake ends before it has a folder."""
+        process = self.start("train", self.write_config(launch))
+        out = require_end(process, 2)
+        assert not self.run.exists()
+        return out
+
+    def require_none_left(self, within: float = 10.0) -> None:
+        """Assert that soon no host has a process of this test, or an agent."""
+        require_none_left([self.a, self.b], [str(self.folder), "hosts.agent"], within)
 
 
 @pytest.fixture(scope="module")
@@ -37,351 +104,237 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("model") / "model")
 
 
-@pytest.fixture(scope="module")
-def ssh(two: dict[str, Host]) -> Path:
-    """The file for `ssh -F`."""
-    return two["a"].ssh_config
+@pytest.fixture
+def pair(two: dict[str, Host], model: Path, tmp_path: Path) -> Pair:
+    return Pair(two["a"], two["b"], model, tmp_path)
 
 
-def config(
-    folder: Path, model: Path, ssh: Path, launch: dict[str, Any] | None = None, **sections: Any
-) -> Path:
-    over = {
-        "kind": "ssh",
-        "hosts": ["a:1", "b:1"],
-        "options": ["-F", str(ssh)],
-        "preflight": False,
-        **(launch or {}),
-    }
-    return write_config(
-        folder,
-        model,
-        launch=over,
-        **{"data": {"packing": False, "eval": []}, "run": {"steps": 8}, **sections},
-    )
+def process_on(host: Host, marker: str) -> str:
+    """Return the process id there of the first process with `marker` on its command line."""
+    listing = host.run("ps", "-ww", "-eo", "pid,args", "--no-headers")
+    for line in listing.splitlines():
+        pid, command = line.split(None, 1)
+        if marker in command:
+            return pid
+    raise AssertionError(listing)
 
 
-def local(path: Path, run: Path) -> Path:
-    """The same run by two ranks of this machine, whose losses are those to come to."""
-    text = re.sub(r"launch:\n(  .*\n|- .*\n)*", "launch: {nproc: 2}\n", path.read_text())
-    path.with_name("local.yaml").write_text(text)
-    line = [*TRAIN, str(path.with_name("local.yaml")), f"run.dir={run}"]
-    done = subprocess.run(line, env=ENV, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    return run
+def write_python(path: Path, variables: str = "") -> Path:
+    """Write a script that is this interpreter, with variables."""
+    path.write_text(f'#!/bin/sh\n{variables}exec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return path
 
 
-def left(two: dict[str, Host], run: Path, within: float = 10.0) -> list[str]:
-    """What is left of a run on any host."""
-    until, lines = time.monotonic() + within, [""]
-    while lines and time.monotonic() < until:
-        lines = [
-            line
-            for host in two.values()
-            for marker in (str(run), "hosts.agent")
-            for line in host.processes(marker)
-        ]
-        time.sleep(0.2)
-    return lines
+def file_times(folder: Path) -> dict[Path, float]:
+    """Return when each file below a folder was last written, in unix seconds."""
+    return {path: path.stat().st_mtime for path in folder.rglob("*")}
 
 
-def rank_on(host: Host) -> int:
-    """The process id there of its rank."""
-    found = [
-        line.split(None, 1)
-        for line in host.run("ps", "-ww", "-eo", "pid,args", "--no-headers").splitlines()
-        if "drumline.train.entry" in line
-    ]
-    assert found, host.run("ps", "-ww", "-eo", "pid,ppid,args", "--no-headers")
-    return int(found[0][0])
+def test_same_losses_as_two_ranks_of_one_machine(pair: Pair) -> None:
+    path = pair.write_config({"preflight": True})
+    require_end(pair.start("train", path), 0, 280)
+
+    reference = train_here(path, pair.folder / "local", 2)
+    require_same_losses(pair.run, reference)
+    pair.require_none_left()
 
 
-def test_same_losses_as_two_ranks_of_one_machine(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    path = config(tmp_path, model, ssh, launch={"preflight": True})
-    code, out = ended(two["a"].start(*TRAIN, path), 280)
-    assert code == 0, out
-    assert losses(tmp_path / "run") == pytest.approx(
-        losses(local(path, tmp_path / "local")), rel=1e-5
-    )
-    assert not left(two, tmp_path / "run")
+def test_bench_runs_on_one_host_and_on_two(pair: Pair) -> None:
+    """The batch grows with the hosts, and `--nproc` overrides the devices that the YAML gives."""
+    path = pair.write_config({"hosts": ["a:2", "b:2"]}, batch={"global_samples": 2})
+    folder = pair.folder / "bench"
+    sizes = ("--nodes", "1,2", "--nproc", "1", "--weak", "--rounds", "1", "--steps", "2")
+    out = require_end(pair.start("bench", path, *sizes, "--to", folder), 0, 280)
+
+    rows = read_json(folder / "bench.json")["rows"]
+    assert [len(row["rounds"]) for row in rows] == [1, 1], out
+
+    one = read_json(folder / "config-1x1-round1" / "plan.json")
+    assert one["batch"]["global_samples"] == 2
+    assert one["config"]["launch"]["hosts"] == ["a"]
+
+    both = read_json(folder / "config-2x1-round1" / "plan.json")
+    assert both["batch"]["global_samples"] == 4
+    assert both["config"]["launch"]["hosts"] == ["a", "b"]
+    pair.require_none_left()
 
 
-def test_bench_runs_on_one_host_and_on_two(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    """The batch grows with the hosts, and `--nproc` counts, not the devices that the YAML gives a host."""
-    path = config(tmp_path, model, ssh, {"hosts": ["a:2", "b:2"]}, batch={"global_samples": 2})
-    line = (
-        "bench",
-        path,
-        "--nodes",
-        "1,2",
-        "--nproc",
-        "1",
-        "--weak",
-        "--rounds",
-        "1",
-        "--steps",
-        "2",
-        "--to",
-        tmp_path / "bench",
-    )
-    code, out = ended(two["a"].start(sys.executable, "-m", "drumline", *line), 280)
-    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
-    assert code == 0 and [len(row["rounds"]) for row in rows] == [1, 1], out
-    plans = [
-        json.loads((tmp_path / "bench" / f"config-{nodes}x1-round1" / "plan.json").read_text())
-        for nodes in (1, 2)
-    ]
-    assert [
-        (plan["batch"]["global_samples"], plan["config"]["launch"]["hosts"]) for plan in plans
-    ] == [(2, ["a"]), (4, ["a", "b"])]
-    assert not left(two, tmp_path / "bench")
+def test_the_doctor_looks_at_both_hosts(pair: Pair) -> None:
+    path = pair.write_config()
+    _, out = ended(pair.start("doctor", path, "--bandwidth", "--json"), 280)
+
+    report = json.loads(out[out.index("{") :])
+    verdicts = {}
+    for host in report["hosts"]:
+        for check in host["checks"]:
+            on_host = verdicts.setdefault(host["name"], {})
+            on_host[check["name"]] = check["verdict"]
+
+    assert verdicts.keys() == {"a", "b", "all"}, out
+    assert {"versions", "peer name", "run folder", "model", "data"} <= verdicts["b"].keys(), out
+    assert verdicts["all"].keys() == {"hosts", "all-reduce", "clocks", "a ↔ b"}, out
+
+    for name in ("hosts", "all-reduce", "clocks"):
+        assert verdicts["all"][name] == "ok", out
+    pair.require_none_left()
 
 
-def test_the_doctor_looks_at_both_hosts(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    path = config(tmp_path, model, ssh)
-    _, out = ended(
-        two["a"].start(sys.executable, "-m", "drumline", "doctor", path, "--bandwidth", "--json"),
-        280,
-    )
-    found = {
-        host["name"]: {check["name"]: check for check in host["checks"]}
-        for host in json.loads(out[out.index("{") :])["hosts"]
-    }
-    assert (
-        found.keys() == {"a", "b", "all"}
-        and {"versions", "peer name", "run folder", "model", "data"} <= found["b"].keys()
-    ), out
-    assert found["all"].keys() == {"hosts", "all-reduce", "clocks", "a ↔ b"}, out
-    assert all(
-        found["all"][name]["verdict"] == "ok" for name in ("hosts", "all-reduce", "clocks")
-    ), out
-    assert not left(two, path)
-
-
-def test_a_killed_rank_is_named_with_its_host_and_the_losses_are_the_same(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    steps = {"steps": 20, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}
-    path, run = config(tmp_path, model, ssh, checkpoint={"every": 3}, run=steps), tmp_path / "run"
+def test_a_killed_rank_is_named_with_its_host_and_the_losses_are_the_same(pair: Pair) -> None:
     # It has not ended before it is killed, however slow this test is.
-    (tmp_path / "slow").write_text("2")
-    process = two["a"].start(*TRAIN, path)
-    wait_for(run, "step", 5, process)
-    two["b"].run("kill", "-9", rank_on(two["b"]))
-    (tmp_path / "slow").unlink()
-    code, out = ended(process, 280)
-    assert code == 0, out
-    (fault,) = events(run, "fault")
-    assert (fault["rank"], fault["host"], fault["signal"], fault["action"]) == (
-        1,
-        "b",
-        "SIGKILL",
-        "restart",
-    ), out
+    slow = pair.folder / "slow"
+    slow.write_text(SLOW)
+    steps = {"steps": 20, "callbacks": [PACE]}
+    process = pair.start_run(5, checkpoint={"every": 3}, run=steps)
+
+    pair.b.run("kill", "-9", process_on(pair.b, TRAINER))
+    slow.unlink()
+
+    out = require_end(process, 0, 280)
+    require_fault(pair.run, rank=1, host="b", signal="SIGKILL", action="restart")
     assert "rank 1 on host b: killed by SIGKILL" in out
-    reference = local(path, tmp_path / "local")
-    assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
-    same_weights(run, reference, 1e-5)
-    assert not left(two, run)
+
+    reference = train_here(pair.config, pair.folder / "local", 2)
+    require_same_losses(pair.run, reference)
+    same_weights(pair.run, reference, 1e-5)
+    pair.require_none_left()
 
 
-def test_a_host_that_is_cut_off_is_noticed_and_writes_nothing_any_more(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    path = config(
-        tmp_path,
-        model,
-        ssh,
-        launch={"max_restarts": 0},
-        checkpoint={"every": 1},
-        run={"steps": 100000},
-    )
-    run = tmp_path / "run"
-    process = two["a"].start(*TRAIN, path)
-    wait_for(run, "step", 5, process)
-    two["b"].link(up=False)
+def test_a_host_that_is_cut_off_is_noticed_and_writes_nothing_any_more(pair: Pair) -> None:
+    no_restart = {"max_restarts": 0}
+    process = pair.start_run(5, launch=no_restart, checkpoint={"every": 1}, run=ENDLESS)
+
+    pair.b.link(up=False)
     try:
         cut = time.time()
-        code, out = ended(process, 120)
-        (fault,) = events(run, "fault")
-        assert code == 1 and (fault["rank"], fault["host"]) == (1, "b"), out
-        assert "its host has given no sign" in fault["error"] and "cut off" in out
+        out = require_end(process, 1)
+        fault = require_fault(pair.run, rank=1, host="b")
+        assert "its host has given no sign" in fault["error"]
+        assert "cut off" in out
         assert fault["t"] - cut < 3 * 10
-        until = time.time() + 3 * SILENT_SECONDS
-        while two["b"].processes("drumline.train.entry"):
-            assert time.time() < until, "the ranks of the host that was cut off end by themselves"
-            time.sleep(0.2)
-        seen = {each: each.stat().st_mtime for each in run.rglob("*")}
+
+        require_no_ranks(pair.b)
+        times = file_times(pair.run)
         time.sleep(2.0)
-        assert {each: each.stat().st_mtime for each in run.rglob("*")} == seen
+        assert file_times(pair.run) == times
     finally:
-        two["b"].link(up=True)
-    assert not left(two, run, 30.0)
+        pair.b.link(up=True)
+    pair.require_none_left(30.0)
 
 
-def test_sigterm_saves_on_all_hosts(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    path = config(tmp_path, model, ssh, run={"steps": 100000})
-    run = tmp_path / "run"
-    process = two["a"].start(*TRAIN, path)
-    wait_for(run, "step", 5, process)
-    launcher = next(
-        line.split()[0]
-        for line in two["a"].run("ps", "-ww", "-eo", "pid,args").splitlines()
-        if "-m drumline train" in line
-    )
-    two["a"].run("kill", "-TERM", launcher)
-    code, out = ended(process, 120)
-    assert code == 75 and events(run, "preempt"), out
-    assert not left(two, run)
+def test_sigterm_saves_on_all_hosts(pair: Pair) -> None:
+    process = pair.start_run(5, run=ENDLESS)
+
+    pair.a.run("kill", "-TERM", process_on(pair.a, LAUNCHER))
+
+    out = require_end(process, 75)
+    assert events(pair.run, "preempt"), out
+    pair.require_none_left()
 
 
-def test_a_killed_launcher_leaves_nothing(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    path = config(tmp_path, model, ssh, run={"steps": 100000})
-    process = two["a"].start(*TRAIN, path)
-    wait_for(tmp_path / "run", "step", 3, process)
-    launcher = next(
-        line.split()[0]
-        for line in two["a"].run("ps", "-ww", "-eo", "pid,args").splitlines()
-        if "-m drumline train" in line
-    )
-    two["a"].run("kill", "-KILL", launcher)
+def test_a_killed_launcher_leaves_nothing(pair: Pair) -> None:
+    process = pair.start_run(3, run=ENDLESS)
+
+    pair.a.run("kill", "-KILL", process_on(pair.a, LAUNCHER))
+
     ended(process, 60)
-    assert not left(two, tmp_path / "run", 3 * SILENT_SECONDS)
+    pair.require_none_left(3 * SILENT_SECONDS)
 
 
-def other_torch(folder: Path) -> Path:
-    """An interpreter that has another version of torch, as far as its packages say."""
+def test_another_torch_on_a_host_is_one_line(pair: Pair) -> None:
+    folder = pair.folder
     info = folder / "fake" / "torch-9.9.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
-    python = folder / "other-python"
-    python.write_text(
-        f'#!/bin/sh\nPYTHONPATH={folder}/fake:$PYTHONPATH exec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    return python
 
+    python = write_python(folder / "python")
+    other = write_python(folder / "other-python", f"PYTHONPATH={folder}/fake:$PYTHONPATH ")
+    pair.b.run("mount", "--bind", other, python)
 
-def test_another_torch_on_a_host_is_one_line(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    two["b"].run("mount", "--bind", other_torch(tmp_path), python)
-    code, out = ended(
-        two["a"].start(*TRAIN, config(tmp_path, model, ssh, launch={"python": str(python)})), 120
-    )
-    assert (
-        code == 2
-        and out.count("error:") == 1
-        and "host b has torch 9.9, and this one" in out
-        and "Traceback" not in out
-    ), out
-    assert not (tmp_path / "run").exists()
+    out = pair.fail({"python": str(python)})
+    assert out.count("error:") == 1, out
+    assert "host b has torch 9.9, and this one" in out
+    assert "Traceback" not in out
 
 
 @pytest.mark.parametrize(
     ("launch", "line"),
     [
-        ({"hosts": ["a:1", "no-such-host.invalid:1"]}, "the host 'no-such-host.invalid' has no address"),
-        ({"options": ["-F", "SSH", "-o", "IdentityFile=WRONG"]}, "host b: .*Permission denied"),
+        (
+            {"hosts": ["a:1", "no-such-host.invalid:1"]},
+            "the host 'no-such-host.invalid' has no address",
+        ),
+        (
+            {"options": ["-F", "WRONG", "-o", "ConnectionAttempts=1"]},
+            "host b: .*Permission denied",
+        ),
         ({"workdir": "/no/such/folder"}, "/no/such/folder"),
         ({"interface": "eth7"}, "this host has no interface 'eth7' with an address"),
     ],
-)  # fmt: skip
-def test_a_mistake_is_one_line(
-    launch: dict[str, Any], line: str, two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    subprocess.run(
-        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "wrong")],
-        check=True,
-        timeout=60,
-    )
-    wrong = tmp_path / "ssh_config"
-    wrong.write_text(ssh.read_text().replace(f"{ssh.parent}/id", str(tmp_path / "wrong")))
-    places = {"SSH": str(wrong), "IdentityFile=WRONG": "ConnectionAttempts=1"}
-    launch = {
-        key: [places.get(v, v) for v in value]
-        if isinstance(value, list)
-        else places.get(value, value)
-        for key, value in launch.items()
-    }
-    code, out = ended(two["a"].start(*TRAIN, config(tmp_path, model, ssh, launch=launch)), 120)
-    assert code == 2, out
-    errors = [each for each in out.splitlines() if each.startswith("error:")]
-    assert len(errors) == 1 and re.search(line, errors[0]) and "Traceback" not in out, out
-    assert not (tmp_path / "run").exists() and not left(two, tmp_path / "run")
+)
+def test_a_mistake_is_one_line(launch: dict[str, Any], line: str, pair: Pair) -> None:
+    """Each mistake of the section `launch` ends the command before the run has a folder.
+
+    WRONG is a file for ssh with a key that the hosts do not know.
+    """
+    if "options" in launch:
+        wrong = write_wrong_ssh_config(pair)
+        options = [option.replace("WRONG", wrong) for option in launch["options"]]
+        launch = {"options": options}
+
+    out = pair.fail(launch)
+    (error,) = re.findall("^error:.*", out, re.MULTILINE)
+    assert re.search(line, error), out
+    assert "Traceback" not in out
+    pair.require_none_left()
 
 
-def test_files_of_the_model_that_differ_are_named_with_their_host(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    other = tmp_path / "other"
+def write_wrong_ssh_config(pair: Pair) -> str:
+    """Return a file for `ssh -F` with a new key."""
+    key = str(pair.folder / "wrong")
+    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key]
+    subprocess.run(command, check=True, timeout=60)
+
+    right = pair.a.ssh_config
+    wrong = pair.folder / "ssh_config"
+    wrong.write_text(right.read_text().replace(f"{right.parent}/id", key))
+    return str(wrong)
+
+
+def test_files_of_the_model_that_differ_are_named_with_their_host(pair: Pair) -> None:
+    other = pair.folder / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
-    two["b"].run("mount", "--bind", other, model)
+
+    pair.b.run("mount", "--bind", other, pair.model)
     try:
-        code, out = ended(two["a"].start(*TRAIN, config(tmp_path, model, ssh)), 120)
+        out = pair.fail()
     finally:
-        two["b"].run("umount", model)
-    assert code == 2 and f"error: {model}: host b has other files there" in out, out
-    assert not (tmp_path / "run").exists()
+        pair.b.run("umount", pair.model)
+    assert f"error: {pair.model}: host b has other files there" in out
 
 
-def test_a_dry_run_says_what_would_be_run_on_each_host(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
+def test_a_dry_run_says_what_would_be_run_on_each_host(pair: Pair) -> None:
     env = {**ENV, "NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "1800"}
-    code, out = ended(
-        two["a"].start(*TRAIN, config(tmp_path, model, ssh), "--dry-run", env=env), 120
-    )
-    assert code == 0, out
-    assert (
-        "# host b: ssh -o BatchMode=yes" in out
-        and "drumline_hosts.agent" in out
-        and "# host a: " in out
-    )
-    assert (
-        "# environment NCCL_DEBUG=WARN" in out
-        and "NCCL_TIMEOUT=1800 is read by nobody: launch.timeout_seconds" in out
-    )
-    assert (
-        "#   ranks 1 to 1 of 2: " in out
-        and not left(two, tmp_path / "run")
-        and not (tmp_path / "run").exists()
-    )
+    path = pair.write_config()
+    out = require_end(pair.start("train", path, "--dry-run", env=env), 0)
+
+    assert "# host b: ssh -o BatchMode=yes" in out
+    assert "drumline_hosts.agent" in out
+    assert "# host a: " in out
+    assert "# environment NCCL_DEBUG=WARN" in out
+    assert "NCCL_TIMEOUT=1800 is read by nobody: launch.timeout_seconds" in out
+    assert "#   ranks 1 to 1 of 2: " in out
+    pair.require_none_left()
+    assert not pair.run.exists()
 
 
-def test_no_secret_is_on_a_command_line_or_in_a_file(
-    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
-) -> None:
-    """The secret of the launcher is in the memory of its agents alone."""
-    path = config(tmp_path, model, ssh, run={"steps": 100000})
-    process = two["a"].start(*TRAIN, path)
-    wait_for(tmp_path / "run", "step", 3, process)
+def test_no_secret_is_on_a_command_line_or_in_a_file(pair: Pair) -> None:
+    process = pair.start_run(3, run=ENDLESS)
+
     try:
-        hexes = r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])"
-        shown = "".join(
-            host.run(
-                "sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null || true"
-            )
-            for host in two.values()
-        )
-        assert not re.search(hexes, shown)
-        for file in (tmp_path / "run").rglob("*.log"):
-            assert not re.search(hexes, file.read_text())
+        require_no_secret((pair.a, pair.b), pair.run.rglob("*.log"))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    assert not left(two, tmp_path / "run", 3 * SILENT_SECONDS)
+    pair.require_none_left(3 * SILENT_SECONDS)
