@@ -1,4 +1,4 @@
-"""Real file systems of a few MiB, and what fills them to the last byte."""
+"""Real file systems of a few MiB, what fills them to the last byte, and damage to a file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import pytest
 def small_disk(folder: Path, mib: int) -> Iterator[Path]:
     """A tmpfs of `mib` MiB in a new folder; the test is skipped where it cannot be mounted."""
     folder.mkdir()
-    if subprocess.run(
+    mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder],
         capture_output=True,
         check=False,
-    ).returncode:
+    )
+    if mounted.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
         yield folder
@@ -37,3 +38,10 @@ def fill(disk: Path, leave: int = 0) -> Path:
         except OSError:
             os.truncate(ballast, ballast.stat().st_size - leave)
     return ballast
+
+
+def flip_bit(path: Path, position: int, bit: int = 0) -> None:
+    """Change one bit of the byte at `position` of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 1 << bit
+    path.write_bytes(raw)

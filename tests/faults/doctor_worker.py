@@ -1,4 +1,5 @@
-"""A rank under torchrun: `-m tests.faults.doctor_worker KIND [STEPS]`. healthy trains; the rest fail, each in its way."""
+"""A rank under torchrun: `-m tests.faults.doctor_worker KIND [STEPS]`. healthy trains; the rest
+fail, each in its way."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def train(steps: int, rank: int) -> None:
     logging.basicConfig(level=logging.INFO)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
+    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    model = DistributedDataParallel(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = TensorDataset(torch.randn(4 * steps, 4))
-    for number, (x,) in enumerate(DataLoader(rows, batch_size=4, num_workers=steps % 2), start=1):
+    loader = DataLoader(rows, batch_size=4, num_workers=steps % 2)
+    for number, (x,) in enumerate(loader, start=1):
         loss = model(x).square().mean()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -37,7 +40,10 @@ def train(steps: int, rank: int) -> None:
 
 
 def main() -> None:
-    kind, steps = sys.argv[1], int((sys.argv[2:] or ["6"])[0])
+    kind = sys.argv[1]
+    steps = 6
+    if len(sys.argv) > 2:
+        steps = int(sys.argv[2])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if kind == "models" and rank == 1:
@@ -51,7 +57,10 @@ def main() -> None:
     if kind == "wait":
         print("waiting", flush=True)
         time.sleep(60)
-    dist.all_reduce(torch.ones(8 if kind == "shapes" and rank == 1 else 4))
+    size = 4
+    if kind == "shapes" and rank == 1:
+        size = 8
+    dist.all_reduce(torch.ones(size))
     dist.barrier()
     dist.destroy_process_group()
 

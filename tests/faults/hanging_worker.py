@@ -1,6 +1,7 @@
 """A rank without a model that is watched as a real one is, and stands still in one of many ways.
 
-`behave` in the run folder is JSON: {"steps": N, "how": ..., "rank": R, "at": STEP}. In the first attempt the rank R does `how` at the step:
+`behave` in the run folder is JSON: {"steps": N, "how": ..., "rank": R, "at": STEP}. In the first
+attempt the rank R does `how` at the step:
 nothing      goes on (the test does something to it)
 data         its stream's thread loops for ever
 reward       a function that it calls waits for a lock that nobody gives back
@@ -62,25 +63,29 @@ def main() -> None:
             stop()
 
 
+def is_first_attempt() -> bool:
+    attempt = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.name
+    if attempt.startswith("attempt-"):
+        return attempt == "attempt-0"
+    # torchrun has folders of its own, and counts.
+    return os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+
 def walk(run: Path, rank: int) -> None:
     behave: dict[str, Any] = json.loads((run / "behave").read_text())
-    attempt = Path(
-        os.environ["TORCHELASTIC_ERROR_FILE"]
-    ).parent.name  # torchrun has folders of its own, and counts
-    first = attempt == "attempt-0" or (
-        not attempt.startswith("attempt-") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    )
-    log = EventLog(run / "events.jsonl") if rank == 0 else None
+    misbehaves = is_first_attempt() and rank == behave["rank"]
+    log = None
+    if rank == 0:
+        log = EventLog(run / "events.jsonl")
     loader = ThreadPoolExecutor(1, "loader")
     for step in range(behave["steps"]):
-        how = (
-            behave["how"]
-            if first and rank == behave["rank"] and step == behave["at"]
-            else "nothing"
-        )
+        how = "nothing"
+        if misbehaves and step == behave["at"]:
+            how = behave["how"]
         heartbeat.step(step, 2 * step)
         heartbeat.beat("data")
-        loader.submit(endless if how == "data" else abs, step).result()
+        read = endless if how == "data" else abs
+        loader.submit(read, step).result()
         if how == "reward":
             heartbeat.beat("rollout")
             reward()
@@ -97,23 +102,31 @@ def walk(run: Path, rank: int) -> None:
             save(Path(behave["disk"]))
         if step % 5 == 0:
             heartbeat.beat("eval")
-            (endless if how == "eval" else abs)(step)
+            evaluate = endless if how == "eval" else abs
+            evaluate(step)
         heartbeat.beat("report")
         if how == "report":
             time.sleep(REPORT_SECONDS)
         if log:
             log.emit(Eval(step=step + 1, samples=1, seconds=0.0))
-    if log:
-        (run / "finished").touch()
-    heartbeat.beat("save")
-    while not (run / "finished").exists():
-        time.sleep(0.1)
+    wait_for_rank_zero(run, rank)
     heartbeat.beat("done")
+
+
+def wait_for_rank_zero(run: Path, rank: int) -> None:
+    """Wait until rank 0 has come to the end, too."""
+    finished = run / "finished"
+    if rank == 0:
+        finished.touch()
+    heartbeat.beat("save")
+    while not finished.exists():
+        time.sleep(0.1)
 
 
 def average(how: str) -> None:
     """Gradients of three weights."""
-    dist.all_reduce(torch.ones(7 if how == "shape" else 3))
+    size = 7 if how == "shape" else 3
+    dist.all_reduce(torch.ones(size))
     if how != "skip":
         dist.all_reduce(torch.ones(3))
     dist.all_reduce(torch.ones(3))

@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.harness import events, survivors
 
 
 def wait_for(
@@ -21,7 +24,10 @@ def wait_for(
     after: float = 0.0,
     timeout: float = 240,
 ) -> dict[str, Any]:
-    """The first event of `kind` written after `after` (unix seconds) with step >= `at_least`; AssertionError if none comes."""
+    """The first event of `kind` written after `after` (unix seconds) with step >= `at_least`.
+
+    Raises AssertionError if none comes.
+    """
     deadline = time.time() + timeout
     while time.time() < deadline:
         for event in _whole_lines(run_dir / "events.jsonl"):
@@ -39,20 +45,46 @@ def wait_for(
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    *lines, _ = path.read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def the_event(run_dir: Path, kind: str, **fields: Any) -> dict[str, Any]:
+    """Return the only event of a kind, and require the values of these of its fields."""
+    (event,) = events(run_dir, kind)
+    for name, value in fields.items():
+        assert event[name] == value, event
+    return event
+
+
+def wait_until(
+    came: Callable[[], object], seconds: float, process: subprocess.Popen[Any] | None = None
+) -> None:
+    """Return once `came()` is true, and at the latest after `seconds` or when the process ends."""
+    deadline = time.monotonic() + seconds
+    while not came() and time.monotonic() < deadline:
+        if process is not None and process.poll() is not None:
+            return
+        time.sleep(0.02)
 
 
 def ranks_of(run_dir: Path) -> dict[int, int]:
-    """Rank → process id of the run in `run_dir`: whose output goes to logs/attempt-A/rank-R.out, and whose parent's does not."""
+    """Rank → process id of the run in `run_dir`: whose output goes to logs/attempt-A/rank-R.out,
+    and whose parent's does not."""
+    parents: dict[int, int] = {}
+    outputs: dict[int, Path] = {}
+    for process in psutil.process_iter(["ppid"]):
+        parents[process.pid] = process.info["ppid"]
+        outputs[process.pid] = _output(process.pid)
+
+    folder = run_dir.resolve()
+
     found: dict[int, int] = {}
-    outputs = {
-        process.pid: (process.info["ppid"], _output(process.pid))
-        for process in psutil.process_iter(["ppid"])
-    }
-    for pid, (parent, output) in outputs.items():
-        ours = output.suffix == ".out" and run_dir.resolve() in output.parents
-        if ours and outputs.get(parent, (0, Path()))[1] != output:
-            found[int(output.stem.removeprefix("rank-"))] = pid
+    for pid, output in outputs.items():
+        is_ours = output.suffix == ".out" and folder in output.parents
+        if is_ours and outputs.get(parents[pid]) != output:
+            rank = int(output.stem.removeprefix("rank-"))
+            found[rank] = pid
     return found
 
 
@@ -71,12 +103,10 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         return
 
 
-def gone(marker: str, within: float) -> bool:
+def gone(marker: str | Path, within: float) -> bool:
     """No process names `marker` on its command line any more, `within` seconds from now."""
-    from tests.harness import survivors
-
     deadline = time.time() + within
-    while survivors(marker):
+    while survivors(str(marker)):
         if time.time() > deadline:
             return False
         time.sleep(0.05)

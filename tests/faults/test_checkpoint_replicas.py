@@ -1,156 +1,185 @@
-"""Hosts without a shared disk, each with a folder of its own: one that loses its disk costs nothing, also after kills at random."""
+"""Hosts without a shared disk, each with a folder of its own: one that loses its disk costs
+nothing, also after kills at random."""
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from drumline.checkpoint.load import check, load, newest, newest_state, read_state
-from drumline.checkpoint.manifest import read_part, step_of
+from drumline.checkpoint.load import check, newest, newest_state, read_state
+from drumline.checkpoint.manifest import read_part
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
-from tests.checkpoint_ranks import blank, content, differing, end, run, start
-from tests.faults.test_checkpoint_url import resumed, root_of
+from tests.checkpoint_ranks import content, run
+from tests.faults.disks import flip_bit
+from tests.faults.savers import (
+    SavingRanks,
+    has_step_beyond,
+    require_content,
+    require_success,
+    resumed,
+    root_of,
+)
 
 HOSTS = 3
+INCOMPLETE = (
+    r"holds 4 of the 5 files of a checkpoint that lies on the disks of several hosts.*--resume"
+)
 
 
-def saved(folder: Path, steps: int, replicas: int) -> list[str | None]:
-    checkpointer = Checkpointer(root_of(folder, True), 2, True, "min", True, replicas=replicas)
-    results = []
+def checkpointer_of(folder: Path, asynchronous: bool, keep_best: bool = True) -> Checkpointer:
+    """The checkpointer of this rank's host, whose neighbour has a replica of all that it saves."""
+    return Checkpointer(
+        root_of(folder, apart=True),
+        keep=2,
+        keep_best=keep_best,
+        mode="min",
+        asynchronous=asynchronous,
+        replicas=1,
+    )
+
+
+def saved(folder: Path, steps: int) -> None:
+    """Save so often, and require that nothing failed."""
+    checkpointer = checkpointer_of(folder, asynchronous=True)
     for step in range(1, steps + 1):
         checkpointer.save(step, content(step), {"step": step}, metric=float(step))
-        results += checkpointer.wait()
-    return [result.error for result in results]
+        (result,) = checkpointer.wait()
+        assert result.error is None
 
 
 def resume(folder: Path) -> int:
-    return resumed(root_of(folder, True), None)
+    return resumed(root_of(folder, apart=True))
 
 
 def roots(folder: Path) -> list[Path]:
+    """The folders of checkpoints of all hosts."""
     return [folder / f"host-{host}" / "checkpoints" for host in range(HOSTS)]
 
 
 def rated(folder: Path) -> str | None:
-    """A checkpoint that gets its metric later; each host keeps its manifest of before, beside its checkpoints."""
-    root = root_of(folder, True)
-    checkpointer = Checkpointer(root, 2, True, "min", False, replicas=1)
+    """A checkpoint that gets its metric later; each host keeps its manifest of before, beside its
+    checkpoints."""
+    checkpointer = checkpointer_of(folder, asynchronous=False)
     checkpointer.save(1, content(1), {"step": 1}, None)
     checkpointer.wait()
+    root = checkpointer.root
     shutil.copyfile(root / "step-00000001" / "part.json", root.parent / "before.json")
     return checkpointer.write_metric(1, 0.5)
 
 
 def test_a_metric_that_did_not_reach_all_hosts_loses_no_checkpoint(tmp_path: Path) -> None:
-    """A kill came after one host had written it; the next start puts the parts together, and all hosts have it."""
+    """A kill came after one host had written it; the next start puts the parts together, and all
+    hosts have it."""
     assert run(HOSTS, rated, tmp_path) == [None] * HOSTS
+
     for root in roots(tmp_path):
-        assert read_part(root / "step-00000001")[0].metric == 0.5
+        manifest, _ = read_part(root / "step-00000001")
+        assert manifest.metric == 0.5
     for root in roots(tmp_path)[1:]:
         shutil.copyfile(root.parent / "before.json", root / "step-00000001" / "part.json")
+
     assert run(HOSTS, resume, tmp_path) == [1] * HOSTS
+
     for root in roots(tmp_path):
-        found = newest(root, verify=True)
-        assert found.path is not None and read_part(found.path)[0].metric == 0.5
+        path = newest(root, verify=True).path
+        assert path is not None
+        manifest, _ = read_part(path)
+        assert manifest.metric == 0.5
 
 
 @pytest.mark.claim(
     "no kill tears a checkpoint at a URL or in memory, and a host lost with its disk costs nothing"
 )
 def test_a_host_that_loses_its_disk_costs_nothing(tmp_path: Path) -> None:
-    assert run(HOSTS, saved, tmp_path, 3, 1) == [[None] * 3] * HOSTS
+    run(HOSTS, saved, tmp_path, 3)
     for root in roots(tmp_path):
-        # Its own shard and its neighbour's; the best one and the newest two are kept.
-        manifest, present = read_part(root / "step-00000003")
-        assert len(manifest.files) == HOSTS + 2 and len(present) == 4
-        assert sorted(path.name for path in root.iterdir()) == [
-            "best",
-            "latest",
-            *(f"step-0000000{step}" for step in (1, 2, 3)),
-        ]
-        with pytest.raises(
-            CheckpointError,
-            match=r"holds 4 of the 5 files of a checkpoint that lies on the disks of several hosts.*--resume",
-        ):
-            check(root / "step-00000003", verify=False)
-        assert newest_state(root, None) == (str(root / "step-00000003"), {"step": 3})
+        checkpoint = root / "step-00000003"
+        manifest, present = read_part(checkpoint)
+        assert len(manifest.files) == HOSTS + 2
+        # Its own shard and its neighbour's, beside the index and the state.
+        assert len(present) == 4
+
+        # The best one and the newest two are kept.
+        kept = ["best", "latest", "step-00000001", "step-00000002", "step-00000003"]
+        assert sorted(path.name for path in root.iterdir()) == kept
+
+        with pytest.raises(CheckpointError, match=INCOMPLETE):
+            check(checkpoint, verify=False)
+        assert newest_state(root, None) == (str(checkpoint), {"step": 3})
+
     shutil.rmtree(tmp_path / "host-0")
     assert run(HOSTS, resume, tmp_path) == [3] * HOSTS
+
     for root in roots(tmp_path):
         found = newest(root, verify=True)
-        assert found.path == root / "step-00000003" and found.skipped == []
+        assert found.path == root / "step-00000003"
+        assert found.skipped == []
+
     shutil.rmtree(tmp_path / "host-0")
     assert run(0, resume, tmp_path) == [0], "nothing is left for one that comes alone"
     assert run(2, resume, tmp_path) == [3, 3], "another number of hosts"
 
 
 def test_two_hosts_lost_are_one_too_many_and_damage_is_made_up_for(tmp_path: Path) -> None:
-    assert run(HOSTS, saved, tmp_path, 2, 1) == [[None] * 2] * HOSTS
-    shard = tmp_path / "host-1" / "checkpoints" / "step-00000002" / "__1_0.distcp"
-    raw = bytearray(shard.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    shard.write_bytes(raw)
+    first, second, third = roots(tmp_path)
+    run(HOSTS, saved, tmp_path, 2)
+    shard = second / "step-00000002" / "__1_0.distcp"
+    flip_bit(shard, shard.stat().st_size // 2)
+
     assert run(HOSTS, resume, tmp_path) == [2] * HOSTS, "the neighbour has it"
-    assert check(tmp_path / "host-1" / "checkpoints" / "step-00000002", verify=True).step == 2
-    for host in (0, 1):
-        shutil.rmtree(tmp_path / f"host-{host}" / "checkpoints" / "step-00000002")
-    (tmp_path / "host-2" / "checkpoints" / "step-00000002" / "__1_0.distcp").unlink()
-    (tmp_path / "host-2" / "checkpoints" / "step-00000001" / "__1_0.distcp").unlink(missing_ok=True)
-    assert run(HOSTS, resume, tmp_path) == [1] * HOSTS, (
-        "of step 2 a file is nowhere: the one before is used"
-    )
+    assert check(second / "step-00000002", verify=True).step == 2
+
+    shutil.rmtree(first / "step-00000002")
+    shutil.rmtree(second / "step-00000002")
+    (third / "step-00000002" / "__1_0.distcp").unlink()
+    (third / "step-00000001" / "__1_0.distcp").unlink(missing_ok=True)
+
+    # Of step 2 a file is nowhere: the one before is used.
+    assert run(HOSTS, resume, tmp_path) == [1] * HOSTS
 
 
 def save_for_ever(folder: Path, asynchronous: bool) -> None:
     step = resume(folder)
-    checkpointer = Checkpointer(root_of(folder, True), 2, False, "min", asynchronous, replicas=1)
+    checkpointer = checkpointer_of(folder, asynchronous, keep_best=False)
     dist.barrier()
     while True:
         step += 1
         checkpointer.save(step, content(step), {"step": step}, None)
-        errors = [result.error for result in checkpointer.poll() if result.error]
-        assert not errors, errors
+        require_success(checkpointer.poll())
+
+
+def every_host_has_step_beyond(folder: Path, step: int) -> bool:
+    return all(has_step_beyond(root, step) for root in roots(folder))
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("trials", [3, pytest.param(20, marks=pytest.mark.full)])
 def test_kills_and_lost_disks(tmp_path: Path, trials: int) -> None:
-    draw, reached = random.Random(0), 0
+    draw = random.Random(0)
+    reached = 0
     for trial in range(trials):
-        started = start(HOSTS, save_for_ever, tmp_path, bool(trial % 2))
-        try:
-            deadline = time.monotonic() + 60
-            while not all(
-                any((step_of(path.name) or 0) > reached + 1 for path in root.glob("step-*"))
-                for root in roots(tmp_path)
-            ):
-                assert time.monotonic() < deadline and all(
-                    process.is_alive() for process, _ in started
-                ), "no save came"
-                time.sleep(0.01)
+        is_asynchronous = trial % 2 == 1
+        with SavingRanks(HOSTS, save_for_ever, tmp_path, is_asynchronous) as ranks:
+            ranks.await_save(every_host_has_step_beyond, tmp_path, reached + 1)
             time.sleep(draw.random() * 0.15)
-            for process, _ in draw.sample(started, draw.randint(1, HOSTS)):
-                os.kill(process.pid or 0, signal.SIGKILL)
-            for process, _ in started:
-                process.join(30)
-                assert process.exitcode is not None, "a rank hangs after another was killed"
-        finally:
-            end([process for process, _ in started])
+
+            number = draw.randint(1, HOSTS)
+            ranks.kill(draw.sample(ranks.processes, number))
+
         shutil.rmtree(tmp_path / f"host-{draw.randrange(HOSTS)}")
-        (step,) = set(run(HOSTS, resume, tmp_path))  # compares its content on every host
+
+        # Each host compares the content.
+        (step,) = set(run(HOSTS, resume, tmp_path))
         assert step > reached
         reached = step
+
         for root in roots(tmp_path):
-            tensors = blank(content(step))
-            load(root / f"step-{step:08d}", tensors)
-            assert differing(tensors, content(step)) == [] and read_state(
-                root / f"step-{step:08d}"
-            ) == {"step": step}
+            checkpoint = root / f"step-{step:08d}"
+            require_content(checkpoint, step)
+            assert read_state(checkpoint) == {"step": step}

@@ -1,4 +1,5 @@
-"""The doctor on what real programs print: torchrun's ranks that die, full mounts, our own launcher; and 50 runs without a fault."""
+"""The doctor on what real programs print: torchrun's ranks that die, full mounts, our own launcher;
+and 50 runs without a fault."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,27 +18,31 @@ from drumline.doctor.diagnose import Finding, diagnose, order_findings, search
 from drumline.doctor.hosts import all_reduce
 from drumline.hardware.detect import Machine
 from tests.distributed.ranks import free_port
-from tests.faults.test_launch import begin, end, toy
+from tests.faults.live import wait_until
+from tests.faults.test_launch import begin, require_end, toy
 from tests.forks import Forked
-from tests.harness import ENV, ROOT, drumline, write_config
-from tests.tiny import tiny_model_dir
+from tests.harness import ENV, ROOT, drumline, run_drumline, write_config
 
 STEPPING = "tests.faults.stepping_worker"
 RUNS = {"drumline's launcher": 25, "torchrun": 22, "drumline train": 3}  # without a fault
-
-
-def names(findings: list[Finding]) -> list[str]:
-    return [finding.signature.name for finding in findings]
+LEVELS = {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "INFO", "LOGLEVEL": "INFO"}
 
 
 def read(text: str) -> list[Finding]:
+    """What the doctor finds in a log, the cause first."""
     return order_findings(search(io.BytesIO(text.encode()), "x.log"))
 
 
+def cause_of(text: str) -> str:
+    """The name of what the doctor takes for the cause."""
+    return read(text)[0].signature.name
+
+
 def torchrun(kind: str, *options: str, steps: int = 6, **env: str) -> Forked:
-    options = ("--standalone", "--nproc-per-node=2", *options)
     return Forked(
         "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
         *options,
         "-m",
         "tests.faults.doctor_worker",
@@ -60,9 +64,9 @@ def torchrun(kind: str, *options: str, steps: int = 6, **env: str) -> Forked:
 )
 def test_torchrun(kind: str, cause: str, consequence: str) -> None:
     code, said = torchrun(kind).told(120)
-    findings = read(said)
-    assert code != 0 and names(findings)[0] == cause, said
-    follows = {finding.signature.name: finding.follows for finding in findings}
+    assert code != 0
+    assert cause_of(said) == cause, said
+    follows = {finding.signature.name: finding.follows for finding in read(said)}
     assert cause in follows["child-failed"], said
     # On a busy machine torchrun may end the other rank before it writes what it met.
     assert cause in follows.get(consequence, [cause]), said
@@ -72,7 +76,7 @@ def test_torchrun(kind: str, cause: str, consequence: str) -> None:
 def test_shapes_that_differ() -> None:
     """gloo ends the process."""
     _, said = torchrun("shapes").told(120)
-    assert names(read(said))[0] == "collective-mismatch", said
+    assert cause_of(said) == "collective-mismatch", said
 
 
 @pytest.mark.full
@@ -81,13 +85,15 @@ def test_shapes_that_differ() -> None:
 )
 def test_torchrun_is_ended(number: signal.Signals, name: str, tmp_path: Path) -> None:
     process = torchrun("wait", "--log-dir", str(tmp_path), "--redirects", "3")
-    until = time.monotonic() + 60
-    while not any("waiting" in path.read_text() for path in tmp_path.rglob("stdout.log")):
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.1)
+
+    def is_waiting() -> bool:
+        return any("waiting" in path.read_text() for path in tmp_path.rglob("stdout.log"))
+
+    wait_until(is_waiting, 60, process)
+    assert is_waiting()
     os.kill(process.pid, number)
     _, said = process.told(90)
-    assert names(read(said))[0] == name, said
+    assert cause_of(said) == name, said
 
 
 LOADER = """
@@ -113,12 +119,12 @@ def test_mounts(name: str, mount: str, work: str, tmp_path: Path) -> None:
         pytest.skip("mounting needs root and unshare")
     script = tmp_path / "train.py"
     script.write_text(LOADER)
-    arguments = [sys.executable, *work.replace("SCRIPT", str(script)).split(" ", 1)]
-    command = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs {mount} && exec "$@"', "sh"]
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode != 0 and names(read(done.stderr))[0] == name, done.stderr
+    work = work.replace("SCRIPT", str(script))
+    shell = f'mount -t tmpfs {mount} && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", shell, "sh", sys.executable, *work.split(" ", 1)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert cause_of(done.stderr) == name, done.stderr
 
 
 @pytest.mark.full
@@ -131,7 +137,8 @@ def test_deepspeed() -> None:
             1.0, scale_window=10, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False
         )
         scaler.update_scale(True)
-    assert names(read(f"Exception: {scale.value}"))[0] == "scale-minimum"
+    assert cause_of(f"Exception: {scale.value}") == "scale-minimum"
+
     sizes = {
         "train_batch_size": 32,
         "train_micro_batch_size_per_gpu": 2,
@@ -139,69 +146,80 @@ def test_deepspeed() -> None:
     }
     with pytest.raises(AssertionError) as batch:
         deepspeed.DeepSpeedConfig(sizes)
-    assert names(read(f"AssertionError: {batch.value}"))[0] == "batch-arithmetic"
+    assert cause_of(f"AssertionError: {batch.value}") == "batch-arithmetic"
 
 
 @pytest.mark.full
-def test_our_own_launcher(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    plan = toy(run, json.dumps({"steps": 20, "kills": [[1, 7]]}), max_restarts=0)
-    assert end(begin(plan, STEPPING))[0] == 1
-    done = drumline("doctor", run, "--json")
-    found = json.loads(done.out)["findings"]
-    assert done.code == 1 and found[0]["name"] == "killed" and found[0]["ranks"] == [1], done.out
-    assert all(other["consequence_of"] for other in found[1:])
+def test_our_own_launcher(run_dir: Path) -> None:
+    behave = json.dumps({"steps": 20, "kills": [[1, 7]]})
+    process = begin(toy(run_dir, behave, max_restarts=0), STEPPING)
+    require_end(process, 1)
+
+    done = drumline("doctor", run_dir, "--json")
+    assert done.code == 1, done.out
+    cause, *others = json.loads(done.out)["findings"]
+    assert cause["name"] == "killed", done.out
+    assert cause["ranks"] == [1], done.out
+    for other in others:
+        assert other["consequence_of"]
 
 
 @pytest.mark.slow
 def test_an_all_reduce_of_real_ranks() -> None:
-    checks = all_reduce(["a", "a"], Machine([], 2, 2**34, "cpu", False), True, "100Gb", free_port())
-    assert [check.name for check in checks] == ["all-reduce", "rank 0 ↔ 1"] and checks[
-        0
-    ].verdict == "ok", checks
+    machine = Machine([], 2, 2**34, "cpu", False)
+    checks = all_reduce(["a", "a"], machine, True, "100Gb", free_port())
+    assert [check.name for check in checks] == ["all-reduce", "rank 0 ↔ 1"]
+    assert checks[0].verdict == "ok", checks
+
+
+def run_launcher(folder: Path, number: int) -> Path:
+    """A run of stepping ranks without a fault; returns the folder of its logs."""
+    run = folder / f"stepping-{number}"
+    behave = json.dumps({"steps": 6 + number})
+    process = begin(toy(run, behave), STEPPING)
+    said = require_end(process, 0)
+    (run / "shown.log").write_text(said)
+    return run
+
+
+def run_torchrun(folder: Path, number: int) -> Path:
+    """A run under torchrun without a fault, every second one with more of torch's own messages;
+    returns the folder of its logs."""
+    logs = folder / f"torchrun-{number}"
+    options = ("--log-dir", str(logs), "--redirects", "3")
+    levels = {}
+    if number % 2:
+        levels = LEVELS
+    process = torchrun("healthy", *options, steps=4 + number, **levels)
+    code, said = process.told(120)
+    assert code == 0, said
+    (logs / "shown.log").write_text(said)
+    assert any("loss" in path.read_text() for path in logs.rglob("std*.log"))
+    return logs
+
+
+def run_train(folder: Path, model: Path, strategy: str) -> Path:
+    """A run of `drumline train` without a fault; returns its folder."""
+    folder = folder / f"train-{strategy}"
+    folder.mkdir()
+    nproc = 2
+    if strategy == "single":
+        nproc = 1
+    config = write_config(folder, model, strategy={"kind": strategy}, launch={"nproc": nproc})
+    done = run_drumline("train", config, cwd=folder)
+    (folder / "run" / "shown.log").write_text(done.out + done.err)
+    return folder / "run"
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_no_false_alarm_on_fifty_runs(tmp_path: Path) -> None:
-    healthy = 0
+def test_no_false_alarm_on_fifty_runs(model: Path, tmp_path: Path) -> None:
+    assert sum(RUNS.values()) == 50
     for number in range(RUNS["drumline's launcher"]):
-        run = tmp_path / f"stepping-{number}"
-        code, said = end(begin(toy(run, json.dumps({"steps": 6 + number})), STEPPING))
-        assert code == 0, said
-        (run / "shown.log").write_text(said)
-        assert diagnose(str(run)) == []
-        healthy += 1
+        assert diagnose(str(run_launcher(tmp_path, number))) == []
     for number in range(RUNS["torchrun"]):
-        logs = tmp_path / f"torchrun-{number}"
-        levels = (
-            {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "INFO", "LOGLEVEL": "INFO"}
-            if number % 2
-            else {}
-        )
-        code, said = torchrun(
-            "healthy", "--log-dir", str(logs), "--redirects", "3", steps=4 + number, **levels
-        ).told(120)
-        assert code == 0, said
-        (logs / "shown.log").write_text(said)
-        assert (
-            any("loss" in path.read_text() for path in logs.rglob("std*.log"))
-            and diagnose(str(logs)) == []
-        )
-        healthy += 1
-    model = tiny_model_dir(tmp_path / "model")
-    for number, strategy in enumerate(["ddp", "fsdp2", "single"][: RUNS["drumline train"]]):
-        folder = tmp_path / f"train-{number}"
-        folder.mkdir()
-        config = write_config(
-            folder,
-            model,
-            strategy={"kind": strategy},
-            launch={"nproc": 1 if strategy == "single" else 2},
-        )
-        done = drumline("train", config, cwd=folder)
-        assert done.code == 0, done.err
-        (folder / "run" / "shown.log").write_text(done.out + done.err)
-        assert diagnose(str(folder / "run")) == []
-        healthy += 1
-    assert healthy == sum(RUNS.values()) == 50
+        assert diagnose(str(run_torchrun(tmp_path, number))) == []
+    strategies = ["ddp", "fsdp2", "single"]
+    assert len(strategies) == RUNS["drumline train"]
+    for strategy in strategies:
+        assert diagnose(str(run_train(tmp_path, model, strategy))) == []

@@ -1,4 +1,5 @@
-"""A whole run with secrets in its config and a reward that tells them: they are in no file of it, and on no command line."""
+"""A whole run with secrets in its config and a reward that tells them: they are in no file of it,
+and on no command line."""
 
 from __future__ import annotations
 
@@ -8,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ENV, drumline, events, write_config
-from tests.tiny import tiny_model_dir
+from tests.harness import ENV, column, drumline, events, write_config
 
 REWARD = """
 import sys
@@ -19,17 +19,21 @@ def tells(prompt, completion, api_key, mine, **_):
     print("printed", api_key, file=sys.stderr, flush=True)
     raise ValueError(f"no access with {api_key} and {mine}, nor postgres://me:hunter2@db")
 """
-SECRETS = (b"hunter2", b"open-sesame")
+RAISES = REWARD[: REWARD.index("raise ")].count("\n") + 1  # the line that does
+SECRETS = ("hunter2", "open-sesame")
 
 
-@pytest.mark.claim("secrets are written nowhere")
-def test_secrets_are_in_no_file_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a run whose rewards all fail stops with exit code 3, saying why."""
-    (tmp_path / "mine.py").write_text(REWARD)
-    options = {"api_key": "hunter2hunter2", "mine": "${env:MY_VALUE}"}
-    config = write_config(
-        tmp_path,
-        tiny_model_dir(tmp_path / "model"),
+def telling_rewards(folder: Path, model: Path) -> Path:
+    """A run whose reward gets two secrets, one of them from the environment, and fails."""
+    (folder / "mine.py").write_text(REWARD)
+    reward = {
+        "kind": "function",
+        "path": "mine.py:tells",
+        "options": {"api_key": "hunter2hunter2", "mine": "${env:MY_VALUE}"},
+    }
+    return write_config(
+        folder,
+        model,
         data={
             "train": [{"kind": "tasks", "tasks": {"gcd": {}}, "size": 8}],
             "eval": [],
@@ -39,7 +43,7 @@ def test_secrets_are_in_no_file_of_a_run(tmp_path: Path, monkeypatch: pytest.Mon
             "kind": "grpo",
             "group_size": 2,
             "generator": {"kind": "hf", "max_new_tokens": 4},
-            "rewards": [{"kind": "function", "path": "mine.py:tells", "options": options}],
+            "rewards": [reward],
             "reward_workers": 1,
             "reward_failure": {"rollouts": 2},
         },
@@ -48,60 +52,64 @@ def test_secrets_are_in_no_file_of_a_run(tmp_path: Path, monkeypatch: pytest.Mon
         checkpoint={"every": 1, "export": "none"},
         run={"steps": 6, "report_to": []},
     )
-    run = tmp_path / "run"
+
+
+def require_redacted(run: Path) -> None:
+    """Require that no file has a secret, and that those of the config are the user's alone."""
+    for path in run.rglob("*"):
+        if path.is_file():
+            for secret in SECRETS:
+                assert secret.encode() not in path.read_bytes(), path
+
+    private = [run / "plan.json", run / "config.yaml", *run.glob("checkpoints/*/state.json")]
+    assert len(private) >= 3
+    for path in private:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+@pytest.mark.claim("secrets are written nowhere")
+def test_secrets_are_in_no_file_of_a_run(
+    model: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a run whose rewards all fail stops with exit code 3, saying why."""
+    config = telling_rewards(tmp_path, model)
     unset = drumline("train", config)
-    assert unset.code == 2 and not run.exists()
+    assert unset.code == 2
+    assert not run_dir.exists()
     (line,) = unset.error_lines
-    assert (
-        "algorithm.rewards[0].options: the environment variable 'MY_VALUE', which 'mine' names, is not set"
-        in line
-    )
+    missing = "the environment variable 'MY_VALUE', which 'mine' names, is not set"
+    assert f"algorithm.rewards[0].options: {missing}" in line
 
     monkeypatch.setitem(ENV, "MY_VALUE", "open-sesame")
     finished = drumline("train", config)
     assert finished.code == 3, finished.err
     (line,) = finished.error_lines
-    raises = REWARD[: REWARD.index("raise ")].count("\n") + 1
-    told = f"tells raised ValueError in mine.py:{raises}: no access with [redacted]"
-    assert f"100% of the episodes got no reward, in rollout 2 of such in a row: {told}" in line
-    assert [event["step"] for event in events(run, "step")] == [1] and events(run, "run_end")[-1][
-        "status"
-    ] == "stopped"
-    (reason,) = events(run, "rollout")[-1]["failures"]["tells"]
-    assert (
-        reason
-        == f"raised ValueError in mine.py:{raises}: no access with [redacted] and [redacted], nor postgres://me:[redacted]@db"
-    )
+    told = f"raised ValueError in mine.py:{RAISES}: no access with [redacted]"
+    failed = "100% of the episodes got no reward, in rollout 2 of such in a row"
+    assert f"{failed}: tells {told}" in line
+    assert column(run_dir, "step") == [1]
+    assert column(run_dir, "status", "run_end")[-1] == "stopped"
+    failures = events(run_dir, "rollout")[-1]["failures"]
+    (reason,) = failures["tells"]
+    assert reason == f"{told} and [redacted], nor postgres://me:[redacted]@db"
 
-    files = [path for path in run.rglob("*") if path.is_file()]
-    assert not [
-        (path, secret) for path in files for secret in SECRETS if secret in path.read_bytes()
-    ]
-    assert not any(
-        secret.decode() in text for secret in SECRETS for text in (finished.out, finished.err)
-    )
-    assert "printed [redacted]" in (run / "logs/attempt-0/rank-0.log").read_text()
-    private = [run / "plan.json", run / "config.yaml", *run.glob("checkpoints/*/state.json")]
-    assert len(private) >= 3 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
-    kept = json.loads((run / "plan.json").read_text())["config"]["algorithm"]["rewards"][0][
-        "options"
-    ]
-    assert kept == {
+    require_redacted(run_dir)
+    for secret in SECRETS:
+        assert secret not in finished.out
+        assert secret not in finished.err
+    assert "printed [redacted]" in (run_dir / "logs/attempt-0/rank-0.log").read_text()
+    plan = json.loads((run_dir / "plan.json").read_text())
+    (reward,) = plan["config"]["algorithm"]["rewards"]
+    assert reward["options"] == {
         "api_key": "${env:DRUMLINE_SECRET_ALGORITHM_REWARDS_0_OPTIONS_API_KEY}",
         "mine": "${env:MY_VALUE}",
     }
 
-    lost = drumline("train", run / "config.yaml", f"run.dir={run}", "--resume")
-    assert (
-        lost.code == 2 and "options: the secret 'api_key' is not kept in the run folder" in lost.err
-    )
-    again = drumline(
-        "train",
-        config,
-        "--resume",
-        "algorithm.reward_failure.action=continue",
-        "run.steps=2",
-        "--allow",
-        "run.steps",
-    )
-    assert again.code == 3 and "no episode of this run got a reward" in again.err, again.err
+    lost = drumline("train", run_dir / "config.yaml", f"run.dir={run_dir}", "--resume")
+    assert lost.code == 2
+    assert "options: the secret 'api_key' is not kept in the run folder" in lost.err
+    go_on = "algorithm.reward_failure.action=continue"
+    shorter = ("run.steps=2", "--allow", "run.steps")
+    again = drumline("train", config, "--resume", go_on, *shorter)
+    assert again.code == 3, again.err
+    assert "no episode of this run got a reward" in again.err, again.err

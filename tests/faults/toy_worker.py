@@ -1,4 +1,5 @@
-"""A rank without a model: joins gloo, counts steps into events.jsonl, and misbehaves as the plan's run folder says (a file `behave`).
+"""A rank without a model: joins gloo, counts steps into events.jsonl, and misbehaves as the plan's
+run folder says (a file `behave`).
 
 behave: "raise RANK STEP" | "exit RANK STEP" | "hang" | "steps N"
 """
@@ -39,22 +40,32 @@ def main() -> None:
             stop()
 
 
+def read_pids(run: Path, rank: int) -> list[int]:
+    """The process ids that this rank had in earlier attempts."""
+    path = run / f"pid-{rank}"
+    if not path.exists():
+        return []
+    pids: list[int] = json.loads(path.read_text())
+    return pids
+
+
 def walk(run: Path, rank: int) -> None:
     word, *arguments = (run / "behave").read_text().split()
-    log = EventLog(run / "events.jsonl") if rank == 0 else None
-    pids = run / f"pid-{rank}"
-    pids.write_text(
-        json.dumps([*(json.loads(pids.read_text()) if pids.exists() else []), os.getpid()])
-    )
-    first = len(json.loads(pids.read_text())) == 1
+    due = tuple(map(int, arguments[:2]))
+    log = None
+    if rank == 0:
+        log = EventLog(run / "events.jsonl")
+    pids = [*read_pids(run, rank), os.getpid()]
+    (run / f"pid-{rank}").write_text(json.dumps(pids))
+    is_first = len(pids) == 1
     for step in range(1, 200):
         dist.all_reduce(torch.ones(()))
         if log:
             log.emit(Eval(step=step, samples=1, seconds=0.0))
-        if word in ("raise", "exit", "once") and (rank, step) == tuple(map(int, arguments[:2])):
+        if word in ("raise", "exit", "once") and (rank, step) == due:
             if word == "exit":
                 os._exit(7)
-            if word == "raise" or first:
+            if word == "raise" or is_first:
                 raise ValueError(f"rank {rank} does not like step {step}")
         if word == "stop" and step == 3:
             raise TrainingStopped("enough", where="policy", fix="nothing")
