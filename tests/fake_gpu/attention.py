@@ -7,7 +7,6 @@ attention hands in that of all chunks together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,20 +15,11 @@ from torch import Tensor
 UNBOUNDED = -1
 
 
-@dataclass(frozen=True)
-class Mask:
-    """Which keys a query sees. `left`, `right`: how many beside its own position; -1: all."""
+class Mask(NamedTuple):
+    """Which keys a query sees. `left`, `right`: how many beside its own position."""
 
     left: int = UNBOUNDED
     right: int = UNBOUNDED
-
-    @classmethod
-    def of(cls, is_causal: bool, left: int | None = None, right: int | None = None) -> Mask:
-        bounded_right = 0 if is_causal else right
-        return cls(
-            left=UNBOUNDED if left is None else left,
-            right=UNBOUNDED if bounded_right is None else bounded_right,
-        )
 
     def visible(self, queries: int, keys: int) -> Tensor:
         """Return a bool tensor [T, S]."""
@@ -60,80 +50,56 @@ class Gradients(NamedTuple):
     bias: Tensor
 
 
-def forward(
-    query_BHTD: Tensor,
-    key_BHSD: Tensor,
-    value_BHSD: Tensor,
-    mask: Mask,
-    scale: float | None,
-    bias: Tensor | None = None,
-) -> Attended:
-    """Return the output and the log-sum-exp of the scores."""
-    groups = query_BHTD.shape[1] // key_BHSD.shape[1]
-    value = value_BHSD.float().repeat_interleave(groups, 1)
-    scores = _scores(query_BHTD, key_BHSD, mask, scale, bias)
-    probabilities = torch.softmax(scores, -1).nan_to_num(0)  # a query that sees no key
-    return Attended(probabilities @ value, torch.logsumexp(scores, -1))
+class Attention:
+    """What queries make of keys and values. All have as many heads as the queries, in fp32."""
 
+    def __init__(
+        self,
+        query_BHTD: Tensor,
+        key_BHSD: Tensor,
+        value_BHSD: Tensor,
+        mask: Mask,
+        scale: float | None,
+        bias: Tensor | None = None,
+    ) -> None:
+        self.groups = query_BHTD.shape[1] // key_BHSD.shape[1]
+        self.query = query_BHTD.float()
+        self.key = key_BHSD.float().repeat_interleave(self.groups, 1)
+        self.value = value_BHSD.float().repeat_interleave(self.groups, 1)
+        self.scale = scale
+        if scale is None:
+            self.scale = self.query.shape[-1] ** -0.5
 
-def backward(
-    grad_BHTD: Tensor,
-    query_BHTD: Tensor,
-    key_BHSD: Tensor,
-    value_BHSD: Tensor,
-    attended: Attended,
-    mask: Mask,
-    scale: float | None,
-    bias: Tensor | None = None,
-) -> Gradients:
-    """Return the gradients, by the formula of FlashAttention (arXiv:2205.14135, appendix B.2)."""
-    key_heads = key_BHSD.shape[1]
-    groups = query_BHTD.shape[1] // key_heads
-    grad = grad_BHTD.float()
-    query = query_BHTD.float()
-    key = key_BHSD.float().repeat_interleave(groups, 1)
-    value = value_BHSD.float().repeat_interleave(groups, 1)
-    scores = _scores(query_BHTD, key_BHSD, mask, scale, bias)
-    queries = query.shape[2]
-    log_sum_exp = attended.log_sum_exp_BHT[..., :queries, None]
-    probabilities = torch.exp(scores - log_sum_exp).nan_to_num(0)
+        scores = self.query @ self.key.mT * self.scale
+        if bias is not None:
+            scores = scores + bias.float()
+        visible = mask.visible(self.query.shape[2], self.key.shape[2])
+        self.scores = scores.masked_fill(~visible, float("-inf"))
 
-    grad_value = probabilities.transpose(-1, -2) @ grad
-    grad_probabilities = grad @ value.transpose(-1, -2)
-    correction = (grad * attended.output_BHTD.float()).sum(-1, keepdim=True)
-    grad_scores = probabilities * (grad_probabilities - correction)
-    factor = _factor(query, scale)
-    grad_query = grad_scores @ key * factor
-    grad_key = grad_scores.transpose(-1, -2) @ query * factor
-    return Gradients(
-        query=grad_query,
-        key=_sum_of_groups(grad_key, key_heads),
-        value=_sum_of_groups(grad_value, key_heads),
-        bias=grad_scores,
-    )
+    def forward(self) -> Attended:
+        """Return the output and the log-sum-exp of the scores."""
+        probabilities = torch.softmax(self.scores, -1).nan_to_num(0)  # a query that sees no key
+        return Attended(probabilities @ self.value, torch.logsumexp(self.scores, -1))
 
+    def backward(self, grad_BHTD: Tensor, attended: Attended) -> Gradients:
+        """Return the gradients, by the formula of FlashAttention (arXiv:2205.14135, appendix B.2)."""
+        queries = self.query.shape[2]
+        log_sum_exp = attended.log_sum_exp_BHT[..., :queries, None]
+        probabilities = torch.exp(self.scores - log_sum_exp).nan_to_num(0)
 
-def _scores(
-    query_BHTD: Tensor, key_BHSD: Tensor, mask: Mask, scale: float | None, bias: Tensor | None
-) -> Tensor:
-    groups = query_BHTD.shape[1] // key_BHSD.shape[1]
-    query = query_BHTD.float()
-    key = key_BHSD.float().repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) * _factor(query, scale)
-    if bias is not None:
-        scores = scores + bias.float()
-    visible = mask.visible(query.shape[2], key.shape[2])
-    return scores.masked_fill(~visible, float("-inf"))
+        grad = grad_BHTD.float()
+        grad_value = probabilities.mT @ grad
+        grad_probabilities = grad @ self.value.mT
+        correction = (grad * attended.output_BHTD.float()).sum(-1, keepdim=True)
+        grad_scores = probabilities * (grad_probabilities - correction)
+        grad_key = grad_scores.mT @ self.query * self.scale
+        return Gradients(
+            query=grad_scores @ self.key * self.scale,
+            key=self._sum_of_groups(grad_key),
+            value=self._sum_of_groups(grad_value),
+            bias=grad_scores,
+        )
 
-
-def _factor(query: Tensor, scale: float | None) -> float:
-    if scale is not None:
-        return scale
-    width: int = query.shape[-1]
-    return float(width**-0.5)
-
-
-def _sum_of_groups(grad_BHSD: Tensor, key_heads: int) -> Tensor:
-    """Return [B, key heads, S, D]: what all queries of a group give to their common key."""
-    groups = grad_BHSD.shape[1] // key_heads
-    return grad_BHSD.unflatten(1, (key_heads, groups)).sum(2)
+    def _sum_of_groups(self, grad_BHSD: Tensor) -> Tensor:
+        """Return [B, key heads, S, D]: what all queries of a group give to their common key."""
+        return grad_BHSD.unflatten(1, (-1, self.groups)).sum(2)

@@ -19,9 +19,13 @@ NATIVE = Path(__file__).parent / "native"
 PRELOADED = [source for source in sorted(NATIVE.glob("*.cpp")) if source.name != "nvml.cpp"]
 # What the stand-in has to answer for. cuRAND, cuFFT, NVRTC, cuFile and CUPTI stay real: they are
 # loaded, and nothing that the tests run calls them.
-ANSWERED = re.compile(r"^(cu[A-Z]|cuda|cublas|cudnn|cusolver|cusparse|nccl|nvshmem|__cuda)")
-REAL = re.compile(r"^(cuFile|curand|cufft|cupti)")
-DRIVER = re.compile(r"^cu[A-Z]")
+ANSWERED = re.compile(
+    r"(?!cuFile)(cu[A-Z]|cuda|cublas|cudnn|cusolver|cusparse|nccl|nvshmem|__cuda)"
+)
+DRIVER = re.compile(r"cu[A-Z]")
+# Lines of `nm`: a symbol with its version, and a function with its address.
+UNDEFINED_SYMBOL = re.compile(r"^ +\w ([^@\s]+)", re.MULTILINE)
+DEFINED_FUNCTION = re.compile(r"^[0-9a-f]+ T (\S+)$", re.MULTILINE)
 # Headers that CUDA's own include, and that its wheels leave out; nothing of them is used.
 EMPTY_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")
 
@@ -41,25 +45,18 @@ def build(folder: Path, packages: Path) -> None:
         packages / "nvidia/nccl/include",
         folder / "headers/nvidia/cu13/include",
     ]
-    needed = {name for name in undefined_symbols(libraries_of_torch(packages)) if is_answered(name)}
     objects = [compile_source(source, folder, includes) for source in PRELOADED]
-    defined = defined_symbols(objects)
-    rest = compile_stubs(folder / "stubs_of_the_rest.c", needed - defined)
+    missing = needed_symbols(libraries_of_torch(packages)) - defined_functions(objects)
+    rest = compile_stubs(folder / "stubs_of_the_rest.c", missing)
     preloaded = folder / "libfakecuda.so"
-    link(preloaded, [*objects, rest], "-Wl,-soname,libfakecuda.so", "-lrt", "-ldl", "-lpthread")
+    link(preloaded, [*objects, rest], "-lrt", "-ldl", "-lpthread")
 
     # To be found by its name; what the preloaded library defines is looked up there.
-    driver_symbols = {name for name in needed - defined if DRIVER.match(name)}
+    driver_symbols = filter(DRIVER.match, missing)
     driver = compile_stubs(folder / "stubs_of_the_driver.c", driver_symbols)
-    link(
-        folder / "libcuda.so.1",
-        [driver],
-        "-Wl,-soname,libcuda.so.1",
-        "-Wl,--no-as-needed",
-        str(preloaded),
-    )
+    link(folder / "libcuda.so.1", [driver], "-Wl,--no-as-needed", str(preloaded))
     nvml = compile_source(NATIVE / "nvml.cpp", folder, includes)
-    link(folder / "libnvidia-ml.so.1", [nvml], "-Wl,-soname,libnvidia-ml.so.1")
+    link(folder / "libnvidia-ml.so.1", [nvml])
     write_failing_nvidia_smi(folder / "bin")
 
 
@@ -67,20 +64,16 @@ def libraries_of_torch(packages: Path) -> list[Path]:
     return [*packages.glob("torch/lib/*.so"), *packages.glob("nvidia/nccl/lib/*.so*")]
 
 
-def is_answered(symbol: str) -> bool:
-    return ANSWERED.match(symbol) is not None and REAL.match(symbol) is None
-
-
-def undefined_symbols(libraries: Iterable[Path]) -> set[str]:
+def needed_symbols(libraries: Iterable[Path]) -> set[str]:
+    """Return what the libraries leave to others, of which the stand-in is to answer for."""
     listed = run("nm", "-D", "--undefined-only", *libraries)
-    words = [line.split() for line in listed.splitlines()]
-    return {word[-1].partition("@")[0] for word in words if len(word) == 2}
+    undefined = UNDEFINED_SYMBOL.findall(listed)
+    return set(filter(ANSWERED.match, undefined))
 
 
-def defined_symbols(objects: Iterable[Path]) -> set[str]:
+def defined_functions(objects: Iterable[Path]) -> set[str]:
     listed = run("nm", "--defined-only", *objects)
-    words = [line.split() for line in listed.splitlines()]
-    return {word[2] for word in words if len(word) == 3 and word[1] == "T"}
+    return set(DEFINED_FUNCTION.findall(listed))
 
 
 def write_empty_headers(folder: Path) -> Path:
@@ -100,14 +93,16 @@ def compile_source(source: Path, folder: Path, includes: Iterable[Path]) -> Path
 
 def compile_stubs(source: Path, symbols: Iterable[str]) -> Path:
     """Compile a function for each of `symbols` that takes anything and returns 0: success."""
-    source.write_text("".join(f"long {name}() {{ return 0; }}\n" for name in sorted(symbols)))
+    lines = [f"long {name}() {{ return 0; }}\n" for name in sorted(symbols)]
+    source.write_text("".join(lines))
     built = source.with_suffix(".o")
     run("gcc", "-O1", "-fPIC", "-w", "-fno-builtin", "-c", source, "-o", built)
     return built
 
 
 def link(library: Path, objects: Iterable[Path], *flags: str) -> None:
-    run("g++", "-shared", "-fPIC", "-o", library, *objects, *flags)
+    name = f"-Wl,-soname,{library.name}"
+    run("g++", "-shared", "-fPIC", "-o", library, *objects, name, *flags)
 
 
 def write_failing_nvidia_smi(folder: Path) -> None:
@@ -120,9 +115,8 @@ def write_failing_nvidia_smi(folder: Path) -> None:
 def run(command: str, *arguments: str | Path) -> str:
     found = shutil.which(command)
     if found is None:
-        sys.exit(
-            f"error: {command} is needed to build the stand-in of CUDA (Debian: build-essential)"
-        )
+        purpose = "to build the stand-in of CUDA (Debian: build-essential)"
+        sys.exit(f"error: {command} is needed {purpose}")
     ended = subprocess.run([found, *map(str, arguments)], capture_output=True, text=True)
     if ended.returncode != 0:
         sys.exit(f"error: {command} failed:\n{ended.stderr}")

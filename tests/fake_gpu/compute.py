@@ -10,23 +10,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fake_gpu import attention
-from tests.fake_gpu.attention import Attended, Mask
+from tests.fake_gpu.attention import UNBOUNDED, Attended, Attention, Mask
 from tests.fake_gpu.ledger import LEDGER
 
+Values = dict[str, Any]  # of arguments by their names
 LARGEST_TENSOR = "FAKE_GPU_LARGEST_TENSOR"  # bytes; see `limit_to`
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 # Collectives run for real, in the stand-in of NCCL.
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # Operators that are made of others, which come here one by one.
@@ -60,6 +61,76 @@ SIZED_BY_NUMBERS = {
     "aten::equal",
 }
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+# Product that may have a result of another type → the names of its factors.
+FACTORS = {
+    "aten::mm": ("self", "mat2"),
+    "aten::bmm": ("self", "mat2"),
+    "aten::addmm": ("mat1", "mat2"),
+    "aten::baddbmm": ("batch1", "batch2"),
+}
+
+
+class Call:
+    """One call of an operator: `func` with `args` and `kwargs`."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: Values) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.name = _name(func)
+        self.tensors = _tensors([*args, *kwargs.values()])
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+    def on_cpu(self) -> Call:
+        """Return the call on CPU tensors over the same memory."""
+        kwargs = {name: _each(on_cpu, value) for name, value in self.kwargs.items()}
+        return Call(self.func, _each(on_cpu, self.args), kwargs)
+
+    def values(self) -> Values:
+        """Return the arguments by their names in the schema, defaults included."""
+        arguments = self.func._schema.arguments
+        values = {argument.name: argument.default_value for argument in arguments}
+        for argument, value in zip(arguments, self.args, strict=False):
+            values[argument.name] = value
+        return {**values, **self.kwargs}
+
+    def is_on_device(self) -> bool:
+        device = self.kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            return True
+        return any(tensor.is_cuda for tensor in self.tensors)
+
+    def has_numbers(self) -> bool:
+        """Return whether a kernel would compute something."""
+        if self.func.namespace in COLLECTIVES or self.func.is_view or self.name in WITHOUT_NUMBERS:
+            return False
+        return not any(tensor.is_meta for tensor in self.tensors)
+
+    def is_sized_by_numbers(self) -> bool:
+        if self.name == "aten::repeat_interleave":
+            return self.kwargs.get("output_size") is None
+        if self.name not in INDEXING:
+            return self.name in SIZED_BY_NUMBERS
+        masks = [_is_mask(index) for index in self.args[1]]
+        if self.name == "aten::index" or not any(masks):
+            return any(masks)
+        # torch writes one number to where masks are set without looking for the places.
+        is_masked_fill = self.args[2].numel() == 1 and all(masks)
+        return not is_masked_fill
+
+    def random_seed(self) -> int | None:
+        """Return a seed made of the state of the device's generator; None: nothing is drawn."""
+        if not _is_random(self.func):
+            return None
+        generator = self.kwargs.get("generator")
+        if generator is None or generator.device.type != "cuda":
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = bytes(generator.get_state().tolist())
+        seed = int.from_bytes(state[:8], "little")
+        offset = int.from_bytes(state[8:16], "little")
+        return (seed * 1_000_003 + offset) % 2**62
 
 
 class Computing(TorchDispatchMode):
@@ -72,34 +143,34 @@ class Computing(TorchDispatchMode):
         func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Values | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        tensors = _tensors((args, tuple(kwargs.values())))
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return func(*args, **kwargs)
-        if any(type(tensor) not in PLAIN_TYPES for tensor in tensors):
+        call = Call(func, args, kwargs or {})
+        kinds = {type(tensor) for tensor in call.tensors}
+        if FakeTensor in kinds:
+            return call.run()
+        if not kinds <= PLAIN_TYPES:
             return NotImplemented  # a DTensor or the like: its parts come here
-        if not _is_on_device(tensors, kwargs.get("device")):
-            return func(*args, **kwargs)
+        if not call.is_on_device():
+            return call.run()
         if func.namespace in COMPOSITE_NAMESPACES:
             with self:
-                return func(*args, **kwargs)
+                return call.run()
         if _may_be_view(func):
             with self:
-                return func.decompose(*args, **kwargs)
-        if _has_no_numbers(func, tensors):
-            return func(*args, **kwargs)
-        if _is_sized_by_numbers(func, args, kwargs):
-            return _answer_from_cpu(func, args, kwargs)
+                return func.decompose(*call.args, **call.kwargs)
+        if not call.has_numbers():
+            return call.run()
+        if call.is_sized_by_numbers():
+            return _answer_from_cpu(call)
 
-        if any(tensor.nbytes > self.most_bytes for tensor in tensors):
-            return func(*args, **kwargs)
+        if any(tensor.nbytes > self.most_bytes for tensor in call.tensors):
+            return call.run()
 
-        random_seed = _random_seed(func, kwargs)
-        result = func(*args, **kwargs)
+        random_seed = call.random_seed()
+        result = call.run()
         with LEDGER.paused():
-            _compute(func, args, kwargs, result, random_seed)
+            _compute(call, result, random_seed)
         return result
 
 
@@ -168,15 +239,8 @@ def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def _call_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    cpu_kwargs = {name: _each(on_cpu, value) for name, value in kwargs.items()}
-    return _each(on_cpu, args), cpu_kwargs
-
-
-def _is_on_device(tensors: list[Tensor], device: Any) -> bool:
-    if device is not None and torch.device(device).type == "cuda":
-        return True
-    return any(tensor.device.type == "cuda" for tensor in tensors)
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
 @functools.cache
@@ -201,55 +265,15 @@ def _may_be_view(func: Any) -> bool:
     return func.is_view and func._can_decompose()  # type: ignore[no-any-return]
 
 
-def _has_no_numbers(func: Any, tensors: list[Tensor]) -> bool:
-    if func.namespace in COLLECTIVES or func.is_view or _name(func) in WITHOUT_NUMBERS:
-        return True
-    return any(tensor.device.type == "meta" for tensor in tensors)
-
-
-def _is_sized_by_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    name = _name(func)
-    if name == "aten::repeat_interleave":
-        return kwargs.get("output_size") is None
-    if name not in INDEXING:
-        return name in SIZED_BY_NUMBERS
-    masks = [isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]]
-    if name == "aten::index" or not any(masks):
-        return any(masks)
-    # torch writes one number to where masks are set without looking for the places.
-    is_masked_fill = args[2].numel() == 1 and all(masks)
-    return not is_masked_fill
-
-
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Return the device that a call's tensors are on."""
-    tensors = _tensors((args, tuple(kwargs.values())))
-    return next(tensor.device for tensor in tensors if tensor.device.type == "cuda")
-
-
-def _answer_from_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    LEDGER.report_wait(f"size of {_name(func)}")
-    LEDGER.count_launch(_name(func))
+def _answer_from_cpu(call: Call) -> Any:
+    LEDGER.report_wait(f"size of {call.name}")
+    LEDGER.count_launch(call.name)
     with LEDGER.paused():
-        cpu_args, cpu_kwargs = _call_on_cpu(args, kwargs)
-        result = func(*cpu_args, **cpu_kwargs)
-        if _name(func).endswith("_"):
-            return args[0]
-        device = _device_of(args, kwargs)
+        result = call.on_cpu().run()
+        if call.name.endswith("_"):
+            return call.args[0]
+        device = next(tensor.device for tensor in call.tensors if tensor.is_cuda)
         return _each(lambda tensor: tensor.to(device), result)
-
-
-def _random_seed(func: Any, kwargs: dict[str, Any]) -> int | None:
-    """Return a seed made of the state of the device's generator; None: nothing is drawn."""
-    if not _is_random(func):
-        return None
-    generator = kwargs.get("generator")
-    if generator is None or generator.device.type != "cuda":
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    state = bytes(generator.get_state().tolist())
-    seed = int.from_bytes(state[:8], "little")
-    offset = int.from_bytes(state[8:16], "little")
-    return (seed * 1_000_003 + offset) % 2**62
 
 
 @contextlib.contextmanager
@@ -263,30 +287,29 @@ def _seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def _compute(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: Any,
-    random_seed: int | None,
-) -> None:
-    """Compute `func` on the CPU and write what it gives into `result`, the tensors of the device."""
-    cpu_args, cpu_kwargs = _call_on_cpu(args, kwargs)
-    own = OWN_FORMULAS.get(_name(func))
+def _compute(call: Call, result: Any, random_seed: int | None) -> None:
+    """Compute a call on the CPU and write what it gives into `result`, the tensors of the device."""
+    on_host = call.on_cpu()
+    own = OWN_FORMULAS.get(call.name)
     if own is not None:
-        own(result, _named(func, cpu_args, cpu_kwargs))
+        own(result, on_host.values())
         return
-    if "device" in cpu_kwargs:
-        is_to_host = isinstance(result, Tensor) and result.device.type != "cuda"
-        cpu_kwargs["device"] = result.device if is_to_host else torch.device("cpu")
-    cpu_kwargs.pop("pin_memory", None)
-    if random_seed is not None and "generator" in cpu_kwargs:
-        cpu_kwargs["generator"] = torch.Generator().manual_seed(random_seed)
+
+    options = on_host.kwargs
+    if "device" in options:
+        is_to_host = isinstance(result, Tensor) and not result.is_cuda
+        options["device"] = result.device if is_to_host else torch.device("cpu")
+    options.pop("pin_memory", None)
+    if random_seed is not None and "generator" in options:
+        options["generator"] = torch.Generator().manual_seed(random_seed)
+
     with _seeded(random_seed):
-        computed = _mixed_product(func, cpu_args, cpu_kwargs)
-        if computed is None:
-            computed = func(*cpu_args, **cpu_kwargs)
-    given = {id(tensor) for tensor in _tensors((args, tuple(kwargs.values())))}
+        if _is_mixed_product(call.func):
+            computed = _mixed_product(on_host)
+        else:
+            computed = on_host.run()
+
+    given = {id(tensor) for tensor in call.tensors}
     for target, source in zip(_leaves(result), _leaves(computed), strict=True):
         if isinstance(target, Tensor) and id(target) not in given:
             _write(target, source)
@@ -301,160 +324,145 @@ def _write(target: Tensor, source: Tensor) -> None:
     view.copy_(source)
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names in the schema, defaults included."""
-    values: dict[str, Any] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            values[argument.name] = args[position]
-        elif argument.name in kwargs:
-            values[argument.name] = kwargs[argument.name]
-        else:
-            values[argument.name] = argument.default_value
-    return values
+@functools.cache
+def _is_mixed_product(func: Any) -> bool:
+    """Return whether the result has another type than the factors, which the CPU does not know."""
+    return _name(func) in FACTORS and func._overloadname in ("dtype", "dtype_out")
 
 
-def _mixed_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return a product whose result has another type than its factors: the CPU knows none of them.
-    None: it is not such a product."""
-    name, overload = _name(func), func._overloadname
-    if name == "aten::_scaled_mm":
-        values = _named(func, args, kwargs)
-        left = values["self"].float() * values["scale_a"]
-        right = values["mat2"].float() * values["scale_b"]
-        product = left @ right
-        return product if values["bias"] is None else product + values["bias"].float()
-    if overload not in ("dtype", "dtype_out"):
-        return None
-    values = _named(func, args, kwargs)
-    if name in ("aten::mm", "aten::bmm"):
-        product = values["self"].float() @ values["mat2"].float()
-    elif name in ("aten::addmm", "aten::baddbmm"):
-        factors = ("mat1", "mat2") if name == "aten::addmm" else ("batch1", "batch2")
-        left, right = (values[factor].float() for factor in factors)
-        product = values["beta"] * values["self"].float() + values["alpha"] * (left @ right)
-    else:
-        return None
-    if overload == "dtype_out":
-        values["out"].copy_(product)
-        return values["out"]  # type: ignore[no-any-return]
+def _mixed_product(on_host: Call) -> Tensor:
+    values = on_host.values()
+    first, second = FACTORS[on_host.name]
+    product = values[first].float() @ values[second].float()
+    if "beta" in values:
+        product = values["beta"] * values["self"].float() + values["alpha"] * product
+    if "out" in values:
+        return values["out"].copy_(product)  # type: ignore[no-any-return]
     return product.to(values["out_dtype"])
 
 
-def _flash_forward(result: Any, values: dict[str, Any]) -> None:
-    mask = Mask.of(values["is_causal"])
-    query, key, value = values["query"], values["key"], values["value"]
-    output, log_sum_exp = attention.forward(query, key, value, mask, values["scale"])
-    _write(result[0], output)
-    _write(result[1], log_sum_exp)
+def _scaled_product(result: Any, values: Values) -> None:
+    """Products of fp8 factors, of which the CPU knows none."""
+    left = values["self"].float() * values["scale_a"]
+    right = values["mat2"].float() * values["scale_b"]
+    product = left @ right
+    if values["bias"] is not None:
+        product = product + values["bias"].float()
+    _write(result, product)
 
 
-def _gradients(grad_out: Any, values: dict[str, Any], bias: Any = None) -> Any:
-    """Return the gradients of queries, keys, values and bias of one call of attention."""
+def _mask(values: Values) -> Mask:
+    """Return the mask that a call of attention asks for."""
+    left, right = values.get("window_size") or (UNBOUNDED, UNBOUNDED)
+    if values["is_causal"]:
+        right = 0
+    return Mask(left, right)
+
+
+def _attention(values: Values) -> Attention:
     query, key, value = values["query"], values["key"], values["value"]
+    bias = values.get("attn_bias")
+    return Attention(query, key, value, _mask(values), values["scale"], bias)
+
+
+def _attention_forward(result: Any, values: Values) -> None:
+    attended = _attention(values).forward()
+    _write(result[0], attended.output_BHTD)
+    if result[1].numel():  # the efficient kernel pads it to a multiple of 32
+        queries = attended.log_sum_exp_BHT.shape[-1]
+        on_cpu(result[1])[..., :queries].copy_(attended.log_sum_exp_BHT)
+
+
+def _flash_backward(result: Any, values: Values) -> None:
+    _attention_backward(result, values, values["grad_out"])
+
+
+def _efficient_backward(result: Any, values: Values) -> None:
+    _attention_backward(result, values, values["grad_out_"])
+
+
+def _attention_backward(result: Any, values: Values, grad: Tensor) -> None:
     attended = Attended(values["out"], values["logsumexp"])
-    mask = Mask.of(values["is_causal"])
-    return attention.backward(grad_out, query, key, value, attended, mask, values["scale"], bias)
-
-
-def _flash_backward(result: Any, values: dict[str, Any]) -> None:
-    gradients = _gradients(values["grad_out"], values)
-    for target, gradient in zip(result, gradients, strict=False):
-        _write(target, gradient)
-
-
-def _efficient_forward(result: Any, values: dict[str, Any]) -> None:
-    mask = Mask.of(values["is_causal"])
-    query, key, value = values["query"], values["key"], values["value"]
-    bias = values["attn_bias"]
-    output, log_sum_exp = attention.forward(query, key, value, mask, values["scale"], bias)
-    _write(result[0], output)
-    if result[1].numel():  # padded to a multiple of 32
-        on_cpu(result[1])[..., : log_sum_exp.shape[-1]].copy_(log_sum_exp)
-
-
-def _efficient_backward(result: Any, values: dict[str, Any]) -> None:
-    gradients = _gradients(values["grad_out_"], values, values["attn_bias"])
-    for target, gradient in zip(result, gradients, strict=True):
+    gradients = _attention(values).backward(grad, attended)
+    for target, gradient in zip(result, gradients, strict=False):  # not all give one of the bias
         if target is not None:
             _write(target, gradient)
 
 
-def _document_bounds(values: dict[str, Any], names: tuple[str, str]) -> list[tuple[slice, slice]]:
-    """Return the tokens of each document that has any, among the queries and among the keys."""
-    queries = values[names[0]].tolist()
-    keys = values[names[1]].tolist()
-    bounds = []
-    for index in range(len(queries) - 1):
-        query_tokens = slice(queries[index], queries[index + 1])
-        key_tokens = slice(keys[index], keys[index + 1])
-        if query_tokens.stop > query_tokens.start:
-            bounds.append((query_tokens, key_tokens))
-    return bounds
+class Document(NamedTuple):
+    """The tokens of a document among the queries and among the keys, and what the former attend to."""
+
+    queries: slice
+    keys: slice
+    attention: Attention
+
+
+def _documents(values: Values) -> Iterator[Document]:
+    """Yield the documents that have queries."""
+    bounds_of_queries = itertools.pairwise(values["cu_seq_q"].tolist())
+    bounds_of_keys = itertools.pairwise(values["cu_seq_k"].tolist())
+    for of_queries, of_keys in zip(bounds_of_queries, bounds_of_keys, strict=True):
+        queries = slice(*of_queries)
+        keys = slice(*of_keys)
+        if queries.start == queries.stop:
+            continue
+
+        query = _heads_first(values["query"][queries])
+        key = _heads_first(values["key"][keys])
+        value = _heads_first(values["value"][keys])
+        attention = Attention(query, key, value, _mask(values), values["scale"])
+        yield Document(queries, keys, attention)
 
 
 def _heads_first(tokens_THD: Tensor) -> Tensor:
     return tokens_THD.transpose(0, 1)[None]
 
 
-def _tokens_first(heads_1HTD: Tensor) -> Tensor:
-    return heads_1HTD[0].transpose(0, 1)
+def _write_tokens(target_THD: Tensor, tokens: slice, source_1HTD: Tensor) -> None:
+    source_THD = source_1HTD[0].transpose(0, 1)
+    target_THD[tokens] = source_THD.to(target_THD.dtype)
 
 
-def _varlen_forward(result: Any, values: dict[str, Any]) -> None:
-    left, right = values["window_size"] or (None, None)
-    mask = Mask.of(values["is_causal"], left, right)
+def _varlen_forward(result: Any, values: Values) -> None:
     output_THD = on_cpu(result[0])
     log_sum_exp_HT = on_cpu(result[1])
-    for queries, keys in _document_bounds(values, ("cu_seq_q", "cu_seq_k")):
-        query = _heads_first(values["query"][queries])
-        key = _heads_first(values["key"][keys])
-        value = _heads_first(values["value"][keys])
-        output, log_sum_exp = attention.forward(query, key, value, mask, values["scale"])
-        output_THD[queries] = _tokens_first(output).to(output_THD.dtype)
-        log_sum_exp_HT[..., queries] = log_sum_exp[0]
+    for queries, _, attention in _documents(values):
+        attended = attention.forward()
+        _write_tokens(output_THD, queries, attended.output_BHTD)
+        log_sum_exp_HT[..., queries] = attended.log_sum_exp_BHT[0]
 
 
-def _varlen_backward(result: Any, values: dict[str, Any]) -> None:
-    left, right = values["window_size"] or (None, None)
-    mask = Mask.of(values["is_causal"], left, right)
-    grad_query, grad_key, grad_value = (on_cpu(target) for target in result[:3])
-    for target in (grad_query, grad_key, grad_value):
-        target.zero_()
-    for queries, keys in _document_bounds(values, ("cu_seq_q", "cu_seq_k")):
-        attended = Attended(_heads_first(values["out"][queries]), values["lse"][None, ..., queries])
-        gradients = attention.backward(
-            _heads_first(values["grad_out"][queries]),
-            _heads_first(values["query"][queries]),
-            _heads_first(values["key"][keys]),
-            _heads_first(values["value"][keys]),
-            attended,
-            mask,
-            values["scale"],
-        )
-        grad_query[queries] = _tokens_first(gradients.query).to(grad_query.dtype)
-        grad_key[keys] = _tokens_first(gradients.key).to(grad_key.dtype)
-        grad_value[keys] = _tokens_first(gradients.value).to(grad_value.dtype)
+def _varlen_backward(result: Any, values: Values) -> None:
+    grad_query, grad_key, grad_value = (on_cpu(target).zero_() for target in result[:3])
+    for queries, keys, attention in _documents(values):
+        output = _heads_first(values["out"][queries])
+        attended = Attended(output, values["lse"][None, ..., queries])
+        grad = _heads_first(values["grad_out"][queries])
+        gradients = attention.backward(grad, attended)
+        _write_tokens(grad_query, queries, gradients.query)
+        _write_tokens(grad_key, keys, gradients.key)
+        _write_tokens(grad_value, keys, gradients.value)
 
 
-def _histogram(result: Any, values: dict[str, Any]) -> None:
+def _histogram(result: Any, values: Values) -> None:
     """The CPU counts no whole numbers, which routers of experts ask for."""
     numbers = values["self"].float()
     counts = torch.histc(numbers, values["bins"], values["min"], values["max"])
     _write(result, counts)
 
 
-def _log_sigmoid_backward(result: Any, values: dict[str, Any]) -> None:
+def _log_sigmoid_backward(result: Any, values: Values) -> None:
     """The CPU's formula reads a buffer of its forward, which a GPU leaves empty."""
     _write(result, values["grad_output"] * torch.sigmoid(-values["self"]))
 
 
-OWN_FORMULAS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
+OWN_FORMULAS: dict[str, Callable[[Any, Values], None]] = {
     "aten::histc": _histogram,
+    "aten::_scaled_mm": _scaled_product,
     "aten::log_sigmoid_backward": _log_sigmoid_backward,
-    "aten::_scaled_dot_product_flash_attention": _flash_forward,
+    "aten::_scaled_dot_product_flash_attention": _attention_forward,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "aten::_scaled_dot_product_efficient_attention": _efficient_forward,
+    "aten::_scaled_dot_product_efficient_attention": _attention_forward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "torch_attn::_varlen_attn": _varlen_forward,
     "torch_attn::_varlen_attn_backward": _varlen_backward,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import json
 import os
 import sys
 import tempfile
@@ -77,22 +78,21 @@ class Ledger:
     def count_launch(self, kernel: str) -> None:
         self.library.standin_count_launch(kernel.encode())
 
-    def launches(self) -> dict[int, Counter[str]]:
-        """Return how often each kernel was launched, by step."""
-        found: dict[int, Counter[str]] = {}
+    def launches(self) -> list[tuple[int, str, int]]:
+        """Return (step, kernel, how often it was launched) of all that was launched so far."""
+        found = []
         with tempfile.NamedTemporaryFile("r", suffix=".tsv") as file:
             self.library.standin_write_launches(file.name.encode())
             for line in file:
                 step, count, kernel = line.rstrip("\n").split("\t")
-                found.setdefault(int(step), Counter())[kernel] += int(count)
+                found.append((int(step), kernel, int(count)))
         return found
 
-    def seen(self) -> dict[str, Any]:
-        """Return what was seen so far, for JSON: launches by step and kernel, and all waits."""
-        return {
-            "launches": {str(step): dict(counts) for step, counts in self.launches().items()},
-            "waits": [[*key, count] for key, count in sorted(self.waits.items())],
-        }
+    def write(self, path: Path, peak: int) -> None:
+        """Write what was seen so far as JSON. `peak`: the most bytes that the allocator gave out."""
+        waits = [(*key, count) for key, count in sorted(self.waits.items())]
+        seen = {"launches": self.launches(), "waits": waits, "peak": peak}
+        path.write_text(json.dumps(seen))
 
     def _take_wait(self, what: bytes) -> None:
         self.waits[self.step, what.decode(), _place()] += 1

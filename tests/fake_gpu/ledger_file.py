@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 from tests.fake_gpu.kinds import kind_of
 
 
-@dataclass(frozen=True)
+def ledger_path(folder: Path, rank: int) -> Path:
+    return folder / f"ledger-{rank}.json"
+
+
 class LedgerFile:
-    launches_by_step: dict[int, Counter[str]]
-    waits_by_step: dict[int, Counter[str]]  # of the host for the device; "what | where"
-    peak: int  # bytes that the allocator had handed out at most
+    """What the ledger of a rank says, by step: the kinds of its kernels, and where the host waited."""
 
-    @classmethod
-    def read(cls, path: Path) -> LedgerFile:
-        values = json.loads(path.read_text())
-        launches: dict[int, Counter[str]] = {}
-        for step, kernels in values["launches"].items():
-            counts = launches.setdefault(int(step), Counter())
-            for kernel, number in kernels.items():
-                counts[kind_of(kernel)] += number
-        waits: dict[int, Counter[str]] = {}
-        for step, what, where, number in values["waits"]:
-            waits.setdefault(step, Counter())[f"{what} | {where}"] += number
-        return cls(launches, waits, values["peak"])
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        values = json.loads(ledger_path(folder, rank).read_text())
 
-    def counts(self, step: int) -> dict[str, Any]:
+        launches: dict[int, Counter[str]] = defaultdict(Counter)
+        for step, kernel, count in values["launches"]:
+            launches[step][kind_of(kernel)] += count
+        self.launches = dict(launches)
+
+        waits: dict[int, Counter[str]] = defaultdict(Counter)
+        for step, what, where, count in values["waits"]:
+            waits[step][f"{what} | {where}"] += count
+        self.waits = dict(waits)
+
+        # The most bytes that the allocator had handed out.
+        self.peak: int = values["peak"]
+
+    def counts(self, step: int) -> dict[str, dict[str, int]]:
         """Return what is committed of a step."""
-        return {
-            "launches": dict(sorted(self.launches_by_step.get(step, Counter()).items())),
-            "waits": dict(sorted(self.waits_by_step.get(step, Counter()).items())),
-        }
+        launches = self.launches[step]
+        waits = self.waits.get(step, {})
+        return {"launches": dict(sorted(launches.items())), "waits": dict(sorted(waits.items()))}

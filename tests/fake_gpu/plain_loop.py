@@ -12,7 +12,6 @@ chance, anew for each kind, and writes what its ledger saw to `OUT/KIND/ledger-R
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -20,16 +19,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from tests.fake_gpu.ledger import LEDGER
+from tests.fake_gpu.ledger_file import ledger_path
 
 STEPS = 4
-SAMPLES, LENGTH = 2, 96  # of a rank
+SAMPLES = 2  # of a rank
+LENGTH = 96  # tokens of a sample
 DOCUMENT = LENGTH // 2  # tokens of each document of a packed row
 CHUNK = 24  # tokens: eight chunks
 RANK_OF_ADAPTERS = 4
@@ -39,14 +40,13 @@ class ChunkedLoss(torch.autograd.Function):
     """The mean cross-entropy of a head over hidden states, with its gradients, chunk by chunk."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
         number = len(targets_N)
         grad_hidden = torch.empty_like(hidden_ND)
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
         loss_sum = torch.zeros((), device=hidden_ND.device)
         weight = weight_VD.detach().requires_grad_()
+
         for start in range(0, number, CHUNK):
             rows = slice(start, start + CHUNK)
             hidden = hidden_ND[rows].detach().requires_grad_()
@@ -57,16 +57,18 @@ class ChunkedLoss(torch.autograd.Function):
             grad_hidden[rows] = of_hidden
             grad_weight += of_weight
             loss_sum += loss.detach()
+
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.number = number
         ctx.weight_dtype = weight_VD.dtype
         return loss_sum / number
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         factor = grad_loss / ctx.number
-        return grad_hidden * factor, (grad_weight * factor).to(ctx.weight_dtype), None
+        grad_weight = grad_weight * factor
+        return grad_hidden * factor, grad_weight.to(ctx.weight_dtype), None
 
 
 class WithLoss(nn.Module):
@@ -77,16 +79,21 @@ class WithLoss(nn.Module):
         self.model = model
         self.kind = kind
 
-    def forward(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
         inputs_BT = tokens_BT[:, :-1]
         targets_N = tokens_BT[:, 1:].flatten()
         if self.kind == "chunks":
             trunk = self.model.model(input_ids=inputs_BT, use_cache=False)
             hidden_ND = trunk.last_hidden_state.flatten(0, 1)
-            loss: torch.Tensor = ChunkedLoss.apply(hidden_ND, self.model.lm_head.weight, targets_N)
+            loss: Tensor = ChunkedLoss.apply(hidden_ND, self.model.lm_head.weight, targets_N)
             return loss
+
         out = self.model(input_ids=inputs_BT, position_ids=positions_BT, use_cache=False)
         return nn.functional.cross_entropy(out.logits.float().flatten(0, 1), targets_N)
+
+
+def tokens_first(heads_BHTD: Tensor) -> Tensor:
+    return heads_BHTD.transpose(1, 2).flatten(0, 1)
 
 
 def attend_by_documents(model: Any, device: torch.device) -> None:
@@ -95,13 +102,22 @@ def attend_by_documents(model: Any, device: torch.device) -> None:
     bounds_N = torch.arange(0, tokens + 1, DOCUMENT, dtype=torch.int32, device=device)
 
     def attention(
-        module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
-    ) -> tuple[torch.Tensor, None]:
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
         rows, _, length, size = query.shape
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        causal = {"window_size": (-1, 0), "scale": options["scaling"], "enable_gqa": True}
-        out = varlen_attn(q, k, v, bounds_N, bounds_N, DOCUMENT, DOCUMENT, **causal)
-        return out.reshape(rows, length, -1, size), None
+        output = varlen_attn(
+            tokens_first(query),
+            tokens_first(key),
+            tokens_first(value),
+            bounds_N,
+            bounds_N,
+            DOCUMENT,
+            DOCUMENT,
+            window_size=(-1, 0),
+            scale=options["scaling"],
+            enable_gqa=True,
+        )
+        return output.reshape(rows, length, -1, size), None
 
     AttentionInterface.register("by_hand", attention)
     AttentionMaskInterface.register("by_hand", lambda *_, **__: None)
@@ -126,8 +142,7 @@ def main(model_folder: str, out: str, *kinds: str) -> None:
         train(model_folder, kind, device, mesh)
         folder = Path(out) / kind
         folder.mkdir(parents=True, exist_ok=True)
-        seen = {**LEDGER.seen(), "peak": torch.cuda.max_memory_allocated()}
-        (folder / f"ledger-{rank}.json").write_text(json.dumps(seen))
+        LEDGER.write(ledger_path(folder, rank), torch.cuda.max_memory_allocated())
     dist.destroy_process_group()
 
 
@@ -138,24 +153,30 @@ def train(model_folder: str, kind: str, device: torch.device, mesh: DeviceMesh) 
         attend_by_documents(model, device)
         positions = torch.arange(DOCUMENT).repeat(SAMPLES, LENGTH // DOCUMENT).pin_memory()
     blocks = model.model.layers
-    trained = with_adapters(model) if kind == "lora" else model
-    module = WithLoss(trained, kind)
+    if kind == "lora":
+        model = with_adapters(model)
+    module = WithLoss(model, kind)
     module.to(device)
     module.train()
+
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+    for part in (*blocks, module):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
     learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
+
     for step in range(STEPS):
-        tokens = torch.randint(3, 300, (SAMPLES, LENGTH + 1), generator=generator)
-        batch = tokens.pin_memory()
+        drawn = torch.randint(3, 300, (SAMPLES, LENGTH + 1), generator=generator)
+        batch = drawn.pin_memory()
+
         LEDGER.begin_step(step)
-        tokens = batch.cuda(non_blocking=True)
-        positions_BT = None if positions is None else positions.cuda(non_blocking=True)
-        loss = module(tokens, positions_BT)
+        tokens_BT = batch.cuda(non_blocking=True)
+        positions_BT = None
+        if positions is not None:
+            positions_BT = positions.cuda(non_blocking=True)
+        loss = module(tokens_BT, positions_BT)
         loss.backward()
         nn.utils.clip_grad_norm_(learned, 1.0, foreach=True)
         optimizer.step()

@@ -7,7 +7,6 @@ waited, and the most bytes that it had allocated.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fake_gpu.ledger import LEDGER
+from tests.fake_gpu.ledger_file import ledger_path
 
 COMPUTE_UP_TO = "FAKE_GPU_COMPUTE_UP_TO"  # bytes
 
@@ -58,8 +58,7 @@ def train(path: Path, ranks: Any) -> None:
     with StopFlag() as stop_flag:
         goodput = Goodput(time.time())
         train_on(plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=[], goodput=goodput)
-    written = path.parent / f"ledger-{ranks.rank}.json"
-    written.write_text(json.dumps({**LEDGER.seen(), "peak": torch.cuda.max_memory_allocated()}))
+    LEDGER.write(ledger_path(path.parent, ranks.rank), torch.cuda.max_memory_allocated())
 
 
 class Nothing:

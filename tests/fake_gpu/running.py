@@ -9,20 +9,46 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
+from drumline.config.load import load
 from drumline.hardware.detect import Device, Machine
+from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import free_port
 from tests.fake_gpu.environment import PYTHON, environment
-from tests.harness import Finished
+from tests.harness import Finished, Sections
 
+NEEDS_STAND_IN = pytest.mark.skipif(
+    not PYTHON.exists(), reason="needs the CUDA build of torch: make fake-gpu"
+)
 H100 = Device("NVIDIA H100 80GB HBM3", 85_014_609_920)
 
 
 def machine(devices: int) -> Machine:
     """Return the host that plans are made for: what the stand-in shows, on cores enough."""
     return Machine([H100] * devices, cores=8, memory_bytes=2**36, device="cuda", bf16=True)
+
+
+def claim_plan(path: Path, world_size: int, host: Machine | None) -> Path:
+    """Return the plan, in a run folder of its own, of the run of a config. None: for this host."""
+    request = Request(load(path, []), world_size=world_size, machine=host)
+    plan, _ = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
+    return plan
+
+
+def merge(*layers: Sections) -> Sections:
+    """Lay sections over sections, key by key."""
+    merged: Sections = {}
+    for layer in layers:
+        for name, values in layer.items():
+            before = merged.get(name)
+            if isinstance(values, dict) and isinstance(before, dict):
+                values = {**before, **values}
+            merged[name] = values
+    return merged
 
 
 @contextlib.contextmanager
@@ -74,40 +100,48 @@ def drumline(
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             end(process)
-            raise AssertionError(
-                f"drumline {arguments} ran over {timeout} s:\n{said(process)}"
-            ) from None
+            late = f"drumline {arguments} ran over {timeout} s"
+            raise AssertionError(f"{late}:\n{said(process)}") from None
         output = said(process)
         return Finished(process.returncode, output, output)
 
 
 def run_ranks(
-    module: str, arguments: list[object], devices: int, timeout: float, **settings: object
+    module: str, arguments: Sequence[object], devices: int, timeout: float, **settings: object
 ) -> dict[int, str]:
     """Run `python -m module` on each of `devices` ranks. Return rank → output of those that failed."""
     with shared_memory() as meeting:
-        usual = environment(devices, meeting, **settings)
-        usual |= {"WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices)}
-        usual |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env = environment(devices, meeting, **settings)
+        env["WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(devices)
+        env["MASTER_ADDR"] = "127.0.0.1"
+        env["MASTER_PORT"] = str(free_port())
         ranks = []
         for rank in range(devices):
-            env = {**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            env["RANK"] = env["LOCAL_RANK"] = str(rank)
             ranks.append(start(["-m", module, *arguments], env))
-        deadline = time.monotonic() + timeout
-        failed = _await_all(ranks, deadline)
+        failed = _await_all(ranks, timeout)
         for process in ranks:
             end(process)
-        return {rank: f"{why}:\n{said(ranks[rank])[-4000:]}" for rank, why in failed.items()}
+        outputs = {}
+        for rank, why in failed.items():
+            outputs[rank] = f"{why}:\n{said(ranks[rank])[-4000:]}"
+        return outputs
 
 
-def _await_all(ranks: list[subprocess.Popen[str]], deadline: float) -> dict[int, str]:
+def _await_all(ranks: list[subprocess.Popen[str]], timeout: float) -> dict[int, str]:
     """Wait until all ranks have ended, or until one has failed: the others then wait for it."""
+    deadline = time.monotonic() + timeout
     while True:
-        codes = [process.poll() for process in ranks]
-        failed = {rank: f"exited with {code}" for rank, code in enumerate(codes) if code}
-        if failed or None not in codes:
+        waiting = []
+        failed = {}
+        for rank, process in enumerate(ranks):
+            code = process.poll()
+            if code is None:
+                waiting.append(rank)
+            elif code != 0:
+                failed[rank] = f"exited with {code}"
+        if failed or not waiting:
             return failed
         if time.monotonic() > deadline:
-            waiting = [rank for rank, code in enumerate(codes) if code is None]
             return dict.fromkeys(waiting, "ran out of time")
         time.sleep(0.1)

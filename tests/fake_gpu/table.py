@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.distributed.rows import CUT
-from tests.harness import LETTERS
+from tests.harness import LETTERS, Sections
 
 STEPS = 4  # the last of them is logged
 SAVED_STEP = 2
@@ -20,8 +20,6 @@ QUIET_STEP = 2
 FP32 = 1e-5
 # As tests/distributed/rows.py holds low precision near fp32.
 LOW = 3e-3
-
-Sections = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +37,17 @@ class Row:
     is_held_against_ranks: bool = False
     continues: str = ""  # the name of the row whose checkpoint of the middle it goes on from
 
+    @property
+    def reference_world_size(self) -> int:
+        return self.world_size if self.is_held_against_ranks else 1
+
+    @property
+    def reference_sections(self) -> Sections:
+        """Return the sections of the YAML with which the CPU trains."""
+        if self.is_held_against_ranks:
+            return {**self.numbers, "strategy": self.sections["strategy"]}
+        return self.numbers
+
 
 # A head that is not in the model's files would be drawn on the device, and be another one there.
 SCORED = "llama with a head of scores"
@@ -52,11 +61,13 @@ ROLLOUT: Sections = {
 }
 
 
-def in_precision(name: str, precision: str, row: Row) -> Row:
-    """Return `row` by another name, in a precision and with the tolerance of that precision."""
-    is_low = precision != "fp32"
-    tolerance = max(LOW, row.tolerance) if is_low else row.tolerance
+def in_precision(precision: str, row: Row) -> Row:
+    """Return `row` in a precision, of which it has the name, and at least the tolerance."""
+    tolerance = row.tolerance
+    if precision != "fp32":
+        tolerance = max(LOW, tolerance)
     sections = {**row.sections, "precision": precision}
+    name = f"{row.name}, {precision}"
     return replace(row, name=name, sections=sections, tolerance=tolerance)
 
 
@@ -95,156 +106,125 @@ STRATEGIES = [
     spread("local_sgd 2", 2, {"kind": "local_sgd", "period": 2}, is_held_against_ranks=True),
     spread("diloco 2", 2, {"kind": "diloco", "period": 2}, is_held_against_ranks=True),
 ]
-BY_NAME = {row.name: row for row in STRATEGIES}
-SAVED: Sections = {"checkpoint": {"every": SAVED_STEP}}
-ROWS = [
-    in_precision(f"{row.name}, {precision}", precision, row)
-    for row in STRATEGIES
-    for precision in ("fp32", "bf16")
-]
-for row in ROWS:
+BASES = {row.name: row for row in STRATEGIES}
+ROWS: list[Row] = []
+for base in STRATEGIES:
+    full = in_precision("fp32", base)
     # To save is to average the copies of local SGD, so its rows save where the CPU's do: at the end.
-    if row.sections["precision"] == "fp32" and not row.is_held_against_ranks:
-        row.sections.update(SAVED)
+    if not base.is_held_against_ranks:
+        full.sections["checkpoint"] = {"every": SAVED_STEP}
+    ROWS += [full, in_precision("bf16", base)]
+
 # Saved under one strategy, and gone on with under another.
-ROWS += [
-    replace(BY_NAME[after], name=f"{before} to {after}", continues=f"{before}, fp32")
-    for before, after in (
-        ("fsdp2 2", "one device"),
-        ("one device", "fsdp2 2"),
-        ("ddp 2", "tp 2"),
-        ("tp 2", "fsdp2 4"),
-        ("fsdp2 4", "cp 2"),
-        ("pp 2", "fsdp2 2 x pp 2"),
-        ("tp 2 x pp 2", "pp 2, interleaved"),
-        ("ddp 2, sharded optimizer", "ddp 2"),
-        ("ddp 2", "zero2 2"),
-        ("zero2 2", "zero3 2"),
-        ("zero3 2", "fsdp2 2"),
-    )
-]
+for before, after in (
+    ("fsdp2 2", "one device"),
+    ("one device", "fsdp2 2"),
+    ("ddp 2", "tp 2"),
+    ("tp 2", "fsdp2 4"),
+    ("fsdp2 4", "cp 2"),
+    ("pp 2", "fsdp2 2 x pp 2"),
+    ("tp 2 x pp 2", "pp 2, interleaved"),
+    ("ddp 2, sharded optimizer", "ddp 2"),
+    ("ddp 2", "zero2 2"),
+    ("zero2 2", "zero3 2"),
+    ("zero3 2", "fsdp2 2"),
+):
+    ROWS.append(replace(BASES[after], name=f"{before} to {after}", continues=f"{before}, fp32"))
 
 
-def work(
-    name: str, strategy: str, precision: str, numbers: Sections, tolerance: float = FP32
-) -> Row:
-    """Return a row of a strategy that does other work."""
-    base = BY_NAME[strategy]
-    row = Row(name, base.world_size, base.sections, numbers, tolerance, base.layers)
-    return in_precision(f"{strategy}, {name}, {precision}", precision, row)
+def variant(strategy: str, name: str, **fields: Any) -> Row:
+    """Return the row of a strategy with another name and other fields."""
+    return replace(BASES[strategy], name=f"{strategy}, {name}", **fields)
 
 
-def memory(name: str, strategy: str, options: Sections, layers: int = 2) -> Row:
-    """Return a row with a memory option; in fp32, where its numbers are those without it."""
-    base = BY_NAME[strategy]
-    return Row(f"{strategy}, {name}", base.world_size, {**base.sections, **options}, layers=layers)
+def work(name: str, precision: str, numbers: Sections, *strategies: str, **fields: Any) -> None:
+    """Add rows of strategies that do other work."""
+    for strategy in strategies:
+        row = variant(strategy, name, numbers=numbers, **fields)
+        ROWS.append(in_precision(precision, row))
+
+
+def memory(strategy: str, name: str, options: Sections, layers: int = 2) -> None:
+    """Add a row with a memory option; in fp32, where its numbers are those without it."""
+    sections = {**BASES[strategy].sections, **options}
+    ROWS.append(variant(strategy, name, sections=sections, layers=layers))
+
+
+def optimizer(
+    strategy: str, options: Sections, tolerance: float = FP32, name: str = "", **more: Any
+) -> None:
+    """Add a row of an optimizer, whose kind is its name."""
+    numbers = {"optimizer": options, **more}
+    name = name or options["kind"]
+    ROWS.append(variant(strategy, name, numbers=numbers, tolerance=tolerance))
 
 
 # Packs go through attention by variable lengths, which is of 16 bits.
-ROWS += [
-    work("packed", strategy, "bf16", PACKED)
-    for strategy in ("one device", "ddp 2", "fsdp2 2", "zero2 2", "tp 2", "pp 2", "fsdp2 2 x tp 2")
-]
-ROWS += [
-    work("lora", strategy, "bf16", {**PACKED, **LORA})
-    for strategy in ("one device", "ddp 2", "fsdp2 2", "tp 2", "pp 2", "zero3 2")
-]
-ROWS += [
-    work(
-        f"qlora {bits}", strategy, "bf16", {"adapter": {**LORA["adapter"], "quantize": bits}}, 3e-2
-    )
-    for strategy, bits in (("one device", "4bit"), ("one device", "8bit"), ("fsdp2 2", "4bit"))
-]
-ROWS += [
-    work("fp16", strategy, "fp16", {})
-    for strategy in ("one device", "ddp 2", "fsdp2 2", "tp 2", "pp 2", "zero2 2")
-]
-CHECKPOINTED = {"activation_checkpointing": "full"}
-ROWS += [
-    memory("full checkpointing", "one device", {"memory": CHECKPOINTED}),
-    memory("full checkpointing", "fsdp2 2", {"memory": CHECKPOINTED}),
-    memory(
-        "selective checkpointing",
-        "fsdp2 2",
-        {"memory": {"activation_checkpointing": "selective"}},
-    ),
-    memory(
-        "one block checkpointed, in chunks",
-        "ddp 2",
-        {"memory": {**CHECKPOINTED, "checkpointed_blocks": 1, "mlp_chunk": 96}},
-    ),
-    memory("activations offloaded", "one device", {"memory": {"activation_offload": True}}, 4),
-    memory("activations offloaded", "fsdp2 2", {"memory": {"activation_offload": True}}, 4),
-    memory("everything offloaded", "fsdp2 2", {"strategy": {"kind": "fsdp2", "offload": "cpu"}}),
-    memory("optimizer offloaded", "one device", {"optimizer": {"offload": True}}),
-    memory("optimizer offloaded", "fsdp2 2", {"optimizer": {"offload": True}}),
-    memory(
-        "optimizer offloaded",
-        "zero2 2",
-        {"strategy": {"kind": "zero2", "offload_optimizer": "cpu"}},
-    ),
-]
+USUAL = ("one device", "ddp 2", "fsdp2 2", "tp 2", "pp 2")
+work("packed", "bf16", PACKED, "one device", "ddp 2", "fsdp2 2", "zero2 2")
+work("packed", "bf16", PACKED, "tp 2", "pp 2", "fsdp2 2 x tp 2")
+work("lora", "bf16", {**PACKED, **LORA}, *USUAL, "zero3 2")
+for strategy, bits in (("one device", "4bit"), ("one device", "8bit"), ("fsdp2 2", "4bit")):
+    quantized = {"adapter": {**LORA["adapter"], "quantize": bits}}
+    work(f"qlora {bits}", "bf16", quantized, strategy, tolerance=3e-2)
+work("fp16", "fp16", {}, *USUAL, "zero2 2")
 
-
-def optimizer(name: str, strategy: str, options: Sections, tolerance: float, **more: Any) -> Row:
-    base = BY_NAME[strategy]
-    numbers = {"optimizer": options, **more}
-    return Row(f"{strategy}, {name}", base.world_size, base.sections, numbers, tolerance)
-
+FULL = {"activation_checkpointing": "full"}
+SELECTIVE = {"activation_checkpointing": "selective"}
+CHUNKS = {**FULL, "checkpointed_blocks": 1, "mlp_chunk": 96}
+OFFLOADED = {"memory": {"activation_offload": True}}
+OPTIMIZER_OFFLOADED = {"optimizer": {"offload": True}}
+ZERO_OFFLOADED = {"strategy": {"kind": "zero2", "offload_optimizer": "cpu"}}
+memory("one device", "full checkpointing", {"memory": FULL})
+memory("fsdp2 2", "full checkpointing", {"memory": FULL})
+memory("fsdp2 2", "selective checkpointing", {"memory": SELECTIVE})
+memory("ddp 2", "one block checkpointed, in chunks", {"memory": CHUNKS})
+memory("one device", "activations offloaded", OFFLOADED, layers=4)
+memory("fsdp2 2", "activations offloaded", OFFLOADED, layers=4)
+memory("fsdp2 2", "everything offloaded", {"strategy": {"kind": "fsdp2", "offload": "cpu"}})
+memory("one device", "optimizer offloaded", OPTIMIZER_OFFLOADED)
+memory("fsdp2 2", "optimizer offloaded", OPTIMIZER_OFFLOADED)
+memory("zero2 2", "optimizer offloaded", ZERO_OFFLOADED)
 
 # The tolerances are those of tests/distributed/test_optimizers.py. Not adamw_8bit and adamw_4bit:
 # torchao compiles their steps, and compiled code does not run over the stand-in.
 IN_BACKWARD: Sections = {"in_backward": True, "max_grad_norm": None}
-ROWS += [
-    optimizer("sgd", "one device", {"kind": "sgd", "lr": 0.1}, FP32),
-    optimizer("lion", "fsdp2 2", {"kind": "lion", "lr": 3e-4, "betas": [0.9, 0.99]}, FP32),
-    optimizer("adafactor", "fsdp2 2", {"kind": "adafactor", "lr": 1e-2}, FP32),
-    optimizer("muon", "one device", {"kind": "muon", "momentum": 0.95}, 2e-3),
-    optimizer("muon", "fsdp2 2", {"kind": "muon", "momentum": 0.95}, 2e-3),
-    optimizer("schedule_free", "ddp 2", {"kind": "schedule_free"}, FP32, schedule="constant"),
-    optimizer(
-        "in backward",
-        "fsdp2 2",
-        IN_BACKWARD,
-        FP32,
-        batch={"accumulation": 1, "micro_batch": None},
-    ),
-]
+MUON = {"kind": "muon", "momentum": 0.95}
+optimizer("one device", {"kind": "sgd", "lr": 0.1})
+optimizer("fsdp2 2", {"kind": "lion", "lr": 3e-4, "betas": [0.9, 0.99]})
+optimizer("fsdp2 2", {"kind": "adafactor", "lr": 1e-2})
+optimizer("one device", MUON, 2e-3)
+optimizer("fsdp2 2", MUON, 2e-3)
+optimizer("ddp 2", {"kind": "schedule_free"}, schedule="constant")
+WHOLE_BATCH: Sections = {"accumulation": 1, "micro_batch": None}
+optimizer("fsdp2 2", IN_BACKWARD, name="in backward", batch=WHOLE_BATCH)
 PURE = {"kind": "bf16", "master": "bf16"}
+KAHAN = {"strategy": "fsdp2", "precision": {**PURE, "rounding": "kahan"}}
 ROWS += [
     Row("one device, pure bf16, stochastic", 1, {"precision": PURE}, tolerance=2e-2),
-    Row(
-        "fsdp2 2, pure bf16, kahan",
-        2,
-        {"strategy": "fsdp2", "precision": {**PURE, "rounding": "kahan"}},
-        tolerance=2e-2,
-    ),
+    Row("fsdp2 2, pure bf16, kahan", 2, KAHAN, tolerance=2e-2),
 ]
-# Gradients of pairs and of advantages all but cancel: as in tests/distributed/rows.py.
-NO_SIGNS: Sections = {"optimizer": {"eps": 1e-4}, "rows": 48}
-ROWS += [
-    replace(
-        work(name, strategy, "fp32", {"algorithm": algorithm, **NO_SIGNS}, 1e-4),
-        architecture=SCORED if name == "reward model" else "llama",
-    )
-    for name, algorithm in {
-        "dpo": {"kind": "dpo", "loss_chunk": 32},
-        "reward model": {"kind": "reward", "center": 0.01},
-        "kto": {"kind": "kto", "loss_chunk": 32},
-        "grpo": {"kind": "grpo", "group_size": 4, **ROLLOUT},
-        "ppo": {"kind": "ppo", "epochs": 2, **ROLLOUT},
-    }.items()
-    for strategy in ("one device", "fsdp2 2")
-]
+
+ALGORITHMS: dict[str, Sections] = {
+    "dpo": {"kind": "dpo", "loss_chunk": 32},
+    "reward model": {"kind": "reward", "center": 0.01},
+    "kto": {"kind": "kto", "loss_chunk": 32},
+    "grpo": {"kind": "grpo", "group_size": 4, **ROLLOUT},
+    "ppo": {"kind": "ppo", "epochs": 2, **ROLLOUT},
+}
+for name, algorithm in ALGORITHMS.items():
+    architecture = SCORED if name == "reward model" else "llama"
+    # Gradients of pairs and of advantages all but cancel: as in tests/distributed/rows.py.
+    numbers = {"algorithm": algorithm, "optimizer": {"eps": 1e-4}, "rows": 48}
+    fields = {"tolerance": 1e-4, "architecture": architecture}
+    work(name, "fp32", numbers, "one device", "fsdp2 2", **fields)
+
+BY_NAME = {row.name: row for row in ROWS}
+assert len(BY_NAME) == len(ROWS), "two rows have one name"
 # Rows whose steps copy from pageable memory, and why. Strict, so that a line goes out with its defect.
-PAGEABLE = {
-    row.name: "DeepSpeed makes the tensor of the gradients' norm on the host"
-    for row in ROWS
-    if row.name.startswith("zero")
-}
-PAGEABLE |= {
-    row.name: "transformers' generate copies the id of padding, once a batch of prompts"
-    for row in ROWS
-    if row.name.endswith("grpo, fp32")
-}
-assert len({row.name for row in ROWS}) == len(ROWS), "two rows have one name"
+PAGEABLE: dict[str, str] = {}
+for name in BY_NAME:
+    if name.startswith("zero"):
+        PAGEABLE[name] = "DeepSpeed makes the tensor of the gradients' norm on the host"
+    elif name.endswith("grpo, fp32"):
+        PAGEABLE[name] = "transformers' generate copies the id of padding, once a batch of prompts"

@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_gpu.environment import PYTHON, environment
-from tests.fake_gpu.running import end, said, shared_memory, start
+from tests.fake_gpu.environment import environment
+from tests.fake_gpu.running import NEEDS_STAND_IN, end, said, shared_memory, start
 from tests.gpu.stand_in import COMPILED_CODE, GIGABYTES, KERNELS_THAT_TAKE_TIME
 from tests.harness import ROOT
 
 SECONDS_A_FILE = 2700
 PATIENCE = 4  # see tests/harness.py
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.timeout(SECONDS_A_FILE + 60),
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs the CUDA build of torch: make fake-gpu"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(SECONDS_A_FILE + 60), NEEDS_STAND_IN]
 # File of tests/gpu → how many devices it gets.
 DEVICES = {
     "test_activations.py": 1,
@@ -50,10 +46,12 @@ def test_a_file_passes_but_for_what_the_stand_in_lacks(name: str, tmp_path: Path
     cases = list(ElementTree.parse(report).iter("testcase"))
     assert cases, output
     for case in cases:
-        assert case.find("failure") is None and case.find("error") is None, output[-8000:]
+        assert case.find("failure") is None, output[-8000:]
+        assert case.find("error") is None, output[-8000:]
         skipped = case.find("skipped")
         if skipped is not None:
-            assert REASONS.search(skipped.get("message", "")), output[-8000:]
+            reason = skipped.get("message", "")
+            assert REASONS.search(reason), output[-8000:]
 
 
 def test_every_file_is_known() -> None:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from drumline.config.load import load
-from drumline.train.setup import Request, claim_run_dir, make_plan
-from tests.fake_gpu.environment import PYTHON
 from tests.fake_gpu.ledger_file import LedgerFile
 from tests.fake_gpu.plain_loop import CHUNK, LENGTH, RANK_OF_ADAPTERS, SAMPLES
-from tests.fake_gpu.running import machine, run_ranks
-from tests.harness import write_config
+from tests.fake_gpu.running import NEEDS_STAND_IN, claim_plan, machine, run_ranks
+from tests.harness import Sections, write_config
 from tests.tiny import tiny_model_dir
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs the CUDA build of torch: make fake-gpu"),
-]
+pytestmark = [pytest.mark.full, NEEDS_STAND_IN]
 LAYERS = 8
 MOST = 1.1  # of the launches by hand, by issue 37
 STEPS = 4
 STEP = 2  # neither the first nor the last
 # Our runs: what changes the usual one. All have packed rows.
-OURS: dict[str, dict[str, Any]] = {
+OURS: dict[str, Sections] = {
     "usual": {},
     "chunks": {"algorithm": {"kind": "pretrain", "loss_chunk": CHUNK}},
     "lora": {"adapter": {"kind": "lora", "r": RANK_OF_ADAPTERS}},
@@ -38,11 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with what each of our runs (`ours/`) and each loop (`by-hand/`) launched."""
     folder = tmp_path_factory.mktemp("launches")
     model = tiny_model_dir(folder / "model", layers=LAYERS)
-    failed = run_ranks("tests.fake_gpu.plain_loop", [model, folder / "by-hand", *BY_HAND], 2, 400)
+
+    arguments = [model, folder / "by-hand", *BY_HAND]
+    failed = run_ranks("tests.fake_gpu.plain_loop", arguments, 2, 400)
     assert not failed, failed
-    plans = []
-    for name, sections in OURS.items():
-        plans.append(plan_of_the_same(folder / "ours" / name, model, sections))
+
+    plans = [plan_of_the_same(folder / "ours" / name, model, OURS[name]) for name in OURS]
     failed = run_ranks("tests.fake_gpu.ranks", plans, 2, 400)
     assert not failed, failed
     return folder
@@ -53,20 +47,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("usual", "whole"), ("usual", "packed"), ("chunks", "chunks"), ("lora", "lora")],
 )
 def test_at_most_a_tenth_more_than_by_hand(folder: Path, ours: str, by_hand: str) -> None:
-    mine = launches(folder / "ours" / ours / "run")
-    theirs = launches(folder / "by-hand" / by_hand)
-    more = {kind: mine.get(kind, 0) - theirs.get(kind, 0) for kind in mine | theirs}
-    assert sum(mine.values()) <= MOST * sum(theirs.values()), (sum(theirs.values()), more)
+    mine = LedgerFile(folder / "ours" / ours / "run").launches[STEP]
+    theirs = LedgerFile(folder / "by-hand" / by_hand).launches[STEP]
+
+    assert mine.total() <= MOST * theirs.total(), (mine - theirs, theirs - mine)
 
 
-def launches(folder: Path) -> dict[str, int]:
-    return dict(LedgerFile.read(folder / "ledger-0.json").launches_by_step[STEP])
-
-
-def plan_of_the_same(folder: Path, model: Path, sections: dict[str, Any]) -> Path:
+def plan_of_the_same(folder: Path, model: Path, sections: Sections) -> Path:
     """Return the plan of a run that has as many tokens in a step as the loops by hand."""
     folder.mkdir(parents=True)
-    usual: dict[str, Any] = {
+    usual: Sections = {
         "algorithm": {"kind": "pretrain", "loss_chunk": 1024},  # the default: one chunk here
         "data": {"packing": True, "max_length": LENGTH, "eval": []},
         "batch": {"global_samples": 2 * SAMPLES, "micro_batch": SAMPLES},
@@ -76,6 +66,4 @@ def plan_of_the_same(folder: Path, model: Path, sections: dict[str, Any]) -> Pat
         "checkpoint": {"every": None},
     }
     path = write_config(folder, model, rows=400, **(usual | sections))
-    request = Request(load(path, []), world_size=2, machine=machine(2))
-    plan, _ = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
-    return plan
+    return claim_plan(path, 2, machine(2))

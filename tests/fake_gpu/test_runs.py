@@ -11,19 +11,41 @@ from typing import Any
 import pytest
 
 from tests.fake_gpu.environment import PYTHON, environment
-from tests.fake_gpu.running import drumline, end, free_port, run_ranks, said, shared_memory, start
+from tests.fake_gpu.running import (
+    NEEDS_STAND_IN,
+    drumline,
+    end,
+    free_port,
+    merge,
+    run_ranks,
+    said,
+    shared_memory,
+    start,
+)
 from tests.faults.live import kill, ranks_of, wait_for
-from tests.harness import ROOT, events, losses, survivors, write_config
-from tests.harness import drumline as drumline_on_cpu
+from tests.harness import (
+    ROOT,
+    Sections,
+    column,
+    events,
+    losses,
+    run_drumline,
+    survivors,
+    write_config,
+)
 from tests.hosts.namespaces import Host, ended, hosts
 from tests.tiny import tiny_model_dir
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs the CUDA build of torch: make fake-gpu"),
-]
-TOLERANCE = 1e-5
+pytestmark = [pytest.mark.full, NEEDS_STAND_IN]
 TORCHRUN = ("-m", "torch.distributed.run")
+BASE: Sections = {
+    "rows": 60,
+    "data": {"packing": False},
+    "batch": {"global_samples": 4, "micro_batch": 2},
+    "optimizer": {"lr": 3e-3, "eps": 1e-6},
+    "precision": "fp32",
+    "run": {"steps": 6, "device": "cuda"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,48 +57,42 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_cpu(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of `config` in one process on the CPU."""
     folder = tmp_path_factory.mktemp("cpu")
-    path = config(folder, model, run={"device": "cpu"})
-    ended_run = drumline_on_cpu("train", path)
-    assert ended_run.code == 0, ended_run.err
+    run_drumline("train", config(folder, model, run={"device": "cpu"}))
     return folder / "run"
 
 
 def config(folder: Path, model: Path, **sections: Any) -> Path:
-    base: dict[str, Any] = {
-        "rows": 60,
-        "data": {"packing": False},
-        "batch": {"global_samples": 4, "micro_batch": 2},
-        "optimizer": {"lr": 3e-3, "eps": 1e-6},
-        "precision": "fp32",
-        "run": {"steps": 6, "device": "cuda"},
-    }
-    for name, values in sections.items():
-        is_laid_over = isinstance(values, dict) and isinstance(base.get(name), dict)
-        base[name] = {**base[name], **values} if is_laid_over else values
-    return write_config(folder, model, **base)
+    return write_config(folder, model, **merge(BASE, sections))
 
 
-def has_losses_of(run: Path, reference: Path) -> None:
-    expected = losses(reference)
-    assert losses(run) == pytest.approx(expected, rel=TOLERANCE)
-    assert losses(run).keys() == expected.keys()
+def train(path: Path, *options: object, devices: int = 1, **settings: object) -> None:
+    """Train over the stand-in; the run has to end well."""
+    ended_run = drumline("train", path, *options, devices=devices, **settings)
+    assert ended_run.code == 0, ended_run.out
 
 
-def test_two_devices_stop_one_goes_on_and_exports(
-    model: Path, on_cpu: Path, tmp_path: Path
-) -> None:
+def has_losses_of(run: Path, reference: Path, tolerance: float = 1e-5) -> None:
+    assert losses(run) == pytest.approx(losses(reference), rel=tolerance)
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 300) -> None:
+    """Wait for a run to end well. If it runs over the time, it is killed with all it started."""
+    try:
+        code = process.wait(timeout)
+    finally:
+        end(process)
+    assert code == 0, said(process)
+
+
+def test_two_devices_stop_one_goes_on_and_exports(model: Path, tmp_path: Path) -> None:
     path = config(tmp_path, model, schedule={"kind": "constant"}, checkpoint={"export": "last"})
-    constant = drumline_on_cpu(
-        "train", path, "run.device=cpu", f"run.dir={tmp_path / 'cpu'}", "checkpoint.export=none"
-    )
-    assert constant.code == 0, constant.err
-    stopped = drumline(
-        "train", path, "run.steps=4", "strategy=fsdp2", "checkpoint.export=none", devices=2
-    )
-    assert stopped.code == 0, stopped.out
+    no_export = "checkpoint.export=none"
+    run_drumline("train", path, "run.device=cpu", f"run.dir={tmp_path / 'cpu'}", no_export)
+
+    train(path, "run.steps=4", "strategy=fsdp2", no_export, devices=2)
     allowed = ("--allow", "run.steps,strategy,checkpoint.export")
-    went_on = drumline("train", path, "strategy=single", "--resume", *allowed)
-    assert went_on.code == 0, went_on.out
+    train(path, "strategy=single", "--resume", *allowed)
+
     has_losses_of(tmp_path / "run", tmp_path / "cpu")
     (export,) = events(tmp_path / "run", "export")
     assert export["error"] is None
@@ -88,8 +104,7 @@ def test_torchrun(model: Path, on_cpu: Path, tmp_path: Path) -> None:
     with shared_memory() as meeting:
         options = ("--standalone", "--nproc-per-node=2")
         line = [*TORCHRUN, *options, "-m", "drumline", "train", path]
-        process = start(line, environment(2, meeting))
-        assert finish(process) == 0, said(process)
+        finish(start(line, environment(2, meeting)))
     has_losses_of(tmp_path / "run", on_cpu)
 
 
@@ -118,7 +133,7 @@ def hurt(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         kill(ranks_of(run)[1], signal.SIGSTOP)
         wait_for(run, "hang", 0)
         pace.write_text("0")
-        assert finish(process) == 0, said(process)
+        finish(process)
     return run
 
 
@@ -126,10 +141,12 @@ def test_a_killed_and_a_suspended_rank_are_named_and_the_run_goes_on(
     hurt: Path, on_cpu: Path
 ) -> None:
     killed, hung = events(hurt, "fault")
-    assert (hung["rank"], hung["action"]) == (1, "restart")
-    assert (killed["rank"], killed["signal"], killed["action"]) == (1, "SIGKILL", "restart")
+    assert killed["rank"] == hung["rank"] == 1
+    assert killed["action"] == hung["action"] == "restart"
+    assert killed["signal"] == "SIGKILL"
     (hang,) = events(hurt, "hang")
-    assert (hang["rank"], hang["why"]) == (1, "it is suspended (SIGSTOP)")
+    assert hang["rank"] == 1
+    assert hang["why"] == "it is suspended (SIGSTOP)"
     has_losses_of(hurt, on_cpu)
     assert not survivors(str(hurt))
 
@@ -153,27 +170,28 @@ def test_out_of_memory_is_planned_anew(tmp_path: Path) -> None:
         checkpoint={"every": 1, "keep": 1},
         eval={"at_start": False},
     )
-    enough = drumline("train", path, f"run.dir={tmp_path / 'enough'}")
-    assert enough.code == 0, enough.out
-    taken = max(events(tmp_path / "enough", "step")[-1]["memory_bytes"])
-    replan = ("memory.on_oom=replan", f"run.dir={tmp_path / 'replan'}")
-    again = drumline("train", path, *replan, FAKE_GPU_BYTES=int(0.9 * taken))
-    assert again.code == 0, again.out
-    replanned = events(tmp_path / "replan", "replan")
-    assert replanned, again.out
-    assert all(e["predicted_bytes"]["to"] < e["predicted_bytes"]["from"] for e in replanned)
-    assert losses(tmp_path / "replan") == pytest.approx(losses(tmp_path / "enough"), rel=3e-2)
+    enough = tmp_path / "enough"
+    replan = tmp_path / "replan"
+    train(path, f"run.dir={enough}")
+    taken = max(column(enough, "memory_bytes")[-1])
+    less = int(0.9 * taken)
+    train(path, f"run.dir={replan}", "memory.on_oom=replan", FAKE_GPU_BYTES=less)
+
+    replanned = column(replan, "predicted_bytes", "replan")
+    assert replanned
+    for predicted in replanned:
+        assert predicted["to"] < predicted["from"]
+    has_losses_of(replan, enough, tolerance=3e-2)
 
 
 def test_a_session(tmp_path: Path) -> None:
     """Two devices against one: a user's own module is initialised on the device, by its generator."""
     script = ROOT / "tests/fake_gpu/session_loop.py"
-    two, one = tmp_path / "two", tmp_path / "one"
-    spread = drumline("launch", script, "--nproc", 2, "--", "fsdp2", two, "cuda", devices=2)
-    assert spread.code == 0, spread.out
-    alone = drumline("launch", script, "--nproc", 1, "--", "single", one, "cuda")
-    assert alone.code == 0, alone.out
-    has_losses_of(two, one)
+    for strategy, devices in (("fsdp2", 2), ("single", 1)):
+        own = ("--nproc", devices, "--", strategy, tmp_path / strategy, "cuda")
+        launched = drumline("launch", script, *own, devices=devices)
+        assert launched.code == 0, launched.out
+    has_losses_of(tmp_path / "fsdp2", tmp_path / "single")
 
 
 def test_groups_have_the_limit_of_the_run_and_stages_bring_no_line_of_nccl() -> None:
@@ -183,7 +201,8 @@ def test_groups_have_the_limit_of_the_run_and_stages_bring_no_line_of_nccl() -> 
 
 def test_doctor() -> None:
     checked = drumline("doctor", devices=2)
-    assert "H100" in checked.out and "NCCL" in checked.out, checked.out
+    assert "H100" in checked.out
+    assert "NCCL" in checked.out
     assert "Traceback" not in checked.out
 
 
@@ -196,23 +215,15 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ho
 def test_two_hosts(model: Path, on_cpu: Path, two_hosts: dict[str, Host], tmp_path: Path) -> None:
     """A device each, in network namespaces; the rendezvous and gloo go over their link."""
     path = config(tmp_path, model, strategy="fsdp2")
-    port = free_port()
+    meet = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=a", f"--master-port={free_port()}")
+    processes = []
     with shared_memory() as meeting:
         env = environment(1, meeting)
-        processes = []
         for number, host in enumerate(two_hosts.values()):
-            options = ("--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}")
-            meet = ("--master-addr=a", f"--master-port={port}")
-            line = [PYTHON, *TORCHRUN, *options, *meet, "-m", "drumline", "train", path]
+            options = (*meet, f"--node-rank={number}")
+            line = [PYTHON, *TORCHRUN, *options, "-m", "drumline", "train", path]
             processes.append(host.start(*line, env=env))
         results = [ended(process, 280) for process in processes]
-    assert [code for code, _ in results] == [0, 0], results
+    for code, _ in results:
+        assert code == 0, results
     has_losses_of(tmp_path / "run", on_cpu)
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 300) -> int:
-    """Return the exit code; a process that runs over the time is killed with all it started."""
-    try:
-        return process.wait(timeout)
-    finally:
-        end(process)

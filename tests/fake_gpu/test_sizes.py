@@ -16,16 +16,12 @@ import pytest
 from benchmarks.planner_runs import ready
 from drumline.models.shapes import find
 from drumline.plan.plan import Plan
-from tests.fake_gpu.environment import PYTHON
 from tests.fake_gpu.ledger_file import LedgerFile
 from tests.fake_gpu.ranks import COMPUTE_UP_TO
-from tests.fake_gpu.running import machine, run_ranks
+from tests.fake_gpu.running import NEEDS_STAND_IN, machine, run_ranks
+from tests.harness import Sections
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs the CUDA build of torch: make fake-gpu"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200), NEEDS_STAND_IN]
 WITHIN = 0.05
 # Small tensors have their numbers, which a rank acts on; large ones are neither computed nor copied,
 # so their memory stays untouched.
@@ -46,7 +42,7 @@ class Size:
     world_size: int = 1
     strategy: Any = "single"
     data_ranks: int = 1
-    sections: dict[str, Any] = field(default_factory=dict)
+    sections: Sections = field(default_factory=dict)
 
 
 SIZES = [
@@ -66,13 +62,11 @@ SIZES = [
 def test_the_allocator_hands_out_what_is_planned(size: Size, tmp_path: Path) -> None:
     shape = find(size.model)
     assert shape is not None
+    samples = 2 * size.micro_batch * size.data_ranks
     sections = {
         "strategy": size.strategy,
         "precision": "bf16",
-        "batch": {
-            "micro_batch": size.micro_batch,
-            "global_samples": 2 * size.micro_batch * size.data_ranks,
-        },
+        "batch": {"micro_batch": size.micro_batch, "global_samples": samples},
         "run": {"device": "cuda", "steps": 3},
         "health": {"on_nan": "skip"},
         **size.sections,
@@ -88,8 +82,9 @@ def test_the_allocator_hands_out_what_is_planned(size: Size, tmp_path: Path) -> 
     )
     failed = run_ranks("tests.fake_gpu.ranks", [plan], size.world_size, 900, **SETTINGS)
     assert not failed, failed
+
     estimate = Plan.load(plan).predicted.estimate
     assert estimate is not None
-    ledgers = [plan.parent / f"ledger-{rank}.json" for rank in range(size.world_size)]
-    peak = max(LedgerFile.read(path).peak for path in ledgers)
-    assert estimate.memory.peak == pytest.approx(peak, rel=WITHIN), estimate.memory.phases
+    peaks = [LedgerFile(plan.parent, rank).peak for rank in range(size.world_size)]
+    planned = estimate.memory
+    assert planned.peak == pytest.approx(max(peaks), rel=WITHIN), planned.phases

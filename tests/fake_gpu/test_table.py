@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drumline.config.load import load
-from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.distributed.rows import engine_of
-from tests.fake_gpu.environment import PYTHON
-from tests.fake_gpu.ledger_file import LedgerFile
-from tests.fake_gpu.running import machine, run_ranks
+from tests.fake_gpu.ledger_file import LedgerFile, ledger_path
+from tests.fake_gpu.running import NEEDS_STAND_IN, claim_plan, machine, merge, run_ranks
 from tests.fake_gpu.table import (
+    BY_NAME,
     PAGEABLE,
     QUIET_STEP,
     ROWS,
@@ -29,19 +28,18 @@ from tests.fake_gpu.table import (
     STEPS,
     Row,
 )
-from tests.harness import events, losses, write_config
+from tests.harness import Sections, column, events, losses, read_json, write_config
 from tests.tiny import tiny_architecture_dir, tiny_model_dir, tiny_reward_model_dir
 
-BY_NAME = {row.name: row for row in ROWS}
 # A row that goes on from a checkpoint has the steps of the row without a stop.
 COUNTED = [row for row in ROWS if not row.continues]
 COUNTS = Path(__file__).parent / "counts.json"
 pytestmark = [
     pytest.mark.full,
     pytest.mark.timeout(3000),  # the first row of a group waits for the others
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs the CUDA build of torch: make fake-gpu"),
+    NEEDS_STAND_IN,
 ]
-BASE: dict[str, Any] = {
+BASE: Sections = {
     "precision": "fp32",
     "batch": {"global_samples": 8, "micro_batch": 2},
     "optimizer": {"lr": 3e-3, "eps": 1e-6},
@@ -54,16 +52,8 @@ SECONDS_A_ROW = 60
 AT_ONCE = 16  # rows that ranks train before they are new ones
 
 
-def merge(*layers: dict[str, Any]) -> dict[str, Any]:
-    """Lay sections over sections, key by key."""
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        for name, values in layer.items():
-            if isinstance(values, dict) and isinstance(merged.get(name), dict):
-                merged[name] = {**merged[name], **values}
-            else:
-                merged[name] = values
-    return merged
+def name_of(row: Row) -> str:
+    return row.name
 
 
 class Runs:
@@ -74,7 +64,6 @@ class Runs:
         self.rows = rows
         self.failures: dict[str, str] = {}
         self.references: dict[str, Path] = {}
-        self.models: dict[str, Path] = {}
         self.trained: set[str] = set()
 
     def folder(self, row: Row) -> Path:
@@ -82,7 +71,7 @@ class Runs:
         if row.name not in self.trained:
             self._train_with(row)
         assert row.name not in self.failures, self.failures[row.name]
-        return self.root / _slug(row.name) / "run"
+        return self._run(row.name)
 
     def reference(self, row: Row) -> Path:
         """Return the run folder of the same numbers on the CPU."""
@@ -90,94 +79,102 @@ class Runs:
             self._train_references()
         return self.references[_numbers(row)]
 
+    def _run(self, name: str) -> Path:
+        folder = name.replace(" ", "_").replace(",", "")
+        return self.root / folder / "run"
+
     def _train_references(self) -> None:
-        plans: dict[int, list[Path]] = {}
+        plans: dict[int, list[Path]] = defaultdict(list)
         for row in self.rows:
             numbers = _numbers(row)
             if numbers in self.references:
                 continue
             folder = self.root / f"cpu-{len(self.references)}"
-            sections = merge(row.numbers, _spread_of_reference(row))
-            world_size = row.world_size if row.is_held_against_ranks else 1
-            plan = self._plan(folder, row, sections, world_size, "cpu")
+            path = self._config(folder, row, "cpu", row.reference_sections)
+            plan = claim_plan(path, row.reference_world_size, None)
             self.references[numbers] = plan.parent
-            plans.setdefault(world_size, []).append(plan)
+            plans[row.reference_world_size].append(plan)
+
         for world_size, of_size in plans.items():
             run_plans(of_size, world_size)
 
+    def _rows_beside(self, row: Row) -> list[Row]:
+        """Return rows that one process group can train: this one, and others that are still new."""
+        rows = [row]
+        for each in self.rows:
+            is_new = each.name not in self.trained and each is not row
+            if is_new and _group(each) == _group(row):
+                rows.append(each)
+        return rows[:AT_ONCE]
+
     def _train_with(self, row: Row) -> None:
         """Train a row, and with it others of its group, in one process group."""
-        group = [each for each in self.rows if _group(each) == _group(row) and each is not row]
-        others = [each for each in group if each.name not in self.trained]
-        rows = [row, *others[: AT_ONCE - 1]]
-        self.trained |= {each.name for each in rows}
+        rows = self._rows_beside(row)
+        self.trained.update(map(name_of, rows))
         for each in rows:
             if each.continues and each.continues not in self.trained:
                 self._train_with(BY_NAME[each.continues])
-        plans = {}
+
+        host = machine(row.world_size)
         for each in rows:
-            sections = merge(each.numbers, each.sections)
-            folder = self.root / _slug(each.name)
-            plans[each] = self._plan(folder, each, sections, each.world_size, "cuda")
+            folder = self._run(each.name).parent
+            path = self._config(folder, each, "cuda", each.numbers, each.sections)
+            claim_plan(path, row.world_size, host)
             if each.continues:
-                self._copy_checkpoint(each.continues, plans[each].parent)
-        world_size = rows[0].world_size
+                self._copy_checkpoint(each.continues, each.name)
+
         # Where a rank fails, the rows after it are trained by new ranks.
         while rows:
-            arguments: list[object] = [plans[each] for each in rows]
-            timeout = SECONDS_TO_START + SECONDS_A_ROW * len(rows)
-            failed = run_ranks("tests.fake_gpu.ranks", arguments, world_size, timeout)
-            rest = [each for each in rows if not _is_done(plans[each], world_size)]
-            if rest:
-                said = "\n".join(f"rank {rank} {text}" for rank, text in failed.items())
-                self.failures[rest[0].name] = said
-            rows = rest[1:]
+            rows = self._train_until_failure(rows)
 
-    def _copy_checkpoint(self, before: str, run: Path) -> None:
-        """Let `run` go on from the checkpoint in the middle of the row `before`."""
-        name = f"step-{SAVED_STEP:08d}"
-        saved = self.root / _slug(before) / "run" / "checkpoints" / name
-        shutil.copytree(saved, run / "checkpoints" / name)
+    def _train_until_failure(self, rows: list[Row]) -> list[Row]:
+        """Train rows in one process group. Return those after the one whose ranks failed."""
+        world_size = rows[0].world_size
+        plans = [self._run(row.name) / "plan.json" for row in rows]
+        timeout = SECONDS_TO_START + SECONDS_A_ROW * len(rows)
+        failed = run_ranks("tests.fake_gpu.ranks", plans, world_size, timeout)
 
-    def _plan(
-        self, folder: Path, row: Row, sections: dict[str, Any], world_size: int, device: str
-    ) -> Path:
-        """Write the plan of a run in `folder`."""
+        for number, row in enumerate(rows):
+            if not self._is_done(row):
+                said = [f"rank {rank} {text}" for rank, text in failed.items()]
+                self.failures[row.name] = "\n".join(said)
+                return rows[number + 1 :]
+        return []
+
+    def _is_done(self, row: Row) -> bool:
+        """Return whether each rank has left the ledger that it writes after the row."""
+        run = self._run(row.name)
+        return all(ledger_path(run, rank).exists() for rank in range(row.world_size))
+
+    def _copy_checkpoint(self, before: str, after: str) -> None:
+        """Let a row go on from the checkpoint in the middle of the row `before`."""
+        checkpoint = f"checkpoints/step-{SAVED_STEP:08d}"
+        shutil.copytree(self._run(before) / checkpoint, self._run(after) / checkpoint)
+
+    def _config(self, folder: Path, row: Row, device: str, *sections: Sections) -> Path:
+        """Write the config of a run in `folder`."""
         folder.mkdir()
-        place = {"run": {"device": device}}
-        path = write_config(folder, self._model(row), **merge(BASE, sections, place))
-        loaded = load(path, [f"data.cache_dir={self.root / 'cache'}"])
-        host = machine(world_size) if device == "cuda" else None
-        request = Request(loaded, world_size=world_size, machine=host)
-        plan, _ = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
-        return plan
+        places: Sections = {
+            "run": {"device": device},
+            "data": {"cache_dir": str(self.root / "cache")},
+        }
+        return write_config(folder, self._model(row), **merge(BASE, *sections, places))
 
     def _model(self, row: Row) -> Path:
-        name = f"{row.architecture}-{row.layers}"
-        if name not in self.models:
-            folder = self.root / name
-            if row.architecture == "llama":
-                tiny_model_dir(folder, layers=row.layers)
-            elif row.architecture == SCORED:
-                tiny_reward_model_dir(folder, layers=row.layers)
-            else:
-                tiny_architecture_dir(folder, row.architecture, row.layers)
-            self.models[name] = folder
-        return self.models[name]
+        folder = self.root / f"{row.architecture}-{row.layers}"
+        if folder.exists():
+            return folder
+        if row.architecture == "llama":
+            return tiny_model_dir(folder, layers=row.layers)
+        if row.architecture == SCORED:
+            return tiny_reward_model_dir(folder, layers=row.layers)
+        return tiny_architecture_dir(folder, row.architecture, row.layers)
 
 
 def _numbers(row: Row) -> str:
     """Return the same for rows that one run on the CPU is the reference of."""
-    values = [row.architecture, row.layers, row.numbers, _spread_of_reference(row)]
+    values = [row.architecture, row.layers, row.reference_sections]
     return json.dumps(values, sort_keys=True)
-
-
-def _spread_of_reference(row: Row) -> dict[str, Any]:
-    return {"strategy": row.sections["strategy"]} if row.is_held_against_ranks else {}
-
-
-def _slug(name: str) -> str:
-    return name.replace(" ", "_").replace(",", "")
 
 
 def _group(row: Row) -> str:
@@ -187,29 +184,29 @@ def _group(row: Row) -> str:
     return f"{row.world_size} {engines} {order}"
 
 
-def _is_done(plan: Path, devices: int) -> bool:
-    return all((plan.parent / f"ledger-{rank}.json").exists() for rank in range(devices))
-
-
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    chosen: list[Row] = [t.callspec.params["row"] for t in tests if t.path == Path(__file__)]
-    before = [BY_NAME[row.continues] for row in chosen if row.continues]
-    rows = list(dict.fromkeys([*chosen, *before]))
+    """The runs of the rows that were asked for, and of those whose checkpoints they go on from."""
+    names = []
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.path == Path(__file__):
+            names.append(item.callspec.params["row"].name)
+
+    for name in list(names):
+        if BY_NAME[name].continues:
+            names.append(BY_NAME[name].continues)
+
+    rows = [BY_NAME[name] for name in dict.fromkeys(names)]
     return Runs(tmp_path_factory.mktemp("fake-gpu"), rows)
-
-
-def name_of(row: Row) -> str:
-    return row.name
 
 
 def rows_with_defects() -> list[Any]:
     """Return the counted rows as parameters; those that copy from pageable memory are to fail."""
     chosen = []
     for row in COUNTED:
-        known = PAGEABLE.get(row.name)
-        marks = [] if known is None else [pytest.mark.xfail(strict=True, reason=known)]
+        marks = []
+        if row.name in PAGEABLE:
+            marks.append(pytest.mark.xfail(strict=True, reason=PAGEABLE[row.name]))
         chosen.append(pytest.param(row, id=row.name, marks=marks))
     return chosen
 
@@ -220,12 +217,14 @@ def test_losses_are_those_of_the_cpu(runs: Runs, row: Row) -> None:
     reference = runs.reference(row)
     expected = losses(reference)
     if row.continues:
-        expected = {step: loss for step, loss in expected.items() if step > SAVED_STEP}
-    assert losses(run).keys() == expected.keys()
+        for step in range(SAVED_STEP + 1):
+            expected.pop(step, None)
     assert losses(run) == pytest.approx(expected, rel=row.tolerance)
+
     figure = "reward" if events(run, "rollout") else "loss"
-    held_out = [events(folder, "eval")[-1][figure] for folder in (run, reference)]
-    assert held_out[0] == pytest.approx(held_out[1], rel=row.tolerance)
+    held_out = column(run, figure, "eval")[-1]
+    expected_held_out = column(reference, figure, "eval")[-1]
+    assert held_out == pytest.approx(expected_held_out, rel=row.tolerance)
 
 
 @pytest.mark.parametrize("row", COUNTED, ids=name_of)
@@ -235,24 +234,31 @@ def test_a_step_launches_and_waits_as_committed(
     found = _counts(runs, row)
     if request.config.getoption("--write-counts"):
         _write_counts(row.name, found)
-    committed = json.loads(COUNTS.read_text())["rows"]
+    committed = _committed()
     assert row.name in committed, "no counts are committed of it: --write-counts"
     assert found == committed[row.name]
 
 
 @pytest.mark.parametrize("row", rows_with_defects())
 def test_a_step_copies_nothing_from_pageable_memory(runs: Runs, row: Row) -> None:
-    waits = _counts(runs, row)["waits"]
-    assert not [wait for wait in waits if wait.startswith("copy from pageable memory")]
+    for wait in _counts(runs, row)["waits"]:
+        assert not wait.startswith("copy from pageable memory")
 
 
-def _counts(runs: Runs, row: Row) -> dict[str, Any]:
-    return LedgerFile.read(runs.folder(row) / "ledger-0.json").counts(QUIET_STEP)
+def _counts(runs: Runs, row: Row) -> Sections:
+    return LedgerFile(runs.folder(row)).counts(QUIET_STEP)
 
 
-def _write_counts(name: str, found: dict[str, Any]) -> None:
-    committed = json.loads(COUNTS.read_text()) if COUNTS.exists() else {"rows": {}}
-    committed["rows"][name] = found
-    known = [row.name for row in COUNTED if row.name in committed["rows"]]
-    committed["rows"] = {each: committed["rows"][each] for each in known}
-    COUNTS.write_text(json.dumps(committed, indent=1) + "\n")
+def _committed() -> Sections:
+    """Return what is committed of each row."""
+    if not COUNTS.exists():
+        return {}
+    rows: Sections = read_json(COUNTS)["rows"]
+    return rows
+
+
+def _write_counts(name: str, found: Sections) -> None:
+    rows = {**_committed(), name: found}
+    names = [row.name for row in COUNTED if row.name in rows]
+    ordered = {each: rows[each] for each in names}
+    COUNTS.write_text(json.dumps({"rows": ordered}, indent=1) + "\n")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tests.fake_gpu.waits import REASONS
+from tests.harness import read_json
 
 COUNTS = Path(__file__).parent / "counts.json"
 
 
 def test_each_committed_wait_has_a_reason_and_each_reason_a_wait() -> None:
-    rows = json.loads(COUNTS.read_text())["rows"]
     places = set()
-    for row in rows.values():
-        places |= {wait.partition(" | ")[2] for wait in row["waits"]}
+    for row in read_json(COUNTS)["rows"].values():
+        for wait in row["waits"]:
+            _, _, place = wait.partition(" | ")
+            places.add(place)
     assert places == REASONS.keys()

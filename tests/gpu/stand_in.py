@@ -1,10 +1,14 @@
-"""Whether these tests run over the stand-in of a GPU (docs/explanations/gpu_tests.md), and what changes there."""
+"""What these tests need, and whether they run over the stand-in of a GPU.
+
+docs/explanations/gpu_tests.md describes it.
+"""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+import torch
 
 IS_STAND_IN = "libfakecuda" in os.environ.get("LD_PRELOAD", "")
 COMPILED_CODE = "compiled code: the stand-in runs no kernel of Triton"
@@ -16,6 +20,12 @@ GIGABYTES = "a run of gigabytes, beside which CUDA's own memory is small: a CPU 
 WITHOUT_NUMBERS: dict[str, str] = {}
 if IS_STAND_IN:
     WITHOUT_NUMBERS = {"FAKE_GPU_FILL": "0", "FAKE_GPU_LARGEST_TENSOR": "65536"}
+
+GPUS = torch.cuda.device_count()
+NEEDS_CUDA = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
+)
+NEEDS_TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs; this machine has {GPUS}")
 
 
 def size(on_a_gpu: int, over_the_stand_in: int) -> int:
