@@ -26,9 +26,12 @@ Not seen are memory that a kernel allocates and frees itself, and tensors that c
 from __future__ import annotations
 
 import gc
+import sys
+import time
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from itertools import compress
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -43,6 +46,9 @@ from drumline.vendor.torch import (
 )
 
 Phase = Literal["forward", "backward", "clip", "step"]
+# The longest time for which a search for tensors keeps other threads waiting. It takes about a
+# tenth of a second for a million objects.
+SEARCH_SECONDS = 1.0
 
 
 class LiveBytes(TorchDispatchMode):
@@ -110,13 +116,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _follow_existing(self) -> None:
         """Count the storages of all tensors that Python finds."""
-        gc.collect()
-        for item in gc.get_objects():
-            # By its type: some objects answer `isinstance` by running code.
-            if issubclass(type(item), torch.Tensor):
-                self._follow(item)
-                if item.is_leaf and item.grad is not None:
-                    self._follow(item.grad)
+        for tensor in existing_tensors():
+            self._follow(tensor)
+            if tensor.is_leaf and tensor.grad is not None:
+                self._follow(tensor.grad)
         self.base = self.current
         self.peak = self.current
 
@@ -202,6 +205,38 @@ class LiveBytes(TorchDispatchMode):
             phase = "backward" if is_in_backward else "forward"
         self.peaks[phase] = max(self.peaks.get(phase, 0), self.current)
         self.peak = max(self.peak, self.current)
+
+
+def existing_tensors() -> list[torch.Tensor]:
+    """Return all tensors that Python's garbage collector knows.
+
+    Another thread may be filling a tuple now. When it resizes it, CPython raises SystemError there
+    if anybody else has a reference to the tuple, as the list of all objects has. So other threads
+    wait while that list exists, which is for less than SEARCH_SECONDS.
+    """
+    ids = {id(cls) for cls in _with_subclasses(torch.Tensor)}
+    gc.collect()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SEARCH_SECONDS)
+    try:
+        # Threads run now that have been waiting by the old interval.
+        time.sleep(2 * interval)
+        objects = gc.get_objects()
+        # By their types: some objects answer `isinstance` by running code.
+        is_tensor = map(ids.__contains__, map(id, map(type, objects)))
+        tensors: list[torch.Tensor] = list(compress(objects, is_tensor))
+        del objects
+    finally:
+        sys.setswitchinterval(interval)
+    return tensors
+
+
+def _with_subclasses(cls: type) -> set[type]:
+    """Return a class and all classes that derive from it."""
+    found = {cls}
+    for subclass in type.__subclasses__(cls):
+        found |= _with_subclasses(subclass)
+    return found
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -48,6 +52,32 @@ def test_what_nobody_showed_was_there_before() -> None:
         late.add_(1)
         kernels.pop().add_(1)
     assert (live.base, live.peak, live.current) == (KB, KB + KB // 2, KB)
+
+
+def test_a_tuple_that_another_thread_fills_is_left_alone() -> None:
+    """CPython raises SystemError where a tuple grows to which anybody else has a reference."""
+    filled: list[tuple[list[int], ...]] = []
+    has_begun = threading.Event()
+    done = threading.Event()
+
+    def numbers() -> Iterator[list[int]]:
+        while not done.is_set():
+            has_begun.set()
+            time.sleep(1e-4)
+            yield []
+
+    thread = threading.Thread(target=lambda: filled.append(tuple(numbers())))
+    thread.start()
+    has_begun.wait()
+    try:
+        for _ in range(5):
+            with LiveBytes():
+                pass
+    finally:
+        done.set()
+        thread.join()
+
+    assert filled, "the thread raised an error"
 
 
 def test_views_and_aliases_count_once() -> None:
