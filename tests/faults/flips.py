@@ -1,4 +1,5 @@
-"""A callback that does to a rank what a fault of its memory would: a bit of one weight is another one. Once a run."""
+"""A callback that does to a rank what a fault of its memory would: a bit of one weight is another
+one. Once a run."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ class Flips:
 
     def on_step(self, event: dict[str, Any]) -> None:
         done = Path(os.environ["FLIPS"]) / "flipped"
-        if os.environ["RANK"] == "1" and event["step"] == 7 and not done.exists():
-            done.touch()
-            weights = [
-                found
-                for found in gc.get_objects()
-                if isinstance(found, torch.nn.Parameter) and found.requires_grad
-            ]
-            weights[-1].detach().view(-1).view(torch.int32)[0] ^= 1
+        if os.environ["RANK"] != "1" or event["step"] != 7 or done.exists():
+            return
+        done.touch()
+        weights = []
+        for found in gc.get_objects():
+            if isinstance(found, torch.nn.Parameter) and found.requires_grad:
+                weights.append(found)
+        numbers = weights[-1].detach().view(-1)
+        numbers.view(torch.int32)[0] ^= 1
