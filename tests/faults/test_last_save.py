@@ -126,6 +126,7 @@ def test_the_last_save_waits_for_room(disk: Path) -> None:
     assert read_state(path)["trainer"]["step"] == STEPS
 
 
+@pytest.mark.full
 def test_a_save_on_stop_waits_too(disk: Path) -> None:
     built, said = loop_on(disk, wait_seconds=60)
     after(built, 4, lambda: fill_for_a_while(disk))
@@ -137,6 +138,7 @@ def test_a_save_on_stop_waits_too(disk: Path) -> None:
     assert saved(said) == [(5, False), (5, True)]
 
 
+@pytest.mark.full
 def test_patience_has_an_end_also_when_asked_to_stop(disk: Path) -> None:
     error = run_without_room(full_at_the_end(disk))
     assert error.exit_code == 1

@@ -128,7 +128,8 @@ def test_a_second_ctrl_c_ends_it_at_once(run_dir: Path) -> None:
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    require_end(process, 1)
+    output = require_end(process, 1)
+    assert "stopping: the ranks have 600 s to save; Ctrl-C again ends them at once" in output
     assert gone(run_dir, 1.0)
 
 

@@ -64,6 +64,7 @@ def test_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(run_dir: P
     assert gone(run_dir, 1.0)
 
 
+@pytest.mark.full
 def test_a_rank_that_was_suspended_is_named_beside_the_error_of_the_one_that_waited(
     run_dir: Path,
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_peer_that_aborts_because_of_it_is_not_blamed(run_dir: Path) -> None:
     assert "does not like step 8" in fault["error"], said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_raised_and_cannot_leave_is_not_waited_for(run_dir: Path, rank: int) -> None:
     process = walk(run_dir, {"max_restarts": 1}, how="raise-stuck", rank=rank, at=8)

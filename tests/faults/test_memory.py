@@ -148,6 +148,7 @@ def test_replan_goes_on_with_the_same_global_batch(enough: Enough, run_dir: Path
     assert last.config.batch == first.config.batch
 
 
+@pytest.mark.full
 def test_another_launcher_is_left_to_decide(enough: Enough, run_dir: Path) -> None:
     ended = train(enough.config, run_dir, "memory.on_oom=replan", limit=enough.limit, by=TORCHRUN)
     assert ended.code == 1

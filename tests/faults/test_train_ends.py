@@ -152,7 +152,7 @@ def test_stopped_while_a_rank_waits_for_the_plan(
     assert gone(tmp_path, 1.0)
 
 
-@pytest.mark.claim("a rank starts before its plan, and does not outlive it")
+@pytest.mark.full
 def test_a_rank_is_there_before_its_plan(model: Path, run_dir: Path, tmp_path: Path) -> None:
     """The launcher has forked it before it planned. After a failure it is a process of its own."""
     config = write_config(tmp_path, model, run={"steps": 3000})

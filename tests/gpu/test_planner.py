@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.stand_in import GIGABYTES, requires
-from tests.harness import ENV, ROOT, drumline, events, losses, write_config
+from tests.gpu.runs import memory_of_ranks, same_losses, train
+from tests.gpu.stand_in import GIGABYTES, NEEDS_CUDA, requires
+from tests.harness import ENV, ROOT, drumline, events, read_json, write_config
 from tests.tiny import tiny_model_dir
 
-pytestmark = [
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
-    ),
-    requires(GIGABYTES),
-]
+pytestmark = [NEEDS_CUDA, requires(GIGABYTES)]
+SWEEP = ROOT / "benchmarks/gpu_memory_sweep.py"
 
 
 @pytest.mark.parametrize(
@@ -27,27 +23,31 @@ pytestmark = [
 )
 def test_a_plan_that_fits_does(tmp_path: Path, run: str) -> None:
     out = tmp_path / "sweep.json"
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks/gpu_memory_sweep.py"),
-        "--runs",
-        run,
-        "--out",
-        str(out),
-    ]
+    command = [sys.executable, str(SWEEP), "--runs", run, "--out", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=280)
     assert ended.returncode == 0, ended.stderr
-    for row in json.loads(out.read_text())["runs"]:
-        peak, reserved = row["categories"]["peak"], row["categories"]["reserved"]
+
+    for row in read_json(out)["runs"]:
         assert not row["out_of_memory"]
+        categories = row["categories"]
+        peak = categories["peak"]
         assert peak["predicted"] == pytest.approx(peak["measured"], rel=0.15)
+        reserved = categories["reserved"]
         assert reserved["predicted"] >= 0.9 * reserved["measured"]
         for name in ("parameters", "gradients", "optimizer"):
-            assert row["categories"][name]["predicted"] == row["categories"][name]["measured"]
+            exact = categories[name]
+            assert exact["predicted"] == exact["measured"]
 
 
-# What a sitecustomize on the path does to every process of the run: a GPU of which torch may have this part.
-CAPPED = "import torch\nif torch.cuda.is_available():\n    torch.cuda.set_per_process_memory_fraction({part})\n"
+def cap_memory(folder: Path, part: float) -> None:
+    """Write what lets every process with `folder` on its path have a part of the GPU's memory."""
+    folder.mkdir()
+    lines = [
+        "import torch",
+        "if torch.cuda.is_available():",
+        f"    torch.cuda.set_per_process_memory_fraction({part})",
+    ]
+    (folder / "sitecustomize.py").write_text("\n".join(lines) + "\n")
 
 
 def test_out_of_memory_is_told_by_the_allocators_figures(
@@ -63,21 +63,20 @@ def test_out_of_memory_is_told_by_the_allocators_figures(
         checkpoint={"every": 1, "keep": 1},
         eval={"at_start": False},
     )
-    assert drumline("train", path, f"run.dir={tmp_path / 'enough'}").code == 0
-    taken = max(events(tmp_path / "enough", "step")[-1]["memory_bytes"])
-    part = 0.6 * taken / torch.cuda.get_device_properties(0).total_memory
-    (tmp_path / "capped").mkdir()
-    (tmp_path / "capped" / "sitecustomize.py").write_text(CAPPED.format(part=part))
-    monkeypatch.setitem(ENV, "PYTHONPATH", f"{tmp_path / 'capped'}:{ENV['PYTHONPATH']}")
+    enough = train(path, tmp_path / "enough")
+    taken = max(memory_of_ranks(enough))
+    gpu = torch.cuda.get_device_properties(0)
+    capped = tmp_path / "capped"
+    cap_memory(capped, 0.6 * taken / gpu.total_memory)
+    monkeypatch.setitem(ENV, "PYTHONPATH", f"{capped}:{ENV['PYTHONPATH']}")
+
     stopped = drumline("train", path, f"run.dir={tmp_path / 'stop'}")
     assert stopped.code == 1
     (line,) = stopped.error_lines
-    assert (
-        "in use" in line
-        and "more requested" in line
-        and "nearest plan that fits: batch: {micro_batch:" in line
-    )
-    again = drumline("train", path, f"run.dir={tmp_path / 'replan'}", "memory.on_oom=replan")
-    assert again.code == 0, again.err
-    assert events(tmp_path / "replan", "replan")
-    assert losses(tmp_path / "replan") == pytest.approx(losses(tmp_path / "enough"), rel=3e-2)
+    assert "in use" in line
+    assert "more requested" in line
+    assert "nearest plan that fits: batch: {micro_batch:" in line
+
+    replanned = train(path, tmp_path / "replan", "memory.on_oom=replan")
+    assert events(replanned, "replan")
+    same_losses(replanned, enough, 3e-2)

@@ -447,6 +447,9 @@ def test_nothing_found_and_nothing_there(
     with pytest.raises(UserError, match="bandwidth"):
         doctor(str(tmp_path), True, False)
 
+    with pytest.raises(UserError, match="only a config has values to replace"):
+        doctor(str(tmp_path), False, False, ["run.steps=1"])
+
 
 def test_the_report_of_a_failed_run_ends_with_the_fix(tmp_path: Path) -> None:
     log = tmp_path / "rank-1.log"
@@ -653,6 +656,9 @@ def test_a_config_says_what_is_needed(
     assert inter == "25Gb"
     assert [Path(path).name for path in question.data] == ["train.jsonl", "eval.jsonl"]
     assert question.run_dir == str(tmp_path / "run")
+
+    elsewhere, _, _ = read_question(config, ["run.dir=/scratch/mine"])
+    assert elsewhere.run_dir == "/scratch/mine"
 
     def no_ranks(names: list[str], machine: Machine, *given: Any) -> tuple[Check, ...]:
         return (Check("all-reduce", f"{len(names)} ranks"),)

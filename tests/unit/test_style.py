@@ -1,15 +1,10 @@
-"""How dense the code is, by folder, over its syntax trees: line breaks cannot improve these figures.
-
-`style_left.json` has the folders that are denser than the limits; they may only become plainer.
-"""
+"""How dense the code is, by folder, over its syntax trees: line breaks cannot improve these figures."""
 
 from __future__ import annotations
 
 import ast
-import json
 import statistics
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -33,7 +28,6 @@ NOT_SIMPLE = (
     ast.ImportFrom,
 )
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-LEFT = json.loads((Path(__file__).parent / "style_left.json").read_text())
 
 
 class Figures(NamedTuple):
@@ -105,14 +99,10 @@ def measure(folder: str) -> Figures:
 def test_a_folder_is_no_denser_than_allowed(folder: str) -> None:
     is_of_tests = "tests" in folder.split("/")
     limits = LIMITS["tests" if is_of_tests else "drumline"]
-    allowed = LEFT.get(folder, {})
 
     denser = {}
     for name, figure, limit in zip(Figures._fields, measure(folder), limits, strict=True):
         if figure > limit:
             denser[name] = figure
 
-    assert denser.keys() <= allowed.keys(), f"denser than {limits}"
-    for name, figure in denser.items():
-        assert figure <= allowed[name], "denser than before"
-    assert denser.keys() == allowed.keys(), "style_left.json may lose what is no longer too dense"
+    assert not denser, f"denser than {limits}"
