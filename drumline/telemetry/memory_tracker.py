@@ -234,7 +234,8 @@ def existing_tensors() -> list[torch.Tensor]:
 def _with_subclasses(cls: type) -> set[type]:
     """Return a class and all classes that derive from it."""
     found = {cls}
-    for subclass in type.__subclasses__(cls):
+    subclasses: list[type] = type.__subclasses__(cls)
+    for subclass in subclasses:
         found |= _with_subclasses(subclass)
     return found
 

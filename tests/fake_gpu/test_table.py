@@ -190,7 +190,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     names = []
     for item in request.session.items:
         if isinstance(item, pytest.Function) and item.path == Path(__file__):
-            names.append(item.callspec.params["row"].name)
+            row: Any = item.callspec.params["row"]
+            names.append(row.name)
 
     for name in list(names):
         if BY_NAME[name].continues:

@@ -21,7 +21,7 @@ DOCUMENTS = ((3, 7, 5), (9,))
 BF16 = torch.bfloat16
 
 
-def why_not(kernel: str, kind: str) -> str | None:
+def why_not(kernel: Any, kind: str) -> str | None:
     """Return why a model of a kind cannot be run with a kernel here, or None."""
     package = PACKAGES.get(kernel)
     if IS_STAND_IN and kernel == "flex_attention":
