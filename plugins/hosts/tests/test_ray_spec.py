@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from drumline.config.load import load_values
 from drumline.config.registry import make
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline_hosts.gathered import gather_hosts
-from drumline_hosts.ray.start import reason
+from drumline_hosts.ray.start import _connect, reason
 from tests.distributed.ranks import free_port
 
 DATA = {"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}}
@@ -45,6 +46,17 @@ def test_a_cluster_that_is_not_there() -> None:
         gather_hosts(launcher(address=f"127.0.0.1:{free_port()}"))
     with pytest.raises(EnvironmentFault, match="'head' is no address"):
         gather_hosts(launcher(address="head"))
+
+
+def test_a_node_that_takes_too_long_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises a bare Exception then."""
+
+    def init(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.\nMore lines.")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    with pytest.raises(EnvironmentFault, match="no Ray cluster: The current node timed out"):
+        _connect(None)
 
 
 DIED = (

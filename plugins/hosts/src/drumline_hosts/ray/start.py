@@ -276,7 +276,7 @@ def _connect(address: str | None) -> None:
         options = {"address": "local", "include_dashboard": False}
     try:
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - Ray's own if its node takes too long to start
         raise EnvironmentFault(
             f"no Ray cluster: {first_line(error)}",
             where="launch.address",
