@@ -31,7 +31,7 @@ class Algorithm(Protocol):
     """One objective.
 
     The loss is divided by the `weight` of the global batch, which counts tokens, pairs or episodes.
-    Held-out data is treated as training data, unless a subclass overrides `eval_objective`.
+    On held-out data the same loss is computed, unless a subclass overrides `eval_objective`.
 
     `first_pass`: an optional method, for objectives that sort, pair or average over the global batch.
     It is called as first_pass(outputs, first_batch(batch)) without gradients, for all micro-batches
@@ -76,7 +76,7 @@ class Referenced(Algorithm, Protocol):
 
 
 def policy_objective(algorithm: Algorithm) -> Any:
-    """Return the objective of the trainable model, or of the policy if there are several."""
+    """Return the policy's objective. If several models are trained, `objective` has one by role."""
     objective: Any = algorithm.objective
     if isinstance(objective, Mapping):
         return objective["policy"]

@@ -48,7 +48,7 @@ from drumline.config.mesh import share
 from drumline.config.resume import CHECKPOINTS
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
-from drumline.system.files import sync, take_name
+from drumline.system.files import rename_over, sync
 
 PIECE_BYTES = 16 << 20  # of a file on its way to another disk
 HERE = ".here-"  # the prefix of the file that a rank makes to find out who sees it
@@ -452,7 +452,7 @@ class Gatherer:
         write_manifest(fresh, offer.manifest)
         sync(fresh)
         trash = self.root / f"{TRASH}{offer.folder}-{secrets.token_hex(4)}"
-        take_name(fresh, self.root / offer.folder, trash, durable=True)
+        rename_over(fresh, self.root / offer.folder, trash, durable=True)
 
     def _write_missing_metric(self, folder: Path, manifest: Manifest) -> None:
         """Write the metric into this disk's manifest if only other disks, or the store, have it."""

@@ -21,7 +21,14 @@ from drumline.checkpoint.manifest import (
     write_metric,
 )
 from drumline.errors import CheckpointError
-from drumline.system.files import discard, give_name, remove, sync, take_name, write_whole
+from drumline.system.files import (
+    discard,
+    remove,
+    rename_over,
+    rename_unless_there,
+    sync,
+    write_whole,
+)
 
 LATEST = "latest"
 BEST = "best"
@@ -74,7 +81,7 @@ class Retention:
         """
         final = self.root / folder_name(manifest.step)
         sync(unfinished)
-        take_name(unfinished, final, self._trash(final), durable=True)
+        rename_over(unfinished, final, self._trash(final), durable=True)
         self.known[manifest.step] = manifest
         return final
 
@@ -130,7 +137,7 @@ class Retention:
 
 
 def recover(root: Path) -> None:
-    """Rename folders back that lost their names to a kill between the two renames of `take_name`.
+    """Rename folders back that lost their names to a kill between the two renames of `rename_over`.
 
     The new folder gets the name if it is whole, otherwise the old folder that it was to replace.
     Only a process that holds the lease of the run folder may call this; several of its ranks may
@@ -144,7 +151,7 @@ def recover(root: Path) -> None:
             if step is None or final.exists() or not _is_whole(folder, step):
                 continue
             with suppress(OSError):
-                give_name(folder, final, final.exists)
+                rename_unless_there(folder, final, final.exists)
 
 
 def _is_whole(folder: Path, step: int) -> bool:

@@ -19,7 +19,7 @@ def doctor(
         typer.Argument(
             parser=place_of,
             metavar="[CONFIG.yaml|RUN|LOG|-]",
-            help="A config: before a run. A run or log: after it.",
+            help="CONFIG.yaml: check its hosts before the run. RUN or LOG: find why a run failed.",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -98,7 +98,9 @@ def calibrate(
     ] = None,
     out: Annotated[
         Path | None,
-        path_option(help="Also write the result to this file (for cluster.calibration)."),
+        path_option(
+            help="Write the result to this file (for cluster.calibration), not to the cache."
+        ),
     ] = None,
 ) -> None:
     """Measure this machine once for the planner.

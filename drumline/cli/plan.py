@@ -60,7 +60,7 @@ def init(
         ),
     ] = False,
 ) -> None:
-    """Ask five questions, plan, and write a commented YAML."""
+    """Ask a few questions, plan, and write a commented YAML."""
     from drumline.planner.init import InitAnswers
     from drumline.planner.init import init as run
 
@@ -128,7 +128,8 @@ def plan(
         bool,
         typer.Option(
             "--all",
-            help="Also print memory, seconds and hosts by category, what is out, and heuristics.",
+            help="Also print memory, seconds and hosts by category, what is excluded and why, and"
+            " the heuristics.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
@@ -244,7 +245,9 @@ def plan(
 def strategies(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="One strategy: why it does not go with an option."),
+        typer.Argument(
+            metavar="[NAME]", help="Show one strategy: the options that it excludes, and why."
+        ),
     ] = None,
     device: Annotated[
         str, typer.Option(help="cpu or cuda; some combinations require a GPU.")

@@ -84,12 +84,13 @@ def _main(given: list[str]) -> None:
 
     arguments = _arguments_for_typer(given)
     try:
+        # Tasks of srun or mpirun become ranks.
         join_tasks()
         if is_left_to_another_rank(arguments[0] if arguments else ""):
             return
         use_expandable_segments()
         with Stoppable():
-            _run(arguments, speaks=is_first_rank())
+            _run(arguments, reports=is_first_rank())
     except DrumlineError as error:
         raise SystemExit(_report(error)) from None
     except Interrupted as stop:
@@ -137,10 +138,10 @@ def _report_bug(error: Exception) -> int:
     return _report(DrumlineError(what, fix=f"please report it, with {file.name}"))
 
 
-def _run(arguments: list[str], speaks: bool) -> None:
+def _run(arguments: list[str], reports: bool) -> None:
     """Run a command and exit with its code. A mistake in its usage is raised as a UserError.
 
-    `speaks` is whether this rank reports such a mistake. All ranks of a launcher make the same
+    `reports` is whether this rank reports such a mistake. All ranks of a launcher make the same
     mistake, and ranks that do not report it exit silently.
     """
     from drumline.launch.environment import first_rank_reports
@@ -153,7 +154,7 @@ def _run(arguments: list[str], speaks: bool) -> None:
         if not arguments and not isinstance(error, UserError):  # typer's error is the help itself
             say(error.format_message())  # type: ignore[attr-defined]  # of typer's own class
             raise SystemExit(UserError.exit_code) from None
-        if not speaks:
+        if not reports:
             with first_rank_reports():
                 raise SystemExit(UserError.exit_code) from None
         if isinstance(error, UserError):

@@ -29,7 +29,8 @@ def ps(
 
 
 def logs(
-    run: Run, rank: Annotated[int | None, typer.Option(min=0, help="Of this rank alone.")] = None
+    run: Run,
+    rank: Annotated[int | None, typer.Option(min=0, help="Print only this rank's output.")] = None,
 ) -> None:
     """Print the output of the ranks of a run's newest attempt."""
     from drumline.launch.runs import print_logs

@@ -48,7 +48,9 @@ def push(
     ],
     private: Annotated[
         bool,
-        typer.Option("--private", help="Make it private; one that is there and public is refused."),
+        typer.Option(
+            "--private", help="Make the repository private; fail if it exists and is public."
+        ),
     ] = False,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="LoRA: only the adapter, as PEFT's files, not merged.")

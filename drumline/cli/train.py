@@ -60,7 +60,9 @@ def train(
     trust_remote_code: Trust = False,
     detach: Annotated[
         bool,
-        typer.Option("--detach", help="With a launcher that submits: do not wait for the end."),
+        typer.Option(
+            "--detach", help="With a launcher that submits a job: return once it is submitted."
+        ),
     ] = False,
     watch: Annotated[
         bool,

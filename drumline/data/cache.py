@@ -354,7 +354,7 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
     for name in (*names, "info.json"):
         files.sync(temporary / name)
     files.sync(temporary)
-    files.give_name(temporary, folder, lambda: read_info(folder) is not None)
+    files.rename_unless_there(temporary, folder, lambda: read_info(folder) is not None)
     files.sync(folder.parent)
 
 

@@ -23,7 +23,7 @@ from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
 from drumline.system.munge import SECRET, seal, unseal
 from drumline.system.network import CHOOSE, addresses, interface_of, interface_to, is_loopback
-from drumline.system.process import SECRET_COMES
+from drumline.system.process import SECRET_ON_STDIN
 from drumline.system.sockets import for_store
 from drumline.vendor.torch import abort_process_group
 
@@ -130,7 +130,7 @@ def _make_store() -> dist.Store:
 
 def _read_secret() -> str:
     """Return the secret of a run, from stdin or from the environment; empty without one."""
-    if os.environ.pop(SECRET_COMES, ""):
+    if os.environ.pop(SECRET_ON_STDIN, ""):
         return sys.stdin.readline().strip()
     return os.environ.get(SECRET, "")
 

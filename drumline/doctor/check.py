@@ -42,11 +42,12 @@ def fail_if(is_faulty: bool) -> Verdict:
 
 @dataclass(frozen=True)
 class Host:
-    """The checks of a host."""
+    """What was found on a host; with the name `all`, what concerns all hosts together."""
 
     name: str
     checks: tuple[Check, ...]
-    # Values that must be the same on all hosts, by name.
+    # Values that are compared between hosts, by name. A difference fails the check, or warns if
+    # MAY_DIFFER has the name.
     facts: Mapping[str, str]
     # Number of ranks that it would have; 0 if it could not be reached.
     ranks: int = 0

@@ -64,8 +64,8 @@ _EVENT = re.compile(r'^\{"t": (\d+\.?\d*)')
 # in events, and the display prints samples of them.
 _TEXTS = re.compile(r'^(\{"t": [^,\n]*, "kind": "(?:samples|completions)").*', re.MULTILINE)
 _SAMPLE = re.compile(r"^(.{0,80}?\bsample, step \d+: …).*", re.MULTILINE)
-# An event with which an attempt begins or ends; the groups are of a fault alone.
-_BEGINS = re.compile(rb'^\{"t": [^,]*, "kind": "(?:run_start|(fault)", "attempt": (\d+))')
+# The event at the beginning of an attempt, or at its end, a fault. Only a fault has the groups.
+_ATTEMPT_BOUNDARY = re.compile(rb'^\{"t": [^,]*, "kind": "(?:run_start|(fault)", "attempt": (\d+))')
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _search_file(path: Path, place: Path) -> Iterator[Line]:
             if rank is None:
                 rank = rank_of_file
             attempt = evidence.attempt or attempts.at(evidence.line)
-            time = evidence.at or _end(path)
+            time = evidence.at or _end_of_rank(path)
             whole = replace(evidence, attempt=attempt, rank=rank, at=time)
             yield Line(signature, names, whole)
 
@@ -303,7 +303,7 @@ class _Attempts:
         has_started = False
         with open_plain(events, UserError) as file:
             for number, line in enumerate(file, 1):
-                found = _BEGINS.match(line)
+                found = _ATTEMPT_BOUNDARY.match(line)
                 if found is None:
                     continue
                 is_fault = bool(found[1])
@@ -323,8 +323,10 @@ class _Attempts:
         self.numbers.append(self.numbers[-1] + 1)
 
 
-def _end(log: Path) -> float | None:
-    """Return when a rank ended, in unix seconds: by the error that it noted, else by its log.
+def _end_of_rank(log: Path) -> float | None:
+    """Return when a rank ended, in unix seconds.
+
+    It is the time of the error in the .json file beside its log, else when the log was last written.
 
     None if neither can be read.
     """

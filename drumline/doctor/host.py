@@ -90,7 +90,7 @@ class Question:
     peers: tuple[str, ...] = ()
     # The value of `launch.interface`.
     interface: str | None = None
-    # Names of the LOOKS to take; all if it is empty.
+    # Names of the CHECK_FUNCTIONS to take; all if it is empty.
     only: tuple[str, ...] = ()
 
     @staticmethod
@@ -113,7 +113,7 @@ def examine(question: Question) -> Host:
     machine = detect()
     checks: list[Check] = []
     facts: dict[str, str] = {}
-    for look in LOOKS:
+    for look in CHECK_FUNCTIONS:
         if question.only and look.__name__ not in question.only:
             continue
         try:
@@ -133,8 +133,8 @@ def examine(question: Question) -> Host:
     return Host(name, tuple(checks), facts, ranks, port)
 
 
-# A look gives the checks of one subject. It adds to the facts, which must be the same on all hosts.
-Look = Callable[[Question, Machine, dict[str, str]], Iterator[Check]]
+# A function that checks one subject. It adds to the facts, which are compared between hosts.
+CheckFunction = Callable[[Question, Machine, dict[str, str]], Iterator[Check]]
 
 
 def versions(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
@@ -311,7 +311,7 @@ def secret(question: Question, machine: Machine, facts: dict[str, str]) -> Itera
     elif seal("") is not None:
         found = "by munge for ranks in a job of Slurm"
     else:
-        found = "our own launchers draw one"
+        found = "Drumline's launchers make one for each run"
     if SECRET not in os.environ:
         found += f"; under torchrun, mpirun and Kubernetes none, unless {SECRET} is set on all hosts: whoever reaches MASTER_PORT can join"
     yield Check("secret", found)
@@ -531,7 +531,7 @@ def _digest(what: str, paths: Sequence[str], facts: dict[str, str]) -> Check:
 
 
 # In the order in which the table shows them. `Question.only` has their names.
-LOOKS: tuple[Look, ...] = (
+CHECK_FUNCTIONS: tuple[CheckFunction, ...] = (
     versions,
     gpus,
     infiniband,

@@ -29,7 +29,7 @@ CLOCKS = 1.0
 SLOW = 0.5
 # Seconds that a host may take to report how its ranks ended.
 ANSWER_SECONDS = 10
-# The doctor.host.LOOKS that are taken before a run of several hosts.
+# The doctor.host.CHECK_FUNCTIONS that are taken before a run of several hosts.
 BEFORE_RUN = ("versions", "names", "ports", "interfaces", "run_folder")
 
 

@@ -66,8 +66,8 @@ def signatures() -> tuple[Signature, ...]:
 def _bounded(pattern: str) -> str:
     """Return a pattern whose wildcards have a limit.
 
-    A pattern for the begin of a line, or for an event, of which a line has one, is tried once a
-    line and needs none.
+    A pattern for the beginning of a line, or of an event, is tried only once for each line, so its
+    wildcards need no limit.
     """
     if pattern.startswith(("^", '"kind"')):
         return pattern

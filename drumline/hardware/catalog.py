@@ -542,7 +542,7 @@ def link(name: str) -> Link | None:
     if network is None:
         return None
     cards = int(network[1] or 1)
-    # A second, of one card.
+    # Of one card, per second.
     gigabits = float(network[2])
     if cards <= 0 or gigabits <= 0:
         return None

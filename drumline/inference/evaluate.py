@@ -511,8 +511,8 @@ def _groups_by_room(rooms: list[int], spare: int) -> list[list[int]]:
 def _read_prompts(plan: Plan, model: Model, base_dir: Path) -> Iterator[HeldOutPrompt]:
     """Yield the held-out questions.
 
-    If all of data.eval is tasks, they have what the tasks' verifiers need. Else the question is the
-    last answer of each held-out row.
+    If all of data.eval is tasks, they have what the tasks' verifiers need. Otherwise the question
+    of a held-out row is all that stands before its last answer.
     """
     data = plan.config.data
     if data.eval and all(isinstance(source, TasksSource) for source in data.eval):

@@ -45,7 +45,7 @@ from drumline.launch.hangs import Hang, gloo_abort_error
 from drumline.launch.postmortem import EXIT_CODES_OF_ALL_RANKS, RankEnd, read_error
 from drumline.launch.watch import Watch
 from drumline.system.output import say
-from drumline.system.process import PIPE, SECRET_COMES, is_suspended, wait_for_exit
+from drumline.system.process import PIPE, SECRET_ON_STDIN, is_suspended, wait_for_exit
 from drumline.system.signals import LauncherSignals
 from drumline.system.sockets import for_store
 
@@ -479,7 +479,7 @@ def _with_secret(
         env: Environment of the rank.
         options: All other arguments of `Popen`.
     """
-    process = original_popen(env={**env, SECRET_COMES: "1"}, stdin=PIPE, **options)
+    process = original_popen(env={**env, SECRET_ON_STDIN: "1"}, stdin=PIPE, **options)
     # A pipe is broken if the rank has died, which is seen soon.
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(secret.encode() + b"\n")

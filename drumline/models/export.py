@@ -49,7 +49,7 @@ from drumline.models.templates import end_ids, special_ids
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import PROCESSOR_FILES, load_processor
 from drumline.plan.plan import Plan
-from drumline.system.files import take_name
+from drumline.system.files import rename_over
 from drumline.version import __version__
 
 Which = Literal["last", "best"] | int
@@ -150,7 +150,7 @@ def export(
         difference = _require_read_back(again, expected, plan, temporary)
         progress("export", 3, 4)
         _give_usual_modes(temporary)
-        take_name(temporary, to, temporary.with_name(f"{temporary.name}-old"))
+        rename_over(temporary, to, temporary.with_name(f"{temporary.name}-old"))
     progress("export", 4, 4)
     return ExportResult(to, step, time.time() - start_time, difference, dtype, rounding)
 

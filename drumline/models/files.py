@@ -25,7 +25,7 @@ from drumline.foreign import PICKLE, expanded, first_line, read_object
 from drumline.hardware.detect import cache_dir
 from drumline.models.classes import AUTO
 from drumline.system import mirror
-from drumline.system.files import digest, give_name, temporary_folder
+from drumline.system.files import digest, rename_unless_there, temporary_folder
 
 T = TypeVar("T")
 OnProgress = Callable[[str, int, int | None], None]
@@ -227,7 +227,7 @@ def _convert_package(name: str, on_progress: OnProgress, named: str = "model.id 
         model.save_pretrained(temporary)
         on_progress(phase, 2, 3)
         tokenizer.save_pretrained(temporary)
-        give_name(temporary, target, (target / "config.json").exists)
+        rename_unless_there(temporary, target, (target / "config.json").exists)
     on_progress(phase, 3, 3)
     return target
 

@@ -1,5 +1,6 @@
-"""Processes, files, signals, sockets and redaction: what has nothing to do with training.
+"""Processes, files, signals, sockets and redaction: what every process needs.
 
-Imports no other room, and no torch; all rooms may import it. Begin reading with `files` and
+The heartbeat by which hangs of ranks are found is here, too. Imports only `errors` and `foreign`,
+and no torch; every other package of `drumline` may import it. Begin reading with `files` and
 `process`.
 """

@@ -156,7 +156,7 @@ def _is_left_over(folder: Path) -> bool:
     return owner is not None and owner.alive() is False
 
 
-def give_name(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:
+def rename_unless_there(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:
     """Rename a finished folder to `final`, unless another process has done the same before.
 
     A folder `final` that `is_whole` accepts stays. One that it does not accept is damaged, and
@@ -171,7 +171,7 @@ def give_name(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:
             raise
 
 
-def take_name(fresh: Path, final: Path, aside: Path, durable: bool = False) -> None:
+def rename_over(fresh: Path, final: Path, aside: Path, durable: bool = False) -> None:
     """Rename a finished folder to `final`, in place of what has that name now.
 
     The old one moves to `aside` first. It is removed once the new one has the name, and moved back

@@ -132,10 +132,10 @@ def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def why(
+def explain_environment(
     environment: Mapping[str, str], timeout_seconds: float | None, interface: str | None
 ) -> list[str]:
-    """Return lines for the plan: which variables are handed on, and which contradict the plan."""
+    """Return lines that explain the plan: variables that all ranks get, and contradictions to it."""
     lines = []
     variables = handed_on(environment)
     if variables:

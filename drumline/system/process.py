@@ -47,7 +47,7 @@ LOOK_SECONDS = 0.2
 # For the last line of a helper that has ended: its own children may keep its standard error open.
 LAST_SECONDS = 1.0
 # A variable of ranks: the first line of their standard input is the secret of their store.
-SECRET_COMES = "DRUMLINE_STDIN"
+SECRET_ON_STDIN = "DRUMLINE_STDIN"
 PIPE = subprocess.PIPE
 Process = subprocess.Popen[bytes]
 

@@ -523,7 +523,7 @@ def test_what_a_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for check in seen.checks:
         assert check.fix or check.verdict == "ok"
 
-    monkeypatch.setattr(host, "LOOKS", (host.limits, lambda *_: 1 / 0))
+    monkeypatch.setattr(host, "CHECK_FUNCTIONS", (host.limits, lambda *_: 1 / 0))
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 256))
     limits = verdicts(examine(Question()))
 

@@ -11,8 +11,8 @@ import pytest
 
 from drumline.system.files import (
     create_whole,
-    give_name,
-    take_name,
+    rename_over,
+    rename_unless_there,
     temporary_folder,
     whole_file,
     write_whole,
@@ -71,17 +71,17 @@ def test_folders_take_their_names(tmp_path: Path) -> None:
     for text in ("first", "second"):
         with temporary_folder(tmp_path) as fresh:
             (fresh / "x").write_text(text)
-            give_name(fresh, final, (final / "x").exists)
+            rename_unless_there(fresh, final, (final / "x").exists)
 
     assert contents(final) == {"x": "first"}
 
     with pytest.raises(OSError, match="No such file"):
-        take_name(tmp_path / "nothing", final, aside, durable=True)
+        rename_over(tmp_path / "nothing", final, aside, durable=True)
     assert contents(final) == {"x": "first"}, "it came back"
 
     with temporary_folder(tmp_path) as fresh:
         (fresh / "x").write_text("third")
-        take_name(fresh, final, aside, durable=True)
+        rename_over(fresh, final, aside, durable=True)
 
     assert contents(final) == {"x": "third"}
     assert list(tmp_path.iterdir()) == [final]

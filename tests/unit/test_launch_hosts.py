@@ -19,7 +19,7 @@ from drumline.launch.spec import LocalLauncher
 from drumline.system import network
 from drumline.system.files import digest
 from drumline.system.munge import SECRET
-from drumline.system.process import SECRET_COMES
+from drumline.system.process import SECRET_ON_STDIN
 
 
 def test_interfaces_are_found_by_route_and_by_name() -> None:
@@ -54,12 +54,12 @@ def test_interfaces_are_found_by_route_and_by_name() -> None:
 def test_variables_of_nccl_and_gloo_are_shown_and_held_against_the_plan(
     variables: dict[str, str], line: str
 ) -> None:
-    assert any(line in each for each in network.why({**variables, "HOME": "/"}, 600.0, "eth0"))
-    assert network.why({"HOME": "/"}, 600.0, "eth0") == []
+    assert any(line in each for each in network.explain_environment({**variables, "HOME": "/"}, 600.0, "eth0"))
+    assert network.explain_environment({"HOME": "/"}, 600.0, "eth0") == []
 
 
 def test_a_limit_of_nccl_is_read_by_nobody_where_the_plan_sets_none_either() -> None:
-    (_, line) = network.why({"NCCL_TIMEOUT": "600"}, None, None)
+    (_, line) = network.explain_environment({"NCCL_TIMEOUT": "600"}, None, None)
     assert (
         line
         == "environment NCCL_TIMEOUT=600 is read by nobody: launch.timeout_seconds is the limit of a collective"
@@ -111,7 +111,7 @@ def test_a_rank_without_the_secret_does_not_meet_the_others(
     if by == "a variable":
         rank_1.setenv(SECRET, "the secret")
     else:
-        rank_1.setenv(SECRET_COMES, "1")
+        rank_1.setenv(SECRET_ON_STDIN, "1")
         rank_1.setattr("sys.stdin", io.StringIO("the secret\n"))
     answers = threading.Thread(target=_answer, args=(PrefixStore("the secret", store),))
     answers.start()
