@@ -48,7 +48,7 @@ from drumline.vendor.torch import (
 Phase = Literal["forward", "backward", "clip", "step"]
 # The longest time for which a search for tensors keeps other threads waiting. It takes about a
 # tenth of a second for a million objects.
-SEARCH_SECONDS = 1.0
+SEARCH_SECONDS = 5.0
 
 
 class LiveBytes(TorchDispatchMode):
@@ -221,14 +221,18 @@ def existing_tensors() -> list[torch.Tensor]:
     try:
         # Threads run now that have been waiting by the old interval.
         time.sleep(2 * interval)
-        objects = gc.get_objects()
-        # By their types: some objects answer `isinstance` by running code.
-        is_tensor = map(ids.__contains__, map(id, map(type, objects)))
-        tensors: list[torch.Tensor] = list(compress(objects, is_tensor))
-        del objects
+        # When this returns nothing refers to the list any more.
+        return _objects_of_types(ids)
     finally:
         sys.setswitchinterval(interval)
-    return tensors
+
+
+def _objects_of_types(ids: set[int]) -> list[Any]:
+    """Return all objects that the garbage collector knows and whose type has one of these ids."""
+    objects = gc.get_objects()
+    # By their types: some objects answer `isinstance` by running code.
+    is_wanted = map(ids.__contains__, map(id, map(type, objects)))
+    return list(compress(objects, is_wanted))
 
 
 def _with_subclasses(cls: type) -> set[type]:

@@ -185,7 +185,9 @@ def _with_prediction(
     """
     devices = plan.mesh.world_size * plan.devices_per_rank
     cluster, _ = cluster_here(config, machine, plan.device, devices)
-    about_network = network.explain_environment(os.environ, config.launch.timeout_seconds, config.launch.interface)
+    about_network = network.explain_environment(
+        os.environ, config.launch.timeout_seconds, config.launch.interface
+    )
     if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
         # If the planner chose the strategy, it has kept to the budget already.
         plan = within_budget(plan, facts, cluster, checkpointing_modes(config.memory))
