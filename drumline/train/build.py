@@ -32,12 +32,12 @@ from drumline.telemetry.devices import Meter
 from drumline.telemetry.events import Emit, Event, series
 from drumline.telemetry.measure import Measure, process_bytes
 from drumline.telemetry.traffic import Traffic
+from drumline.train.data_loaders import Batches, DataLoaders, FirstPass, build_data_loaders
 from drumline.train.loop import Loop
 from drumline.train.references import Reference
 from drumline.train.restore import Start, checkpointer_of, memory_of, rating_of
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
-from drumline.train.streams import Batches, FirstPass, Streams, build_streams
 from drumline.train.timeouts import CollectiveTimeout
 
 
@@ -86,7 +86,7 @@ def build(
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
     is_new = start is None or start.path is None
     training = _build_training(plan, ranks, engine, state, is_new, gather, emit, stop_flag)
-    samplers = _build_samplers(plan, engine, training.rollouts, device, emit)
+    eval_generators = _build_eval_generators(plan, engine, training.rollouts, device, emit)
     # Raises on all ranks if any rank has found damage to a cache.
     RankGroup.all(error_type=DataError).each(verification.result)
     goodput.end_part("data")
@@ -105,11 +105,11 @@ def build(
         algorithm=training.algorithm,
         rollouts=training.rollouts,
         rewind=training.rewind,
-        stream=training.stream,
+        batches=training.batches,
         held_out=training.held_out,
         meter=_build_meter(plan, ranks),
-        answers=samplers.answers,
-        tasks=samplers.tasks,
+        answers=eval_generators.answers,
+        tasks=eval_generators.tasks,
         saver=saver,
         emit=emit,
         gather=gather,
@@ -135,10 +135,10 @@ def _host_memory() -> int:
 
 @dataclass(frozen=True)
 class Training:
-    """What the loop trains: the objective, and the batches."""
+    """What the loop trains on: the algorithm, and the batches."""
 
     algorithm: Algorithm
-    stream: Iterable[GlobalBatch]
+    batches: Iterable[GlobalBatch]
     # For each evaluation set, by name: a function that returns its batches.
     held_out: dict[str, Batches]
     rollouts: Any = None
@@ -157,7 +157,7 @@ def _build_training(
     emit: Emit,
     stop_flag: StopFlag,
 ) -> Training:
-    """Return the objective and the batches from `state` on. Collective.
+    """Return the algorithm and the batches from `state` on. Collective.
 
     `is_new`: whether the policy is untrained.
     """
@@ -167,19 +167,19 @@ def _build_training(
             build_rollouts,  # importing the generators takes a second
         )
 
-        algorithm, rollouts, stream = build_rollouts(
+        algorithm, rollouts, batches = build_rollouts(
             plan, rollout, ranks, engine, state, gather.device, emit
         )
-        return Training(algorithm, stream, {}, rollouts)
+        return Training(algorithm, batches, {}, rollouts)
     algorithm = plan.config.algorithm.build_in(Path(plan.base_dir))
     source = DataSource(plan, ranks, engine, algorithm, state, gather, emit, stop_flag)
-    streams = source.streams_from(state.position, is_new)
-    return Training(algorithm, streams.training, streams.held_out, rewind=source.rewind)
+    loaders = source.data_loaders_from(state.position, is_new)
+    return Training(algorithm, loaders.training, loaders.held_out, rewind=source.rewind)
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Makes the streams of prepared data, at the start and after each return to a checkpoint."""
+    """Builds the data loaders of prepared data, at the start and after each rollback."""
 
     plan: Plan
     ranks: Ranks
@@ -190,13 +190,13 @@ class DataSource:
     emit: Emit
     stop_flag: StopFlag
 
-    def streams_from(self, position: int, is_new: bool) -> Streams:
-        """Return the streams from a position on, with what a reference or a first pass adds to them.
+    def data_loaders_from(self, position: int, is_new: bool) -> DataLoaders:
+        """Return the data loaders from a position on, with the numbers of a reference or first pass.
 
         Collective.
         """
         data_rank = self.plan.mesh.data_rank(self.ranks.rank)
-        streams = build_streams(
+        loaders = build_data_loaders(
             self.plan,
             data_rank,
             position,
@@ -212,19 +212,19 @@ class DataSource:
                 self.gather.device,
                 self.engine,
                 self.algorithm,
-                streams,
+                loaders,
                 is_new,
                 self.emit,
                 self.stop_flag,
             )
-            streams = reference.add_to_streams()
-        read = self.algorithm.first_pass
-        if read is not None:
+            loaders = reference.add_to_data_loaders()
+        extract = self.algorithm.first_pass
+        if extract is not None:
             first_pass = FirstPass(
-                self.algorithm, read, self.engine, self.gather.counts, self.gather.device
+                self.algorithm, extract, self.engine, self.gather.counts, self.gather.device
             )
-            streams = first_pass.add_to(streams)
-        return streams
+            loaders = first_pass.add_to(loaders)
+        return loaders
 
     def rewind(self) -> Iterable[GlobalBatch]:
         """Restore the newest checkpoint, and return the training batches from there on.
@@ -242,36 +242,38 @@ class DataSource:
         restored = start.restore(self.engine, self.emit, time.time())
         # The loop and the saver share this object.
         vars(self.state).update(vars(restored))
-        return self.streams_from(self.state.position, is_new=False).training
+        return self.data_loaders_from(self.state.position, is_new=False).training
 
 
-class Samplers(NamedTuple):
+class EvalGenerators(NamedTuple):
     """What generates text at evaluations; None for what is not set."""
 
-    answers: Any = None  # answers held-out prompts (`eval.samples`)
-    tasks: Any = None  # scores tasks of lm-eval (`eval.tasks`)
+    answers: Any = None  # sampling.Answers, which answers held-out prompts (`eval.samples`)
+    tasks: Any = None  # tasks.Tasks, which scores tasks of lm-eval (`eval.tasks`)
 
 
-def _build_samplers(plan: Plan, engine: Engine, rollouts: Any, device: str, emit: Emit) -> Samplers:
-    """Return what generates text at evaluations: with the sampler of rollouts, if there are any."""
+def _build_eval_generators(
+    plan: Plan, engine: Engine, rollouts: Any, device: str, emit: Emit
+) -> EvalGenerators:
+    """Return what generates text at evaluations: with the generator of rollouts, if there are any."""
     options = plan.config.eval
     if not options.generates:
-        return Samplers()
+        return EvalGenerators()
     from drumline.train import sampling  # importing the generators takes a second
     from drumline.train.tasks import Tasks
 
     tokenizer = sampling.tokenizer_of(plan)
     if rollouts is None:
-        sample = sampling.sampling_of_evaluation(plan, engine, tokenizer, device)
+        generate = sampling.generation_for_evaluation(plan, engine, tokenizer, device)
     else:
-        sample = rollouts.sample
+        generate = rollouts.sample
     answers: Any = None
     if options.samples:
-        answers = sampling.Answers(sample, sampling.prompts(plan), tokenizer, emit)
+        answers = sampling.Answers(generate, sampling.prompts(plan), tokenizer, emit)
     tasks: Any = None
     if options.tasks:
-        tasks = Tasks(plan, sample.model, tokenizer)
-    return Samplers(answers, tasks)
+        tasks = Tasks(plan, generate.model, tokenizer)
+    return EvalGenerators(answers, tasks)
 
 
 def _build_meter(plan: Plan, ranks: Ranks) -> Meter:

@@ -13,7 +13,7 @@ from drumline.checkpoint.staging import Staging
 from drumline.config.strategy import Compression
 from drumline.data.batches import TokenBatch
 from drumline.system.threads import on_this_gpu
-from drumline.train.streams import Copies
+from drumline.train.data_loaders import Copies
 from tests.gpu.stand_in import COMPILED_CODE, KERNELS_THAT_TAKE_TIME, requires
 from tests.harness import drumline, events, losses, write_config
 from tests.strategies import DDPStrategy
@@ -64,8 +64,8 @@ def test_a_batch_is_copied_beside_a_step() -> None:
     assert batch.targets_BT.is_pinned() and batch.lengths_B.is_pinned()
     torch.cuda._sleep(2**30)  # about half a second of a kernel
     (there,) = copies.move([batch])
-    assert copies.stream is not None
-    copies.stream.synchronize()
+    assert copies.copy_stream is not None
+    copies.copy_stream.synchronize()
     assert not torch.cuda.current_stream().query(), "the step still runs, and the copy is done"
     assert (
         there.input_ids_BT.is_cuda

@@ -14,8 +14,8 @@ from drumline.algorithms.base import Algorithm, LossOut
 from drumline.data.batches import FirstPassNumbers, collate
 from drumline.data.order import GlobalBatch, assign_samples
 from drumline.plan.plan import BatchPlan
-from drumline.train import streams as rank_streams
-from drumline.train.streams import FirstPass, Streams
+from drumline.train import data_loaders as rank_data_loaders
+from drumline.train.data_loaders import DataLoaders, FirstPass
 from tests.fake_engine import FakeEngine
 
 SAMPLES = 11  # the last of two global batches of 6 has a filler
@@ -87,15 +87,15 @@ def told(
                     return table
                 return torch.stack([of_rank[call] for of_rank in tables]).sum(0)
 
-            monkeypatch.setattr(rank_streams, "add_up", add_up)
+            monkeypatch.setattr(rank_data_loaders, "add_up", add_up)
             algorithm = Ranked()
-            streams = Streams(
+            data_loaders = DataLoaders(
                 batches(order, rank, ranks, cut.accumulation, SIZE),
                 {"": lambda rank=rank: batches(np.arange(SAMPLES), rank, ranks, 1, 2 * ranks)},
                 lambda _: iter(()),
             )
             made = FirstPass(algorithm, algorithm.first_pass, FakeEngine(), True, "cpu").add_to(
-                streams
+                data_loaders
             )
             found.append(list(made.training))
             held.append(list(made.held_out[""]()))

@@ -59,7 +59,7 @@ def run(
     built, said = loop(
         folder, engine, range(0), held_out=False, schedule="constant", health=health, **sections
     )
-    built.stream = (poisoned(step) for step in range(steps))
+    built.batches = (poisoned(step) for step in range(steps))
 
     def rewind() -> Any:
         vars(built.state).update(
@@ -84,7 +84,7 @@ def test_watching_changes_no_number(tmp_path: Path, policy: str) -> None:
     _, engine, said = run(tmp_path, policy)
     plain = FakeEngine()
     built, expected = loop(tmp_path / "plain", plain, range(0), held_out=False, schedule="constant")
-    built.stream = (poisoned(step) for step in range(STEPS))
+    built.batches = (poisoned(step) for step in range(STEPS))
     built.run()
     assert float(engine.weight) == float(plain.weight)
     assert [e["loss"] for e in of(said, "step")] == [e["loss"] for e in of(expected, "step")]
@@ -146,7 +146,7 @@ def test_a_resumed_run_knows_what_is_a_spike_and_what_was_passed_over(
     assert again.spikes.losses and again.spikes.rollbacks == len(again.spikes.passed_over) == (
         policy == "rollback"
     )
-    again.stream = (poisoned(step) for step in range(POISON if policy == "skip" else 0, STEPS))
+    again.batches = (poisoned(step) for step in range(POISON if policy == "skip" else 0, STEPS))
     again.run()
     assert [e["policy"] for e in of(said, "spike")] == (["skip"] if policy == "skip" else [])
 
@@ -190,7 +190,7 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
         replace(poisoned(POISON), position=2 * (step + 1), sample_ids=np.array([step]))
         for step in range(25, 35)
     ]
-    built.stream = iter([*(batch(step) for step in range(25)), *far])
+    built.batches = iter([*(batch(step) for step in range(25)), *far])
     with pytest.raises(TrainingStopped, match="4 of such"):
         built.run()
     assert len(of(said, "spike")) == 4

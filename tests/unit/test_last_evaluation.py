@@ -154,7 +154,7 @@ def test_tasks_are_scored_where_a_rollout_passes_over_their_step(tmp_path: Path)
     """Rollouts of three steps, evaluated after each; a multiple of 4 lies in the second."""
     built, said = loop(tmp_path, eval={"every": 2, "tasks": ["a"], "tasks_every": 4})
     built.plan = built.plan.model_copy(update={"steps": 14})
-    built.stream = (replace(batch(s), checkpointable=s % 3 == 2) for s in range(12))
+    built.batches = (replace(batch(s), checkpointable=s % 3 == 2) for s in range(12))
     built.tasks = Scored(built.plan)
     built.run()
     assert [(e["step"], "tasks/a/acc" in e) for e in of(said, "eval")] == [
