@@ -35,7 +35,7 @@ from drumline.telemetry.traffic import Traffic
 from drumline.train.data_loaders import Batches, DataLoaders, FirstPass, build_data_loaders
 from drumline.train.loop import Loop
 from drumline.train.references import Reference
-from drumline.train.restore import Start, checkpointer_of, memory_of, rating_of
+from drumline.train.restore import ResumePoint, checkpointer_of, memory_checkpoints_of, metric_order
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
 from drumline.train.timeouts import CollectiveTimeout
@@ -62,29 +62,37 @@ def build(
     device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else plan.place
     verification = _verify_caches(plan, ranks)
 
-    # The model, and what the run goes on from.
+    # The model, and what the run resumes from.
     began = time.time()
-    memory = memory_of(plan, resume == Resume()) if plan.saves else None
-    start: Start | None = None
+    memory_checkpoints = None
+    if plan.saves:
+        resumes_newest = resume is not None and resume.is_newest_of_run
+        memory_checkpoints = memory_checkpoints_of(plan, resumes_newest)
+    resume_point: ResumePoint | None = None
     if resume is not None:
         with goodput.spend("restore"):
-            start = Start.resolve(plan, resume, memory)
+            resume_point = ResumePoint.resolve(plan, resume, memory_checkpoints)
     search_seconds = time.time() - began
-    checkpoint_keys = start.checkpoint_keys if start is not None else frozenset()
+    checkpoint: Path | None = None
+    checkpoint_keys = frozenset[str]()
+    if resume_point is not None:
+        checkpoint = resume_point.path
+        checkpoint_keys = resume_point.checkpoint_keys
     engine = _build_engine(plan, device, checkpoint_keys)
     goodput.end_part("model")
-    checkpointer = checkpointer_of(plan, rating_of(plan))
-    if memory is not None:
-        memory.open_writer()
+    checkpointer = checkpointer_of(plan, metric_order(plan))
+    if memory_checkpoints is not None:
+        memory_checkpoints.open_writer()
     state = TrainState()
-    if start is not None:
+    if resume_point is not None:
         with goodput.spend("restore"):
-            state = start.restore(engine, emit, time.time() - search_seconds)
+            state = resume_point.restore(engine, emit, time.time() - search_seconds)
+    # Changes `steps` and `warmup_steps` if the steps before had batches of another size.
     plan = going_on(plan, state.step, state.position)
 
-    # The objective and the data.
+    # The algorithm and the data.
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
-    is_new = start is None or start.path is None
+    is_new = checkpoint is None
     training = _build_training(plan, ranks, engine, state, is_new, gather, emit, stop_flag)
     eval_generators = _build_eval_generators(plan, engine, training.rollouts, device, emit)
     # Raises on all ranks if any rank has found damage to a cache.
@@ -92,10 +100,18 @@ def build(
     goodput.end_part("data")
 
     saved_step = -1
-    if start is not None and start.path is not None and checkpointer.is_kept(start.path):
+    if checkpoint is not None and checkpointer.is_kept(checkpoint):
         saved_step = state.step
     saver = Saver(
-        plan, engine, state, checkpointer, emit, gather, stop_flag, saved_step, memory=memory
+        plan,
+        engine,
+        state,
+        checkpointer,
+        emit,
+        gather,
+        stop_flag,
+        saved_step,
+        memory_checkpoints=memory_checkpoints,
     )
     traffic = Traffic(config.strategy.step_kind, device)
     measure = Measure(plan, lambda: stats_with_frozen(engine), gather, emit, traffic)
@@ -231,15 +247,15 @@ class DataSource:
 
         Collective.
         """
-        start = Start.resolve(self.plan, Resume())
-        if start.path is None:
+        resume_point = ResumePoint.resolve(self.plan, Resume.newest_of_run())
+        if resume_point.path is None:
             # The loop has asked for this only because a save was in flight, which has failed.
             raise CheckpointError(
                 "no checkpoint to go back to",
                 where=self.plan.run_dir,
                 fix="start anew, or set health.on_spike=skip",
             )
-        restored = start.restore(self.engine, self.emit, time.time())
+        restored = resume_point.restore(self.engine, self.emit, time.time())
         # The loop and the saver share this object.
         vars(self.state).update(vars(restored))
         return self.data_loaders_from(self.state.position, is_new=False).training

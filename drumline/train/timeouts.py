@@ -58,7 +58,7 @@ class CollectiveTimeout:
 def _may_wait_within_steps(plan: Plan) -> bool:
     """Whether one rank may be held up in a step for longer than a step usually takes.
 
-    That may be by compiling, by waiting for a stream of data, or by callbacks of the user.
+    That may be by compiling, by waiting for a streaming dataset, or by callbacks of the user.
     """
     config = plan.config
     return config.compile.enabled or config.data.stream is not None or bool(config.run.callbacks)

@@ -56,8 +56,8 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
     from drumline.algorithms.tokens.objective import NextToken
     from drumline.engine.build import build_engine
     from drumline.engine.norms import local
-    from drumline.train.restore import MODEL
     from drumline.train.data_loaders import build_data_loaders
+    from drumline.train.restore import MODEL
 
     data_loaders = build_data_loaders(plan, plan.mesh.data_rank(rank), 0, "cpu")
     batches = next(iter(data_loaders.training)).micro_batches

@@ -24,7 +24,7 @@ from drumline.config.resume import Resume
 from drumline.errors import EnvironmentFault, NotSaved, Preempted
 from drumline.telemetry.events import read
 from drumline.train.loop import Loop
-from drumline.train.setup import Request, _make_fallback, claim_run_dir
+from drumline.train.setup import Request, _check_fallback_dir, claim_run_dir
 from drumline.train.state import fallback_folder
 from tests.faults.disks import fill, small_disk
 from tests.harness import ENV, write_config
@@ -171,7 +171,7 @@ def test_another_disk_that_is_none(disk: Path, tmp_path: Path, bad: str) -> None
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_disk_that_may_not_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     made = plan(tmp_path / "run", checkpoint={"fallback_dir": str(tmp_path / "other")})
-    _make_fallback(made)
+    _check_fallback_dir(made)
     assert not list((tmp_path / "other").iterdir())
     with tempfile.TemporaryDirectory() as other:  # all may look into it
         Path(other).chmod(0o755)
@@ -180,7 +180,7 @@ def test_another_disk_that_may_not_be_written_is_refused_at_the_start(tmp_path: 
             with pytest.raises(
                 EnvironmentFault, match=r"fallback_dir .*: cannot be used: Permission denied"
             ):
-                _make_fallback(plan(tmp_path / "run", checkpoint={"fallback_dir": other}))
+                _check_fallback_dir(plan(tmp_path / "run", checkpoint={"fallback_dir": other}))
         finally:
             os.seteuid(0)
 

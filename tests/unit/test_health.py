@@ -28,7 +28,7 @@ from drumline.report.progress import Progress
 from drumline.telemetry.watched import Spike, Straggler, WeightsDiffer
 from drumline.train.health import Spikes, checksum, outvoted_ranks
 from drumline.train.loop import Loop
-from drumline.train.restore import Start
+from drumline.train.restore import ResumePoint
 from tests.fake_engine import FakeEngine
 from tests.unit.test_loop import batch, loop, of
 
@@ -63,7 +63,7 @@ def run(
 
     def rewind() -> Any:
         vars(built.state).update(
-            vars(Start.resolve(built.plan, Resume()).restore(engine, built.emit, 0.0))
+            vars(ResumePoint.resolve(built.plan, Resume()).restore(engine, built.emit, 0.0))
         )
         return (poisoned(step) for step in range(built.state.position // 2, steps))
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_knows_what_is_a_spike_and_what_was_passed_over(
     health = {"on_spike": policy, "spike_window": 20}
     first, _, _ = run(tmp_path, policy, steps=stops, checkpoint={"every": 8, "keep": 9})
     engine = FakeEngine()
-    state = Start.resolve(
+    state = ResumePoint.resolve(
         first.plan,
         Resume() if policy == "skip" else Resume(str(tmp_path / "checkpoints" / "step-00000032")),
     ).restore(engine, first.emit, 0.0)
@@ -191,7 +191,7 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
         for step in range(25, 35)
     ]
     built.batches = iter([*(batch(step) for step in range(25)), *far])
-    with pytest.raises(TrainingStopped, match="4 of such"):
+    with pytest.raises(TrainingStopped, match="4 spikes"):
         built.run()
     assert len(of(said, "spike")) == 4
 

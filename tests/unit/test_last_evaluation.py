@@ -17,7 +17,7 @@ from drumline.config.load import load
 from drumline.config.run import EvalConfig
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.plan.plan import Plan
-from drumline.train.restore import Start
+from drumline.train.restore import ResumePoint
 from drumline.train.setup import Request, make_plan
 from drumline.train.state import TrainState
 from drumline.train.tasks import Tasks
@@ -70,7 +70,9 @@ def test_the_metric_of_the_last_weights_is_written_beside_them(tmp_path: Path, l
     )
     manifest = check(tmp_path / "step-00000004", verify=True, alone=True)
     assert (manifest.metric, manifest.rated) == (loss, "min loss")
-    start = Start(tmp_path / "step-00000004", [], frozenset(), EvalConfig(every=2, patience=3))
+    start = ResumePoint(
+        tmp_path / "step-00000004", [], frozenset(), EvalConfig(every=2, patience=3)
+    )
     restored = start.restore(Restored(), lambda _: None, 0.0)  # type: ignore[arg-type]
     assert (restored.evaluated, restored.best, restored.stale) == (4, min(2.0, loss), 0)
 

@@ -251,7 +251,7 @@ def test_all_ranks_collect_garbage_after_the_same_steps(
         collected.append((built.state.step, generation))
 
     monkeypatch.setattr("drumline.train.garbage.gc.collect", collect)
-    monkeypatch.setattr("drumline.train.garbage.WHOLE", 3)
+    monkeypatch.setattr("drumline.train.garbage.FULL_EVERY", 3)
     was_enabled = gc.isenabled()
     during: set[bool] = set()
     built.engine.begin_step = lambda lr: during.add(gc.isenabled())  # type: ignore[method-assign]
