@@ -455,7 +455,7 @@ def _own_data(config: Config, base_dir: Path) -> DataPlan:
     """Return the data of a module of the user's own.
 
     Samples are read as they are, and nothing is prepared. The caches are names, which
-    `streams.open_samples` understands, and not folders.
+    `data_loaders.open_samples` understands, and not folders.
     """
     samples = read_samples(config.data.train, base_dir, Draws(0).used)
     eval_caches = {}

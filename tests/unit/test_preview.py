@@ -256,4 +256,4 @@ def test_parts() -> None:
     assert shape_of(([1, "a"], object())) == "([1, 'a'], object)"
     assert not View(
         Console(color_system="truecolor", force_terminal=True, no_color=False), Options()
-    ).plain
+    ).lacks_colors
