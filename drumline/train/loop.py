@@ -251,7 +251,7 @@ class Loop:
             if self.rollouts is not None and self.is_resumable:
                 # The next batch begins with a rollout, which takes long: a run that is asked to
                 # stop does so before it.
-                self._sync_stop_signal_and_exit()
+                self._sync_signals_and_exit_if_any()
                 self.timeout.before_long_work(self.state.step)
             if self.early_stop_reason:
                 self._report_rollout()
@@ -647,7 +647,7 @@ class Loop:
             return evaluation
         is_turn_of_tasks = self.tasks.is_due(self.state.evaluated, step)
         if is_turn_of_tasks or self._is_last_evaluation(evaluation.metrics):
-            self._sync_stop_signal_and_exit()
+            self._sync_signals_and_exit_if_any()
             metrics = evaluation.metrics | self.tasks.score()
             evaluation = evaluation._replace(metrics=metrics)
         return evaluation
@@ -700,7 +700,7 @@ class Loop:
         for set_name, batches in self.held_out.items():
             own_sums: dict[str, float] = {}
             for batch in batches():
-                self._sync_stop_signal_and_exit()
+                self._sync_signals_and_exit_if_any()
                 batch_sums = self.engine.evaluate(
                     batch.micro_batches, self.algorithm.eval_objective
                 )
@@ -748,7 +748,7 @@ class Loop:
         self.timeout.before_long_work(self.state.step)
         heartbeat.beat("save")
 
-    def _sync_stop_signal_and_exit(self) -> None:
+    def _sync_signals_and_exit_if_any(self) -> None:
         """Ask all ranks for stop signals. If any rank has one, save and raise Preempted. Collective."""
         _, (signals,) = self.gather({}, float(self.stop_flag.requested))
         self.stop_request.record(signals)

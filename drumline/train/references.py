@@ -2,7 +2,7 @@
 
 There are three ways to get them:
 
-- `precomputed`: a table over all pairs of a token cache is made once before training, and kept in
+- `precomputed`: a table over all pairs of a token cache is computed once before training, and kept in
   RUN/reference.
 - `live`: a frozen model scores batch by batch.
 - `adapter`: the policy itself scores batch by batch, with its adapter switched off.
@@ -77,10 +77,10 @@ class Reference:
         held_out = {}
         for name, batches in self.loaders.held_out.items():
             score = score_function_of(data.eval_caches[name])
-            held_out[name] = self._with_reference(batches, score)
+            held_out[name] = self._add_to_held_out(batches, score)
         return replace(self.loaders, training=training, held_out=held_out)
 
-    def _with_reference(self, batches: Batches, score: ScoreBatches) -> Batches:
+    def _add_to_held_out(self, batches: Batches, score: ScoreBatches) -> Batches:
         """Return a function that returns the batches of an evaluation set with their scores."""
         return lambda: with_reference(batches(), score, self.algorithm.first_batch)
 

@@ -83,8 +83,8 @@ EVAL_RESULTS = "eval.json"
 def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:
     """Return the plan of a run: find the model, prepare the data and resolve every number.
 
-    It runs in one process, before any rank builds its model. The cheapest checks come first, so that a mistake
-    in the config does not show after an hour of preparing data.
+    It runs in one process, before any rank builds its model. The cheapest checks come first, so that
+    a mistake in the config does not show after an hour of preparing data.
 
     `dry_run`: nothing is prepared or downloaded. If the data are not prepared, the plan has none.
     """
@@ -165,7 +165,7 @@ def _check_with_weights(
     a resume compares.
     """
     engine_spec(plan.config.strategy).require(plan, on_progress)
-    _require_samples_and_tasks(plan, base_dir)
+    _check_eval_prompts_and_tasks(plan, base_dir)
     has_frozen_base = config.adapter.kind != "none" or bool(config.model.freeze)
     if config.model.init == "pretrained" and has_frozen_base:
         plan = plan.model_copy(update={"base": weights_digest(plan.model_path)})
@@ -405,7 +405,7 @@ def _check_prompts(
         require_domains(rollout.curriculum.weights, domains)
 
 
-def _require_samples_and_tasks(plan: Plan, base_dir: Path) -> None:
+def _check_eval_prompts_and_tasks(plan: Plan, base_dir: Path) -> None:
     """Raise an error if eval.samples or eval.tasks cannot be done.
 
     It is a DataError if eval.samples finds no prompts, and a ConfigError or EnvironmentFault if
@@ -727,9 +727,10 @@ def _saved_state(resume: Resume, plan: Plan) -> tuple[str, dict[str, Any]] | Non
 def _changed_keys(
     saved: Config, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]
 ) -> tuple[str, list[str]]:
-    """Return (text of the changes since a checkpoint's config, keys that must not change).
+    """Return (description of the refused changes since a checkpoint, keys that were changed so).
 
-    They concern only keys that may not change. Keys of the batch may if the global batch is the same.
+    Both are empty if nothing was changed that must stay. Keys of the batch may change as long as the
+    global batch is the same.
     """
     if state.get("global_samples") == plan.batch.global_samples:
         allow = (*allow, "batch")
