@@ -23,7 +23,7 @@ class Resume:
 
     @classmethod
     def newest_of_run(cls) -> Resume:
-        """Return the Resume for the newest checkpoint of the run itself, or step 0 if it has none."""
+        """Return the Resume for the newest checkpoint of the run itself, or step 0 without one."""
         return cls()
 
     @classmethod

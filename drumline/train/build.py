@@ -207,7 +207,7 @@ class DataSource:
     stop_flag: StopFlag
 
     def data_loaders_from(self, position: int, is_new: bool) -> DataLoaders:
-        """Return the data loaders from a position on, with the numbers of a reference or first pass.
+        """Return the data loaders from a position on, with a reference's or first pass's numbers.
 
         Collective.
         """
@@ -271,7 +271,7 @@ class EvalGenerators(NamedTuple):
 def _build_eval_generators(
     plan: Plan, engine: Engine, rollouts: Any, device: str, emit: Emit
 ) -> EvalGenerators:
-    """Return what generates text at evaluations: with the generator of rollouts, if there are any."""
+    """Return what generates text at evaluations. It shares the generator of rollouts, if any."""
     options = plan.config.eval
     if not options.generates:
         return EvalGenerators()

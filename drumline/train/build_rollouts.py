@@ -142,8 +142,8 @@ def build_scorers(
     has_value_head = spec.head == "valued"
     has_kl = spec.kl.coefficient > 0
 
-    # The policy runs over the episodes before the update if the loss or the reward needs its numbers
-    # from then.
+    # The policy runs over the episodes before the update if the loss or the reward needs its
+    # numbers from then.
     policy: ReadEpisodes | None = None
     if has_value_head or has_kl or not spec.on_policy:
         with_values = log_probs_of(spec.loss_chunk, temperature, has_value_head)

@@ -151,8 +151,8 @@ def request_maker(
     """Return a factory of the request, called with the number of processes or nothing.
 
     If another launcher has started the ranks, the config is read when the factory is called, with
-    the number of processes that is known then. Otherwise it is read now, and its mistakes are raised
-    now.
+    the number of processes that is known then. Otherwise it is read now, and its mistakes are
+    raised now.
 
     Args:
         config: A file, or its keys.

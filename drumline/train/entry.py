@@ -153,7 +153,7 @@ def train_on(
         memory_watch.set_engine(loop.engine)
         why = loop.run()
         if plan.config.checkpoint.export != "none":
-            # Rank 0 exports alone, so its disk gets all files of the newest and the best checkpoint.
+            # Rank 0 exports alone, so its disk gets all files of the newest and best checkpoints.
             loop.saver.checkpointer.gather()
     return why
 

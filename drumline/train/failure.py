@@ -65,7 +65,7 @@ class OutOfMemory(DrumlineError):
     """A rank ran out of memory. `exhausted` holds what was known at that moment."""
 
     def __init__(self, exhausted: Exhausted, original_message: str) -> None:
-        """`original_message`: first line of the original exception; shown if no bytes were measured."""
+        """`original_message`: first line of the cause; shown as advice if no bytes were measured."""
         fix: str | None = None
         if exhausted.allocated is None:
             fix = original_message
@@ -197,7 +197,7 @@ _has_recorded_failure = False
 
 
 def forget_first_error() -> None:
-    """Let `record_failure` take a first error again. Called when a session begins in this process."""
+    """Let `record_failure` record again. Called when a session begins in this process."""
     global _has_recorded_failure
     _has_recorded_failure = False
 
@@ -266,7 +266,7 @@ def _write(path: Path, facts: dict[str, object]) -> None:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Return a context that reports an error by `record_failure`, and ends the process with its exit code."""
+    """Return a context that records an error, and ends the process with its exit code."""
     try:
         with redacted_streams():
             yield

@@ -320,8 +320,8 @@ class Loop:
         self.metric = None
         self.clock.finished_at = time.time()
         self.is_resumable = True
-        # The weights of this checkpoint were checked when it was saved, so they count as agreed. The
-        # checks of later steps are repeated.
+        # The weights of this checkpoint were checked when it was saved, so they count as agreed.
+        # The checks of later steps are repeated.
         self.weight_check.last_agreed_step = self.state.step
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
@@ -749,7 +749,7 @@ class Loop:
         heartbeat.beat("save")
 
     def _sync_signals_and_exit_if_any(self) -> None:
-        """Ask all ranks for stop signals. If any rank has one, save and raise Preempted. Collective."""
+        """Ask all ranks for stop signals; if any has one, save and raise Preempted. Collective."""
         _, (signals,) = self.gather({}, float(self.stop_flag.requested))
         self.stop_request.record(signals)
         self._exit_if_signal_known()

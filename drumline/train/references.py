@@ -2,14 +2,14 @@
 
 There are three ways to get them:
 
-- `precomputed`: a table over all pairs of a token cache is computed once before training, and kept in
-  RUN/reference.
+- `precomputed`: a table over all pairs of a token cache is computed once before training, and
+  kept in RUN/reference.
 - `live`: a frozen model scores batch by batch.
 - `adapter`: the policy itself scores batch by batch, with its adapter switched off.
 
 Letters of shapes: N pairs of a cache; P pairs of a micro-batch; R rows of a pair (the chosen and
-the rejected answer); B rows of a micro-batch, R · P: first the chosen answers of all pairs, then the
-rejected ones. `reference_B`: the reference's log-probability of each row.
+the rejected answer); B rows of a micro-batch, R · P: first the chosen answers of all pairs, then
+the rejected ones. `reference_B`: the reference's log-probability of each row.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def weight_files(model_path: str | None) -> list[tuple[str, int, int]]:
 
 
 def read_table(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
-    """Return the table at `path`, or None if there is none, or a damaged one, or one of another shape.
+    """Return the table at `path`; None if it is missing, damaged or of another shape.
 
     `shape`: pairs, and rows of each pair.
     """

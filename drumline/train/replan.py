@@ -167,8 +167,8 @@ class Replanner:
     def __call__(self, oom: Exhausted, step: int) -> tuple[str, str | None]:
         """Return (advice, why the run does not go on), after memory ran out.
 
-        If the reason is None, plan.json holds the next plan. `oom`: what is known of the memory that
-        ran out. `step`: the last one that was done.
+        If the reason is None, plan.json holds the next plan. `oom`: what is known of the memory
+        that ran out. `step`: the last one that was done.
         """
         advice = advise(self.plan, oom, self.baseline)
         if self.plan.config.memory.on_oom == "stop":

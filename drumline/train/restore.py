@@ -1,4 +1,7 @@
-"""`ResumePoint`: find the checkpoint that a run resumes from, on disk, at a URL or in memory, and load it."""
+"""`ResumePoint`: the checkpoint that a run resumes from, on disk, at a URL or in memory.
+
+It finds the checkpoint, and loads it into the engine.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +196,7 @@ def _all_damaged_error(found: FoundCheckpoint, where: str) -> CheckpointError:
 
 
 def _newest_of_run(plan: Plan, memory_checkpoints: Memory | None) -> FoundCheckpoint:
-    """Return the newest intact checkpoint of a run, on disk, at its URL or in memory. Collective."""
+    """Return a run's newest intact checkpoint, on disk, at its URL or in memory. Collective."""
     found = _newest_on_disk(plan)
     if memory_checkpoints is None:
         return found

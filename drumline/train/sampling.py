@@ -1,7 +1,7 @@
 """Text that the model generates during training: completions of rollouts and of held-out prompts.
 
 If this rank has the unsharded model that is trained, it generates with that; otherwise with a copy.
-In this module to sample is to draw tokens from the model. Training samples have nothing to do with it.
+In this module "to sample" means to draw tokens from the model, not to choose training samples.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_LOOKED_AT = 10_000
 
 @dataclass
 class TextGeneration:
-    """Generates completions with the current weights. Called as generate(requests, step, greedily)."""
+    """Generates completions with the current weights."""
 
     plan: Plan
     config: c.Generator
@@ -78,9 +78,9 @@ class TextGeneration:
         return self._background_sampling
 
     def model(self) -> Any:
-        """Return the unsharded model with the current weights. Not for vLLM's generator. Collective.
+        """Return the unsharded model with the current weights. Not for generation by vLLM.
 
-        A caller that changes something on it must put it back.
+        Collective. A caller that changes something on it must put it back.
         """
         return getattr(self._current_generator(), "model")  # noqa: B009 - generators in process have one
 

@@ -64,7 +64,7 @@ class Saver:
     # The metric with which the last checkpoint was saved; None without one.
     metric: float | None = None
     # A failed save is tried again after the first step greater than this; infinity if no save has
-    # failed. The maximum over the ranks decides, so a rank that knows of no failure yet prevents it.
+    # failed. The maximum over the ranks decides: a rank that knows of no failure yet prevents it.
     retry_after_step: float = math.inf
 
     def save(self, metric: float | None) -> None:

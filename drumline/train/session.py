@@ -272,7 +272,7 @@ class Session:
         return models, optimizers
 
     def _find_resume_point(self, memory_checkpoints: Memory | None) -> ResumePoint | None:
-        """Return the checkpoint that the run resumes from; None for a run that begins. Collective."""
+        """Return what the run resumes from; None for a run that begins. Collective."""
         if self.resume is None:
             return None
         return ResumePoint.resolve(self.plan, self.resume, memory_checkpoints)

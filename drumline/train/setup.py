@@ -1,7 +1,7 @@
 """Make the plan of a run, and claim its folder.
 
-All of this runs once, in one process, before any rank builds its model: in our launcher, or on rank
-0 if another launcher has started the ranks.
+All of this runs once, in one process, before any rank builds its model: in our launcher, or on
+rank 0 if another launcher has started the ranks.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ EVAL_RESULTS = "eval.json"
 def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:
     """Return the plan of a run: find the model, prepare the data and resolve every number.
 
-    It runs in one process, before any rank builds its model. The cheapest checks come first, so that
-    a mistake in the config does not show after an hour of preparing data.
+    It runs in one process, before any rank builds its model. The cheapest checks come first, so
+    that a mistake in the config does not show after an hour of preparing data.
 
     `dry_run`: nothing is prepared or downloaded. If the data are not prepared, the plan has none.
     """
@@ -729,8 +729,8 @@ def _changed_keys(
 ) -> tuple[str, list[str]]:
     """Return (description of the refused changes since a checkpoint, keys that were changed so).
 
-    Both are empty if nothing was changed that must stay. Keys of the batch may change as long as the
-    global batch is the same.
+    Both are empty if nothing was changed that must stay. Keys of the batch may change as long as
+    the global batch is the same.
     """
     if state.get("global_samples") == plan.batch.global_samples:
         allow = (*allow, "batch")

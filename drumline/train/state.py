@@ -242,8 +242,8 @@ def check_finite(
     sets the count back to 0.
 
     Args:
-        uses_loss_scale: The engine scales the loss (fp16). A norm that is not finite, beside a finite loss,
-            then only means that the scale was too large, and the engine has halved it.
+        uses_loss_scale: The engine scales the loss (fp16). A norm that is not finite, beside a
+            finite loss, then only means that the scale was too large, and the engine has halved it.
         where, fix: Of the error.
 
     Raises TrainingStopped if the policy (`health.on_nan`) is to stop, or after too many such steps
