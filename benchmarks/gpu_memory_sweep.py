@@ -212,8 +212,8 @@ def train(path: Path, steps: int) -> None:
             [],
             Goodput(time.time()),
         )
-        watch.built(loop.engine)
-        for _, batch in zip(range(steps), loop.stream, strict=False):
+        watch.set_engine(loop.engine)
+        for _, batch in zip(range(steps), loop.batches, strict=False):
             loop._train_step(batch, 0.0)
         loop._finish_pending_step()
         loop.measure.finish(loop.state.step)

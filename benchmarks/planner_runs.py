@@ -276,14 +276,14 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
     from drumline.plan.plan import Plan
     from drumline.telemetry.events import last_measurement, read
     from drumline.telemetry.truth import compare
-    from drumline.train.replan import question
+    from drumline.train.replan import planning_question
     from drumline.train.setup import predict
 
     plan = Plan.load(plan_path)
     # The tokenizer went with the folder of the run. The planner would read it to count rows of new tokens, which no run here has.
     model = plan.config.model.model_copy(update={"tokenizer": None})
     plan = plan.model_copy(update={"config": plan.config.model_copy(update={"model": model})})
-    known = question(plan)
+    known = planning_question(plan)
     estimate = predict(plan, known.facts, known.cluster).predicted.estimate
     assert estimate is not None
     measured = last_measurement(read(plan_path.with_name("events.jsonl")))

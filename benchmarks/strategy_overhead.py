@@ -191,13 +191,13 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
     takes: dict[str, Callable[[Any], None]] = {}
     if "drumline" in sides:
         loop = drumline_loop(resolved, ranks)
-        batches = iter(loop.stream)
+        batches = iter(loop.batches)
         takes["drumline"] = lambda batch: loop._train_step(batch, 0.0)
     else:
-        from drumline.train.build import build_streams
+        from drumline.train.build import build_data_loaders
 
         batches = iter(
-            build_streams(resolved, resolved.mesh.data_rank(ranks.rank), 0, "cpu").training
+            build_data_loaders(resolved, resolved.mesh.data_rank(ranks.rank), 0, "cpu").training
         )
     if "by_hand" in sides:
         takes["by_hand"] = BY_HAND[name](resolved, ranks)

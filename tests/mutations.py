@@ -69,8 +69,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed run starts its data anew", "train/build.py",
-        "streams = source.streams_from(state.position, is_new)",
-        "streams = source.streams_from(0, is_new)",
+        "loaders = source.data_loaders_from(state.position, is_new)",
+        "loaders = source.data_loaders_from(0, is_new)",
         ("tests/distributed/test_resume_pairs.py::test_goes_on_under_another[ddp 2 to fsdp2 2]",),
     ),
     Mutation(

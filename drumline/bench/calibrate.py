@@ -50,7 +50,7 @@ from drumline.system.files import write_whole
 from drumline.system.process import tied
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.traffic import CommunicatedBytes
-from drumline.train.failure import exit_on_error, note
+from drumline.train.failure import exit_on_error, record_failure
 
 MIB = 2**20
 # The most ranks on a CPU, unless --nproc says more and there are as many cores.
@@ -374,7 +374,7 @@ def main() -> None:
         try:
             measured = measure(task, ranks)
         except BaseException as error:
-            note(error)
+            record_failure(error)
             raise
         finally:
             stop()

@@ -22,17 +22,22 @@ class Resume:
     place: str | None = None
 
     @classmethod
+    def newest_of_run(cls) -> Resume:
+        """Return the Resume for the newest checkpoint of the run itself, or step 0 without one."""
+        return cls()
+
+    @classmethod
     def parse(cls, option: str | None) -> Resume | None:
         """Return what a value of `--resume` stands for; None without one."""
         if not option:
             return None
-        return cls() if option == NEWEST else cls(option)
+        return cls.newest_of_run() if option == NEWEST else cls(option)
 
     @classmethod
     def from_argument(cls, argument: bool | str | Path | None) -> Resume | None:
         """Return what the argument `resume` of a Python function means: a place, True or False."""
         if argument is True:
-            return cls()
+            return cls.newest_of_run()
         if not argument:
             return None
         return cls.parse(os.fspath(argument))
@@ -40,6 +45,11 @@ class Resume:
     def __str__(self) -> str:
         """Return the value of `--resume`."""
         return NEWEST if self.place is None else self.place
+
+    @property
+    def is_newest_of_run(self) -> bool:
+        """Whether it is the newest checkpoint of the run itself, on disk or in memory."""
+        return self.place is None
 
     @property
     def is_run_folder(self) -> bool:

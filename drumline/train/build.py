@@ -32,12 +32,12 @@ from drumline.telemetry.devices import Meter
 from drumline.telemetry.events import Emit, Event, series
 from drumline.telemetry.measure import Measure, process_bytes
 from drumline.telemetry.traffic import Traffic
+from drumline.train.data_loaders import Batches, DataLoaders, FirstPass, build_data_loaders
 from drumline.train.loop import Loop
 from drumline.train.references import Reference
-from drumline.train.restore import Start, checkpointer_of, memory_of, rating_of
+from drumline.train.restore import ResumePoint, checkpointer_of, memory_checkpoints_of, metric_order
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
-from drumline.train.streams import Batches, FirstPass, Streams, build_streams
 from drumline.train.timeouts import CollectiveTimeout
 
 
@@ -62,40 +62,56 @@ def build(
     device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else plan.place
     verification = _verify_caches(plan, ranks)
 
-    # The model, and what the run goes on from.
+    # The model, and what the run resumes from.
     began = time.time()
-    memory = memory_of(plan, resume == Resume()) if plan.saves else None
-    start: Start | None = None
+    memory_checkpoints = None
+    if plan.saves:
+        resumes_newest = resume is not None and resume.is_newest_of_run
+        memory_checkpoints = memory_checkpoints_of(plan, resumes_newest)
+    resume_point: ResumePoint | None = None
     if resume is not None:
         with goodput.spend("restore"):
-            start = Start.resolve(plan, resume, memory)
+            resume_point = ResumePoint.resolve(plan, resume, memory_checkpoints)
     search_seconds = time.time() - began
-    checkpoint_keys = start.checkpoint_keys if start is not None else frozenset()
+    checkpoint: Path | None = None
+    checkpoint_keys = frozenset[str]()
+    if resume_point is not None:
+        checkpoint = resume_point.path
+        checkpoint_keys = resume_point.checkpoint_keys
     engine = _build_engine(plan, device, checkpoint_keys)
     goodput.end_part("model")
-    checkpointer = checkpointer_of(plan, rating_of(plan))
-    if memory is not None:
-        memory.open_writer()
+    checkpointer = checkpointer_of(plan, metric_order(plan))
+    if memory_checkpoints is not None:
+        memory_checkpoints.open_writer()
     state = TrainState()
-    if start is not None:
+    if resume_point is not None:
         with goodput.spend("restore"):
-            state = start.restore(engine, emit, time.time() - search_seconds)
+            state = resume_point.restore(engine, emit, time.time() - search_seconds)
+    # Changes `steps` and `warmup_steps` if the steps before had batches of another size.
     plan = going_on(plan, state.step, state.position)
 
-    # The objective and the data.
+    # The algorithm and the data.
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
-    is_new = start is None or start.path is None
+    is_new = checkpoint is None
     training = _build_training(plan, ranks, engine, state, is_new, gather, emit, stop_flag)
-    samplers = _build_samplers(plan, engine, training.rollouts, device, emit)
+    eval_generators = _build_eval_generators(plan, engine, training.rollouts, device, emit)
     # Raises on all ranks if any rank has found damage to a cache.
     RankGroup.all(error_type=DataError).each(verification.result)
     goodput.end_part("data")
 
     saved_step = -1
-    if start is not None and start.path is not None and checkpointer.is_kept(start.path):
+    if checkpoint is not None and checkpointer.is_kept(checkpoint):
         saved_step = state.step
     saver = Saver(
-        plan, engine, state, checkpointer, emit, gather, stop_flag, saved_step, memory=memory
+        plan,
+        engine,
+        state,
+        checkpointer,
+        emit,
+        gather,
+        stop_flag,
+        saved_step,
+        memory_checkpoints=memory_checkpoints,
     )
     traffic = Traffic(config.strategy.step_kind, device)
     measure = Measure(plan, lambda: stats_with_frozen(engine), gather, emit, traffic)
@@ -105,11 +121,11 @@ def build(
         algorithm=training.algorithm,
         rollouts=training.rollouts,
         rewind=training.rewind,
-        stream=training.stream,
+        batches=training.batches,
         held_out=training.held_out,
         meter=_build_meter(plan, ranks),
-        answers=samplers.answers,
-        tasks=samplers.tasks,
+        answers=eval_generators.answers,
+        tasks=eval_generators.tasks,
         saver=saver,
         emit=emit,
         gather=gather,
@@ -135,10 +151,10 @@ def _host_memory() -> int:
 
 @dataclass(frozen=True)
 class Training:
-    """What the loop trains: the objective, and the batches."""
+    """What the loop trains on: the algorithm, and the batches."""
 
     algorithm: Algorithm
-    stream: Iterable[GlobalBatch]
+    batches: Iterable[GlobalBatch]
     # For each evaluation set, by name: a function that returns its batches.
     held_out: dict[str, Batches]
     rollouts: Any = None
@@ -157,7 +173,7 @@ def _build_training(
     emit: Emit,
     stop_flag: StopFlag,
 ) -> Training:
-    """Return the objective and the batches from `state` on. Collective.
+    """Return the algorithm and the batches from `state` on. Collective.
 
     `is_new`: whether the policy is untrained.
     """
@@ -167,19 +183,19 @@ def _build_training(
             build_rollouts,  # importing the generators takes a second
         )
 
-        algorithm, rollouts, stream = build_rollouts(
+        algorithm, rollouts, batches = build_rollouts(
             plan, rollout, ranks, engine, state, gather.device, emit
         )
-        return Training(algorithm, stream, {}, rollouts)
+        return Training(algorithm, batches, {}, rollouts)
     algorithm = plan.config.algorithm.build_in(Path(plan.base_dir))
     source = DataSource(plan, ranks, engine, algorithm, state, gather, emit, stop_flag)
-    streams = source.streams_from(state.position, is_new)
-    return Training(algorithm, streams.training, streams.held_out, rewind=source.rewind)
+    loaders = source.data_loaders_from(state.position, is_new)
+    return Training(algorithm, loaders.training, loaders.held_out, rewind=source.rewind)
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Makes the streams of prepared data, at the start and after each return to a checkpoint."""
+    """Builds the data loaders of prepared data, at the start and after each rollback."""
 
     plan: Plan
     ranks: Ranks
@@ -190,13 +206,13 @@ class DataSource:
     emit: Emit
     stop_flag: StopFlag
 
-    def streams_from(self, position: int, is_new: bool) -> Streams:
-        """Return the streams from a position on, with what a reference or a first pass adds to them.
+    def data_loaders_from(self, position: int, is_new: bool) -> DataLoaders:
+        """Return the data loaders from a position on, with a reference's or first pass's numbers.
 
         Collective.
         """
         data_rank = self.plan.mesh.data_rank(self.ranks.rank)
-        streams = build_streams(
+        loaders = build_data_loaders(
             self.plan,
             data_rank,
             position,
@@ -212,66 +228,68 @@ class DataSource:
                 self.gather.device,
                 self.engine,
                 self.algorithm,
-                streams,
+                loaders,
                 is_new,
                 self.emit,
                 self.stop_flag,
             )
-            streams = reference.add_to_streams()
-        read = self.algorithm.first_pass
-        if read is not None:
+            loaders = reference.add_to_data_loaders()
+        extract = self.algorithm.first_pass
+        if extract is not None:
             first_pass = FirstPass(
-                self.algorithm, read, self.engine, self.gather.counts, self.gather.device
+                self.algorithm, extract, self.engine, self.gather.counts, self.gather.device
             )
-            streams = first_pass.add_to(streams)
-        return streams
+            loaders = first_pass.add_to(loaders)
+        return loaders
 
     def rewind(self) -> Iterable[GlobalBatch]:
         """Restore the newest checkpoint, and return the training batches from there on.
 
         Collective.
         """
-        start = Start.resolve(self.plan, Resume())
-        if start.path is None:
+        resume_point = ResumePoint.resolve(self.plan, Resume.newest_of_run())
+        if resume_point.path is None:
             # The loop has asked for this only because a save was in flight, which has failed.
             raise CheckpointError(
                 "no checkpoint to go back to",
                 where=self.plan.run_dir,
                 fix="start anew, or set health.on_spike=skip",
             )
-        restored = start.restore(self.engine, self.emit, time.time())
+        restored = resume_point.restore(self.engine, self.emit, time.time())
         # The loop and the saver share this object.
         vars(self.state).update(vars(restored))
-        return self.streams_from(self.state.position, is_new=False).training
+        return self.data_loaders_from(self.state.position, is_new=False).training
 
 
-class Samplers(NamedTuple):
+class EvalGenerators(NamedTuple):
     """What generates text at evaluations; None for what is not set."""
 
-    answers: Any = None  # answers held-out prompts (`eval.samples`)
-    tasks: Any = None  # scores tasks of lm-eval (`eval.tasks`)
+    answers: Any = None  # sampling.Answers, which answers held-out prompts (`eval.samples`)
+    tasks: Any = None  # tasks.Tasks, which scores tasks of lm-eval (`eval.tasks`)
 
 
-def _build_samplers(plan: Plan, engine: Engine, rollouts: Any, device: str, emit: Emit) -> Samplers:
-    """Return what generates text at evaluations: with the sampler of rollouts, if there are any."""
+def _build_eval_generators(
+    plan: Plan, engine: Engine, rollouts: Any, device: str, emit: Emit
+) -> EvalGenerators:
+    """Return what generates text at evaluations. It shares the generator of rollouts, if any."""
     options = plan.config.eval
     if not options.generates:
-        return Samplers()
+        return EvalGenerators()
     from drumline.train import sampling  # importing the generators takes a second
     from drumline.train.tasks import Tasks
 
     tokenizer = sampling.tokenizer_of(plan)
     if rollouts is None:
-        sample = sampling.sampling_of_evaluation(plan, engine, tokenizer, device)
+        generate = sampling.generation_for_evaluation(plan, engine, tokenizer, device)
     else:
-        sample = rollouts.sample
+        generate = rollouts.sample
     answers: Any = None
     if options.samples:
-        answers = sampling.Answers(sample, sampling.prompts(plan), tokenizer, emit)
+        answers = sampling.Answers(generate, sampling.prompts(plan), tokenizer, emit)
     tasks: Any = None
     if options.tasks:
-        tasks = Tasks(plan, sample.model, tokenizer)
-    return Samplers(answers, tasks)
+        tasks = Tasks(plan, generate.model, tokenizer)
+    return EvalGenerators(answers, tasks)
 
 
 def _build_meter(plan: Plan, ranks: Ranks) -> Meter:

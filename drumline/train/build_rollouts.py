@@ -1,4 +1,4 @@
-"""Build what a run on rollouts (RL) trains on: objective, auxiliary models, rollouts, and batches.
+"""Build what a run on rollouts (RL) trains on: algorithm, auxiliary models, rollouts, and batches.
 
 It is a part of the composition root, `train.build`.
 """
@@ -33,22 +33,22 @@ from drumline.rl.rewards import Rewards, reward_names
 from drumline.rl.rollouts import Rollouts
 from drumline.rl.sampler_check import SamplerCheck, probe_prompts
 from drumline.telemetry.events import Emit
-from drumline.train.sampling import Sampling, tokenizer_of
+from drumline.train.sampling import TextGeneration, tokenizer_of
 from drumline.train.state import TrainState
 
 
 def build_rollouts(
     plan: Plan,
-    algorithm: RolloutSpec,
+    spec: RolloutSpec,
     ranks: Ranks,
     engine: Engine,
     state: TrainState,
     device: str,
     emit: Emit,
 ) -> tuple[Algorithm, Rollouts, Iterator[GlobalBatch]]:
-    """Return the objective, the rollouts, and their batches from `state` on.
+    """Return the algorithm, the rollouts, and their batches from `state` on.
 
-    Collective: the auxiliary models are built here.
+    `spec`: the section `algorithm` of the config. Collective: the auxiliary models are built here.
     """
     config = plan.config
     data = plan.data
@@ -56,7 +56,7 @@ def build_rollouts(
     tokenizer = tokenizer_of(plan)
     prompts = TokenCache.open(Path(data.train_cache))
     domains = [prompts.meta(sample)["domain"] for sample in range(len(prompts))]
-    reading = EpisodeReader(
+    episode_reader = EpisodeReader(
         plan,
         plan.mesh.data_rank(ranks.rank),
         plan.mesh.counts(ranks.rank),
@@ -64,29 +64,30 @@ def build_rollouts(
         pad_token_id(tokenizer),
         plan.fixed_width,
     )
-    objective = algorithm.build()
-    read = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)
+    algorithm = spec.build()
+    extract_log_probs = log_probs_of(spec.loss_chunk, spec.generator.temperature)
     check = SamplerCheck(
-        config=algorithm.generator,
-        read=partial(reading.read, engine, read=read),
+        config=spec.generator,
+        # Runs the policy over episodes, without gradients.
+        read=partial(episode_reader.read, engine, read=extract_log_probs),
         prompts=probe_prompts(
             tokenizer,
             special_ids(tokenizer),
             ranks.world_size,
             config.data.max_length,
-            algorithm.generator,
+            spec.generator,
         ),
         precision=product_precision(plan),
         is_new=state.step == 0,
         state=state.stream.get("sampler"),
     )
-    sample = Sampling(
+    generate = TextGeneration(
         plan,
-        algorithm.generator,
+        spec.generator,
         engine,
         tokenizer,
         device,
-        ahead=algorithm.lookahead > 0,
+        ahead=spec.lookahead > 0,
         check=check,
     )
     held_out: dict[str, TokenCache] = {}
@@ -95,21 +96,22 @@ def build_rollouts(
     shuffles = config.data.order == "shuffle"
     rollouts = Rollouts(
         plan=plan,
-        algorithm=algorithm,
+        algorithm=spec,
         prompts=prompts,
         held_out=held_out,
-        curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, shuffles),
-        kl=objective.kl,
-        sample=sample,
-        sample_ahead=sample.sample_ahead,
+        curriculum=Curriculum(spec.curriculum, domains, config.run.seed, shuffles),
+        kl=algorithm.kl,
+        sample=generate,
+        sample_ahead=generate.sample_ahead,
         sampler_check=check,
-        rewards=Rewards(algorithm.rewards, Path(plan.base_dir), algorithm.reward_workers),
-        reading=reading,
-        readers=build_readers(plan, algorithm, engine, reading, turn_tail(tokenizer), device),
+        rewards=Rewards(spec.rewards, Path(plan.base_dir), spec.reward_workers),
+        reading=episode_reader,
+        readers=build_scorers(plan, spec, engine, episode_reader, turn_tail(tokenizer), device),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         emit=emit,
     )
-    return objective, rollouts, rollouts.stream(state.step, state.position, state.stream)
+    batches = rollouts.stream(state.step, state.position, state.stream)
+    return algorithm, rollouts, batches
 
 
 def product_precision(plan: Plan) -> str:
@@ -121,66 +123,69 @@ def product_precision(plan: Plan) -> str:
     return plan.precision
 
 
-def build_readers(
+def build_scorers(
     plan: Plan,
-    algorithm: RolloutSpec,
+    spec: RolloutSpec,
     engine: Engine,
-    reading: EpisodeReader,
+    episode_reader: EpisodeReader,
     tail: list[int],
     device: str,
 ) -> ModelReaders:
-    """Return for each model the function that computes its numbers for an episode.
+    """Return for each model the function that computes its numbers for all episodes of a rollout.
+
+    Each runs its model without gradients, and returns log-probabilities, values or scores.
 
     Collective: the frozen models are built. `tail`: as `last_scores` takes it.
     """
-    temperature = algorithm.generator.temperature
-    log_probs = log_probs_of(algorithm.loss_chunk, temperature)
-    has_value_head = algorithm.head == "valued"
-    has_kl = algorithm.kl.coefficient > 0
+    temperature = spec.generator.temperature
+    log_probs = log_probs_of(spec.loss_chunk, temperature)
+    has_value_head = spec.head == "valued"
+    has_kl = spec.kl.coefficient > 0
 
-    # The policy is read before the update if the loss or the reward needs its numbers from then.
+    # The policy runs over the episodes before the update if the loss or the reward needs its
+    # numbers from then.
     policy: ReadEpisodes | None = None
-    if has_value_head or has_kl or not algorithm.on_policy:
-        with_values = log_probs_of(algorithm.loss_chunk, temperature, has_value_head)
-        policy = partial(reading.read, engine, read=with_values)
+    if has_value_head or has_kl or not spec.on_policy:
+        with_values = log_probs_of(spec.loss_chunk, temperature, has_value_head)
+        policy = partial(episode_reader.read, engine, read=with_values)
 
     reference: ReadEpisodes | None = None
     if "reference" in plan.roles:
         frozen = build_engine(plan, device, role="reference")
-        reference = partial(reading.read, frozen, read=log_probs)
+        reference = partial(episode_reader.read, frozen, read=log_probs)
     elif has_kl:
         # The policy without its adapter is the model before training.
-        reference = partial(reading.read, engine, read=log_probs, adapter=False)
+        reference = partial(episode_reader.read, engine, read=log_probs, adapter=False)
 
     # A value model of its own is trained beside the policy.
     value: ReadEpisodes | None = None
     if isinstance(engine, CompositeEngine):
-        value = partial(reading.read, engine.engines["value"], read=values_of)
+        value = partial(episode_reader.read, engine.engines["value"], read=values_of)
 
     return ModelReaders(
         policy=policy,
         reference=reference,
         value=value,
-        rewards=_reward_readers(plan, algorithm, reading, tail, device),
+        rewards=_build_reward_scorers(plan, spec, episode_reader, tail, device),
     )
 
 
-def _reward_readers(
-    plan: Plan, algorithm: RolloutSpec, reading: EpisodeReader, tail: list[int], device: str
+def _build_reward_scorers(
+    plan: Plan, spec: RolloutSpec, episode_reader: EpisodeReader, tail: list[int], device: str
 ) -> dict[str, ReadEpisodes]:
-    """Return for each reward by a model, by its name, what reads the reward.
+    """Return for each reward by a model, by its name, the function that scores episodes.
 
     Collective: the models are built.
     """
     names = []
-    for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True):
+    for name, reward in zip(reward_names(spec.rewards), spec.rewards, strict=True):
         if reward.kind == "model":
             names.append(name)
     # The plan has a role for each reward by a model, in the order of the config.
     roles = [role for role in plan.roles if role.startswith("reward")]
-    readers: dict[str, ReadEpisodes] = {}
+    scorers: dict[str, ReadEpisodes] = {}
     for name, role in zip(names, roles, strict=True):
-        judge = build_engine(plan, device, role=role)
-        read_scores = partial(reading.read, judge, read=scores_after)
-        readers[name] = partial(last_scores, read_scores, tail, reading.width)
-    return readers
+        reward_model = build_engine(plan, device, role=role)
+        score_tokens = partial(episode_reader.read, reward_model, read=scores_after)
+        scorers[name] = partial(last_scores, score_tokens, tail, episode_reader.width)
+    return scorers

@@ -99,7 +99,7 @@ def _train_by_own_launcher(request: Request, dry_run: bool, watch: bool, everyth
 def _trains_in_tasks(
     config_path: Path, overrides: list[str], resume: Resume | None, accelerate_config: Path | None
 ) -> bool:
-    """Whether the tasks of srun become the ranks, and not a launcher that the config names.
+    """Whether srun starts the ranks, instead of the launcher in the config.
 
     True also for a config with a mistake, which task 0 then reports.
     """
@@ -148,7 +148,11 @@ def request_maker(
     allow: tuple[str, ...],
     accelerate_config: Path | None = None,
 ) -> Callable[..., Request]:
-    """Return a function that makes the request, once the number of processes is known.
+    """Return a factory of the request, called with the number of processes or nothing.
+
+    If another launcher has started the ranks, the config is read when the factory is called, with
+    the number of processes that is known then. Otherwise it is read now, and its mistakes are
+    raised now.
 
     Args:
         config: A file, or its keys.
@@ -160,25 +164,30 @@ def request_maker(
         strategy = _strategy_of_launcher(accelerate_config)
         read_config = reader(config)
         loaded = read_config(overrides, strategy)
-        start = resume or loaded.resume
-        if start is not None:
+        chosen_resume = resume or loaded.resume
+        if chosen_resume is not None:
             # The run may be somebody else's, so its code is not trusted.
             loaded = read_config(overrides, strategy, trusted=False)
         if requeued():
             run_dir = Path(loaded.config.run.dir or default_run_dir(loaded.path))
-            start = resume_of_restart(start, run_dir, loaded.config.checkpoint.apart)
+            chosen_resume = resume_of_restart(
+                chosen_resume, run_dir, loaded.config.checkpoint.apart
+            )
         notes(loaded.notes)
-        return Request(loaded, world_size or loaded.config.launch.processes(), start, allow)
+        processes = world_size or loaded.config.launch.processes()
+        return Request(loaded, processes, chosen_resume, allow)
 
     if launched_by():
         return make_request
-    return _request_of_rank(make_request())
+    return _adopt_launcher_variables(make_request())
 
 
-def _request_of_rank(request: Request) -> Callable[..., Request]:
-    """Return a function that makes the request on a rank that the config's launcher may have started.
+def _adopt_launcher_variables(request: Request) -> Callable[..., Request]:
+    """Set torchrun's variables from those of the config's launcher, and return a factory.
 
-    The variables by which that launcher tells a rank its number are translated into torchrun's.
+    The factory returns `request`, with another number of processes if one is given. In the process
+    that launches the ranks there are no variables of a launcher, and nothing is set.
+
     Raises EnvironmentFault if this is one of several processes that do not know of each other.
     """
     os.environ.update(request.loaded.config.launch.rank_variables(os.environ))
@@ -213,7 +222,7 @@ def _dry_run(request: Request, everything: bool) -> int:
     with bars(Console(stderr=True)) as on_progress:
         plan = make_plan(request, on_progress=on_progress, dry_run=True)
     notes(plan.data.notes if plan.data else ())
-    start = resume_from(request, plan)
+    resume = resume_from(request, plan)
     plan = keep_learning_rate(plan, request)
     lines = [f"# {plan_line(plan)}"]
     for line in explain(plan).splitlines():
@@ -226,7 +235,7 @@ def _dry_run(request: Request, everything: bool) -> int:
         print(write_yaml(changed_values(plan.config)), end="")
     if launched_by() is None:
         plan_path = Path(plan.run_dir) / "plan.json"
-        submission = plan.config.launch.submission(plan, plan_path, resume_option(start))
+        submission = plan.config.launch.submission(plan, plan_path, resume_option(resume))
         if submission:
             print(f"\n{submission}", end="")
     return 0
@@ -262,8 +271,8 @@ def launch_ranks(
     with ExitStack() as stack:
         # Before the data are prepared, which may take hours.
         config.launch.require()
-        # Ranks start, and import, while the plan is made.
-        early = stack.enter_context(config.launch.early(config, run_dir / "plan.json"))
+        # Processes that become ranks start now, and import while the plan is made.
+        early_ranks = stack.enter_context(config.launch.early(config, run_dir / "plan.json"))
         with uncollected():
             from drumline.train.replan import Replanner
             from drumline.train.setup import claim_run_dir, keep_learning_rate, make_plan
@@ -283,8 +292,9 @@ def launch_ranks(
             holder = claim if launcher.elsewhere else stack
             holder.enter_context(Lease(run_dir))
             plan = keep_learning_rate(plan, request)
-            launcher.compare(plan, early)
-            plan_path, start = claim_run_dir(plan, request)
+            # Raises EnvironmentFault if hosts differ in what the plan needs.
+            launcher.compare(plan, early_ranks)
+            plan_path, resume = claim_run_dir(plan, request)
         on_event: Callable[[Event], None] = _ignore
         progress: Progress | None = None
         if display:
@@ -299,8 +309,10 @@ def launch_ranks(
                 )
             )
             on_event = progress.on_event
-        resume = resume_option(start)
-        code = launcher.start(plan, plan_path, resume, on_event, Replanner(plan, plan_path), early)
+        replanner = Replanner(plan, plan_path)
+        code = launcher.start(
+            plan, plan_path, resume_option(resume), on_event, replanner, early_ranks
+        )
         if not launcher.elsewhere:
             page = at_end(plan)
             if progress is not None:

@@ -46,7 +46,7 @@ from drumline.telemetry.events import (
 from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.telemetry.watched import Devices
-from drumline.train.failure import convert_out_of_memory, exit_on_error, note
+from drumline.train.failure import convert_out_of_memory, exit_on_error, record_failure
 from drumline.train.state import Goodput
 from drumline.version import __version__
 
@@ -88,7 +88,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
     started = time.time()
     events_path = Path(plan.run_dir) / "events.jsonl"
     with StopFlag() as stop_flag, guard_run_folder(Path(plan.run_dir)):
-        watch(plan)
+        start_heartbeats(plan)
         ranks = start(
             plan.device,
             plan.backend,
@@ -120,7 +120,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
             reporter.export()
         except BaseException as raised:
             # Before anything is taken down: errors of other ranks that follow are consequences.
-            note(raised)
+            record_failure(raised)
             error = raised
             raise
         finally:
@@ -148,20 +148,21 @@ def train_on(
     emit(run_start(plan, resume))
     if plan.predicted.estimate is not None:
         emit(planned(plan.predicted.estimate))
-    with convert_out_of_memory(plan, ranks.rank) as watch:
+    with convert_out_of_memory(plan, ranks.rank) as memory_watch:
         loop = build(plan, ranks, resume, emit, stop_flag, past, goodput)
-        watch.built(loop.engine)
+        memory_watch.set_engine(loop.engine)
         why = loop.run()
         if plan.config.checkpoint.export != "none":
-            # Rank 0 exports alone.
+            # Rank 0 exports alone, so its disk gets all files of the newest and best checkpoints.
             loop.saver.checkpointer.gather()
     return why
 
 
-def watch(plan: Plan) -> None:
+def start_heartbeats(plan: Plan) -> None:
     """Send heartbeats, so that the launcher notices if this rank hangs.
 
-    If another program has started the ranks, a watcher of ours is started to do that.
+    If another program has started the ranks, a watcher process of ours is started, which notices it
+    in place of the launcher.
     """
     has_own_launcher = heartbeat.VARIABLE in os.environ
     is_launched = launched_by() or "TORCHELASTIC_ERROR_FILE" in os.environ

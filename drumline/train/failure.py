@@ -64,11 +64,11 @@ ACTIVITIES = {
 class OutOfMemory(DrumlineError):
     """A rank ran out of memory. `exhausted` holds what was known at that moment."""
 
-    def __init__(self, exhausted: Exhausted, advice: str) -> None:
-        """`advice`: shown if nothing was measured."""
+    def __init__(self, exhausted: Exhausted, original_message: str) -> None:
+        """`original_message`: first line of the cause; shown as advice if no bytes were measured."""
         fix: str | None = None
         if exhausted.allocated is None:
-            fix = advice
+            fix = original_message
         super().__init__(f"rank {exhausted.rank} {exhausted.describe()}", fix=fix)
         self.exhausted = exhausted
 
@@ -83,45 +83,52 @@ class MemoryWatch:
         self.plan = plan
         self.rank = rank
         self.engine: Engine | None = None
-        self.before = process_bytes()
+        # Bytes that the process holds without the states of the model, by the kernel's counts
+        # (VmRSS, VmData, VmSize).
+        self.bytes_without_model = process_bytes()
 
-    def built(self, engine: Engine) -> None:
+    def set_engine(self, engine: Engine) -> None:
         """Take the engine that was built, and count what the process holds besides the model.
 
         It is counted only now, because building an engine imports a lot.
         """
         self.engine = engine
         states = sum(engine.memory_stats())
-        self.before = {name: bytes_ - states for name, bytes_ in process_bytes().items()}
+        self.bytes_without_model = {
+            name: bytes_ - states for name, bytes_ in process_bytes().items()
+        }
 
-    def measured(self, error: BaseException) -> Exhausted:
+    def measure(self, error: BaseException) -> Exhausted:
         """Return the bytes at the moment of `error`, as far as they are known."""
         stats: dict[str, int] = {}
         if self.engine is not None:
             stats = self.engine.memory_stats()._asdict()
         if self.plan.device == "cuda":
-            known = reported_by_cuda(str(error))
+            known = parse_cuda_message(str(error))
         else:
             known = self._measure_host(str(error))
         during = describe_stack(error.__traceback__)
         return Exhausted(rank=self.rank, during=during, memory_stats=stats, **known)
 
     def _measure_host(self, message: str) -> dict[str, int]:
-        """Return the bytes of this process, as the kernel counts them.
+        """Return allocated, available (`room`) and requested bytes, as the kernel counts them.
 
         What was allocated is the largest resident set minus that without the model. `message`: of
         the error.
         """
         now = process_bytes()
         ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.mesh.world_size))
-        rooms = [detect().memory_bytes // ranks_of_host - self.before["VmRSS"]]
+        bytes_without_model = self.bytes_without_model
+        memory_per_rank = detect().memory_bytes // ranks_of_host
+        # What each limit leaves for the model.
+        available_bytes = [memory_per_rank - bytes_without_model["VmRSS"]]
         for limit, count in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
             soft, _ = resource.getrlimit(limit)
             if soft != resource.RLIM_INFINITY:
-                rooms.append(soft - self.before[count])
+                available_bytes.append(soft - bytes_without_model[count])
         known = {
-            "allocated": max(0, now["VmHWM"] - self.before["VmRSS"]),
-            "room": max(0, min(rooms)),
+            "allocated": max(0, now["VmHWM"] - bytes_without_model["VmRSS"]),
+            "room": max(0, min(available_bytes)),
         }
         requested = re.search(r"allocate (\d+) bytes", message)
         if requested is not None:
@@ -135,14 +142,14 @@ def convert_out_of_memory(plan: Plan, rank: int) -> Iterator[MemoryWatch]:
 
     Memory is measured first, while the model is still there.
     """
-    watch = MemoryWatch(plan, rank)
+    memory_watch = MemoryWatch(plan, rank)
     try:
-        yield watch
+        yield memory_watch
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise OutOfMemory(watch.measured(error), first_line) from error
+        raise OutOfMemory(memory_watch.measure(error), first_line) from error
 
 
 def release_frames(error: BaseException | None) -> None:
@@ -167,7 +174,7 @@ def describe_stack(stack: TracebackType | None) -> str:
     return message
 
 
-def reported_by_cuda(message: str) -> dict[str, int]:
+def parse_cuda_message(message: str) -> dict[str, int]:
     """Return the bytes in the message of CUDA's caching allocator, as far as it has them."""
     values: dict[str, int] = {}
     for name, pattern in CUDA_NUMBERS.items():
@@ -185,26 +192,26 @@ def reported_by_cuda(message: str) -> dict[str, int]:
     return known
 
 
-# Whether `note` was called in this process, or since its session began.
-_noted = False
+# Whether `record_failure` was called in this process, or since its session began.
+_has_recorded_failure = False
 
 
 def forget_first_error() -> None:
-    """Let `note` take a first error again. Called when a session begins in this process."""
-    global _noted
-    _noted = False
+    """Let `record_failure` record again. Called when a session begins in this process."""
+    global _has_recorded_failure
+    _has_recorded_failure = False
 
 
-def note(error: BaseException) -> None:
+def record_failure(error: BaseException) -> None:
     """Print an exception to the rank's log, and write it to the file that the elastic agent reads.
 
     Only the first exception of a process counts: what comes after it is a consequence. Of a
     DrumlineError its line is printed, and of anything else the traceback; of an OutOfMemory both.
     """
-    global _noted
-    if _noted:
+    global _has_recorded_failure
+    if _has_recorded_failure:
         return
-    _noted = True
+    _has_recorded_failure = True
     more: dict[str, object] = {}
     trace = ""
     if isinstance(error, OutOfMemory):
@@ -259,10 +266,10 @@ def _write(path: Path, facts: dict[str, object]) -> None:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Return a context that reports an error by `note`, and ends the process with its exit code."""
+    """Return a context that records an error, and ends the process with its exit code."""
     try:
         with redacted_streams():
             yield
     except Exception as error:  # noqa: BLE001 - the outermost frame of a rank: reported in full, and the exit code is that of a failure
-        note(error)
+        record_failure(error)
         leave_process(_exit_code(error))

@@ -10,7 +10,7 @@ import gc
 from typing import Self
 
 YOUNG = 1  # generation of objects that survived at most one collection; the model is older
-WHOLE = 10  # every so many collections all objects are looked at, which takes tenths of a second
+FULL_EVERY = 10  # every so many collections one is full: over all objects, in tenths of a second
 
 
 class GarbageCollection:
@@ -39,7 +39,7 @@ class GarbageCollection:
         """
         if not self.every or step % self.every:
             return
-        if step % (WHOLE * self.every) == 0:
+        if step % (FULL_EVERY * self.every) == 0:
             gc.collect()
         else:
             gc.collect(YOUNG)

@@ -69,11 +69,11 @@ class Spikes:
         self.passed_over: set[int] = set()
         self.rollbacks = 0
 
-    def restore(self, known: dict[str, Any]) -> None:
+    def restore(self, saved: dict[str, Any]) -> None:
         """Continue from what a checkpoint holds of `state()`."""
-        self.losses.extend(known.get("losses", ()))
-        self.passed_over.update(known.get("passed_over", ()))
-        self.rollbacks = known.get("rollbacks", 0)
+        self.losses.extend(saved.get("losses", ()))
+        self.passed_over.update(saved.get("passed_over", ()))
+        self.rollbacks = saved.get("rollbacks", 0)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds, as functions that `TrainState.dump` calls."""
@@ -112,8 +112,9 @@ class Spikes:
     def judge(self, pending: PendingStep, skips: int, can_go_back: bool) -> int:
         """Apply the policy to a step whose numbers are finite, once they are on the host.
 
-        Returns how many steps in a row were skipped, with this one. `skips`: how many before it.
-        `can_go_back`: whether there is a checkpoint to go back to.
+        Returns the new count of consecutive steps that were skipped because of a spike. It is 0
+        after a normal step, and after a batch that a rollback passes over on purpose. `skips`: the
+        count before this step. `can_go_back`: whether there is a checkpoint to go back to.
 
         Raises TrainingStopped after too many spikes, and GoBack if the policy is to roll back.
         """
@@ -134,7 +135,8 @@ class Spikes:
         spikes = max(skips + 1, self.rollbacks)
         if spikes > self.health.max_skips:
             raise TrainingStopped(
-                f"loss {pending.loss:.4g} at step {pending.step}, {spikes} of such",
+                f"loss {pending.loss:.4g} at step {pending.step}"
+                f" ({spikes} spikes, health.max_skips is {self.health.max_skips})",
                 where="health.on_spike",
                 fix="look at the samples of the `spike` events in events.jsonl; lower optimizer.lr",
             )
@@ -175,7 +177,7 @@ class WeightCheck:
         if self.every:
             self.sets = same_weights(plan.config.strategy, plan.mesh)
         # The last step after which all sets held the same weights; None before the first check.
-        self.agreed: int | None = None
+        self.last_agreed_step: int | None = None
 
     def is_due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0
@@ -185,7 +187,7 @@ class WeightCheck:
 
         Raises DrumlineError, on all ranks, if they differ.
         """
-        if self.every is None or self.agreed == step:
+        if self.every is None or self.last_agreed_step == step:
             return
         checksums = [int(value) for value in from_all(int(checksum(self.engine)))]
         differing: list[int] = []
@@ -193,9 +195,9 @@ class WeightCheck:
             differing += outvoted_ranks({rank: checksums[rank] for rank in ranks})
         differing.sort()
         if not differing:
-            self.agreed = step
+            self.last_agreed_step = step
             return
-        self.emit(WeightsDiffer(step=step, ranks=differing, agreed=self.agreed))
+        self.emit(WeightsDiffer(step=step, ranks=differing, agreed=self.last_agreed_step))
         what = self._describe(differing, step)
         if self.gather.rank != differing[0]:
             what = f"failed on another rank: {what}"
@@ -214,8 +216,8 @@ class WeightCheck:
         if len(differing) < largest_set:
             copies = "the other copies"
         since = "since the start"
-        if self.agreed is not None:
-            since = f"since step {self.agreed}"
+        if self.last_agreed_step is not None:
+            since = f"since step {self.last_agreed_step}"
         return (
             f"the weights of {who} differ from {copies} after step {step}:"
             f" they changed {since} by a fault of memory, device or network"

@@ -39,7 +39,7 @@ from drumline.system.signals import NOTHING_LOST, Interrupted
 from drumline.telemetry.events import last
 from drumline.telemetry.watched import Hang
 from drumline.train.entry import run
-from drumline.train.failure import OutOfMemory, exit_on_error, note, release_frames
+from drumline.train.failure import OutOfMemory, exit_on_error, record_failure, release_frames
 from drumline.train.replan import advise
 from drumline.train.setup import Request, claim_run_dir, keep_learning_rate, make_plan
 
@@ -47,8 +47,8 @@ from drumline.train.setup import Request, claim_run_dir, keep_learning_rate, mak
 LAUNCH = "launch.json"
 # A network file system may take a moment to show another host's file.
 SHARED_SECONDS = 10.0
-# How long a failed rank 0 waits for each other rank to read that it has failed. Its store, which
-# they read from, ends with it.
+# How long a failed rank 0 waits for each other rank to read that it has failed. They read it from a
+# store that lives in rank 0's process.
 RECEIVED_SECONDS = 5.0
 
 
@@ -59,10 +59,10 @@ def train(make_request: Callable[[int], Request]) -> int:
     `make_request`: returns the request for a number of ranks.
     """
     with exit_on_error(), ExitStack() as stack:
-        plan, start = join(make_request, stack, display=True)
+        plan, resume = join(make_request, stack, display=True)
         if plan.device == "cpu":
             hide_gpus()
-        train_rank(plan, start, display=True)
+        train_rank(plan, resume, display=True)
     return 0
 
 
@@ -82,19 +82,19 @@ def join(
     return _plan_from_rank_0(ranks, stack)
 
 
-def train_rank(plan: Plan, start: Resume | None, display: bool) -> None:
+def train_rank(plan: Plan, resume: Resume | None, display: bool) -> None:
     """Train as this rank, to the end of the run."""
     rank = Ranks.from_environment().rank
-    resume = resume_option(start)
+    option = resume_option(resume)
     try:
         if rank != 0 or not display:
-            run(plan, resume)
+            run(plan, option)
             return
         with Progress(Console(), verbosity=verbosity(), opening=opening(plan)) as progress:
-            run(plan, resume, progress.on_event)
+            run(plan, option, progress.on_event)
     except OutOfMemory as error:
-        # Another launcher decides whether it goes on; what to change is reported all the same, and
-        # finding it needs memory.
+        # The other launcher decides on a restart. We still print what to change. Computing that
+        # needs memory, so the frames of the stack are freed first.
         release_frames(error)
         print(f"error: rank {rank}: {advise(plan, error.exhausted).line}", file=sys.stderr)
         raise
@@ -111,12 +111,12 @@ def _plan(
     The other ranks do not wait in a collective, so preparing the data may take any time.
     """
     try:
-        plan, start = _plan_and_publish(make_request, ranks, stack, display)
+        plan, resume = _plan_and_publish(make_request, ranks, stack, display)
     except (Exception, Interrupted) as error:
         _publish_failure(error, ranks)
         raise
     publish(json.dumps({}), "go")
-    return plan, start
+    return plan, resume
 
 
 def _plan_and_publish(
@@ -134,21 +134,23 @@ def _plan_and_publish(
     if ranks.attempt:
         _require_no_stop(plan)
     if ranks.attempt or _is_restart(run_dir / LAUNCH, record):
-        resume = resume_of_restart(request.resume, run_dir, plan.config.checkpoint.apart)
-        request = replace(request, resume=resume)
+        # Whether hosts have run folders of their own, so that rank 0's may lack the checkpoints.
+        has_folder_per_host = plan.config.checkpoint.apart
+        resume_again = resume_of_restart(request.resume, run_dir, has_folder_per_host)
+        request = replace(request, resume=resume_again)
     plan = keep_learning_rate(plan, request)
-    _, start = claim_run_dir(plan, request)
+    _, resume = claim_run_dir(plan, request)
     write_whole(run_dir / LAUNCH, json.dumps(record))
     answer = {
         "plan": plan.model_dump(mode="json"),
-        "resume": resume_option(start),
+        "resume": resume_option(resume),
         "lease": lease.token,
         # The other ranks have read neither the YAML nor its secrets.
         "secrets": withheld(),
     }
     publish(json.dumps(answer), "plan")
     _require_shared(plan, ranks)
-    return plan, start
+    return plan, resume
 
 
 def _publish_failure(error: BaseException, ranks: Ranks) -> None:
@@ -157,7 +159,7 @@ def _publish_failure(error: BaseException, ranks: Ranks) -> None:
     if isinstance(error, DrumlineError):
         code = error.exit_code
         # Before the other ranks end: some launchers then stop the ranks that are left at once.
-        note(error)
+        record_failure(error)
     elif isinstance(error, Interrupted):
         code = NOTHING_LOST
     # The other ranks wait for either of these two.
@@ -249,7 +251,8 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
         )
     # The number in another tool's file is only a default, as it is for that tool: it does not have
     # to agree.
-    if request.loaded.old or launch.nproc is None:
+    is_from_another_tool = request.loaded.old
+    if is_from_another_tool or launch.nproc is None:
         return
     ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if launch.nproc not in (ranks.world_size, ranks_of_host):

@@ -1,7 +1,6 @@
 """The training loop of a config: steps, evaluations, saves, and the ways in which a run ends.
 
-The loop sees an Engine, an Algorithm and streams of batches, but neither the model nor the
-strategy.
+The loop sees an Engine, an Algorithm and batches, but neither the model nor the strategy.
 """
 
 from __future__ import annotations
@@ -76,9 +75,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal = 0  # 0: none
 
-    def note(self, signal_of_ranks: list[float]) -> None:
-        """Keep a signal that any rank has received. `signal_of_ranks`: by rank, 0 for none."""
-        signal = int(max(signal_of_ranks))
+    def record(self, signals_by_rank: list[float]) -> None:
+        """Keep a signal that any rank has received. `signals_by_rank`: 0 for none."""
+        signal = int(max(signals_by_rank))
         if signal:
             self.signal = signal
 
@@ -114,11 +113,13 @@ class Loop:
     plan: Plan
     engine: Engine
     algorithm: Algorithm
-    stream: Iterable[GlobalBatch]
+    # The training batches of this rank, from `state.position` to the end of the run.
+    batches: Iterable[GlobalBatch]
     # For each evaluation set, by name: a function that returns its batches.
     held_out: dict[str, Callable[[], Iterable[GlobalBatch]]]
     saver: Saver
     emit: Emit
+    # Sums named numbers over all ranks, and gathers further numbers by rank, in one collective.
     gather: Gather
     timeout: CollectiveTimeout
     stop_flag: StopFlag
@@ -140,16 +141,16 @@ class Loop:
         self.spikes = Spikes(health, self.emit)
         self.spikes.restore(self.state.spikes)
         self.state.spikes = self.spikes.state()
-        self.weights = WeightCheck(self.plan, self.engine, self.gather, self.emit)
+        self.weight_check = WeightCheck(self.plan, self.engine, self.gather, self.emit)
         self.garbage = GarbageCollection(self.plan.config.run.collect_every)
         self.profile = Profile(self.plan, self.gather.rank, self.emit)
         self.collectives = CollectiveCheck(health.check_collectives)
         self.stragglers = Stragglers(self.gather, self.emit, health.straggler_ratio)
-        # With some engines for slow links each rank decides on an update by its own loss and norm.
-        # Then the sums over all ranks are only reported, and are read a step later.
-        self.steps_without_peers = False
+        # With engines with local updates (local SGD, DiLoCo) each rank decides on its update by its
+        # own loss and norm. The sums over all ranks are only reported, and are read a step later.
+        self.uses_local_updates = False
         if hasattr(self.engine, "enable_steps_without_peers"):
-            self.steps_without_peers = self.engine.enable_steps_without_peers()
+            self.uses_local_updates = self.engine.enable_steps_without_peers()
 
         # The step whose numbers are still on their way to the host.
         self.pending_step: PendingStep | None = None
@@ -165,7 +166,7 @@ class Loop:
         self.metric: float | None = None
 
     def run(self) -> str | None:
-        """Train from `state` to the end of the stream.
+        """Train from `state` to the last batch.
 
         Returns None, or why eval.patience has ended the run earlier. Raises Preempted after a stop
         signal, and TrainingStopped if a policy stops the run.
@@ -230,7 +231,7 @@ class Loop:
             raise
 
     def _train(self) -> None:
-        """Take all steps to the end of the stream.
+        """Take all steps to the last batch.
 
         A spike in the loss may send the run back to a checkpoint.
         """
@@ -243,14 +244,14 @@ class Loop:
                 self._go_back(back)
 
     def _take_steps(self) -> None:
-        """Take steps to the end of the stream; evaluate and save between them."""
-        batches = iter(self.stream)
+        """Take steps to the last batch; evaluate and save between them."""
+        batches = iter(self.batches)
         self.last_resumable_step = self.state.step
         while True:
             if self.rollouts is not None and self.is_resumable:
                 # The next batch begins with a rollout, which takes long: a run that is asked to
                 # stop does so before it.
-                self._stop_if_requested()
+                self._sync_signals_and_exit_if_any()
                 self.timeout.before_long_work(self.state.step)
             if self.early_stop_reason:
                 self._report_rollout()
@@ -264,14 +265,14 @@ class Loop:
             self.profile.after(self.state.step)
             self.collectives.check()
             self.garbage.after(self.state.step)
-            if self.weights.is_due(self.state.step):
-                self.weights.check(self.state.step)
+            if self.weight_check.is_due(self.state.step):
+                self.weight_check.check(self.state.step)
             if self.is_resumable:
                 self._evaluate_and_save_if_due()
             self.saver.report(self.saver.checkpointer.poll())
 
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch | None:
-        """Wait for the next batch; None at the end of the stream."""
+        """Wait for the next batch; None after the last one."""
         # A step whose traffic is counted may take as long as it likes.
         is_counted = self.measure.traffic.due(self.state.step)
         heartbeat.step(self.state.step, self.state.position, free=is_counted)
@@ -281,14 +282,16 @@ class Loop:
     def _evaluate_and_save_if_due(self) -> None:
         """Stop, evaluate and save, each if it is time, after a step that can be resumed from."""
         config = self.plan.config
-        self._leave_if_requested()
+        self._exit_if_signal_known()
         is_best = False
         if self._is_due(config.eval.steps):
             is_best = self.evaluate()
         should_save_best = is_best and config.checkpoint.keep_best
         if self._is_due(config.checkpoint.steps) or should_save_best or self.should_retry_save:
             self.save()
-        elif self.saver.memory is not None and self._is_due(config.checkpoint.in_memory_every):
+        elif self.saver.memory_checkpoints is not None and self._is_due(
+            config.checkpoint.in_memory_every
+        ):
             self._keep_in_memory()
         self.last_resumable_step = self.state.step
 
@@ -297,25 +300,29 @@ class Loop:
         return is_due(every, self.last_resumable_step, self.state.step)
 
     def _go_back(self, back: GoBack) -> None:
-        """Go back to the newest checkpoint. All ranks come here after the same step."""
+        """Go back to the newest checkpoint. All ranks come here after the same step.
+
+        Restoring it also undoes updates that were made after the spike, before its loss was read.
+        """
         assert self.rewind is not None
         self.seen_step = max(self.seen_step, self.state.step)
         self.saver.wait()
-        if self.saver.memory is not None:
-            self.saver.memory.forget()  # it may hold steps that the run goes back from
+        if self.saver.memory_checkpoints is not None:
+            self.saver.memory_checkpoints.forget()  # it may hold steps that the run goes back from
         self.spikes.passed_over.add(back.position)
         self.timeout.before_long_work(self.state.step)
         heartbeat.beat("startup")
         with self.goodput.spend("restore"):
-            self.stream = self.rewind()
+            self.batches = self.rewind()
         # The spikes that came after the checkpoint stay known.
         self.state.spikes = self.spikes.state()
         self.saver.saved_step = self.state.step
         self.metric = None
         self.clock.finished_at = time.time()
         self.is_resumable = True
-        # The weights of the checkpoint were compared when it was saved; later ones are made anew.
-        self.weights.agreed = self.state.step
+        # The weights of this checkpoint were checked when it was saved, so they count as agreed.
+        # The checks of later steps are repeated.
+        self.weight_check.last_agreed_step = self.state.step
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
         """Take one step. `data_s`: seconds that its batch was waited for.
@@ -328,12 +335,13 @@ class Loop:
         self.goodput.end_startup()
         step = self.state.step
 
-        # The loss is a sum over all samples of all ranks, divided once by their weight.
+        # The loss is a sum over all samples of all ranks, divided once by their weight: the number
+        # of samples, or of tokens.
         weight, tokens = batch.totals or self._sum_weight_and_tokens(batch)
         denominator = weight or 1.0
         # A step draws the same numbers whether the run was resumed before it or not.
-        stream_of_rank = self.plan.mesh.stream(self.gather.rank)
-        seed_step(self.plan.config.run.seed, step, *stream_of_rank)
+        rng_coordinates = self.plan.mesh.stream(self.gather.rank)
+        seed_step(self.plan.config.run.seed, step, *rng_coordinates)
 
         heartbeat.beat("forward")
         lr = self._learning_rate(step)
@@ -348,7 +356,7 @@ class Loop:
 
         is_logged = self._is_logged(step)
         own_numbers = self._own_numbers(is_logged, data_s, comm_s)
-        if self.steps_without_peers:
+        if self.uses_local_updates:
             reduced = self._reduce_after_norm(step, sums, own_numbers)
         else:
             reduced = self._reduce_before_norm(step, sums, own_numbers)
@@ -373,15 +381,15 @@ class Loop:
         with self.measure.watch(step, "step"):
             self.engine.step(lr, reduced.grad_norm, may_update)
         heartbeat.beat("collective")
-        if not self.steps_without_peers:
+        if not self.uses_local_updates:
             reduced.gathered.fetch(reduced.grad_norm)
 
         self._advance(batch, int(tokens))
         self._end_measurement(pending, batch, comm_s)
         self._finish_pending_step()
         self.pending_step = pending
-        # A rank that steps without its peers would wait for the slowest rank here.
-        if pending.is_logged and not self.steps_without_peers:
+        # A rank with local updates would wait for the slowest rank here.
+        if pending.is_logged and not self.uses_local_updates:
             self._finish_pending_step()
 
     def _reduce_before_norm(
@@ -450,7 +458,7 @@ class Loop:
             device_values = self.meter.values()
         numbers = StepNumbers(
             stop_signal=float(self.stop_flag.requested),
-            retry_at=self.saver.retry_at,
+            retry_after_step=self.saver.retry_after_step,
             data_s=data_s,
             comm_s=comm_s,
             memory_bytes=float(self.memory_bytes()),
@@ -468,18 +476,18 @@ class Loop:
 
     def _end_measurement(self, pending: PendingStep, batch: GlobalBatch, comm_s: float) -> None:
         """Record when the host has finished a step, and what the step sent."""
-        pending.computed = time.time()
+        pending.host_finished_at = time.time()
         step = pending.step - 1
-        is_whole = True
+        has_update = True
         if self.measure.traffic.due(step):
             # A step without an update sends less than the plan predicts. Reading this waits for
             # the device.
-            is_whole = pending.is_finite
+            has_update = pending.is_finite
         pending.sent_bytes, pending.timing = self.measure.end_step(
             step,
             batch.micro_batches,
             self.saver.checkpointer.staging.bytes_,
-            is_whole,
+            has_update,
             data=pending.data_s,
             communication=comm_s,
         )
@@ -494,8 +502,8 @@ class Loop:
         if pending is None:
             return
         numbers = pending.numbers
-        self.stop_request.note(numbers.stop_signal)
-        self.should_retry_save = max(numbers.retry_at) < pending.step
+        self.stop_request.record(numbers.stop_signal)
+        self.should_retry_save = max(numbers.retry_after_step) < pending.step
         seconds = self.clock.finish(pending)
         self.timeout.after_step(pending.step, numbers.last_step_s)
         category = "recompute" if pending.step <= self.seen_step else "productive"
@@ -544,12 +552,12 @@ class Loop:
         """
         # An engine of several models has no model of its own.
         model = getattr(self.engine, "model", None)
-        weight = None
+        name: str | None = None
         if model is not None:
-            weight = nonfinite_weight(model)
-        if weight is None:
+            name = nonfinite_weight(model)
+        if name is None:
             return FIX
-        return f"weights were not finite before this step, {weight} for one: start from a sound model or checkpoint"
+        return f"weights were not finite before this step, {name} for one: start from a sound model or checkpoint"
 
     def _log_step(self, pending: PendingStep, seconds: float) -> None:
         """Emit the event of a step, and that of the devices."""
@@ -622,7 +630,7 @@ class Loop:
         if self.answers is not None:
             heartbeat.beat("eval")
             with self.goodput.spend("eval"):
-                self.answers.write(step, self._time_of_evaluation())
+                self.answers.write(step, self._evaluation_phase())
         return is_best
 
     def _measure_metrics(self, step: int) -> Evaluation:
@@ -639,7 +647,7 @@ class Loop:
             return evaluation
         is_turn_of_tasks = self.tasks.is_due(self.state.evaluated, step)
         if is_turn_of_tasks or self._is_last_evaluation(evaluation.metrics):
-            self._stop_if_requested()
+            self._sync_signals_and_exit_if_any()
             metrics = evaluation.metrics | self.tasks.score()
             evaluation = evaluation._replace(metrics=metrics)
         return evaluation
@@ -652,8 +660,8 @@ class Loop:
             rate_evaluation(metrics, options, state_after)
         return options.patience is not None and state_after.stale >= options.patience
 
-    def _time_of_evaluation(self) -> str:
-        """Return when in the run this evaluation takes place, as the samples' events name it."""
+    def _evaluation_phase(self) -> str:
+        """Return "before", "during" or "after": when in training this evaluation takes place."""
         if self.state.step == 0:
             return "before"
         if self.early_stop_reason or self.state.step == self.plan.steps:
@@ -692,7 +700,7 @@ class Loop:
         for set_name, batches in self.held_out.items():
             own_sums: dict[str, float] = {}
             for batch in batches():
-                self._stop_if_requested()
+                self._sync_signals_and_exit_if_any()
                 batch_sums = self.engine.evaluate(
                     batch.micro_batches, self.algorithm.eval_objective
                 )
@@ -711,7 +719,7 @@ class Loop:
         self._finish_pending_step()
         self.should_retry_save = False
         self._begin_saving()
-        self.weights.check(self.state.step)
+        self.weight_check.check(self.state.step)
         with self.goodput.spend("save"):
             self.saver.save(self.metric)
 
@@ -719,7 +727,7 @@ class Loop:
         """Keep the state in the memory of hosts. Collective."""
         self._finish_pending_step()
         self._begin_saving()
-        self.weights.check(self.state.step)
+        self.weight_check.check(self.state.step)
         with self.goodput.spend("save"):
             self.saver.keep_in_memory()
 
@@ -731,7 +739,7 @@ class Loop:
         self._finish_pending_step()
         self._begin_saving()
         if self.plan.saves:
-            self.weights.check(self.state.step)
+            self.weight_check.check(self.state.step)
             with self.goodput.spend("save"):
                 self.saver.save_last(self.metric)
 
@@ -740,18 +748,21 @@ class Loop:
         self.timeout.before_long_work(self.state.step)
         heartbeat.beat("save")
 
-    def _stop_if_requested(self) -> None:
-        """Save this step and leave if any rank has received a stop signal. Collective."""
+    def _sync_signals_and_exit_if_any(self) -> None:
+        """Ask all ranks for stop signals; if any has one, save and raise Preempted. Collective."""
         _, (signals,) = self.gather({}, float(self.stop_flag.requested))
-        self.stop_request.note(signals)
-        self._leave_if_requested()
+        self.stop_request.record(signals)
+        self._exit_if_signal_known()
 
-    def _leave_if_requested(self) -> None:
-        """Save and leave if the ranks know of a stop signal, and can resume from this step."""
+    def _exit_if_signal_known(self) -> None:
+        """Save and raise Preempted if the ranks already know of a stop signal, on all ranks.
+
+        Does nothing between steps that share a rollout, from which a run cannot be resumed.
+        """
         if self.stop_request.signal and self.is_resumable:
             self._report_rollout()
             self._save_last()
-            self.saver.leave(self.stop_request.signal)
+            self.saver.raise_preempted(self.stop_request.signal)
 
     def _report_rollout(self) -> None:
         """Report the last rollout, since the next start will begin with another one."""

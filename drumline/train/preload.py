@@ -1,6 +1,7 @@
 """Imports what every rank of a Hugging Face model needs, whatever its plan.
 
-A rank imports this module while its plan is still being made, since it takes seconds.
+`launch.early` imports this module in processes that become ranks, while their plan is still being
+made, since it takes seconds.
 """
 
 # ruff: noqa: E402 - what is imported first decides what the rest imports.

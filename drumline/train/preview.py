@@ -279,12 +279,12 @@ def pack_first_rows(reader: Reader, options: Options, on_progress: OnProgress) -
 
 
 class View:
-    """Draws on a console. `plain`: the console has no colours, so marks stand in their place."""
+    """Draws on a console. Without colours (`lacks_colors`) marks stand in their place."""
 
     def __init__(self, console: Console, options: Options) -> None:
         self.console = console
         self.options = options
-        self.plain = console.no_color or console.color_system is None
+        self.lacks_colors = console.no_color or console.color_system is None
 
     def line(self, text: str = "", style: str = "") -> None:
         """Draw a line of text, with control characters escaped: rows hold whatever they like."""
@@ -491,7 +491,7 @@ class View:
 
     def text(self, pieces: list[Piece]) -> Text:
         """Return tokens as one text, in colours, or with marks on a plain console."""
-        if self.plain:
+        if self.lacks_colors:
             text = _marked(pieces)
         else:
             text = _coloured(pieces)

@@ -1,4 +1,4 @@
-"""`--probe`: run a few steps of the best candidates, each in a temporary folder."""
+"""`drumline plan --probe`: run a few steps of the best candidates, each in a temporary folder."""
 
 from __future__ import annotations
 

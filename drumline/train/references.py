@@ -2,10 +2,14 @@
 
 There are three ways to get them:
 
-- `precomputed`: a table over all pairs of a token cache is made once before training, and kept in
-  RUN/reference.
+- `precomputed`: a table over all pairs of a token cache is computed once before training, and
+  kept in RUN/reference.
 - `live`: a frozen model scores batch by batch.
 - `adapter`: the policy itself scores batch by batch, with its adapter switched off.
+
+Letters of shapes: N pairs of a cache; P pairs of a micro-batch; R rows of a pair (the chosen and
+the rejected answer); B rows of a micro-batch, R · P: first the chosen answers of all pairs, then
+the rejected ones. `reference_B`: the reference's log-probability of each row.
 """
 
 from __future__ import annotations
@@ -34,10 +38,12 @@ from drumline.plan.plan import DataPlan, Plan
 from drumline.system.files import whole_file
 from drumline.system.signals import StopFlag
 from drumline.telemetry import events
-from drumline.train.streams import Batches, Streams
+from drumline.train.data_loaders import Batches, DataLoaders
 
 # Takes micro-batches, and returns the scores of each one, fp64[B].
 ScoreBatches = Callable[[list[Any]], list[torch.Tensor]]
+# Takes a cache folder, and returns the function that scores the folder's pairs.
+ScoreFunctionOfFolder = Callable[[str], ScoreBatches]
 # A part of the tables' names. To be raised if the same models and pairs give other numbers.
 VERSION = 2
 KEY_DIGITS = 16
@@ -52,35 +58,37 @@ class Reference:
     device: str
     engine: Engine
     algorithm: Referenced
-    streams: Streams
+    loaders: DataLoaders
     # Whether the engine's policy is untrained, so that it may be its own reference.
-    fresh: bool
+    is_untrained: bool
     emit: events.Emit
     stop_flag: StopFlag
 
-    def add_to_streams(self) -> Streams:
-        """Return the streams with the reference's log-probabilities in every batch.
+    def add_to_data_loaders(self) -> DataLoaders:
+        """Return the data loaders with the reference's log-probabilities in every batch.
 
-        Collective. If a model scores batch by batch, drawing from the streams is collective, too.
+        Collective. If a model scores batch by batch, taking a batch is collective, too.
         """
         data = self.plan.data
         assert data is not None, "workers get plans of prepared data"
-        scorer_of = self._scorers(data)
-        score_training = scorer_of(data.train_cache)
-        training = with_reference(self.streams.training, score_training, self.algorithm.first_batch)
+        score_function_of = self._score_function_by_folder(data)
+        score_training = score_function_of(data.train_cache)
+        training = with_reference(self.loaders.training, score_training, self.algorithm.first_batch)
         held_out = {}
-        for name, batches in self.streams.held_out.items():
-            held_out[name] = self._with_reference(batches, scorer_of(data.eval_caches[name]))
-        return replace(self.streams, training=training, held_out=held_out)
+        for name, batches in self.loaders.held_out.items():
+            score = score_function_of(data.eval_caches[name])
+            held_out[name] = self._add_to_held_out(batches, score)
+        return replace(self.loaders, training=training, held_out=held_out)
 
-    def _with_reference(self, batches: Batches, score: ScoreBatches) -> Batches:
+    def _add_to_held_out(self, batches: Batches, score: ScoreBatches) -> Batches:
         """Return a function that returns the batches of an evaluation set with their scores."""
         return lambda: with_reference(batches(), score, self.algorithm.first_batch)
 
-    def _scorers(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
-        """Return a function: cache folder → function that scores the folder's pairs.
+    def _score_function_by_folder(self, data: DataPlan) -> ScoreFunctionOfFolder:
+        """Return a function that takes a cache folder and returns how its pairs are scored.
 
-        See the module for the three ways. Collective: a model may be built, or a table made.
+        That is by the policy without its adapter, by a frozen model, or by a look-up in the
+        precomputed table of the folder. Collective: a model may be built, or a table computed.
         """
         kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
@@ -92,14 +100,14 @@ class Reference:
         for name, folder in data.eval_caches.items():
             # The one set of a config that names none has the name "".
             folders[f"eval-{name}".rstrip("-")] = folder
-        tables = self._tables(folders)
+        tables = self._load_or_build_tables(folders)
         return lambda folder: partial(_look_up, tables[folder])
 
     def _score_without_adapter(self, batches: list[Any]) -> list[torch.Tensor]:
         """Score by the policy without its adapter, which is the model before training."""
         return self.engine.infer(batches, self.algorithm.score, adapter=False)
 
-    def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
+    def _load_or_build_tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
         """Return the table of each cache folder, by the folder. Collective.
 
         A table has the scores of the R rows of each of N samples, fp64[N, R]. The rows of a pair
@@ -107,7 +115,7 @@ class Reference:
         """
         rows = self.plan.batch.rows_per_sample
         tables: dict[str, torch.Tensor] = {}
-        scorer: Engine | None = None
+        reference: Engine | None = None
         for part, folder in caches.items():
             began = time.time()
             name = f"{part}-{table_key(self.plan, folder)}.npy"
@@ -116,9 +124,9 @@ class Reference:
             table = self._read_on_all_ranks(path, pairs, rows)
             is_found = table is not None
             if table is None:
-                if scorer is None:
-                    scorer = self._scorer()
-                table = self._score(scorer, folder, pairs, rows)
+                if reference is None:
+                    reference = self._reference_engine()
+                table = self._build_table(reference, folder, pairs, rows)
                 if self.ranks.rank == 0:
                     write_table(path, table.cpu().numpy())
             tables[folder] = table
@@ -149,7 +157,7 @@ class Reference:
             table = torch.zeros(pairs, rows, dtype=torch.float64)
         return add_up(table.to(self.device))
 
-    def _scorer(self) -> Engine:
+    def _reference_engine(self) -> Engine:
         """Return an engine that scores as the reference model does.
 
         The policy can do that before its first step, or if switching its adapter off leaves the
@@ -157,34 +165,34 @@ class Reference:
         """
         config = self.plan.config
         is_another_model = getattr(config.algorithm, "reference_model", None) is not None
-        if not is_another_model and (self.fresh or config.adapter.switches):
+        if not is_another_model and (self.is_untrained or config.adapter.switches):
             return self.engine
         return build_engine(self.plan, self.device, role="reference")
 
-    def _score(self, engine: Engine, folder: str, pairs: int, rows: int) -> torch.Tensor:
+    def _build_table(self, engine: Engine, folder: str, pairs: int, rows: int) -> torch.Tensor:
         """Return the table of a cache, scored by a model: fp64[pairs, rows]. Collective.
 
         Raises Preempted after a stop signal.
         """
         table = torch.zeros(pairs, rows, dtype=torch.float64, device=self.device)
-        for batch in self.streams.once(folder):
+        for batch in self.loaders.batches_of_folder(folder):
             (stop,) = sum_over_ranks([float(self.stop_flag.requested)], self.device)
             if stop:
                 what = "stopped before the first step, while the reference was scored"
                 raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
             # Some adapters change their base layers as they are made. These cannot be switched off:
             # the model that training starts from is the one with the adapter.
-            scores = engine.infer(
+            scores_of_micro_batches = engine.infer(
                 batch.micro_batches,
                 self.algorithm.score,
                 adapter=not self.plan.config.adapter.switches,
             )
-            for pair, answer in zip(batch.micro_batches, scores, strict=True):
-                # Scores come row by row: first the chosen answers of all pairs, then the rejected
-                # ones.
-                is_real_P = pair.real_P > 0
-                scores_PR = answer.view(rows, -1).T
-                table[pair.samples_P[is_real_P]] = scores_PR[is_real_P]
+            scored = zip(batch.micro_batches, scores_of_micro_batches, strict=True)
+            for micro_batch, scores_B in scored:
+                # First the chosen answers of all pairs, then the rejected ones.
+                scores_PR = scores_B.view(rows, -1).T
+                is_real_P = micro_batch.real_P > 0
+                table[micro_batch.samples_P[is_real_P]] = scores_PR[is_real_P]
         if not self.plan.mesh.counts(self.ranks.rank):
             # Another rank has the same pairs, and their scores are to be added once.
             table.zero_()
@@ -197,9 +205,9 @@ def _look_up(table: torch.Tensor, batches: list[Any]) -> list[torch.Tensor]:
     Fillers (sample −1) get those of the last pair; they weigh nothing.
     """
     scores = []
-    for batch in batches:
-        scores_PR = table[batch.samples_P]
-        # Row by row, as a model's scores come: all chosen answers, then all rejected ones.
+    for micro_batch in batches:
+        scores_PR = table[micro_batch.samples_P]
+        # In the order of a model's scores: all chosen answers, then all rejected ones.
         scores.append(scores_PR.T.flatten())
     return scores
 
@@ -217,8 +225,8 @@ def with_reference(
         filled = []
         for micro_batch, scores in zip(micro_batches, score(micro_batches), strict=True):
             filled.append(replace(micro_batch, reference_B=scores))
-        pairs = zip(first_batches, micro_batches, strict=True)
-        if any(first is not own for first, own in pairs):
+        both = zip(first_batches, micro_batches, strict=True)
+        if any(first is not micro_batch for first, micro_batch in both):
             first_scores = score(first_batches)
             filled = [
                 replace(micro_batch, first_reference_B=scores)
@@ -268,9 +276,9 @@ def weight_files(model_path: str | None) -> list[tuple[str, int, int]]:
 
 
 def read_table(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
-    """Return the table at `path`, or None if there is no whole one of this shape.
+    """Return the table at `path`; None if it is missing, damaged or of another shape.
 
-    `shape`: samples, and rows of each sample.
+    `shape`: pairs, and rows of each pair.
     """
     try:
         table = np.load(path, allow_pickle=False)
@@ -285,7 +293,7 @@ def read_table(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
 def write_table(path: Path, table: np.ndarray[Any, Any]) -> None:
     """Write a table, and delete those of the same part for other models or pairs.
 
-    It appears whole under its name, or not at all.
+    The file appears under its name only when all of it is written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, durable=True) as file:

@@ -51,8 +51,8 @@ class Advice:
     predicted: Estimate
 
 
-def question(plan: Plan, ranks: int | None = None) -> Question:
-    """Return the question that a plan answers, from the model's sizes and this machine.
+def planning_question(plan: Plan, ranks: int | None = None) -> Question:
+    """Return the planning problem that a plan solves, with the model's sizes and this machine.
 
     `ranks`: how many ranks to plan for, if not as many as the plan has.
     """
@@ -64,31 +64,32 @@ def question(plan: Plan, ranks: int | None = None) -> Question:
     )
 
 
-def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice:
+def advise(plan: Plan, oom: Exhausted, baseline: Config | None = None) -> Advice:
     """Return what to change in a plan, after memory ran out.
 
-    The nearest plan is looked for that fits into the memory there is. `baseline`: the config that
+    The nearest plan is looked for that fits into the memory there is. `oom`: what is known of the
+    memory that ran out. `baseline`: the config that
     changes are shown against; the plan's by default.
     """
     baseline = baseline or config_with_batch(plan)
-    request = question(plan)
+    question = planning_question(plan)
     # Estimated again, so that it is comparable with the estimates of the plans to choose from.
-    predicted = estimate(plan, request.facts, request.cluster)
-    if out.killed and plan.device == "cuda":
+    predicted = estimate(plan, question.facts, question.cluster)
+    if oom.killed and plan.device == "cuda":
         return Advice(_host_line(predicted), None, predicted)
-    memory_bytes = limit(out, predicted.memory, predicted.limit)
-    smaller = _with_memory(request, memory_bytes)
+    memory_bytes = limit(oom, predicted.memory, predicted.limit)
+    question = _with_memory(question, memory_bytes)
     peak = predicted.memory.peak
-    fitting, leanest = find_fallbacks(smaller, plan, memory_bytes, peak, baseline)
-    line = verdict(out, (plan.predicted.estimate or predicted).memory)
+    fitting, leanest = find_fallbacks(question, plan, memory_bytes, peak, baseline)
+    line = verdict(oom, (plan.predicted.estimate or predicted).memory)
     if fitting:
         return _advice(line, fitting[0], predicted)
-    answer = _search_any_strategy(smaller, plan)
+    answer = _search_any_strategy(question, plan)
     if answer.ranked:
         best = answer.ranked[0]
         best = dataclasses.replace(best, name=describe_config_difference(baseline, best.config))
         return _advice(line, best, predicted)
-    line += f" — nothing that takes the same steps fits into {size(memory_bytes)}"
+    line += f" — no plan with the same global batch fits into {size(memory_bytes)}"
     if leanest is not None:
         line += f": {leanest.name} still needs {size(leanest.estimate.memory.reserved)}"
     changes = smallest_changes(answer)
@@ -116,16 +117,16 @@ def _host_line(predicted: Estimate) -> str:
     )
 
 
-def _with_memory(request: Question, memory_bytes: int) -> Question:
+def _with_memory(question: Question, memory_bytes: int) -> Question:
     """Return the question for devices with so much memory."""
-    device = dataclasses.replace(request.cluster.device, memory_bytes=memory_bytes)
-    cluster = dataclasses.replace(request.cluster, device=device)
-    return dataclasses.replace(request, cluster=cluster)
+    device = dataclasses.replace(question.cluster.device, memory_bytes=memory_bytes)
+    cluster = dataclasses.replace(question.cluster, device=device)
+    return dataclasses.replace(question, cluster=cluster)
 
 
-def _search_any_strategy(request: Question, plan: Plan) -> Answer:
+def _search_any_strategy(question: Question, plan: Plan) -> Answer:
     """Return the plans of any strategy with the plan's global batch."""
-    any_strategy = dataclasses.replace(request, config=_with_any_strategy(plan))
+    any_strategy = dataclasses.replace(question, config=_with_any_strategy(plan))
     # After memory ran out once, a plan that may run out of it again is the last choice.
     answer = search(any_strategy, exclude_tight=True)
     if not answer.ranked:
@@ -163,12 +164,13 @@ class Replanner:
         # The micro-batch to plan with: the one of the config, or the last one that was planned.
         self.micro_batch = self.batch.micro_batch or plan.batch.micro_batch
 
-    def __call__(self, out: Exhausted, step: int) -> tuple[str, str | None]:
+    def __call__(self, oom: Exhausted, step: int) -> tuple[str, str | None]:
         """Return (advice, why the run does not go on), after memory ran out.
 
-        If the reason is None, plan.json holds the next plan. `step`: the last one that was done.
+        If the reason is None, plan.json holds the next plan. `oom`: what is known of the memory
+        that ran out. `step`: the last one that was done.
         """
-        advice = advise(self.plan, out, self.baseline)
+        advice = advise(self.plan, oom, self.baseline)
         if self.plan.config.memory.on_oom == "stop":
             return advice.line, "memory.on_oom is stop; replan goes on by itself"
         if advice.nearest is None:
@@ -176,29 +178,29 @@ class Replanner:
         if not self.left:
             return advice.line, f"{MOST_REPLANS} other plans did not fit either"
         self.left -= 1
-        self._adopt(advice.nearest, advice.predicted, out, step)
+        self._adopt(advice.nearest, advice.predicted, oom, step)
         return advice.line, None
 
-    def _adopt(self, nearest: Candidate, predicted: Estimate, out: Exhausted, step: int) -> None:
+    def _adopt(self, nearest: Candidate, predicted: Estimate, oom: Exhausted, step: int) -> None:
         """Go on with another plan of the same ranks: write it, and an event.
 
         `predicted`: of the plan so far.
         """
         old = self.plan
-        plan = self._resolve(nearest.config, old.mesh.world_size, question(old))
+        plan = self._resolve(nearest.config, old.mesh.world_size, planning_question(old))
         plan = plan.model_copy(update={"why": [*plan.why, f"out of memory before: {nearest.name}"]})
         self.plan = self._as_same_run(plan)
         self.micro_batch = plan.batch.micro_batch
-        kept = self._save()
+        old_plan_path = self._replace_plan_file()
         event = Replan(
             from_=describe_config_difference(nearest.config, config_with_batch(old)),
             to=nearest.name,
-            why=f"rank {out.rank} {out.describe()}; {verdict(out, predicted.memory)}",
+            why=f"rank {oom.rank} {oom.describe()}; {verdict(oom, predicted.memory)}",
             predicted_bytes={
                 "from": predicted.memory.peak,
                 "to": nearest.estimate.memory.peak,
             },
-            plan=str(kept),
+            plan=str(old_plan_path),
             step=step,
         )
         EventLog(Path(old.run_dir) / "events.jsonl").emit(event)
@@ -220,20 +222,20 @@ class Replanner:
         config = plan.config.model_copy(update={"batch": self.batch})
         return plan.model_copy(update={**numbers, "config": config})
 
-    def _save(self) -> Path:
-        """Write plan.json, and return the file that the plan before it has now.
+    def _replace_plan_file(self) -> Path:
+        """Copy plan.json to plan-0.json, or the next free number, and overwrite it with `plan`.
 
-        That is plan-0.json, or the next free number.
+        Returns the path of the copy, which holds the old plan.
         """
         number = 0
         while True:
-            kept = self.plan_path.with_name(f"plan-{number}.json")
-            if not kept.exists():
+            old_plan_path = self.plan_path.with_name(f"plan-{number}.json")
+            if not old_plan_path.exists():
                 break
             number += 1
-        shutil.copyfile(self.plan_path, kept)
+        shutil.copyfile(self.plan_path, old_plan_path)
         self.plan.save(self.plan_path)
-        return kept
+        return old_plan_path
 
     def resize(self, ranks: int) -> bool:
         """Write a plan for so many ranks into plan.json. Returns whether there is one.
@@ -259,7 +261,7 @@ class Replanner:
             to=f"{ranks} ranks, {strategy_name(plan)}, accumulation {plan.batch.accumulation}",
             why="hosts came or went",
             predicted_bytes=predicted_bytes,
-            plan=str(self._save()),
+            plan=str(self._replace_plan_file()),
             step=max(furthest_step(Path(old.run_dir)), 0),
         )
         EventLog(Path(old.run_dir) / "events.jsonl").emit(event)
@@ -272,33 +274,34 @@ class Replanner:
         fits, it is the best plan of any strategy.
         """
         old = self.plan
-        request: Question | None = None
+        # The sizes of a module of the user's own are not known.
+        question: Question | None = None
         if not old.config.plain:
-            request = question(old, ranks)
+            question = planning_question(old, ranks)
         for micro_batch in range(self.micro_batch, 0, -1):
             batch = BatchConfig(global_samples=old.batch.global_samples, micro_batch=micro_batch)
             config = old.config.model_copy(update={"batch": batch})
             with suppress(PlanError):
-                plan = self._resolve(config, ranks, request)
+                plan = self._resolve(config, ranks, question)
                 estimated = plan.predicted.estimate
                 if estimated is None or estimated.verdict != "no":
                     return plan
-        if request is None:
+        if question is None:
             return None
-        answer = search(dataclasses.replace(request, config=_with_any_strategy(old)))
+        answer = search(dataclasses.replace(question, config=_with_any_strategy(old)))
         if not answer.ranked:
             return None
-        return self._resolve(answer.ranked[0].config, ranks, request)
+        return self._resolve(answer.ranked[0].config, ranks, question)
 
-    def _resolve(self, config: Config, ranks: int, request: Question | None) -> Plan:
-        """Return the plan of a config, with what it needs if the model's sizes are known.
+    def _resolve(self, config: Config, ranks: int, question: Question | None) -> Plan:
+        """Return the plan of a config, with its predicted needs if the model's sizes are known.
 
-        Raises PlanError.
+        `question`: has these sizes; None for a module of the user's own. Raises PlanError.
         """
         old = self.plan
         facts = None
-        if request is not None:
-            facts = request.facts
+        if question is not None:
+            facts = question.facts
         plan = resolve(
             config,
             run_dir=old.run_dir,
@@ -308,6 +311,6 @@ class Replanner:
             data=old.data,
             base_dir=old.base_dir,
         )
-        if request is None:
+        if question is None:
             return plan
-        return predict(plan, request.facts, request.cluster)
+        return predict(plan, question.facts, question.cluster)

@@ -1,4 +1,7 @@
-"""`Start`: find the checkpoint that a run goes on from, on disk, at a URL or in memory, and load it."""
+"""`ResumePoint`: the checkpoint that a run resumes from, on disk, at a URL or in memory.
+
+It finds the checkpoint, and loads it into the engine.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ MODEL = re.compile(r"(^|(?<=/))model\.")
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a run goes on from: a whole checkpoint, or step 0 (`path` None)."""
+class ResumePoint:
+    """What a run goes on from: an intact checkpoint, or step 0 (`path` None)."""
 
     path: Path | None
     # Damaged checkpoints that were passed over: path and reason of each.
@@ -56,24 +59,26 @@ class Start:
     evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     @classmethod
-    def resolve(cls, plan: Plan, resume: Resume, memory: Memory | None = None) -> Start:
-        """Return the start from the checkpoint that a run resumes from. Collective.
+    def resolve(
+        cls, plan: Plan, resume: Resume, memory_checkpoints: Memory | None = None
+    ) -> ResumePoint:
+        """Return the checkpoint that a run resumes from. Collective.
 
-        The user may name a checkpoint, a run folder, or a URL. Otherwise it is the newest whole
+        The user may name a checkpoint, a run folder, or a URL. Otherwise it is the newest intact
         checkpoint of the run itself; `path` is None if that has saved none yet. Raises
-        CheckpointError if there are checkpoints, but none is whole.
+        CheckpointError if there are checkpoints, but all are damaged.
         """
         ranks = RankGroup.all(error_type=CheckpointError)
         ranks.each(partial(recover, Path(plan.run_dir) / CHECKPOINTS))
         if resume.place is None:
-            found = _newest_of_run(plan, memory)
+            found = _newest_of_run(plan, memory_checkpoints)
             if found.path is None and found.skipped:
-                raise _none_is_whole(found, plan.run_dir)
+                raise _all_damaged_error(found, plan.run_dir)
         elif ranks.first(lambda: resume.is_run_folder):
             verify = plan.config.checkpoint.verify
             found = newest(Path(resume.place) / CHECKPOINTS, verify, to_train=True)
             if found.path is None:
-                raise _none_is_whole(found, resume.place)
+                raise _all_damaged_error(found, resume.place)
         elif is_url(resume.place):
             found = FoundCheckpoint(fetch(resume.place, Path(plan.run_dir) / FETCHED), [])
         else:
@@ -180,7 +185,7 @@ def _weights_in(path: Path | None) -> frozenset[str]:
     return frozenset(weights)
 
 
-def _none_is_whole(found: FoundCheckpoint, where: str) -> CheckpointError:
+def _all_damaged_error(found: FoundCheckpoint, where: str) -> CheckpointError:
     """Return the error that all checkpoints of a folder are damaged, with the reason of each."""
     reasons = "; ".join(reason for _, reason in found.skipped)
     return CheckpointError(
@@ -190,36 +195,37 @@ def _none_is_whole(found: FoundCheckpoint, where: str) -> CheckpointError:
     )
 
 
-def _newest_of_run(plan: Plan, memory: Memory | None) -> FoundCheckpoint:
-    """Return the newest whole checkpoint of a run, on disk, at its URL or in memory. Collective."""
+def _newest_of_run(plan: Plan, memory_checkpoints: Memory | None) -> FoundCheckpoint:
+    """Return a run's newest intact checkpoint, on disk, at its URL or in memory. Collective."""
     found = _newest_on_disk(plan)
-    if memory is None:
+    if memory_checkpoints is None:
         return found
     step_on_disk = 0
     if found.path is not None:
         step_on_disk = step_of(found.path.name) or 0
     # Only a state in memory that is newer than the one on disk counts.
-    in_memory = memory.newest(step_on_disk, lambda state: _misfit(plan, state))
+    in_memory = memory_checkpoints.newest(step_on_disk, lambda state: _misfit(plan, state))
     return FoundCheckpoint(in_memory.path or found.path, [*in_memory.skipped, *found.skipped])
 
 
 def _newest_on_disk(plan: Plan) -> FoundCheckpoint:
-    """Return the newest whole checkpoint on disk. Collective.
+    """Return the newest intact checkpoint on disk. Collective.
 
     If its files may lie on several disks or at a URL, they are put together on each disk.
     """
     options = plan.config.checkpoint
     root = Path(plan.run_dir) / CHECKPOINTS
-    if not options.apart:
+    is_on_shared_folder = not options.apart
+    if is_on_shared_folder:
         return newest(root, options.verify, to_train=True)
     ranks = RankGroup.all(error_type=CheckpointError)
     store: Store | None = None
     if options.url:
         store = Store(options.url)
     gatherer = Gatherer(root, options.verify, store, Disks.find(root, ranks))
-    mode = rating_of(plan)
+    order = metric_order(plan)
     return gatherer.newest(
-        lambda known: best_checkpoint(known, mode) if options.keep_best else None
+        lambda known: best_checkpoint(known, order) if options.keep_best else None
     )
 
 
@@ -230,8 +236,8 @@ def _check_named(plan: Plan, path: Path) -> Path:
     to it, and not to a checkpoint of the branch that the run leaves here.
     """
     check(path, plan.config.checkpoint.verify)
-    keeps_files_together = not plan.config.checkpoint.apart
-    if plan.saves and keeps_files_together and is_own_checkpoint(path, Path(plan.run_dir)):
+    is_on_shared_folder = not plan.config.checkpoint.apart
+    if plan.saves and is_on_shared_folder and is_own_checkpoint(path, Path(plan.run_dir)):
         RankGroup.all(error_type=CheckpointError).first(partial(make_newest, path))
     return path
 
@@ -253,29 +259,29 @@ def _misfit(plan: Plan, state: dict[str, Any]) -> str | None:
     return None
 
 
-def rating_of(plan: Plan) -> str:
-    """Return how checkpoints of the run are compared, as `Retention` takes it: "min loss"."""
+def metric_order(plan: Plan) -> str:
+    """Return which metric orders the checkpoints of a run, and how, as a text: "min loss"."""
     return f"{plan.config.eval.mode} {plan.config.eval.metric}"
 
 
-def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
+def checkpointer_of(plan: Plan, metric_order: str) -> Checkpointer:
     """Return the Checkpointer of a run.
 
-    `mode`: min or max, or as `rating_of` returns it. Collective.
+    `metric_order`: min or max, or what the function `metric_order` returns. Collective.
     """
     options = plan.config.checkpoint
     return Checkpointer(
         Path(plan.run_dir) / CHECKPOINTS,
         options.keep,
         options.keep_best,
-        mode,
+        metric_order,
         options.asynchronous,
         url=options.url,
         replicas=options.replicas,
     )
 
 
-def memory_of(plan: Plan, resumes_newest: bool) -> Memory | None:
+def memory_checkpoints_of(plan: Plan, resumes_newest: bool) -> Memory | None:
     """Return the checkpoints that hosts keep in memory; None if the plan keeps none there.
 
     `resumes_newest`: as for `Memory`. Collective.

@@ -69,8 +69,8 @@ class Run:
         return folder if folder.is_dir() else None
 
 
-@lossy()
-@memory_errors()
+@lossy()  # a closed terminal or pipe loses what is printed, and does not end the run
+@memory_errors()  # memory that runs out in this process is an EnvironmentFault
 def train(
     config: str | Path | Mapping[str, Any],
     overrides: Overrides | None = None,
@@ -112,8 +112,7 @@ def train(
         changes += overrides_of({"run.callbacks": list(callbacks)})
     if trust_remote_code:
         changes.append("model.trust_remote_code=true")
-    start = Resume.from_argument(resume)
-    make_request = request_maker(config, changes, start, tuple(allow))
+    make_request = request_maker(config, changes, Resume.from_argument(resume), tuple(allow))
     if launched_by() is not None:
         return _join(make_request, display)
     stderr = ErrorLine(display)
@@ -133,9 +132,9 @@ def _join(make_request: Callable[..., Request], display: bool) -> Run:
 
     die_with_launchers()
     with ExitStack() as stack:
-        plan, start = join(make_request, stack, display)
+        plan, resume = join(make_request, stack, display)
         try:
-            train_rank(plan, start, display)
+            train_rank(plan, resume, display)
         except (TrainingStopped, Preempted) as stopped:
             return Run(Path(plan.run_dir), stopped.exit_code)
     return Run(Path(plan.run_dir))

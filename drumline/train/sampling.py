@@ -1,6 +1,7 @@
 """Text that the model generates during training: completions of rollouts and of held-out prompts.
 
-If this rank has all of the trained model, that generates them; otherwise a copy of it does.
+If this rank has the unsharded model that is trained, it generates with that; otherwise with a copy.
+In this module "to sample" means to draw tokens from the model, not to choose training samples.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
 
-# The most held-out samples that are searched for prompts that leave room for an answer.
+# The most held-out rows that are searched for prompts that leave room for an answer.
 MOST_LOOKED_AT = 10_000
 
 
 @dataclass
-class Sampling:
+class TextGeneration:
     """Generates completions with the current weights."""
 
     plan: Plan
@@ -45,13 +46,14 @@ class Sampling:
     engine: Engine
     tokenizer: Any
     device: str
-    # Whether samples are generated while training goes on, so that they need a copy of the weights.
+    # Whether completions are generated while training goes on, so that they need a copy of the
+    # weights.
     ahead: bool = False
     # Compares the sampler of rollouts with the policy.
     check: SamplerCheck | None = None
     _generator: Generator | None = None
-    # What `begin` has started last.
-    _beside_training: SharedSampling | None = None
+    # The background generation that `sample_ahead` started last; None before the first.
+    _background_sampling: SharedSampling | None = None
     # Copies new weights into the generator; None if that uses the engine's own.
     _refresh: Callable[[Any], None] | None = None
 
@@ -60,25 +62,25 @@ class Sampling:
 
         Collective.
         """
-        sampler = self._current_generator()
+        current = self._current_generator()
         if greedily:
-            sampler = greedy_generator(sampler)
-        return generate_together(sampler, requests, step)
+            current = greedy_generator(current)
+        return generate_together(current, requests, step)
 
     def sample_ahead(self, requests: list[Request], step: int) -> SharedSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
 
         Collective.
         """
-        self._beside_training = SharedSampling(
+        self._background_sampling = SharedSampling(
             self._current_generator(), requests, step, in_background=True
         )
-        return self._beside_training
+        return self._background_sampling
 
     def model(self) -> Any:
-        """Return the whole model with the current weights. Not for a generator of vLLM. Collective.
+        """Return the unsharded model with the current weights. Not for generation by vLLM.
 
-        A caller that changes something on it must put it back.
+        Collective. A caller that changes something on it must put it back.
         """
         return getattr(self._current_generator(), "model")  # noqa: B009 - generators in process have one
 
@@ -87,9 +89,9 @@ class Sampling:
 
         Raises TrainingStopped if they did not arrive.
         """
-        if self._beside_training is not None:
+        if self._background_sampling is not None:
             # A thread may still generate with the weights that are about to be replaced.
-            self._beside_training.wait()
+            self._background_sampling.wait()
         unsharded: Any = None
         if not self.ahead:
             unsharded = self.engine.unsharded_model()
@@ -194,11 +196,12 @@ def limit_of_new_tokens(plan: Plan) -> int:
     return plan.config.eval.max_new_tokens or MOST_NEW
 
 
-def sampling_of_evaluation(plan: Plan, engine: Engine, tokenizer: Any, device: str) -> Sampling:
-    """Return the Sampling for evaluations of a run without rollouts."""
-    return Sampling(
-        plan, c.HFGenerator(max_new_tokens=limit_of_new_tokens(plan)), engine, tokenizer, device
-    )
+def generation_for_evaluation(
+    plan: Plan, engine: Engine, tokenizer: Any, device: str
+) -> TextGeneration:
+    """Return what generates text at the evaluations of a run without rollouts."""
+    config = c.HFGenerator(max_new_tokens=limit_of_new_tokens(plan))
+    return TextGeneration(plan, config, engine, tokenizer, device)
 
 
 def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
@@ -227,8 +230,8 @@ def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
 class Answers:
     """Answers held-out prompts with the current weights, and emits the answers as an event."""
 
-    # Called as sample(requests, step, greedily); collective.
-    sample: Callable[[list[Request], int, bool], list[Completion]]
+    # Called as generate(requests, step, greedily); collective.
+    generate: Callable[[list[Request], int, bool], list[Completion]]
     prompts: list[Prompt]
     tokenizer: Any
     emit: Emit
@@ -239,10 +242,10 @@ class Answers:
         requests = []
         for number, prompt in enumerate(self.prompts):
             requests.append(Request(prompt.tokens, (number,)))
-        completions = self.sample(requests, step, True)
-        samples = []
+        completions = self.generate(requests, step, True)
+        answers = []
         for prompt, completion in zip(self.prompts, completions, strict=True):
-            sample = {
+            answer = {
                 "set": prompt.set,
                 "prompt": self._decode(prompt.tokens),
                 "text": self._decode(completion.tokens),
@@ -250,8 +253,8 @@ class Answers:
                 "ended": completion.ended,
                 "tokens": len(completion.tokens),
             }
-            samples.append(sample)
-        self.emit(Samples(step=step, when=when, samples=samples, seconds=time.time() - began))
+            answers.append(answer)
+        self.emit(Samples(step=step, when=when, samples=answers, seconds=time.time() - began))
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)

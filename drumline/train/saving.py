@@ -54,17 +54,18 @@ class Saver:
     stop_flag: StopFlag
     # The step of the newest checkpoint that was written, or is being written; -1 for none.
     saved_step: int = -1
-    resume: ResumeHints = ResumeHints()
-    memory: Memory | None = None
+    resume_hints: ResumeHints = ResumeHints()
+    # The checkpoints that hosts keep in memory (`checkpoint.in_memory_every`); None without them.
+    memory_checkpoints: Memory | None = None
     # How many saves in a row have failed.
     failed: int = 0
     # Whether the last state could not be kept in memory. Of failures in a row one is reported.
     memory_failed: bool = False
     # The metric with which the last checkpoint was saved; None without one.
     metric: float | None = None
-    # The step from which on a failed save is tried again; infinity if none has failed. Ranks may
-    # differ, and the highest counts.
-    retry_at: float = math.inf
+    # A failed save is tried again after the first step greater than this; infinity if no save has
+    # failed. The maximum over the ranks decides: a rank that knows of no failure yet prevents it.
+    retry_after_step: float = math.inf
 
     def save(self, metric: float | None) -> None:
         """Hand the state to the checkpointer. Collective.
@@ -79,8 +80,10 @@ class Saver:
 
     def keep_in_memory(self) -> None:
         """Keep the state in the memory of hosts. Collective."""
-        assert self.memory is not None, "checkpoint.in_memory_every is set"
-        for result in self.memory.keep(self.state.step, self.engine.tensors(), self._dump()):
+        assert self.memory_checkpoints is not None, "checkpoint.in_memory_every is set"
+        for result in self.memory_checkpoints.keep(
+            self.state.step, self.engine.tensors(), self._dump()
+        ):
             if result.error and not self.memory_failed:
                 self._emit_save(result, path=None, size=0, error=f"in memory: {result.error}")
             self.memory_failed = result.error is not None
@@ -88,8 +91,8 @@ class Saver:
     def wait(self) -> None:
         """Wait until no save is in flight, to disk or to memory."""
         self.report(self.checkpointer.wait())
-        if self.memory is not None:
-            self.memory.wait()
+        if self.memory_checkpoints is not None:
+            self.memory_checkpoints.wait()
 
     def save_last(self, metric: float | None) -> None:
         """Save the current weights as the last ones of the run, and wait until they are on disk.
@@ -133,8 +136,8 @@ class Saver:
             self.checkpointer.asynchronous = False
             alive(math.inf)
             time.sleep(max(1.0, results[-1].seconds))
-        if self.memory is not None:
-            self.memory.clear()
+        if self.memory_checkpoints is not None:
+            self.memory_checkpoints.clear()
 
     def _write_missing_metric(self, metric: float | None) -> None:
         """Write a metric into the checkpoint of these weights, if they were saved without one."""
@@ -148,15 +151,15 @@ class Saver:
             # The weights are saved again, which writes both, or shows what is wrong with the disk.
             self.saved_step = -1
 
-    def leave(self, number: int) -> NoReturn:
-        """Raise Preempted, after the state was saved because of a signal of this number."""
-        name = signal.Signals(number).name
+    def raise_preempted(self, signal_number: int) -> NoReturn:
+        """Emit the event of a stop signal, and raise Preempted. The caller has saved the state."""
+        name = signal.Signals(signal_number).name
         step = self.state.step
         self.emit(Preempt(step=step, signal=name))
         raise Preempted(
             f"{name}: stopped and saved at step {step}",
             where=self.plan.run_dir,
-            fix=f"go on with {self.resume.newest}",
+            fix=f"go on with {self.resume_hints.newest}",
         )
 
     def report(self, results: list[SaveResult]) -> None:
@@ -164,17 +167,17 @@ class Saver:
         for result in results:
             if result.path is not None:
                 self.failed = 0
-                self.retry_at = math.inf
+                self.retry_after_step = math.inf
                 self._emit_save(result, str(result.path), result.bytes, result.error)
                 continue
             if result.step == self.saved_step:
                 self.saved_step = -1
             self.failed += 1
-            self.retry_at = result.step
+            self.retry_after_step = result.step
             if result.begun:
                 # A save that failed while it was writing is tried after ever more steps. One that
                 # found too little space is tried again at once, since looking costs nothing.
-                self.retry_at += 2**self.failed
+                self.retry_after_step += 2**self.failed
             is_reported_already = self.failed > 1 and not result.begun
             if not is_reported_already:
                 self._emit_save(result, None, result.bytes, result.error)
@@ -215,17 +218,17 @@ class Saver:
     def _give_up(self, error: str, metric: float | None) -> NoReturn:
         """Save to `checkpoint.fallback_dir` if it is set, and raise NotSaved, which says what lies there."""
         what = f"the last checkpoint could not be written: {error}"
-        fix = f"free some space; {self.resume.newest} goes on from the newest checkpoint"
+        fix = f"free some space; {self.resume_hints.newest} goes on from the newest checkpoint"
         folder = fallback_folder(self.plan.config, self.plan.run_dir)
         if folder is not None:
-            result, is_whole = self.checkpointer.rescue(
+            result, is_complete = self.checkpointer.rescue(
                 folder, self.state.step, self.engine.tensors(), self._dump(), metric
             )
             if result.path is None:
                 what += f"; nor in checkpoint.fallback_dir: {result.error}"
-            elif is_whole:
+            elif is_complete:
                 what += f"; it lies in {result.path}"
-                fix = f"free some space, and go on with {self.resume.folder.format(result.path)}"
+                fix = f"free some space, and go on with {self.resume_hints.folder.format(result.path)}"
             else:
                 what += f"; its weights alone lie in {result.path}"
                 fix = f"free some space, and move that folder to {self.plan.run_dir}/checkpoints to export it"

@@ -54,7 +54,7 @@ from drumline.train import session_checks, session_parts
 from drumline.train.entry import MainReporter, Reporter, run_start
 from drumline.train.failure import forget_first_error
 from drumline.train.garbage import GarbageCollection
-from drumline.train.restore import Start, checkpointer_of, memory_of
+from drumline.train.restore import ResumePoint, checkpointer_of, memory_checkpoints_of
 from drumline.train.saving import ResumeHints, Saver
 from drumline.train.session_model import Model
 from drumline.train.session_parts import MAIN, Pair, SessionEngines, SessionModel
@@ -161,14 +161,17 @@ class Session:
             self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
         else:
             self.ranks = Ranks.from_environment()
-        # torch has put a hook of its own around ours. If ours ends the process, as it does, that
-        # one would lose what ours prints.
+        # torch's `init_process_group` has wrapped `print_error`, our excepthook, in its own. Since
+        # `print_error` ends the process, torch's would lose what it prints, so ours is set again.
         sys.excepthook = print_error
         self.device = "cpu"
         if plan.device == "cuda":
             self.device = f"cuda:{gpu(self.ranks)}"
-        counts = plan.mesh.counts(self.ranks.rank)
-        self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=counts)
+        # Of the ranks that share samples, exactly one contributes to sums over all ranks.
+        contributes = plan.mesh.counts(self.ranks.rank)
+        self.gather = Gather(
+            self.ranks.rank, self.ranks.world_size, self.device, counts=contributes
+        )
         try:
             self.resume = RankGroup.all(error_type=EnvironmentFault).first(
                 lambda: session_parts.claim_run_folder(plan, self.resume, self.allow, self.stack)
@@ -220,27 +223,30 @@ class Session:
         pairs = session_checks.require_pairs(build, make_optimizer, bool(self._models))
         pairs = session_parts.check_optimizers(pairs)
         session_checks.require_one_model(self.plan, len(pairs))
-        memory = memory_of(self.plan, self.resume == Resume())
-        start = self._find_start(memory)
+        resumes_newest = self.resume is not None and self.resume.is_newest_of_run
+        memory_checkpoints = memory_checkpoints_of(self.plan, resumes_newest)
+        resume_point = self._find_resume_point(memory_checkpoints)
         checkpoint: Path | None = None
-        if start is not None:
-            checkpoint = start.path
+        if resume_point is not None:
+            checkpoint = resume_point.path
         unfrozen = session_parts.unfrozen_weights(checkpoint, pairs)
         # With several models a backward may go through forwards of more than one of them.
         overlaps = len(pairs) == 1
         for name, pair in pairs.items():
-            self._models[name] = self._build_model(name, pair, start, unfrozen[name], overlaps)
+            self._models[name] = self._build_model(
+                name, pair, resume_point, unfrozen[name], overlaps
+            )
         engines = {name: model.engine for name, model in self._models.items()}
         self.engines = SessionEngines(engines, unfrozen)
         self._note_batch_norms()
         checkpointer = checkpointer_of(self.plan, "min")
-        if memory is not None:
-            memory.open_writer()
+        if memory_checkpoints is not None:
+            memory_checkpoints.open_writer()
         self._state = TrainState()
         saved_step = -1
-        if start is not None:
-            self._state = start.restore(self.engines, self.emit, time.time())  # type: ignore[arg-type]
-            if start.path is not None and checkpointer.is_kept(start.path):
+        if resume_point is not None:
+            self._state = resume_point.restore(self.engines, self.emit, time.time())  # type: ignore[arg-type]
+            if resume_point.path is not None and checkpointer.is_kept(resume_point.path):
                 saved_step = self.steps
         self.stack.enter_context(self.garbage)
         self._last_log = LogMark(self.steps, time.time(), self._state.tokens)
@@ -254,7 +260,7 @@ class Session:
             self.stop_flag,
             saved_step,
             ResumeHints("resume=True", "resume={!r}"),
-            memory,
+            memory_checkpoints,
         )
         models = {}
         optimizers = {}
@@ -265,14 +271,19 @@ class Session:
             return models[MAIN], optimizers[MAIN]
         return models, optimizers
 
-    def _find_start(self, memory: Memory | None) -> Start | None:
-        """Return what the run goes on from; None for a run that begins. Collective."""
+    def _find_resume_point(self, memory_checkpoints: Memory | None) -> ResumePoint | None:
+        """Return what the run resumes from; None for a run that begins. Collective."""
         if self.resume is None:
             return None
-        return Start.resolve(self.plan, self.resume, memory)
+        return ResumePoint.resolve(self.plan, self.resume, memory_checkpoints)
 
     def _build_model(
-        self, name: str, pair: Pair, start: Start | None, unfrozen: frozenset[str], overlaps: bool
+        self,
+        name: str,
+        pair: Pair,
+        resume_point: ResumePoint | None,
+        unfrozen: frozenset[str],
+        overlaps: bool,
     ) -> SessionModel:
         """Build one model and its optimizer, spread as planned. Collective.
 
@@ -281,8 +292,8 @@ class Session:
         """
         build, make_optimizer = pair
         checkpoint_keys = frozenset[str]()
-        if start is not None:
-            checkpoint_keys = start.keys_of(name)
+        if resume_point is not None:
+            checkpoint_keys = resume_point.keys_of(name)
         engine = build_module(
             session_parts.plan_of_model(self.plan, name),
             build,
@@ -331,6 +342,7 @@ class Session:
         It is saved and restored with each checkpoint.
         """
         self._require_prepared()
+        # In a session no data loader keeps its state in this field.
         return self._state.stream
 
     @property
@@ -397,8 +409,9 @@ class Session:
                 Draws(derive(seed, "rows")).used,
             )
         )
+        rng_coordinates = self.plan.mesh.stream(self.ranks.rank)
         while steps is None or self.steps < steps:
-            seed_step(seed, self.steps, *self.plan.mesh.stream(self.ranks.rank))
+            seed_step(seed, self.steps, *rng_coordinates)
             micro_batches = next(rows, None)
             if micro_batches is None:
                 break
@@ -409,7 +422,7 @@ class Session:
             end = self.position + self.plan.batch.global_samples
             self._epoch = session_parts.passes_until(dataset, end)
             for index, samples in enumerate(micro_batches):
-                seed_step(seed, self.steps, *self.plan.mesh.stream(self.ranks.rank), index)
+                seed_step(seed, self.steps, *rng_coordinates, index)
                 is_last = index == len(micro_batches) - 1
                 self._micro_batch = MicroBatch(end, is_last)
                 for model in self._models.values():
@@ -424,14 +437,14 @@ class Session:
         session_checks.require_more(self.position > first_position, self._has_ended)
         self._has_ended = True
         self._finish_pending_steps()
-        self._stop_if_requested()
+        self._exit_if_signal_known()
 
     def _copy_to_device(self, batch: Any, non_blocking: bool = False) -> Any:
         """Return a batch of any structure with its tensors on this rank's device."""
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=non_blocking), batch)
 
     def _end_global_batch(self, end: int) -> None:
-        """Count a global batch that the loop has gone through, and stop here if asked to.
+        """Count a global batch that the loop has gone through, and exit here if asked to.
 
         `end`: the position after it.
         """
@@ -447,7 +460,7 @@ class Session:
             # A loop may pass over a batch.
             self._state.step += 1
         self._state.position = end
-        self._stop_if_requested()
+        self._exit_if_signal_known()
 
     def backward(
         self, loss_sum: torch.Tensor, weight: float | torch.Tensor, of: str = MAIN
@@ -595,6 +608,8 @@ class Session:
         means = {name: value / weight for name, value in total.items()}
         self.metric = means.get("loss")
         seconds = time.time() - began
+        # The weights are those that `measure` returned. Their sum is the number of samples only if
+        # each sample weighs 1; it is the number of tokens if the loss is summed over tokens.
         self.emit(Eval(step=self.steps, samples=int(weight), seconds=seconds, metrics=means))
         return means
 
@@ -612,15 +627,15 @@ class Session:
                 contexts.enter_context(model.engine.evaluating())
             drawn = Draws(derive(self.plan.config.run.seed, "held out")).used
             data_rank = mesh.data_rank(self.ranks.rank)
-            for samples, counts in evaluation_batches(
+            for samples, contributes in evaluation_batches(
                 dataset, micro_batch, data_rank, mesh.data_ranks, drawn
             ):
                 batch = self._copy_to_device(collate(samples))
-                values = session_checks.require_measured(measure(batch))
+                values = session_checks.normalize_measure_result(measure(batch))
                 for name, value in values.items():
                     scalar = torch.as_tensor(value, device=self.device).double().reshape(())
-                    # `counts` is 0 for a sample that another rank counts.
-                    part = scalar * counts
+                    # 0 for samples that another rank contributes.
+                    part = scalar * contributes
                     sums[name] = sums.get(name, torch.zeros_like(part)) + part
         return sums
 
@@ -695,10 +710,11 @@ class Session:
         if self.steps:
             self.saver.save_last(self.metric)
 
-    def _stop_if_requested(self) -> None:
+    def _exit_if_signal_known(self) -> None:
+        """Save and raise Preempted if the ranks already know of a stop signal, on all ranks."""
         if self._stop_signal:
             self._save_last()
-            self.saver.leave(self._stop_signal)
+            self.saver.raise_preempted(self._stop_signal)
 
     def _require_prepared(self) -> None:
         if not self._models:

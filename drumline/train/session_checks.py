@@ -141,7 +141,7 @@ def require_rates(max_grad_norm: float | None, lr: float | None) -> None:
         )
 
 
-def require_measured(result: Any) -> dict[str, Any]:
+def normalize_measure_result(result: Any) -> dict[str, Any]:
     """Return what the `measure` of `evaluate` returned as sums by name, with `loss` and `weight`.
 
     Raises UserError for another form than (loss sum, weight) or (loss sum, weight, {name: sum}).

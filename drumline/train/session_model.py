@@ -60,11 +60,11 @@ class Model:
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the module alone.
 
-        Raises UserError if this rank does not have the whole module.
+        Raises UserError if this rank holds only a shard of the module.
         """
         if not self.engine.is_whole:
             raise UserError(
-                "a rank holds a part of the model, and copies no more",
+                "this rank holds only a shard, so the model cannot be copied",
                 where="session",
                 fix="make it a second model of prepare, or use ddp",
             )

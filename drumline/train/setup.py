@@ -1,6 +1,7 @@
 """Make the plan of a run, and claim its folder.
 
-All of this happens once, in one process, before the ranks start.
+All of this runs once, in one process, before any rank builds its model: in our launcher, or on
+rank 0 if another launcher has started the ranks.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ EVAL_RESULTS = "eval.json"
 def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:
     """Return the plan of a run: find the model, prepare the data and resolve every number.
 
-    It runs on one host, before any rank starts. The cheapest checks come first, so that a mistake
-    in the config does not show after an hour of preparing data.
+    It runs in one process, before any rank builds its model. The cheapest checks come first, so
+    that a mistake in the config does not show after an hour of preparing data.
 
     `dry_run`: nothing is prepared or downloaded. If the data are not prepared, the plan has none.
     """
@@ -101,7 +102,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         rewards.require(rollout.rewards)
         vllm.require_installed(rollout.generator)
 
-    # The models.
+    # The models. The policy is the model that is trained, with any algorithm.
     policy = find_model(config.model, on_progress, weights=True)
     notes(vocabulary_notes(config, policy))
     config = with_trainable_token_embeddings(config, policy)
@@ -129,7 +130,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     question = build_question(
         config, policy, roles, data, cluster, needs_all_processes=has_fixed_processes
     )
-    config, why = _choose_open_keys(question, about_cluster, on_progress)
+    config, why = _fill_auto_keys(question, about_cluster, on_progress)
     model = KnownModel(question.facts, policy.path, roles)
     plan = _resolve_plan(request, config, machine, data, model)
     _require_runs(plan)
@@ -164,7 +165,7 @@ def _check_with_weights(
     a resume compares.
     """
     engine_spec(plan.config.strategy).require(plan, on_progress)
-    _require_samples_and_tasks(plan, base_dir)
+    _check_eval_prompts_and_tasks(plan, base_dir)
     has_frozen_base = config.adapter.kind != "none" or bool(config.model.freeze)
     if config.model.init == "pretrained" and has_frozen_base:
         plan = plan.model_copy(update={"base": weights_digest(plan.model_path)})
@@ -198,10 +199,10 @@ def _with_prediction(
     return plan
 
 
-def _choose_open_keys(
+def _fill_auto_keys(
     question: Question, about_cluster: list[str], on_progress: OnProgress
 ) -> tuple[Config, list[str]]:
-    """Return the config with the strategy and whether to compile, if it leaves these open, and why.
+    """Return the config with its `auto` keys of strategy and compile filled in, and the reasons.
 
     `about_cluster`: lines on the devices, which explain the choice of a strategy.
     """
@@ -240,7 +241,7 @@ def _prepare_data(
         # The rows of the model's trained head are in this order.
         labels = order_classes(policy.hf_config, data.labels)
         data = data.model_copy(update={"labels": labels})
-    _require_measured(config, data.labels)
+    _check_eval_metric(config, data.labels)
     return data
 
 
@@ -252,12 +253,15 @@ def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
     """
     assert plan.predicted.estimate is not None
     best = run_under_faults(Candidate("", plan, plan.predicted.estimate), cluster, facts)
-    checkpoint = plan.config.checkpoint.model_copy(update={"every": best.every})
+    steps_between_saves = best.every
+    seconds_per_step = best.step
+    checkpoint = plan.config.checkpoint.model_copy(update={"every": steps_between_saves})
     config = plan.config.model_copy(update={"checkpoint": checkpoint})
-    seconds = best.every * best.step
+    seconds_between_saves = steps_between_saves * seconds_per_step
     mtbf_hours = cluster.mtbf_hours or MTBF_HOURS
     line = (
-        f"checkpoint.every auto: {best.every} steps, {seconds:.3g} s at {best.step:.3g} s a step;"
+        f"checkpoint.every auto: {steps_between_saves} steps, {seconds_between_saves:.3g} s"
+        f" at {seconds_per_step:.3g} s a step;"
         f" with a fault of a device in {mtbf_hours:,.0f} hours, {best.goodput():.1%} of the time is training"
     )
     return plan.model_copy(update={"config": config, "why": [line, *plan.why]})
@@ -366,8 +370,8 @@ def _build_on_meta(plan: Plan, path: str | None, config: ModelConfig, head: Head
     return models.build_without_memory(hf_config, head)
 
 
-def _require_measured(config: Config, labels: tuple[str, ...]) -> None:
-    """Raise ConfigError if eval.metric is one that is not measured with so few classes."""
+def _check_eval_metric(config: Config, labels: tuple[str, ...]) -> None:
+    """Raise ConfigError if eval.metric is not measured with the number of classes in the data."""
     metric = config.eval.metric
     if metric.startswith("tasks/"):
         return
@@ -403,7 +407,7 @@ def _check_prompts(
         require_domains(rollout.curriculum.weights, domains)
 
 
-def _require_samples_and_tasks(plan: Plan, base_dir: Path) -> None:
+def _check_eval_prompts_and_tasks(plan: Plan, base_dir: Path) -> None:
     """Raise an error if eval.samples or eval.tasks cannot be done.
 
     It is a DataError if eval.samples finds no prompts, and a ConfigError or EnvironmentFault if
@@ -423,7 +427,7 @@ def plan_own_module(request: Request, dry_run: bool, on_progress: OnProgress) ->
     """Return the plan for a module of the user's own.
 
     Nothing is predicted: only the module itself knows what it computes. The module is laid out here
-    without its weights, to find mistakes before any rank starts.
+    without its weights, to find mistakes before any rank builds it.
     """
     config = request.loaded.config
     base_dir = request.loaded.base_dir.absolute()
@@ -453,7 +457,7 @@ def _own_data(config: Config, base_dir: Path) -> DataPlan:
     """Return the data of a module of the user's own.
 
     Samples are read as they are, and nothing is prepared. The caches are names, which
-    `streams.open_samples` understands, and not folders.
+    `data_loaders.open_samples` understands, and not folders.
     """
     samples = read_samples(config.data.train, base_dir, Draws(0).used)
     eval_caches = {}
@@ -494,11 +498,11 @@ def _resolve_plan(
                 " the rate never reaches its peak"
             ]
         )
-    _require_profiled(plan)
+    _check_profile_range(plan)
     return plan
 
 
-def _require_profiled(plan: Plan) -> None:
+def _check_profile_range(plan: Plan) -> None:
     """Raise PlanError if run.profile names ranks or steps that the run does not have."""
     profile = plan.config.run.profile
     if profile is None:
@@ -541,7 +545,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
     run_dir = Path(plan.run_dir)
     # First, since a save that a crash has broken off may hide the newest checkpoint.
     recover(run_dir / CHECKPOINTS)
-    start = resume_from(request, plan)
+    resume = resume_from(request, plan)
     if request.resume is None:
         _require_empty(run_dir)
         if plan.config.checkpoint.url:
@@ -560,7 +564,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
             where=str(run_dir),
             fix="free space, or choose another disk with run.dir=…",
         )
-    _make_fallback(plan)
+    _check_fallback_dir(plan)
     forget_job(run_dir)
     fix = "choose another with run.dir=…"
     with disk_errors("cannot write the run folder", str(run_dir), EnvironmentFault, fix):
@@ -568,7 +572,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
         write_whole(run_dir / "config.yaml", to_yaml(plan.config), private=True)
         plan_path = run_dir / "plan.json"
         plan.save(plan_path)
-    return plan_path, start
+    return plan_path, resume
 
 
 def _require_empty(run_dir: Path) -> None:
@@ -587,8 +591,11 @@ def _require_empty(run_dir: Path) -> None:
             )
 
 
-def _make_fallback(plan: Plan) -> None:
-    """Raise EnvironmentFault now if checkpoint.fallback_dir could not be used when it is needed."""
+def _check_fallback_dir(plan: Plan) -> None:
+    """Raise EnvironmentFault now if checkpoint.fallback_dir could not be used when it is needed.
+
+    Nothing stays on the disk.
+    """
     folder = fallback_folder(plan.config, plan.run_dir)
     if folder is None:
         return
@@ -596,7 +603,7 @@ def _make_fallback(plan: Plan) -> None:
     with disk_errors("cannot be used", where, EnvironmentFault, "name another folder"):
         with temporary_folder(folder):
             pass
-        # It is made again when it is needed.
+        # It is removed again, and made when it is needed.
         with suppress(OSError):
             folder.rmdir()
 
@@ -611,7 +618,7 @@ def resume_from(request: Request, plan: Plan) -> Resume | None:
         return None
     saved_state = _saved_state(request.resume, plan)
     if saved_state is None:
-        return Resume()
+        return Resume.newest_of_run()
     path, state = saved_state
     _check_same_run(path, state, plan, request.allow)
     if request.resume.place is None or request.resume.is_run_folder:
@@ -663,7 +670,7 @@ def _with_saved_rate(path: str, state: dict[str, Any], plan: Plan, request: Requ
     if may_change or not is_same_batch:
         return plan
     why = f"learning rate {lr:.4g}, as in {path}: on {plan.mesh.data_ranks} data ranks it would be {plan.lr:.4g}"
-    notes([f"{why}, which --allow optimizer.lr takes"])
+    notes([f"{why}; pass --allow optimizer.lr to use that"])
     return plan.model_copy(update={"lr": lr, "why": [*plan.why, why]})
 
 
@@ -722,9 +729,10 @@ def _saved_state(resume: Resume, plan: Plan) -> tuple[str, dict[str, Any]] | Non
 def _changed_keys(
     saved: Config, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]
 ) -> tuple[str, list[str]]:
-    """Return the keys that differ from a checkpoint's config and may not, as `refused` does.
+    """Return (description of the refused changes since a checkpoint, keys that were changed so).
 
-    Keys of the batch may differ if the global batch is the same.
+    Both are empty if nothing was changed that must stay. Keys of the batch may change as long as
+    the global batch is the same.
     """
     if state.get("global_samples") == plan.batch.global_samples:
         allow = (*allow, "batch")

@@ -34,7 +34,8 @@ MAX_RESCALES = 20
 CALLED_AT_SAVE = ("stream", "spikes")
 # The only key of a dictionary that `encode_keys` returns for one with other keys than strings.
 PAIRS = "drumline: keys and values"
-# The name of the sum of all ranks' squared gradient norms, if ranks step without their peers.
+# The name of the sum of all ranks' squared gradient norms, for engines with local updates (local
+# SGD), in which each rank updates by its own gradients.
 SQUARES = "squared_norms"
 
 Number = TypeVar("Number", float, list[float])
@@ -42,8 +43,13 @@ Number = TypeVar("Number", float, list[float])
 
 @dataclass
 class TrainState:
-    """The position and the counters of a run, as a checkpoint holds them."""
+    """The position and the counters of a run, as a checkpoint holds them.
 
+    The names of the fields are keys in checkpoints. A new field needs a default, so that older
+    checkpoints can be read; an older version cannot read a checkpoint that has the new field.
+    """
+
+    # Steps done.
     step: int = 0
     # Samples drawn from the global order since step 0.
     position: int = 0
@@ -53,13 +59,16 @@ class TrainState:
     best: float | None = None
     # How many steps in a row were skipped until now.
     skips: int = 0
-    # The step of the last evaluation; 0 before the first; -1 in checkpoints of older versions.
+    # The number of the last step that was evaluated; 0 before the first evaluation; -1 in
+    # checkpoints of older versions.
     evaluated: int = -1
-    # For eval.patience: the metric that an evaluation has to improve on, and how many evaluations
-    # in a row have not.
+    # For eval.patience: the best metric so far, which an evaluation has to improve on by more than
+    # eval.min_delta. `best` counts smaller improvements, too.
     mark: float | None = None
+    # How many evaluations in a row did not improve on `mark`.
     stale: int = 0
-    # What the stream of batches needs, besides `position`, to continue.
+    # What the data loader or the rollouts need, besides `position`, to continue. In a session: the
+    # user's own values, `Session.state`.
     stream: dict[str, Any] = field(default_factory=dict)
     # What `health.Spikes.state` returns.
     spikes: dict[str, Any] = field(default_factory=dict)
@@ -123,8 +132,8 @@ class StepNumbers(NamedTuple, Generic[Number]):
 
     # Number of the signal by which this rank was asked to stop; 0 for none.
     stop_signal: Number
-    # The step from which on a failed save is tried again; infinity for none.
-    retry_at: Number
+    # `Saver.retry_after_step` of this rank.
+    retry_after_step: Number
     # Seconds that the rank waited for data, and in communication (NaN if that is not measured).
     data_s: Number
     comm_s: Number
@@ -145,7 +154,8 @@ class ArrivedNumbers(NamedTuple):
 class PendingStep:
     """A step that was made, whose numbers may still be on their way to the host.
 
-    A session sets only `gathered` and `step`; the other fields are for `Loop`.
+    A session sets only `gathered` and `step`; the other fields are for `Loop`. `host_finished_at`:
+    unix time when the host had begun all work of the step; the device may still compute.
     """
 
     gathered: Gathered
@@ -164,18 +174,18 @@ class PendingStep:
     is_logged: bool = False
 
     def __post_init__(self) -> None:
-        self.computed = time.time()
+        self.host_finished_at = time.time()
 
     @cached_property
     def arrived(self) -> ArrivedNumbers:
         """The step's numbers. The first access waits until they are on the host."""
         if SQUARES in self.gathered.names:
-            # Ranks that step without their peers report the mean of their squared norms.
+            # With local updates the mean of the ranks' squared norms is reported.
             mean_square = self.gathered[SQUARES] / self.gathered.world_size
             self.gathered.fetch(mean_square.sqrt())
         total, by_rank = self.gathered.read()
         total.pop(SQUARES, None)
-        finished_at = self.computed
+        finished_at = self.host_finished_at
         if self.gathered.arrived is not None:
             # On a GPU the host goes on before the step is over.
             finished_at = time.time()
@@ -221,7 +231,7 @@ def check_finite(
     pending: PendingStep,
     plan: Plan,
     state: TrainState,
-    rescales: bool,
+    uses_loss_scale: bool,
     emit: Emit,
     where: str,
     fix: str,
@@ -232,8 +242,8 @@ def check_finite(
     sets the count back to 0.
 
     Args:
-        rescales: The engine scales the loss (fp16). A norm that is not finite, beside a finite loss,
-            then only means that the scale was too large, and the engine has halved it.
+        uses_loss_scale: The engine scales the loss (fp16). A norm that is not finite, beside a
+            finite loss, then only means that the scale was too large, and the engine has halved it.
         where, fix: Of the error.
 
     Raises TrainingStopped if the policy (`health.on_nan`) is to stop, or after too many such steps
@@ -245,7 +255,7 @@ def check_finite(
     health = plan.config.health
     policy: Literal["rescale", "stop", "skip"] = health.on_nan
     most_in_a_row = health.max_skips
-    if rescales and math.isfinite(pending.loss):
+    if uses_loss_scale and math.isfinite(pending.loss):
         policy = "rescale"
         most_in_a_row = MAX_RESCALES
     state.skips += 1

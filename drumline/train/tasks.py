@@ -116,7 +116,7 @@ class Tasks:
     """The tasks of a run on one rank."""
 
     def __init__(self, plan: Plan, model: Callable[[], Any], tokenizer: Any) -> None:
-        """`model`: returns the whole model with the current weights; collective."""
+        """`model`: returns the unsharded model with the current weights; collective."""
         self.plan = plan
         self.options = plan.config.eval
         self.model = model

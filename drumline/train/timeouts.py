@@ -23,15 +23,15 @@ class CollectiveTimeout:
     def __init__(self, plan: Plan) -> None:
         """Set the limit for the time until the first step."""
         self.least = STEP_SECONDS
-        start = START_SECONDS
+        first_limit = START_SECONDS
         if _may_wait_within_steps(plan):
             self.least = START_SECONDS
-            start = LONG_SECONDS
+            first_limit = LONG_SECONDS
         self.longest = 0.0  # seconds of a step
         if plan.predicted.estimate is not None:
             self.longest = plan.predicted.estimate.seconds.total
         self.last = 0  # the last step before which other work was done
-        self._set(start)
+        self._set(first_limit)
 
     def before_long_work(self, step: int) -> None:
         """Set the limit for work that takes long on some rank: an evaluation, a save, a rollout.
@@ -58,7 +58,7 @@ class CollectiveTimeout:
 def _may_wait_within_steps(plan: Plan) -> bool:
     """Whether one rank may be held up in a step for longer than a step usually takes.
 
-    That may be by compiling, by waiting for a stream of data, or by callbacks of the user.
+    That may be by compiling, by waiting for a streaming dataset, or by callbacks of the user.
     """
     config = plan.config
     return config.compile.enabled or config.data.stream is not None or bool(config.run.callbacks)

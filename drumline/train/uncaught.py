@@ -12,14 +12,14 @@ from typing import Any
 from drumline.dist.start import leave_process
 from drumline.errors import DataError, DrumlineError, UserError
 from drumline.launch.environment import first_rank_reports
-from drumline.train.failure import note
+from drumline.train.failure import record_failure
 
 # The `sys.excepthook` that was there before `install_hook`.
 _user_hook: Any = sys.__excepthook__
 
 
 def install_hook() -> None:
-    """Make `print_error` the `sys.excepthook`. It leaves foreign errors to the hook before it."""
+    """Make `print_error` the `sys.excepthook`. It leaves errors of others to the hook before it."""
     global _user_hook
     if sys.excepthook is not print_error:
         _user_hook = sys.excepthook
@@ -30,7 +30,8 @@ def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> 
     """End a script that did not catch an error of ours: print its line, and exit with its code."""
     global _user_hook
     if not isinstance(error, DrumlineError):
-        # The user's hook may itself call this one, if it was installed after it.
+        # A user's hook that was installed after `print_error` may call `print_error`, as the hook
+        # before it. The next call then must not call the user's hook again.
         hook = _user_hook
         _user_hook = sys.__excepthook__
         try:
@@ -45,9 +46,9 @@ def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> 
 
 
 def report(error: BaseException) -> None:
-    """Print an error, and note it for the launcher."""
+    """Print an error, and write it to a file for the launcher."""
     with limit_to_first_rank(error):
-        note(error)
+        record_failure(error)
 
 
 def limit_to_first_rank(error: BaseException) -> AbstractContextManager[None]:

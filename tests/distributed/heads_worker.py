@@ -59,16 +59,16 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
     from drumline.config.registry import make
     from drumline.dist.reduce import Gather, sum_over_ranks
     from drumline.engine.build import build_engine
-    from drumline.train.build import build_streams
+    from drumline.train.build import build_data_loaders
 
     sft = plan.config.model_copy(update={"algorithm": make(AlgorithmSpec, "sft")})
     text = plan.model_copy(update={"config": sft})
-    streams = build_streams(text, plan.mesh.data_rank(rank), 0, "cpu")
+    data_loaders = build_data_loaders(text, plan.mesh.data_rank(rank), 0, "cpu")
     engine = build_engine(plan, "cpu")
     told: dict[str, Any] = {"first": copies(engine), "steps": []}
     shared = plan.mesh.world_size / plan.mesh.data_ranks  # so many ranks have each sample
     batches: list[Any] = []
-    for step, batch in enumerate(streams.training):
+    for step, batch in enumerate(data_loaders.training):
         if step == 2:
             break
         batches = batch.micro_batches

@@ -56,11 +56,11 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
     from drumline.algorithms.tokens.objective import NextToken
     from drumline.engine.build import build_engine
     from drumline.engine.norms import local
+    from drumline.train.data_loaders import build_data_loaders
     from drumline.train.restore import MODEL
-    from drumline.train.streams import build_streams
 
-    streams = build_streams(plan, plan.mesh.data_rank(rank), 0, "cpu")
-    batches = next(iter(streams.training)).micro_batches
+    data_loaders = build_data_loaders(plan, plan.mesh.data_rank(rank), 0, "cpu")
+    batches = next(iter(data_loaders.training)).micro_batches
     objective = NextToken(32, True).objective
     both: Any = build_engine(plan, "cpu")
     policy = both.engines["policy"]

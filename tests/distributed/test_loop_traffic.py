@@ -114,7 +114,7 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
         built.save = built._save_last = lambda *_: None  # type: ignore[method-assign]
         pack = collate([[learned_segment(10), learned_segment(14)]], 0, 24)
         changes: dict[str, Any] = {"micro_batches": [pack] * 2, "totals": (88.0, 96)}
-        built.stream = [replace(batch, **changes) for batch in built.stream]
+        built.batches = [replace(batch, **changes) for batch in built.batches]
         for name in ("forward_backward", "grad_norm", "step"):
             method = getattr(built.engine, name)
             patch.setattr(built.engine, name, ledger.engine(method))

@@ -32,8 +32,8 @@ from drumline.dist.start import start, stop
 from drumline.plan.plan import Plan
 from drumline.system import heartbeat
 from drumline.telemetry.events import Eval, EventLog
-from drumline.train.entry import watch
-from drumline.train.failure import exit_on_error, note
+from drumline.train.entry import start_heartbeats
+from drumline.train.failure import exit_on_error, record_failure
 
 STEP_SECONDS, REPORT_SECONDS = 0.02, 15.0
 
@@ -50,14 +50,14 @@ def main() -> None:
     plan = Plan.load(parser.parse_args().plan)
     run = Path(plan.run_dir)
     with exit_on_error():
-        watch(plan)
+        start_heartbeats(plan)
         ranks = start("cpu", "gloo", 120)
         heartbeat.answer("samples", lambda: [heartbeat.position(), heartbeat.position() + 1])
         (run / f"pid-{ranks.rank}").write_text(str(os.getpid()))
         try:
             walk(run, ranks.rank)
         except BaseException as error:
-            note(error)
+            record_failure(error)
             raise
         finally:
             stop()

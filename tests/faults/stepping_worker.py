@@ -33,7 +33,7 @@ from drumline.errors import Preempted
 from drumline.plan.plan import Plan
 from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Eval, EventLog, Restore, Save
-from drumline.train.failure import exit_on_error, note
+from drumline.train.failure import exit_on_error, record_failure
 
 SAVE_EVERY = 5
 STEP_SECONDS = 0.02
@@ -149,7 +149,7 @@ def main() -> None:
         try:
             Walk(run, ranks.rank, asked).go(options.resume)
         except BaseException as error:
-            note(error)
+            record_failure(error)
             if how == "raise-stuck" and ranks.rank == behave["rank"]:
                 time.sleep(600)
             raise

@@ -24,7 +24,7 @@ from drumline.config.resume import Resume
 from drumline.errors import EnvironmentFault, NotSaved, Preempted
 from drumline.telemetry.events import read
 from drumline.train.loop import Loop
-from drumline.train.setup import Request, _make_fallback, claim_run_dir
+from drumline.train.setup import Request, _check_fallback_dir, claim_run_dir
 from drumline.train.state import fallback_folder
 from tests.faults.disks import fill, small_disk
 from tests.faults.live import wait_until
@@ -215,7 +215,7 @@ def test_another_disk_that_may_not_be_written_is_refused_at_the_start(
     run_dir: Path, tmp_path: Path
 ) -> None:
     mine = tmp_path / "other"
-    _make_fallback(plan(run_dir, checkpoint={"fallback_dir": str(mine)}))
+    _check_fallback_dir(plan(run_dir, checkpoint={"fallback_dir": str(mine)}))
 
     assert not list(mine.iterdir())
 
@@ -226,7 +226,7 @@ def test_another_disk_that_may_not_be_written_is_refused_at_the_start(
         os.seteuid(65534)
         try:
             with pytest.raises(EnvironmentFault, match=refused):
-                _make_fallback(plan(run_dir, checkpoint={"fallback_dir": other}))
+                _check_fallback_dir(plan(run_dir, checkpoint={"fallback_dir": other}))
         finally:
             os.seteuid(0)
 

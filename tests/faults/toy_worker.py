@@ -20,7 +20,7 @@ from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Eval, EventLog
-from drumline.train.failure import exit_on_error, note
+from drumline.train.failure import exit_on_error, record_failure
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
         try:
             walk(Path(plan.run_dir), ranks.rank)
         except BaseException as error:
-            note(error)
+            record_failure(error)
             raise
         finally:
             stop()

@@ -19,7 +19,7 @@ from drumline.engine.compress import compress_ddp
 from drumline.engine.data_parallel import Replicated
 from drumline.engine.transforms import apply_ddp, apply_sync_batchnorm
 from drumline.system.threads import on_this_gpu
-from drumline.train.streams import Copies
+from drumline.train.data_loaders import Copies
 from tests.gpu.runs import memory_of_ranks, same_losses, train
 from tests.gpu.stand_in import (
     COMPILED_CODE,
@@ -80,8 +80,8 @@ def test_a_batch_is_copied_beside_a_step() -> None:
     torch.cuda._sleep(LONG_KERNEL)
     (there,) = copies.move([batch])
 
-    assert copies.stream is not None
-    copies.stream.synchronize()
+    assert copies.copy_stream is not None
+    copies.copy_stream.synchronize()
     assert not torch.cuda.current_stream().query(), "the step still runs, and the copy is done"
     assert there.input_ids_BT.is_cuda
     targets = there.targets_BT.cpu()

@@ -23,7 +23,7 @@ from drumline.plan.out_of_memory import (
     verdict,
 )
 from drumline.planner.search.advice import describe_config_difference
-from drumline.train.failure import MemoryWatch, describe_stack, reported_by_cuda
+from drumline.train.failure import MemoryWatch, describe_stack, parse_cuda_message
 from tests.unit.test_loop import plan
 
 GiB = 2**30
@@ -108,14 +108,14 @@ def test_what_was_done_is_read_from_the_stack() -> None:
 
 
 def test_figures_of_cudas_message() -> None:
-    assert reported_by_cuda(CUDA) == {
+    assert parse_cuda_message(CUDA) == {
         "requested": 2 * GiB,
         "allocated": 70 * GiB,
         "reserved": round(70.5 * GiB),
         "room": 72 * GiB,
     }
-    assert reported_by_cuda(CAPPED)["room"] == 8 * GiB
-    assert reported_by_cuda("CUDA error: out of memory") == {}
+    assert parse_cuda_message(CAPPED)["room"] == 8 * GiB
+    assert parse_cuda_message("CUDA error: out of memory") == {}
 
 
 @pytest.mark.parametrize(
@@ -250,5 +250,5 @@ def test_ranks_of_a_host_share_its_memory(tmp_path: Path, monkeypatch: pytest.Mo
     rooms = []
     for ranks in (2, 4):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        rooms.append(watch.measured(MemoryError()).room)
+        rooms.append(watch.measure(MemoryError()).room)
     assert rooms[0] - rooms[1] == pytest.approx(detect().memory_bytes / 4, rel=1e-3)

@@ -17,8 +17,8 @@ import torch
 from drumline.algorithms.base import Algorithm, LossOut
 from drumline.data.batches import FirstPassNumbers, collate
 from drumline.data.order import GlobalBatch, assign_samples
-from drumline.train import streams as rank_streams
-from drumline.train.streams import FirstPass, Streams
+from drumline.train import data_loaders as rank_data_loaders
+from drumline.train.data_loaders import DataLoaders, FirstPass
 from tests.fake_engine import FakeEngine
 
 SAMPLES = 11  # the last of two global batches of 6 has a filler
@@ -93,7 +93,7 @@ def run_rank(
         return batches(IN_ORDER, rank, ranks, 1, 2 * ranks)
 
     training = batches(SHUFFLED, rank, ranks, accumulation, SIZE)
-    streams = Streams(
+    streams = DataLoaders(
         training,
         {"": held_out},
         lambda _: iter(()),
@@ -143,14 +143,14 @@ def told(
     tables = []
     for rank in range(ranks):
         note = Mock(side_effect=lambda table: table)
-        monkeypatch.setattr(rank_streams, "add_up", note)
+        monkeypatch.setattr(rank_data_loaders, "add_up", note)
         run_rank(rank, ranks, accumulation)
         tables.append([call.args[0] for call in note.call_args_list])
     sums = [torch.stack(parts).sum(0) for parts in zip(*tables, strict=True)]
 
     of_ranks = []
     for rank in range(ranks):
-        monkeypatch.setattr(rank_streams, "add_up", Mock(side_effect=sums))
+        monkeypatch.setattr(rank_data_loaders, "add_up", Mock(side_effect=sums))
         training, held_out = run_rank(rank, ranks, accumulation)
         for batch in (*training, *held_out):
             assert_own_numbers(batch)

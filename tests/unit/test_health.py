@@ -27,7 +27,7 @@ from drumline.report.progress import Progress
 from drumline.telemetry.watched import Spike, Straggler, WeightsDiffer
 from drumline.train.health import Spikes, checksum, outvoted_ranks
 from drumline.train.loop import Loop
-from drumline.train.restore import Start
+from drumline.train.restore import ResumePoint
 from tests.fake_engine import FakeEngine
 from tests.plans import small_config
 from tests.unit.test_loop import batch, loop, of, steps_of
@@ -71,10 +71,10 @@ def run(
     engine = FakeEngine()
     watched = {"on_spike": policy, "spike_window": 20, **(health or {})}
     built, said = quiet_loop(folder, engine, health=watched, **sections)
-    built.stream = map(poisoned, range(steps))
+    built.batches = map(poisoned, range(steps))
 
     def rewind() -> Any:
-        state = Start.resolve(built.plan, Resume()).restore(engine, built.emit, 0.0)
+        state = ResumePoint.resolve(built.plan, Resume()).restore(engine, built.emit, 0.0)
         vars(built.state).update(vars(state))
         return map(poisoned, range(built.state.position // 2, steps))
 
@@ -108,7 +108,7 @@ def test_watching_changes_no_number(tmp_path: Path, policy: str) -> None:
     _, engine, said = run(tmp_path, policy)
     plain = FakeEngine()
     built, expected = quiet_loop(tmp_path / "plain", plain)
-    built.stream = map(poisoned, range(STEPS))
+    built.batches = map(poisoned, range(STEPS))
     built.run()
 
     assert float(engine.weight) == float(plain.weight)
@@ -180,7 +180,7 @@ def test_a_resumed_run_knows_what_is_a_spike_and_what_was_passed_over(
     first = run(tmp_path, policy, part.stops, checkpoint={"every": 8, "keep": 9}).loop
     resume = Resume(str(tmp_path / part.resume)) if part.resume else Resume()
     engine = FakeEngine()
-    state = Start.resolve(first.plan, resume).restore(engine, first.emit, 0.0)
+    state = ResumePoint.resolve(first.plan, resume).restore(engine, first.emit, 0.0)
     health = {"on_spike": policy, "spike_window": 20}
     again, said = quiet_loop(tmp_path, engine, health=health, state=state)
 
@@ -188,7 +188,7 @@ def test_a_resumed_run_knows_what_is_a_spike_and_what_was_passed_over(
     assert again.spikes.rollbacks == part.rollbacks
     assert len(again.spikes.passed_over) == part.rollbacks
 
-    again.stream = map(poisoned, range(part.first_batch, STEPS))
+    again.batches = map(poisoned, range(part.first_batch, STEPS))
     again.run()
 
     assert policies(said) == part.spikes
@@ -225,8 +225,8 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
         ids = np.array([step])
         batches.append(replace(poisoned(POISON), position=2 * (step + 1), sample_ids=ids))
 
-    built.stream = iter(batches)
-    with pytest.raises(TrainingStopped, match="4 of such"):
+    built.batches = iter(batches)
+    with pytest.raises(TrainingStopped, match="4 spikes"):
         built.run()
 
     assert len(of(said, "spike")) == 4

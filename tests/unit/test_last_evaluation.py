@@ -17,7 +17,7 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.config.run import EvalConfig
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.plan.plan import Plan
-from drumline.train.restore import Start
+from drumline.train.restore import ResumePoint
 from drumline.train.state import TrainState
 from drumline.train.tasks import Tasks
 from tests.harness import write_config
@@ -101,7 +101,7 @@ def test_the_metric_of_the_last_weights_is_written_beside_them(tmp_path: Path, l
     assert manifest.metric == loss
     assert manifest.rated == "min loss"
 
-    start = Start(last, [], frozenset(), EvalConfig(every=2, patience=3))
+    start = ResumePoint(last, [], frozenset(), EvalConfig(every=2, patience=3))
     restored = start.restore(Restored(), lambda _: None, 0.0)
 
     assert restored.evaluated == 4
@@ -204,7 +204,7 @@ def test_tasks_are_scored_where_a_rollout_passes_over_their_step(tmp_path: Path)
     """Rollouts of three steps, evaluated after each; a multiple of 4 lies in the second."""
     built, said = loop(tmp_path, eval={"every": 2, "tasks": ["a"], "tasks_every": 4})
     built.plan = built.plan.model_copy(update={"steps": 14})
-    built.stream = (replace(batch(s), checkpointable=s % 3 == 2) for s in range(12))
+    built.batches = (replace(batch(s), checkpointable=s % 3 == 2) for s in range(12))
     built.tasks = Scored(built.plan)
     built.run()
 

@@ -54,7 +54,10 @@ def test_interfaces_are_found_by_route_and_by_name() -> None:
 def test_variables_of_nccl_and_gloo_are_shown_and_held_against_the_plan(
     variables: dict[str, str], line: str
 ) -> None:
-    assert any(line in each for each in network.explain_environment({**variables, "HOME": "/"}, 600.0, "eth0"))
+    assert any(
+        line in each
+        for each in network.explain_environment({**variables, "HOME": "/"}, 600.0, "eth0")
+    )
     assert network.explain_environment({"HOME": "/"}, 600.0, "eth0") == []
 
 

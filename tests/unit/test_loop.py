@@ -96,7 +96,7 @@ def loop(
         plan=made,
         engine=engine,
         algorithm=NextToken(0, answers=False),
-        stream=(batch(s) for s in steps),
+        batches=(batch(s) for s in steps),
         held_out=sets,
         saver=Saver(
             made,
@@ -224,7 +224,7 @@ def test_all_ranks_collect_garbage_after_the_same_steps(
         collected.append((built.state.step, generation))
 
     monkeypatch.setattr("drumline.train.garbage.gc.collect", collect)
-    monkeypatch.setattr("drumline.train.garbage.WHOLE", 3)
+    monkeypatch.setattr("drumline.train.garbage.FULL_EVERY", 3)
     was_enabled = gc.isenabled()
     during: set[bool] = set()
     built.engine.begin_step = lambda lr: during.add(gc.isenabled())  # type: ignore[method-assign]
@@ -268,7 +268,7 @@ def test_patience(tmp_path: Path) -> None:
     assert saved_trainer(tmp_path)["stale"] == 2
     assert steps_of(said, "save") == [3]
 
-    built.stream = iter([batch(3)])
+    built.batches = iter([batch(3)])
     assert built.run() == why
     assert len(of(said, "step")) == 3
 
@@ -467,7 +467,7 @@ def test_saves_evaluates_and_stops_only_between_rollouts(tmp_path: Path) -> None
         eval={"every": 3},
         schedule="constant",
     )
-    built.stream = between_rollouts()
+    built.batches = between_rollouts()
     ask_to_stop(built, lambda step: step >= 5)
     with pytest.raises(Preempted, match="saved at step 6"):
         built.run()

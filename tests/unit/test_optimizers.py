@@ -43,7 +43,7 @@ from drumline.plan.plan import Plan
 from drumline.plan.rule import Case
 from drumline.planner.cost.optimizers import moment_bytes
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
-from drumline.train.restore import Start
+from drumline.train.restore import ResumePoint
 from drumline.train.setup import Request, make_plan
 from drumline.train.state import TrainState
 from drumline.vendor.torch import FakeStore, FakeTensorMode
@@ -383,7 +383,7 @@ def test_what_kahan_sums_keep_goes_along_or_into_the_weights(
     checkpointer.save(2, saved, state, None)
     (result,) = checkpointer.wait()
     _, other = steps(after, 0)
-    Start(result.path, [], frozenset()).restore(other, lambda _: None, 0.0)
+    ResumePoint(result.path, [], frozenset()).restore(other, lambda _: None, 0.0)
     assert ("kahan" in before) == any(tensor.any() for tensor in lost.values())
 
     for name, tensor in other.tensors().items():

@@ -43,9 +43,9 @@ from drumline.plan.plan import Plan
 from drumline.telemetry.events import Eval, Event, Step
 from drumline.telemetry.trackers import MEMORY, open_sinks
 from drumline.train.command import prepare
+from drumline.train.data_loaders import open_samples
 from drumline.train.setup import Request, make_plan
 from drumline.train.state import SQUARES
-from drumline.train.streams import open_samples
 from tests.checkpoint_ranks import run
 from tests.tiny import tiny_model_dir
 

@@ -658,7 +658,7 @@ ROLES: dict[str, dict[str, Any]] = {
 def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) -> None:
     from drumline.config.load import load
     from drumline.engine.build import build_engine
-    from drumline.train.replan import question
+    from drumline.train.replan import planning_question
     from drumline.train.setup import Request, make_plan
     from tests.harness import write_config
     from tests.tiny import tiny_model_dir
@@ -671,7 +671,7 @@ def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) ->
         **ROLES[name],
     )
     plan: Plan = make_plan(Request(load(path, []), world_size=1), on_progress=lambda *_: None)
-    said = memory(plan, question(plan).facts, CLUSTER)
+    said = memory(plan, planning_question(plan).facts, CLUSTER)
     held = [build_engine(plan, "cpu").memory_stats()]
     for role, role_plan in plan.roles.items():
         if not role_plan.trainable:

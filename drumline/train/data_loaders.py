@@ -1,7 +1,10 @@
-"""The batches of one rank, for training and evaluation, on its device.
+"""The data loaders of one rank: its batches for training and evaluation, on its device.
 
 Some objectives need numbers over a whole global batch before they can compute a loss. `FirstPass`
 computes these in a pass without gradients, and puts them into the batches.
+
+Letters of shapes: P samples of a micro-batch; G places of a global batch, with fillers; N samples,
+without fillers; K numbers of a sample. `places_P` are the samples' rows in a table.
 """
 
 from __future__ import annotations
@@ -37,14 +40,14 @@ Batches = Callable[[], Iterable[GlobalBatch]]
 
 
 @dataclass(frozen=True)
-class Streams:
-    """Batches of one data rank, on its device."""
+class DataLoaders:
+    """The data loaders of one data rank. Their batches are on its device."""
 
     training: Iterable[GlobalBatch]
     # For each evaluation set, by name: a function that returns its batches, with each sample once.
     held_out: dict[str, Batches]
-    # Returns batches with all samples of a cache folder, each once.
-    once: Callable[[str], Iterable[GlobalBatch]]
+    # Returns batches with all samples of a cache folder, each sample once.
+    batches_of_folder: Callable[[str], Iterable[GlobalBatch]]
 
 
 def open_samples(plan: Plan, folder: str) -> Any:
@@ -87,13 +90,17 @@ def training_order(plan: Plan, samples: int) -> Order:
     return MixedOrder(sizes, counts, seed, shuffles, curriculum.epochs, curriculum.reverse)
 
 
-def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
-    """Return the blocks of a stream of data. `makes` and `known`: as in `build_streams`."""
+def open_blocks(plan: Plan, writes_blocks: bool, block_state: dict[str, Any]) -> Blocks:
+    """Return the blocks of a streaming dataset.
+
+    `writes_blocks` and `block_state`: as in `build_data_loaders`.
+    """
     config = plan.config
     assert plan.data is not None and config.data.stream is not None
     root = Path(plan.data.train_cache)
     maker: BlockMaker | None = None
-    if makes and hold(root, plan.run_dir):
+    # `hold` takes the folder's lock. It returns False if another process of this run has it.
+    if writes_blocks and hold(root, plan.run_dir):
         remove_older_blocks(root)
         vision = vision_of(config, plan.model_path, load_config(plan.model_path, config.model))
         task = Task(config, config.data.train, root, None, vision)
@@ -109,7 +116,7 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
         maker,
         seed,
         falling=curriculum is not None and curriculum.reverse,
-        known=known,
+        known=block_state,
         # The global batches that are drawn ahead, the one that is trained on, and one more.
         margin=(config.data.prefetch + 2) * plan.batch.global_samples,
         weighted=any(source.weight is not None for source in config.data.train),
@@ -120,61 +127,64 @@ class Copies:
     """Copies micro-batches to the device, while the device still computes the step before.
 
     For that, on a GPU, micro-batches are collated into page-locked memory, and copied on a CUDA
-    stream of their own.
+    stream of their own (`copy_stream`).
     """
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.stream: torch.cuda.Stream | None = None
+        self.copy_stream: torch.cuda.Stream | None = None
         if torch.device(device).type == "cuda":
-            self.stream = torch.cuda.Stream(device)
+            self.copy_stream = torch.cuda.Stream(device)
 
     def pin(self, collate: Callable[..., Any]) -> Callable[..., Any]:
         """Return a collate function whose tensors are in page-locked memory, if there is a GPU."""
-        if self.stream is None:
+        if self.copy_stream is None:
             return collate
         return lambda *columns: collate(*columns).each(pin_memory)
 
     def move(self, micro_batches: list[Any]) -> list[Any]:
         """Return micro-batches on the device.
 
-        The host does not wait for the copies; the step's stream does.
+        The host does not wait for the copies; the CUDA stream of the step does.
         """
-        if self.stream is None:
+        if self.copy_stream is None:
             return [batch.to(self.device) for batch in micro_batches]
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.copy_stream):
             copies = [batch.to(self.device) for batch in micro_batches]
-        stream_of_step = torch.cuda.current_stream(self.device)
-        stream_of_step.wait_stream(self.stream)
+        compute_stream = torch.cuda.current_stream(self.device)
+        compute_stream.wait_stream(self.copy_stream)
 
         def keep_until_step(tensor: torch.Tensor) -> torch.Tensor:
             """Keep the copying stream from reusing memory that the step still reads."""
-            tensor.record_stream(stream_of_step)
+            tensor.record_stream(compute_stream)
             return tensor
 
         return [batch.each(keep_until_step) for batch in copies]
 
 
-def build_streams(
+def build_data_loaders(
     plan: Plan,
     data_rank: int,
     position: int,
     device: str,
-    makes: bool = True,
-    known: dict[str, Any] | None = None,
+    writes_blocks: bool = True,
+    block_state: dict[str, Any] | None = None,
     step: int = 0,
-) -> Streams:
-    """Return the batches of a data rank. Training goes on after `step`, from sample `position`.
+) -> DataLoaders:
+    """Return the data loaders of a data rank.
 
-    For a stream of data (`data.stream`): `makes` says whether this rank makes its blocks, and
-    `known` is what `Blocks.state` returned.
+    Training goes on after `step`, from sample `position`.
+
+    The other arguments are for a streaming dataset (`data.stream`). `writes_blocks`: whether this
+    rank tokenises rows into blocks; else it reads those of another rank of its host.
+    `block_state`: what `Blocks.state` returned for the checkpoint; None for a new run.
     """
-    builder = StreamBuilder(plan, data_rank, device)
-    return builder.build(position, makes, known or {}, step)
+    builder = DataLoaderBuilder(plan, data_rank, device)
+    return builder.build(position, writes_blocks, block_state or {}, step)
 
 
-class StreamBuilder:
-    """Makes the streams of a data rank.
+class DataLoaderBuilder:
+    """Builds the data loaders of a data rank.
 
     They share the algorithm's collator and the copies to the device.
     """
@@ -185,30 +195,32 @@ class StreamBuilder:
         self.collator = plan.config.algorithm.collator(plan, plan.fixed_width)
         self.copies = Copies(device)
 
-    def build(self, position: int, makes: bool, known: dict[str, Any], step: int) -> Streams:
-        """Return all streams. Arguments as those of `build_streams`."""
+    def build(
+        self, position: int, writes_blocks: bool, block_state: dict[str, Any], step: int
+    ) -> DataLoaders:
+        """Return all data loaders. Arguments as those of `build_data_loaders`."""
         plan = self.plan
         data = plan.data
         assert data is not None, "workers get plans of prepared data"
-        stop = total_samples(plan.config, plan.batch, data, step, position)
+        stop_position = total_samples(plan.config, plan.batch, data, step, position)
         if data.stream:
-            blocks = open_blocks(plan, makes, known)
+            blocks = open_blocks(plan, writes_blocks, block_state)
             cache: Any = blocks
             order: Order = blocks
         else:
             cache = open_samples(plan, data.train_cache)
             order = training_order(plan, len(cache))
-        training = self._stream(
-            cache, order, plan.batch, position, stop, plan.config.data.prefetch, "batch"
+        training = self._batch_stream(
+            cache, order, plan.batch, position, stop_position, plan.config.data.prefetch, "batch"
         )
         heartbeat.answer("samples", lambda: training.ids(heartbeat.position()).tolist())
         held_out: dict[str, Batches] = {}
         for name, folder in data.eval_caches.items():
-            held_out[name] = partial(self.once, folder)
-        return Streams(self._on_device(training), held_out, self.once)
+            held_out[name] = partial(self.batches_of_folder, folder)
+        return DataLoaders(self._copy_to_device(training), held_out, self.batches_of_folder)
 
-    def once(self, folder: str) -> Iterable[GlobalBatch]:
-        """Return the batches of all samples of a folder, each once."""
+    def batches_of_folder(self, folder: str) -> Iterable[GlobalBatch]:
+        """Return the batches of all samples of a folder, each sample once."""
         cache = open_samples(self.plan, folder)
         micro_batch = self.plan.batch.eval_micro_batch
         # A global batch has a micro-batch for each stage of a pipeline, so that all stages work.
@@ -221,23 +233,25 @@ class StreamBuilder:
         )
         samples = len(cache)
         order = GlobalOrder(samples, 0, shuffle=False)
-        stream = self._stream(cache, order, batch, 0, samples, 0, "all")
-        return self._on_device(stream)
+        batches = self._batch_stream(cache, order, batch, 0, samples, 0, "all")
+        return self._copy_to_device(batches)
 
-    def _stream(
+    def _batch_stream(
         self,
         cache: Any,
         order: Order,
         batch: BatchPlan,
-        start: int,
-        stop: int,
+        start_position: int,
+        stop_position: int,
         prefetch: int,
         pairs_within: Literal["batch", "all"],
     ) -> BatchStream:
-        """Return the batches from position `start` to `stop`, still on the host.
+        """Return the batches of this data rank between two positions, still on the host.
 
-        `pairs_within`: for an algorithm that pairs each sample with the one before it, whether the
-        first sample of a batch follows the last one of its batch, or of all samples.
+        `pairs_within`: for an algorithm that pairs each sample with the one before it (KTO): what
+        the samples are paired within. "batch": the global batch, so its first sample is paired with
+        its last one. "all": all samples, so only the first sample of the set is paired with the
+        last one of the set.
         """
         previous: Literal["none", "batch", "all"] = "none"
         if self.plan.config.algorithm.pairs_with_previous:
@@ -248,15 +262,15 @@ class StreamBuilder:
             batch,
             self.data_rank,
             self.plan.mesh.data_ranks,
-            start,
-            stop,
+            start_position,
+            stop_position,
             self.copies.pin(self.collator(cache)),
             prefetch,
             previous,
         )
 
-    def _on_device(self, batches: BatchStream) -> Iterator[GlobalBatch]:
-        """Yield batches with their micro-batches on the device, and close the stream at the end."""
+    def _copy_to_device(self, batches: BatchStream) -> Iterator[GlobalBatch]:
+        """Yield batches with their micro-batches on the device, and close `batches` at the end."""
         with ExitStack() as stack:
             stack.enter_context(batches)
             if isinstance(batches.cache, Blocks):
@@ -270,47 +284,55 @@ class FirstPass:
     """Computes the numbers of `Algorithm.first_pass` over each global batch, before its loss."""
 
     algorithm: Algorithm
-    read: Extract
+    # `Algorithm.first_pass`: computes the numbers from the outputs of the model.
+    extract: Extract
     engine: Engine
-    # Whether this rank counts its samples. Of several ranks with the same samples only one does.
-    counts: bool
+    # Whether this rank contributes its samples' numbers to the sum over the ranks. Of several ranks
+    # with the same samples exactly one does.
+    contributes: bool
     device: str
 
-    def add_to(self, streams: Streams) -> Streams:
-        """Return the streams with `first` and `places_P` in every micro-batch.
+    def add_to(self, loaders: DataLoaders) -> DataLoaders:
+        """Return the data loaders with `first` and `places_P` in every micro-batch.
 
-        Drawing from them is collective. In training the numbers are over the global batch. In
-        evaluation they are over the whole set, which is gone through twice: how a set is cut into
+        Taking a batch from them is collective. In training the numbers are over the global batch.
+        In evaluation they are over the full set, which is gone through twice: how a set is cut into
         batches depends on the number of ranks, and the result must not.
         """
         held_out: dict[str, Batches] = {}
-        for name, batches in streams.held_out.items():
-            held_out[name] = partial(self._whole, batches)
-        return Streams(
-            training=self._filled_batches(streams.training),
+        for name, batches in loaders.held_out.items():
+            held_out[name] = partial(self._add_numbers_of_set, batches)
+
+        def batches_of_folder(folder: str) -> Iterator[GlobalBatch]:
+            return self._add_numbers_of_set(lambda: loaders.batches_of_folder(folder))
+
+        return DataLoaders(
+            training=self._add_numbers_of_batch(loaders.training),
             held_out=held_out,
-            once=lambda folder: self._whole(lambda: streams.once(folder)),
+            batches_of_folder=batches_of_folder,
         )
 
-    def _filled_batches(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
+    def _add_numbers_of_batch(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Yield batches, each with the numbers of its own samples."""
         for batch in batches:
             yield add_first_numbers(batch, FirstPassNumbers(self.numbers(batch)), 0)
 
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
-        """Return what `read` returns for the samples of a global batch, fp64[N, K]. Collective.
+        """Return what `extract` returns for the samples of a global batch, fp64[N, K]. Collective.
 
         The N samples are in the batch's order, without fillers. The result is the same on every
         rank, and for any number of ranks: each sample's numbers come from one rank, and zeros are
         added to them.
         """
         first_batches = [self.algorithm.first_batch(each) for each in batch.micro_batches]
-        numbers_of = self.engine.infer(first_batches, self.read)
-        samples = len(batch.sample_ids)
-        width = numbers_of[0].shape[1]
-        table_GK = torch.zeros(samples, width, dtype=torch.float64, device=self.device)
-        if self.counts:
-            for places, numbers_PK in zip(batch.places, numbers_of, strict=True):
+        numbers_of_micro_batches = self.engine.infer(first_batches, self.extract)
+        global_samples = len(batch.sample_ids)
+        numbers_per_sample = numbers_of_micro_batches[0].shape[1]
+        table_GK = torch.zeros(
+            global_samples, numbers_per_sample, dtype=torch.float64, device=self.device
+        )
+        if self.contributes:
+            for places, numbers_PK in zip(batch.places, numbers_of_micro_batches, strict=True):
                 places_P = copied_to(self.device, torch.from_numpy(places))
                 table_GK[places_P] = numbers_PK.double()
         # Rows are chosen by number: with a mask the host would have to ask the device how many.
@@ -318,27 +340,27 @@ class FirstPass:
         summed_GK = add_up(table_GK)
         return summed_GK[copied_to(self.device, real_N)]
 
-    def _whole(self, batches: Batches) -> Iterator[GlobalBatch]:
+    def _add_numbers_of_set(self, batches: Batches) -> Iterator[GlobalBatch]:
         """Yield the batches of a set, each with the numbers of all samples of the set.
 
         `batches` is called twice: all numbers have to be there before the first loss.
         """
-        numbers_of = [self.numbers(batch) for batch in batches()]
-        first = FirstPassNumbers(torch.cat(numbers_of))
-        start = 0
-        for batch, numbers_NK in zip(batches(), numbers_of, strict=True):
-            yield add_first_numbers(batch, first, start)
-            start += len(numbers_NK)
+        numbers_of_batches = [self.numbers(batch) for batch in batches()]
+        first = FirstPassNumbers(torch.cat(numbers_of_batches))
+        first_row = 0
+        for batch, numbers_NK in zip(batches(), numbers_of_batches, strict=True):
+            yield add_first_numbers(batch, first, first_row)
+            first_row += len(numbers_NK)
 
 
-def add_first_numbers(batch: GlobalBatch, first: FirstPassNumbers, start: int) -> GlobalBatch:
+def add_first_numbers(batch: GlobalBatch, first: FirstPassNumbers, first_row: int) -> GlobalBatch:
     """Return a batch whose micro-batches have `first`, and in `places_P` the rows of their samples.
 
-    The batch's own samples begin at row `start` of the numbers in `first`.
+    The batch's own samples begin at row `first_row` of the numbers in `first`.
     """
     is_real_G = batch.sample_ids >= 0
     # Fillers have no row.
-    row_of_real_G = is_real_G.cumsum() - 1 + start
+    row_of_real_G = is_real_G.cumsum() - 1 + first_row
     rows_G = np.where(is_real_G, row_of_real_G, -1)
     device = first.numbers_NK.device
     micro_batches = []
