@@ -20,7 +20,7 @@ from drumline.config.data import (
 )
 from drumline.data.places import DataFile
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import MIB, disk_errors, judged, parse_json
+from drumline.foreign import MIB, disk_errors, parse_json, translate_exceptions
 
 MOST_LINE = 256 * MIB  # bytes of one row
 MOST_ARRAY = 16 * MOST_LINE  # bytes of a file that is one JSON array: it is read whole
@@ -193,10 +193,10 @@ def _read_batches(
     """
     number = 0
     with file.open(random_access=True) as stream:
-        with judged(what, file.name, DataError):
+        with translate_exceptions(what, file.name, DataError):
             batches = open_batches(stream)
         while True:
-            with judged(what, file.name, DataError):
+            with translate_exceptions(what, file.name, DataError):
                 batch = next(batches, None)
                 if batch is None:
                     return
@@ -243,7 +243,10 @@ def _read_excel(file: DataFile, source: FileSource) -> Iterator[Raw]:
         raise EnvironmentFault(
             f"{error}", where=file.name, fix="pip install openpyxl pandas"
         ) from None
-    with file.open(random_access=True) as stream, judged("not an Excel file", file.name, DataError):
+    with (
+        file.open(random_access=True) as stream,
+        translate_exceptions("not an Excel file", file.name, DataError),
+    ):
         _require_small_workbook(stream, file.name)
         book = pandas.ExcelFile(stream, engine="openpyxl")
         sheet = _choose_sheet([str(name) for name in book.sheet_names], source.sheet, file.name)

@@ -29,7 +29,7 @@ from drumline.config.data import (
     TasksSource,
 )
 from drumline.config.model import TEMPLATES
-from drumline.config.registry import imported
+from drumline.config.registry import run_user_code
 from drumline.data.cache import VERSION, TokenCache, read_info
 from drumline.data.formats import judges_answers
 from drumline.data.places import hash_file, locate
@@ -223,7 +223,7 @@ def _identify_content(source: Source, base_dir: Path, is_stream: bool) -> Any:
     read = source.content
     if is_stream and source.limit is None:
         read = source.code
-    return imported(partial(read, base_dir), source.label, "data source", doing="reading")
+    return run_user_code(partial(read, base_dir), source.label, "data source", doing="reading")
 
 
 def hash_files(sources: list[Source], base_dir: Path) -> list[Any]:

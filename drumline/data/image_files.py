@@ -16,7 +16,7 @@ from typing import Any
 from drumline.config.data import DigitsSource
 from drumline.data.files import Raw
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import disk_errors, judged
+from drumline.foreign import disk_errors, translate_exceptions
 from drumline.hardware.detect import cache_dir
 from drumline.system.files import whole_file
 
@@ -67,13 +67,15 @@ def _path_or_bytes(image: Any, origin: str) -> Any:
                 break
     if isinstance(image, str) and image.startswith("data:"):
         text = image.partition(";base64,")[2]
-        with judged("is no data URL of base64", origin, DataError):
+        with translate_exceptions("is no data URL of base64", origin, DataError):
             return base64.b64decode(text, validate=True)
     if hasattr(image, "convert") and hasattr(image, "save"):
         from drumline.models.vision import in_colour  # with torch
 
         buffer = io.BytesIO()
-        with judged("an image cannot be read", origin, DataError, "fix it or take the row out"):
+        with translate_exceptions(
+            "an image cannot be read", origin, DataError, "fix it or take the row out"
+        ):
             in_colour(image).save(buffer, format="png")
         return buffer.getvalue()
     return image

@@ -27,7 +27,7 @@ from typing import IO, Any, cast
 from drumline.config.data import COMPRESSED, KINDS_OF_FILES, FileSource, kind_of_file
 from drumline.config.urls import is_url
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import MIB, expanded, first_line, judged, open_plain
+from drumline.foreign import MIB, expanded, first_line, open_plain, translate_exceptions
 from drumline.hardware.detect import cache_dir
 from drumline.system.files import load_or_compute
 from drumline.system.redact import redact
@@ -123,7 +123,7 @@ class DataFile:
                 raw = self.fs.open(self.place, "rb")
         if self.fs is None and not is_packed:
             return cast("IO[bytes]", raw)
-        with judged("cannot be unpacked", self.name, DataError):
+        with translate_exceptions("cannot be unpacked", self.name, DataError):
             # Closing an unpacked stream leaves the packed one open.
             if is_packed:
                 stream = _Stream(_decompress(raw, ending), [raw], self.name)
@@ -197,13 +197,13 @@ class _Stream(io.RawIOBase):
         return bool(self._file.seekable())
 
     def readinto(self, buffer: Any) -> int:
-        with judged("breaks off", self._name, DataError, BROKEN):
+        with translate_exceptions("breaks off", self._name, DataError, BROKEN):
             data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
     def seek(self, at: int, whence: int = 0) -> int:
-        with judged("cannot be read in any order", self._name, DataError):
+        with translate_exceptions("cannot be read in any order", self._name, DataError):
             return int(self._file.seek(at, whence))
 
     def tell(self) -> int:

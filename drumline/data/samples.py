@@ -24,12 +24,12 @@ import torch
 from torch.utils.data import default_collate
 
 from drumline.config.data import FileSource, PythonSource, Source, SqlSource
-from drumline.config.registry import find_object, imported
+from drumline.config.registry import find_object, run_user_code
 from drumline.data.order import GlobalOrder, assign_samples
 from drumline.data.places import locate
 from drumline.data.sources import describe, open_rows
 from drumline.errors import DataError, DrumlineError
-from drumline.foreign import class_and_line, first_line, judged
+from drumline.foreign import class_and_line, first_line, translate_exceptions
 from drumline.models.containers import map_tensors
 from drumline.plan.plan import BatchPlan, DataIdentity
 from drumline.vendor.torch import tree_leaves
@@ -104,7 +104,7 @@ def read_samples(
             require_samples(dataset, describe(source))
             if not has_index(dataset):
                 read: partial[list[Any]] = partial(list, islice(dataset, source.limit))
-                dataset = imported(read, source.label, "data source", doing="reading")
+                dataset = run_user_code(read, source.label, "data source", doing="reading")
         count = _count(dataset, source)
         if source.limit is not None and source.limit < count:
             dataset = torch.utils.data.Subset(dataset, range(source.limit))
@@ -121,7 +121,7 @@ def _count(dataset: Any, source: Source) -> int:
     Raises DataError for a length that is not a number of samples.
     """
     read = partial(len, dataset)
-    count = imported(read, source.label, "data source", doing="asking for the length of")
+    count = run_user_code(read, source.label, "data source", doing="asking for the length of")
     used = count
     if source.limit is not None:
         used = min(count, source.limit)
@@ -282,7 +282,7 @@ def _collate_column(name: str, values: list[Any]) -> Any:
         return values
     if all(isinstance(leaf, int | float) for _, leaf in leaves):
         return _numbers_tensor(name, values, leaves)
-    with judged(f"column {name!r} makes no batch", "data", DataError, NAME_COLLATE):
+    with translate_exceptions(f"column {name!r} makes no batch", "data", DataError, NAME_COLLATE):
         return default_collate(values)
 
 
@@ -329,7 +329,7 @@ def _numbers_tensor(
 
 def collate_samples(samples: list[Any]) -> Any:
     """Return the batch that torch's default_collate makes. Raises DataError."""
-    with judged("samples make no batch", "data", DataError, NAME_COLLATE):
+    with translate_exceptions("samples make no batch", "data", DataError, NAME_COLLATE):
         return default_collate(samples)
 
 

@@ -55,7 +55,7 @@ from drumline.data.sql import read_sql
 from drumline.data.tasks import read_tasks
 from drumline.data.turns import ROLES, parse_arguments, read_weight
 from drumline.errors import DataError
-from drumline.foreign import expanded, first_line, judged, number_errors
+from drumline.foreign import expanded, first_line, translate_exceptions, translate_number_errors
 from drumline.system import mirror
 
 Tools = list[dict[str, Any]]
@@ -193,7 +193,7 @@ def _convert_raw_row(
 
     Raises DataError, and Tie for a pair without a better answer.
     """
-    with number_errors(origin, DataError):
+    with translate_number_errors(origin, DataError):
         rows = _split_raw_row(origin, values, source, forms, number, is_mapped)
     if forms != TEXT_FORMS and holds_images(rows[0]):
         what = f"row {number} holds images, which this algorithm does not take"
@@ -313,7 +313,7 @@ def _read_mappings(source: Source, base_dir: Path) -> RawRows:
     if isinstance(source, HubSource | SavedSource | SqlSource):
         # Arrow's tables: nulls pad nested values.
         row_type = TableRow
-    with judged(complaint, name, DataError):
+    with translate_exceptions(complaint, name, DataError):
         for number, values in enumerate(_open_dataset(source, base_dir), 1):
             if not isinstance(values, Mapping):
                 what = f"row {number} is {type(values).__name__}, not columns"
@@ -756,7 +756,9 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Any:
 
     place = str(base_dir / expanded(source.path))
     split = source.split
-    with judged("not a saved dataset", place, DataError, "give a folder written by save_to_disk"):
+    with translate_exceptions(
+        "not a saved dataset", place, DataError, "give a folder written by save_to_disk"
+    ):
         loaded = datasets.load_from_disk(place)
     if not isinstance(loaded, dict):
         if split is not None:

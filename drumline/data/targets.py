@@ -29,7 +29,7 @@ from drumline.data.thoughts import REASONING, mask_thoughts, thoughts_of, withou
 from drumline.data.tokens import Tokens
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
-from drumline.foreign import judged
+from drumline.foreign import translate_exceptions
 from drumline.models.templates import end_ids as end_ids  # for rl, which knows no models
 from drumline.models.templates import special_ids
 
@@ -649,7 +649,9 @@ class Encoder:
         Raises DataError if the template refuses the conversation.
         """
         arguments = {"tools": row.values.get("tools"), "tokenize": False, **options}
-        with judged("the chat template refuses this conversation", row.origin, DataError, FITTING):
+        with translate_exceptions(
+            "the chat template refuses this conversation", row.origin, DataError, FITTING
+        ):
             return self.tokenizer.apply_chat_template(messages, **arguments)
 
 

@@ -31,7 +31,7 @@ from drumline.data.sources import Row
 from drumline.data.stage import ROW, Chunk
 from drumline.data.targets import Encoded
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import content_of, finite_number, number_errors
+from drumline.foreign import content_of, finite_number, translate_number_errors
 from drumline.hardware.detect import usable_cores
 from drumline.system.process import worker_pool
 
@@ -131,7 +131,7 @@ class Job:
 
         Raises DataError that names the row, also for a number that is too large.
         """
-        with number_errors(row.origin, DataError):
+        with translate_number_errors(row.origin, DataError):
             return self.encoder.encode(row)
 
     def encode(self, rows: list[Row]) -> Chunk:

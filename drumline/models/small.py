@@ -15,7 +15,7 @@ import torch
 
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
-from drumline.foreign import judged
+from drumline.foreign import translate_exceptions
 from drumline.models.blocks import blocks
 from drumline.models.classes import is_vision_language, values_by_layer
 
@@ -114,7 +114,7 @@ def try_small(
     products.allow_tf32 = False
     convolutions.allow_tf32 = False
     try:
-        with torch.no_grad(), judged(what, where, ModelError, fix):
+        with torch.no_grad(), translate_exceptions(what, where, ModelError, fix):
             return trial(small, ids_BT)
     finally:
         products.allow_tf32, convolutions.allow_tf32 = before

@@ -28,7 +28,7 @@ from drumline.data.samples import read_samples
 from drumline.data.workers import digest
 from drumline.dist.seeds import Draws
 from drumline.errors import DataError, UserError
-from drumline.foreign import disk_errors, judged
+from drumline.foreign import disk_errors, translate_exceptions
 from drumline.models.files import resolve
 from drumline.models.load import load_config
 from drumline.models.vision import vision_of
@@ -507,7 +507,7 @@ class View:
             "bold",
         )
         for number in range(min(self.options.most, len(samples))):
-            with judged("cannot be read", f"sample {number + 1}", DataError):
+            with translate_exceptions("cannot be read", f"sample {number + 1}", DataError):
                 self.line(f"sample {number + 1}: {shape_of(samples[number])}")
 
 
