@@ -524,7 +524,7 @@ class LabelledBatch(TokenBatch):
         return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
 
 
-def collate_texts(
+def collate_labelled_texts(
     plan: Plan, cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None
 ) -> LabelledBatch:
     """Return the texts of sample ids (-1: a filler), padded to `width` tokens.
@@ -558,7 +558,7 @@ def _labelled_batch(
     return LabelledBatch(**fields, labels_B=torch.tensor(labels), attention_mask_BT=mask_BT)
 
 
-def placeholder_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
+def placeholder_labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
     """Return a placeholder batch of `rows` texts with `length` tokens, all of the first class."""
     texts = [[learned_segment(length)]] * rows
     return _labelled_batch(plan, texts, [0] * rows, 0, length)

@@ -435,11 +435,11 @@ def _parse_label(values: dict[str, Any], kind: str) -> dict[str, Any]:
     return values
 
 
-def nearest_format(values: PresentColumns, known: Forms) -> str:
-    """Return the last part of the error for a row of no form.
+def describe_nearest_format(values: PresentColumns, known: Forms) -> str:
+    """Return a text to append to the error about a row that has none of the accepted forms.
 
-    It says which algorithms take the row, or which form or format is nearest. It is empty if none
-    is near.
+    It begins with "; ", and says which algorithms take the row, or which form or format is nearest.
+    It is empty if none is near.
     """
     kind = _kind_of_forms(known)
     algorithms = _find_other_algorithms(values, kind)

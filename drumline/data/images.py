@@ -35,7 +35,7 @@ from drumline.data.batches import (
 from drumline.data.cache import Segment, TokenCache, cache_root
 from drumline.data.image_files import image_path, image_paths
 from drumline.data.sources import Row, is_image
-from drumline.data.targets import Encoded, Encoder, Example, truncate
+from drumline.data.targets import EncodedSample, Encoder, TokenSegment, truncate
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 from drumline.foreign import expanded
@@ -45,7 +45,7 @@ from drumline.models.vision import Grid, Vision, pixels, read_image
 IMAGE_MARK = "<image>"
 # Columns that other libraries read beside a conversation. No model gets them here, so rows with
 # them are refused.
-UNREAD = (
+UNSUPPORTED_COLUMNS = (
     "video",
     "videos",
     "audio",
@@ -58,8 +58,8 @@ _IMAGE_KEYS = ("image", "path", "url", "image_url")
 
 
 @dataclass(frozen=True)
-class Expanded:
-    """A row as tokens, with as many tokens for each image as the model's vision tower gives.
+class RowWithImageTokens:
+    """An encoded row, with as many tokens for each image as the model's vision tower gives.
 
     Attributes:
         example: the tokens.
@@ -67,24 +67,24 @@ class Expanded:
         spans: the token range [start, stop) of each image in `example`.
     """
 
-    example: Example
+    example: TokenSegment
     images: list[tuple[str, Grid]]
     spans: list[tuple[int, int]]
 
-    def encoded(self, truncated: bool) -> Encoded:
-        """Return the row as `Encoded`. `truncated`: whether something was cut off."""
+    def encoded(self, truncated: bool) -> EncodedSample:
+        """Return the row as `EncodedSample`. `truncated`: whether something was cut off."""
         meta = None
         # A sample with a meta is kept even without a target. Without a meta such a sample is left
         # out.
-        if self.images and self.example.learned:
+        if self.images and self.example.target_count:
             meta = {
                 "images": [path for path, _ in self.images],
                 "grid": [grid for _, grid in self.images],
             }
-        return Encoded([self.example], meta, truncated)
+        return EncodedSample([self.example], meta, truncated)
 
 
-class ImageRows:
+class VisionRowEncoder:
     """Encodes conversations with and without images. Image tokens are never targets."""
 
     def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
@@ -93,13 +93,13 @@ class ImageRows:
         self.vision = vision
         self.root = cache_root(data)
 
-    def encode(self, row: Row) -> Encoded | None:
+    def encode(self, row: Row) -> EncodedSample | None:
         """Return the row cut to data.max_length, without any image that does not fit whole.
 
         None if the row is dropped, or if the cut takes all of its targets. Raises DataError that
         names the row.
         """
-        _require_no_unread(row)
+        _refuse_unsupported_media(row)
         placed, paths = place_images(row, self.root)
         if paths:
             self.encoder.require_template("images need a chat template", row)
@@ -120,7 +120,7 @@ class ImageRows:
         size = len(kept.tokens)
         if size == len(full.example.tokens):
             return full.encoded(truncated=False)
-        lost_its_answers = full.example.learned and not kept.learned
+        lost_its_answers = full.example.target_count and not kept.target_count
         if lost_its_answers:
             return None
         # `kept` may have a part of an image at its end; this has none.
@@ -128,7 +128,7 @@ class ImageRows:
         return shortened.encoded(truncated=True)
 
 
-def _require_no_unread(row: Row) -> None:
+def _refuse_unsupported_media(row: Row) -> None:
     """Raise DataError for a row with videos, sounds, or images beside a document.
 
     The model would not get them.
@@ -136,8 +136,8 @@ def _require_no_unread(row: Row) -> None:
     if "text" in row.values:
         images = {"image": row.extra.get("image"), "images": row.values.get("images")}
         _require_empty(images, row, "give a prompt and a completion beside it")
-    unread = {name: row.extra.get(name) for name in UNREAD}
-    _require_empty(unread, row, "take the column or the row out")
+    unsupported = {name: row.extra.get(name) for name in UNSUPPORTED_COLUMNS}
+    _require_empty(unsupported, row, "take the column or the row out")
 
 
 def _require_empty(columns: dict[str, Any], row: Row, fix: str) -> None:
@@ -149,9 +149,9 @@ def _require_empty(columns: dict[str, Any], row: Row, fix: str) -> None:
 
 
 def expand_placeholders(
-    short: Example, images: Sequence[tuple[str, Grid]], vision: Vision
-) -> Expanded:
-    """Return the example with each image's placeholder repeated for all of the image's tokens.
+    short: TokenSegment, images: Sequence[tuple[str, Grid]], vision: Vision
+) -> RowWithImageTokens:
+    """Return the segment with each image's placeholder repeated for all of the image's tokens.
 
     None of these tokens is a target.
 
@@ -172,11 +172,11 @@ def expand_placeholders(
 
     tokens = np.repeat(short.tokens, repeats)
     learn = np.where(is_place, 0, short.learn).astype(np.uint8)
-    example = Example(tokens, np.repeat(learn, repeats))
-    return Expanded(example, list(images), list(spans))
+    example = TokenSegment(tokens, np.repeat(learn, repeats))
+    return RowWithImageTokens(example, list(images), list(spans))
 
 
-def cut_between_images(full: Expanded, size: int, left: bool) -> Expanded:
+def cut_between_images(full: RowWithImageTokens, size: int, left: bool) -> RowWithImageTokens:
     """Return the first `size` tokens of a row, or the last ones (`left`).
 
     An image that the cut would divide is left out whole.
@@ -199,8 +199,8 @@ def cut_between_images(full: Expanded, size: int, left: bool) -> Expanded:
         if start <= first and last <= stop:
             images.append(image)
             spans.append((first - start, last - start))
-    example = Example(full.example.tokens[start:stop], full.example.learn[start:stop])
-    return Expanded(example, images, spans)
+    example = TokenSegment(full.example.tokens[start:stop], full.example.learn[start:stop])
+    return RowWithImageTokens(example, images, spans)
 
 
 def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
@@ -475,8 +475,9 @@ def collate_vision(
         cache: the token cache.
         ids: samples of the cache; -1 is a filler.
         pad_id: the padding token.
-        width: tokens of each row, see `collate`. Rows get one token more for the image of zeros:
-            always with a fixed width, and without one if the batch has no images.
+        width: tokens of each row; None: those of the longest row. The batch has `width` + 1 columns,
+            since the last one is kept free for the image of zeros. With None there is an additional
+            column only if the batch has no images.
         vision: the model's images.
 
     Raises DataError for an image that cannot be read any more.
@@ -595,7 +596,7 @@ class ImageBatch(Batch):
         return {"pixel_values": self.pixels_BCHW}
 
 
-def collate_images(
+def collate_labelled_images(
     cache: TokenCache,
     ids: Sequence[int],
     labels: tuple[str, ...],
@@ -629,7 +630,7 @@ def collate_images(
     return ImageBatch(pixels_BCHW, labels_B, len(images))
 
 
-def placeholder_images(rows: int, side: int, channels: int) -> ImageBatch:
+def placeholder_labelled_images(rows: int, side: int, channels: int) -> ImageBatch:
     """Return a placeholder batch of black images, `side` pixels square, all of the first class."""
     pixels_BCHW = torch.zeros(rows, channels, side, side)
     labels_B = torch.zeros(rows, dtype=torch.int64)

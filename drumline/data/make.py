@@ -570,7 +570,7 @@ def _samples_of(config: Config, segments: Segments, metas: list[bytes]) -> _Samp
     if not config.packs:
         # Each row is a sample.
         segments_of_rows = np.bincount(segments.owners)
-        return _Samples(ranges, bounds(segments_of_rows), segments.learned, metas)
+        return _Samples(ranges, bounds(segments_of_rows), segments.target_counts, metas)
     if config.algorithm.cuts:
         pieces, offsets = cut(ranges[:, 0], ranges[:, 1], max_length)
         # All tokens of a piece but its first one are targets.
@@ -584,7 +584,7 @@ def _samples_of(config: Config, segments: Segments, metas: list[bytes]) -> _Samp
     joined: list[bytes] = []
     if any(metas):
         joined = join_metas(metas, range(len(metas)), groups)
-    return _Samples(ranges[order], offsets, segments.learned[order], joined)
+    return _Samples(ranges[order], offsets, segments.target_counts[order], joined)
 
 
 class _FileCopy(NamedTuple):

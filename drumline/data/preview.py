@@ -20,7 +20,7 @@ from drumline.config.config import Config
 from drumline.data.make import Task, rows_of
 from drumline.data.sources import Row
 from drumline.data.stage import Stage
-from drumline.data.targets import Encoded, Example
+from drumline.data.targets import EncodedSample, TokenSegment
 from drumline.data.workers import Job
 from drumline.errors import DataError
 from drumline.models.templates import special_ids
@@ -79,8 +79,8 @@ class PreviewedRow:
 
     number: int
     row: Row
-    kept: Encoded | None
-    full: Encoded | None
+    kept: EncodedSample | None
+    full: EncodedSample | None
     error: DataError | None = None
 
     @property
@@ -99,7 +99,7 @@ class PreviewedRow:
         if self.kept is None:
             return "dropped"
         # As `workers.Job.encode` decides it.
-        has_targets = any(segment.learned for segment in self.kept.segments)
+        has_targets = any(segment.target_count for segment in self.kept.segments)
         if self.kept.meta is None and not has_targets:
             return "unlearned"
         if self.kept.truncated:
@@ -179,7 +179,7 @@ class Reader:
             row = Row(row.where or "", {}, error=row)
         if row.error is not None:
             return PreviewedRow(number, row, kept=None, full=None, error=row.error)
-        full: Encoded | None = None
+        full: EncodedSample | None = None
         try:
             # First, so that a row that is refused for its length still has its tokens.
             full = self.unlimited_job.encode_row(row)
@@ -209,7 +209,7 @@ class Reader:
             return []
         # All segments take their images from this one iterator.
         images = iter(_images(seen.full.meta or {}, self.vision))
-        kept: list[Example | None] = [None] * len(seen.full.segments)
+        kept: list[TokenSegment | None] = [None] * len(seen.full.segments)
         if seen.kept is not None:
             kept = list(seen.kept.segments)
         segments = []
@@ -218,7 +218,7 @@ class Reader:
             segments.append(self.pieces(full.tokens, states, images))
         return segments
 
-    def _states_of_full(self, full: Example, short: Example | None) -> list[State]:
+    def _states_of_full(self, full: TokenSegment, short: TokenSegment | None) -> list[State]:
         """Return the state of each token of a segment. `short`: what was kept of it; None: nothing."""
         states: list[State] = ["cut"] * len(full.tokens)
         if short is None:
@@ -241,7 +241,7 @@ class Reader:
         images = iter(_images(meta, self.vision))
         pieces = []
         for tokens, learn in segments:
-            states = _states(Example(tokens, learn))
+            states = _states(TokenSegment(tokens, learn))
             pieces.append(self.pieces(tokens, states, images))
         return pieces
 
@@ -369,7 +369,7 @@ def escape(text: str, marks: str = "") -> str:
     return "".join(characters)
 
 
-def _states(example: Example) -> list[State]:
+def _states(example: TokenSegment) -> list[State]:
     """Return the state of each token of a segment."""
     states: list[State] = []
     for index, flag in enumerate(example.learn.tolist()):

@@ -47,7 +47,7 @@ from drumline.config.data import (
     TasksSource,
 )
 from drumline.data.files import RawRows, TableRow, read_file
-from drumline.data.formats import Tie, convert_row, judges_answers, nearest_format
+from drumline.data.formats import Tie, convert_row, describe_nearest_format, judges_answers
 from drumline.data.image_files import read_digits
 from drumline.data.pairs import is_pair_to_split, split_pair
 from drumline.data.places import locate
@@ -225,7 +225,7 @@ def _split_raw_row(
     row = replace(row, format=format_name)
     if not is_split:
         return [row]
-    # As `encode.PairRows` reads two texts without a prompt.
+    # As `encode.PairRowEncoder` reads two texts without a prompt.
     are_texts = all(isinstance(row.values[side], str) for side in ("chosen", "rejected"))
     is_plain = are_texts and not {"prompt", "tools"} & row.values.keys()
     rows = []
@@ -399,7 +399,7 @@ def _read_in_form(
     if form is None:
         shapes = ", or ".join(" and ".join(shape) for shape in known)
         what = f"row {number} has no {shapes}; its columns are: {existing}"
-        fix = "map them with `columns`" + nearest_format(values, known)
+        fix = "map them with `columns`" + describe_nearest_format(values, known)
         raise DataError(what, where=origin, fix=fix)
     if not mapped <= set(form):
         kinds = ", ".join(sorted(mapped))
@@ -485,7 +485,7 @@ def _images_column(
         # A row of a class has only its text or its image.
         return ""
     has_no_images = columns.images is None and "images" not in values
-    # A document takes no images. `_require_no_unread` in data.images refuses one that has some.
+    # A document takes no images. `_refuse_unsupported_media` in data.images refuses one that has some.
     takes_image = "image" not in form and form != ("text",)
     if has_no_images and takes_image:
         return "image"

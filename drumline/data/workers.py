@@ -29,7 +29,7 @@ from drumline.data.image_files import image_paths
 from drumline.data.overlap import PERMUTATIONS, EvaluationGrams, hash_bands, minhash, text_of
 from drumline.data.sources import Row
 from drumline.data.stage import ROW, Chunk
-from drumline.data.targets import Encoded
+from drumline.data.targets import EncodedSample
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import content_of, finite_number, translate_number_errors
 from drumline.hardware.detect import usable_cores
@@ -126,7 +126,7 @@ class Job:
             key: value for key, value in self.__dict__.items() if key not in _MADE_IN_EACH_PROCESS
         }
 
-    def encode_row(self, row: Row) -> Encoded | None:
+    def encode_row(self, row: Row) -> EncodedSample | None:
         """Encode a row, see `RowEncoder.encode`.
 
         Raises DataError that names the row, also for a number that is too large.
@@ -149,7 +149,7 @@ class Job:
                 counts[row.source, "too_long"] += 1
                 continue
             # Samples with a meta, such as prompts and texts with a class, need no target.
-            has_targets = any(segment.learned for segment in encoded.segments)
+            has_targets = any(segment.target_count for segment in encoded.segments)
             if encoded.meta is None and not has_targets:
                 counts[row.source, "unlearned"] += 1
                 continue
@@ -160,7 +160,7 @@ class Job:
         return self._chunk(kept_rows, samples, counts)
 
     def _chunk(
-        self, rows: list[Row], samples: list[Encoded], counts: Counter[tuple[int, str]]
+        self, rows: list[Row], samples: list[EncodedSample], counts: Counter[tuple[int, str]]
     ) -> Chunk:
         """Return the flat arrays of some rows and their samples."""
         segments = list(chain.from_iterable(encoded.segments for encoded in samples))
@@ -172,7 +172,7 @@ class Job:
         for segment in segments:
             tokens.append(segment.tokens)
             learn.append(segment.learn)
-            sizes.append((len(segment.tokens), segment.learned))
+            sizes.append((len(segment.tokens), segment.target_count))
         table = self._table(rows, samples, metas)
         prints = {}
         if self.finds_near_copies:
@@ -188,7 +188,7 @@ class Job:
         )
 
     def _table(
-        self, rows: list[Row], samples: list[Encoded], metas: list[bytes]
+        self, rows: list[Row], samples: list[EncodedSample], metas: list[bytes]
     ) -> npt.NDArray[Any]:
         """Return ROW[rows]: what each row is, and where its segments, tokens and meta lie."""
         digests = []
@@ -215,7 +215,7 @@ class Job:
             table["value"] = [_number(row, curriculum.by) for row in rows]
         return table
 
-    def _digest(self, row: Row, encoded: Encoded) -> bytes:
+    def _digest(self, row: Row, encoded: EncodedSample) -> bytes:
         """Return `digest` of those parts of a row that must be equal for two rows to be copies."""
         images: list[str] = []
         if self.digests_images:
@@ -241,7 +241,7 @@ def _is_never_contaminated(row: Row) -> bool:
     return False
 
 
-def _meta_bytes(encoded: Encoded) -> bytes:
+def _meta_bytes(encoded: EncodedSample) -> bytes:
     """Return the meta of a sample as JSON; empty without one."""
     if encoded.meta is None:
         return b""

@@ -403,7 +403,7 @@ class View:
                     continue
                 for segment in seen.kept.segments:
                     tokens += len(segment.tokens)
-                    learned += segment.learned
+                    learned += segment.target_count
         if reader.job.tokenizer is None:
             return
         if learned:
@@ -567,7 +567,7 @@ def _title_of_row(reader: Reader, seen: PreviewedRow) -> str:
             cut_off = seen.tokens - longest
             if cut_off:
                 title += f", {cut_off:,} of them cut off"
-        learned = sum(segment.learned for segment in kept)
+        learned = sum(segment.target_count for segment in kept)
         if learned or seen.fate == "unlearned":
             title += f", {learned:,} in the loss"
     return title + FATES.get(seen.fate, "")

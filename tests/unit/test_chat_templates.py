@@ -187,7 +187,9 @@ def test_a_turn_that_a_template_drops_silently_is_refused() -> None:
     )
     quoted = [USES[0], {"role": "tool", "content": 'say "2"'}, USES[3]]
     assert (
-        encoder(tokenizer(template=json_of_tools)).encode(Row("r:1", {"messages": quoted})).learned
+        encoder(tokenizer(template=json_of_tools))
+        .encode(Row("r:1", {"messages": quoted}))
+        .target_count
     )
 
 

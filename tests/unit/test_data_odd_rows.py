@@ -23,7 +23,7 @@ from drumline.config.data import (
     PythonSource,
 )
 from drumline.data.cache import TokenCache
-from drumline.data.encode import PairRows
+from drumline.data.encode import PairRowEncoder
 from drumline.data.fingerprint import cache_key
 from drumline.data.image_files import image_path
 from drumline.data.sources import Row, read_rows
@@ -125,7 +125,7 @@ def test_blanks_around_a_question_make_no_second_one(tmp_path: Path) -> None:
         for prompt in ("hi", "hi \n", [{**ASK, "content": " hi"}])
     ]
     tokenizer = tiny_tokenizer()
-    encoder = PairRows(tokenizer, DataConfig(train=[{"kind": "file", "path": "-"}]))
+    encoder = PairRowEncoder(tokenizer, DataConfig(train=[{"kind": "file", "path": "-"}]))
     read_as = [read(tmp_path, row, PAIR_FORMS) for row in rows]
     for row in (
         *read_as,
@@ -377,7 +377,7 @@ def test_the_system_in_a_column_of_its_own_heads_both_sides(
     tmp_path: Path, row: dict[str, Any]
 ) -> None:
     tokenizer = tiny_tokenizer()
-    pair = PairRows(tokenizer, DataConfig(train=["-"])).encode(
+    pair = PairRowEncoder(tokenizer, DataConfig(train=["-"])).encode(
         read(tmp_path, {"system": "be kind", **row}, PAIR_FORMS)
     )
     assert pair is not None

@@ -15,10 +15,10 @@ from drumline.config.config import Config
 from drumline.config.data import PAIR_FORMS, DataConfig, TasksSource
 from drumline.data.batches import collate_pairs
 from drumline.data.cache import TokenCache
-from drumline.data.encode import PairRows
+from drumline.data.encode import PairRowEncoder
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
-from drumline.data.targets import Example
+from drumline.data.targets import TokenSegment
 from drumline.errors import ConfigError, DataError
 from tests.tiny import CHATML, tiny_tokenizer
 
@@ -33,19 +33,21 @@ def said(*texts: str) -> list[dict[str, str]]:
     ]
 
 
-def encoder(template: str | None = CHATML, **data: Any) -> PairRows:
+def encoder(template: str | None = CHATML, **data: Any) -> PairRowEncoder:
     settings = {"train": [{"kind": "file", "path": "unused"}], "max_length": 64, **data}
-    return PairRows(tiny_tokenizer(chat_template=template), DataConfig.model_validate(settings))
+    return PairRowEncoder(
+        tiny_tokenizer(chat_template=template), DataConfig.model_validate(settings)
+    )
 
 
-def parts(using: PairRows, **values: Any) -> list[tuple[str, str]]:
+def parts(using: PairRowEncoder, **values: Any) -> list[tuple[str, str]]:
     """(prompt, answer) of both sides, decoded."""
     encoded = using.encode(Row("here:1", values))
     assert encoded is not None
     return [shown(using, side) for side in encoded.segments]
 
 
-def shown(using: PairRows, side: Example) -> tuple[str, str]:
+def shown(using: PairRowEncoder, side: TokenSegment) -> tuple[str, str]:
     decode, learned = using.encoder.tokenizer.decode, side.learn.astype(bool)
     assert not (np.diff(side.learn.astype(int)) == -1)[: int(np.argmax(learned))].any()
     return decode(side.tokens[~learned]), decode(side.tokens[learned])
@@ -189,8 +191,11 @@ def test_left_cuts_the_prompt_of_both_alike() -> None:
     cut = encoder(None, max_length=size - 3, truncation="left").encode(Row("here:1", LONG))
     assert cut is not None and cut.truncated
     for short, long in zip(cut.segments, whole.segments, strict=True):
-        assert short.tokens.tolist() == long.tokens[3:].tolist() and short.learned == long.learned
-    longest = max(side.learned for side in whole.segments)
+        assert (
+            short.tokens.tolist() == long.tokens[3:].tolist()
+            and short.target_count == long.target_count
+        )
+    longest = max(side.target_count for side in whole.segments)
     # No prompt would be left.
     assert encoder(None, max_length=longest, truncation="left").encode(Row("here:1", LONG)) is None
 
@@ -200,7 +205,9 @@ def test_right_cuts_the_answers_and_drops_a_pair_that_it_would_leave_without() -
     assert whole is not None
     prompt = int(np.argmax(whole.segments[0].learn))
     cut = encoder(None, max_length=prompt + 2, truncation="right").encode(Row("here:1", LONG))
-    assert cut is not None and cut.truncated and [side.learned for side in cut.segments] == [2, 2]
+    assert (
+        cut is not None and cut.truncated and [side.target_count for side in cut.segments] == [2, 2]
+    )
     assert encoder(None, max_length=prompt, truncation="right").encode(Row("here:1", LONG)) is None
     alike = {**LONG, "rejected": LONG["chosen"] + " right"}  # the same up to where they are cut
     assert (

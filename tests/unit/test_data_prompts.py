@@ -10,7 +10,7 @@ import pytest
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.config.data import PROMPT_FORMS, DataConfig, FileSource, TasksSource
 from drumline.config.rollouts import HFGenerator
-from drumline.data.encode import OWN_COLUMNS, PromptRows
+from drumline.data.encode import OWN_COLUMNS, PromptRowEncoder
 from drumline.data.sources import Row, domains, read_rows
 from drumline.errors import ConfigError, DataError
 from tests.harness import write_config, write_rows
@@ -19,7 +19,7 @@ from tests.tiny import tiny_model_dir, tiny_tokenizer
 SOURCE = {"kind": "file", "path": "x.jsonl"}
 
 
-def encoder(chat_template: Any = "default", new: int = 8, **data: Any) -> PromptRows:
+def encoder(chat_template: Any = "default", new: int = 8, **data: Any) -> PromptRowEncoder:
     tokenizer = (
         tiny_tokenizer()
         if chat_template == "default"
@@ -27,7 +27,7 @@ def encoder(chat_template: Any = "default", new: int = 8, **data: Any) -> Prompt
     )
     algorithm = GRPOConfig(generator=HFGenerator(max_new_tokens=new))
     made = algorithm.encoder(tokenizer, DataConfig.model_validate({"train": [SOURCE], **data}))
-    assert isinstance(made, PromptRows)
+    assert isinstance(made, PromptRowEncoder)
     return made
 
 

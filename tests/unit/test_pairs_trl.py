@@ -20,7 +20,7 @@ from drumline.algorithms.reward.spec import RewardModelConfig
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.data import DataConfig
 from drumline.data.batches import PairBatch, collate, pair_batch
-from drumline.data.encode import PairRows
+from drumline.data.encode import PairRowEncoder
 from drumline.data.sources import Row
 from drumline.models.head import ForwardWithObjective
 from tests.reference.pairs import MARGINS, gradients, model, rows, tokenizer
@@ -39,7 +39,7 @@ def segments() -> list[Any]:
         {"train": [{"kind": "file", "path": "unused"}], "max_length": 128}
     )
     encoded = [
-        PairRows(tokenizer(), data).encode(Row(f"row {index}", row))
+        PairRowEncoder(tokenizer(), data).encode(Row(f"row {index}", row))
         for index, row in enumerate(rows())
     ]
     return [

@@ -203,7 +203,7 @@ def test_random_rows_have_the_form_that_is_learned(
     )
     row = next(read_rows(tried.data.train[0], tmp_path, config.algorithm.forms))
     encoded = config.algorithm.encoder(tiny_tokenizer(), tried.data).encode(row)
-    assert all(segment.learned > 0.8 * tried.data.max_length for segment in encoded.segments)
+    assert all(segment.target_count > 0.8 * tried.data.max_length for segment in encoded.segments)
 
 
 def test_prompts_cannot_be_made_up(answer: Answer, tmp_path: Path) -> None:

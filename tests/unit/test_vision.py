@@ -30,7 +30,7 @@ from drumline.data.images import (
 from drumline.data.images import cut_between_images as cut_images
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
-from drumline.data.targets import Example
+from drumline.data.targets import TokenSegment
 from drumline.errors import DataError, ModelError, PlanError, UserError
 from drumline.inference.evaluate import answers
 from drumline.models.build import build_model
@@ -273,7 +273,7 @@ def test_no_image_is_cut_in_two(
     size: int, left: bool, tokens: list[int], images: list[str]
 ) -> None:
     eyes = Vision("", ModelConfig(), token_id=9, merge=2)
-    short = Example(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
+    short = TokenSegment(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
     full = expand_placeholders(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
 
     assert full.example.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
