@@ -18,7 +18,7 @@ import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.data.batches import FirstPassNumbers, pin_memory
-from drumline.data.blocks import BlockMaker, Blocks, hold, remove_older_blocks
+from drumline.data.blocks import BlockMaker, Blocks, remove_older_blocks, try_lock_stream
 from drumline.data.cache import TokenCache
 from drumline.data.make import Task
 from drumline.data.order import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
@@ -93,7 +93,7 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
     assert plan.data is not None and config.data.stream is not None
     root = Path(plan.data.train_cache)
     maker: BlockMaker | None = None
-    if makes and hold(root, plan.run_dir):
+    if makes and try_lock_stream(root, plan.run_dir):
         remove_older_blocks(root)
         vision = vision_of(config, plan.model_path, load_config(plan.model_path, config.model))
         task = Task(config, config.data.train, root, None, vision)
@@ -109,7 +109,7 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
         maker,
         seed,
         falling=curriculum is not None and curriculum.reverse,
-        known=known,
+        resume_state=known,
         # The global batches that are drawn ahead, the one that is trained on, and one more.
         margin=(config.data.prefetch + 2) * plan.batch.global_samples,
         weighted=any(source.weight is not None for source in config.data.train),
@@ -239,9 +239,9 @@ class StreamBuilder:
         `pairs_within`: for an algorithm that pairs each sample with the one before it, whether the
         first sample of a batch follows the last one of its batch, or of all samples.
         """
-        previous: Literal["none", "batch", "all"] = "none"
+        predecessor_scope: Literal["none", "batch", "all"] = "none"
         if self.plan.config.algorithm.pairs_with_previous:
-            previous = pairs_within
+            predecessor_scope = pairs_within
         return BatchStream(
             cache,
             order,
@@ -252,7 +252,7 @@ class StreamBuilder:
             stop,
             self.copies.pin(self.collator(cache)),
             prefetch,
-            previous,
+            predecessor_scope,
         )
 
     def _on_device(self, batches: BatchStream) -> Iterator[GlobalBatch]:
@@ -310,7 +310,7 @@ class FirstPass:
         width = numbers_of[0].shape[1]
         table_GK = torch.zeros(samples, width, dtype=torch.float64, device=self.device)
         if self.counts:
-            for places, numbers_PK in zip(batch.places, numbers_of, strict=True):
+            for places, numbers_PK in zip(batch.sample_indices, numbers_of, strict=True):
                 places_P = copied_to(self.device, torch.from_numpy(places))
                 table_GK[places_P] = numbers_PK.double()
         # Rows are chosen by number: with a mask the host would have to ask the device how many.
@@ -342,7 +342,7 @@ def add_first_numbers(batch: GlobalBatch, first: FirstPassNumbers, start: int) -
     rows_G = np.where(is_real_G, row_of_real_G, -1)
     device = first.numbers_NK.device
     micro_batches = []
-    for micro_batch, places in zip(batch.micro_batches, batch.places, strict=True):
+    for micro_batch, places in zip(batch.micro_batches, batch.sample_indices, strict=True):
         places_P = copied_to(device, torch.from_numpy(rows_G[places]))
         micro_batches.append(replace(micro_batch, first=first, places_P=places_P))
     return replace(batch, micro_batches=micro_batches)

@@ -54,7 +54,7 @@ def batches(
             for mine in places
         ]
         yield GlobalBatch(
-            [collate(row, 0, None) for row in rows], ids, start + size, 0, places=places
+            [collate(row, 0, None) for row in rows], ids, start + size, 0, sample_indices=places
         )
 
 
@@ -101,7 +101,7 @@ def told(
             held.append(list(made.held_out[""]()))
     for of_rank in (*found, *held):
         for batch in of_rank:
-            for micro, places in zip(batch.micro_batches, batch.places, strict=True):
+            for micro, places in zip(batch.micro_batches, batch.sample_indices, strict=True):
                 assert isinstance(micro.first, FirstPassNumbers) and micro.places_P.shape == (
                     len(places),
                 )
