@@ -38,10 +38,17 @@ import numpy as np
 from drumline.config.mixing import Mixed, StreamConfig, epoch_counts
 from drumline.data.cache import Segment, TokenCache, read_info, temporary_folder, verify
 from drumline.data.files import RawRows
-from drumline.data.make import Task, job_of, require_rows, rows_of, token_type, write_cache
+from drumline.data.make import (
+    CacheBuild,
+    make_chunk_encoder,
+    read_matching_rows,
+    require_rows,
+    token_type,
+    write_cache,
+)
 from drumline.data.order import GlobalOrder, hash_integers, interleave, slots_before
+from drumline.data.row_store import TRAIN, Ints, RowCounts, TokenizedRowStore
 from drumline.data.sources import Row, describe
-from drumline.data.stage import TRAIN, Ints, Stage
 from drumline.data.workers import encode_all
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
 from drumline.system import heartbeat
@@ -67,20 +74,20 @@ def has_first_block(root: Path) -> bool:
     return isinstance(ledger.get("first"), dict) and "rows" in ledger
 
 
-def make_first_block(task: Task, tokenizer_path: str, base_dir: Path) -> None:
+def make_first_block(build: CacheBuild, tokenizer_path: str, base_dir: Path) -> None:
     """Make block 0 of a stream, or wait until another process has made it.
 
     Raises DataError for rows that cannot be used, EnvironmentFault if a run streams through the
     folder, or the disk cannot be written.
     """
-    while not has_first_block(task.folder):
-        with try_lock_while_preparing(task.folder) as got_lock:
+    while not has_first_block(build.folder):
+        with try_lock_while_preparing(build.folder) as got_lock:
             if not got_lock:
                 time.sleep(_POLL_SECONDS)
             # Another process may have made it between the check above and the lock.
-            elif not has_first_block(task.folder):
-                remove_older_blocks(task.folder)
-                BlockMaker(task, tokenizer_path, base_dir).make(0)
+            elif not has_first_block(build.folder):
+                remove_older_blocks(build.folder)
+                BlockMaker(build, tokenizer_path, base_dir).make(0)
                 return
 
 
@@ -115,7 +122,7 @@ class BlockMaker:
     """Makes the blocks of a stream. A block goes on with the pass over the rows of the one before.
 
     Attributes:
-        task: the task of the stream.
+        build: has the sources and the folder of the stream.
         tokenizer_path: the folder of the tokenizer.
         base_dir: the folder that paths of the config are relative to.
         stream: the settings of the stream.
@@ -124,15 +131,15 @@ class BlockMaker:
         block_rows: rows of a block; None: not known before block 0 is made.
     """
 
-    def __init__(self, task: Task, tokenizer_path: str, base_dir: Path) -> None:
-        assert task.config.data.stream is not None
-        self.task = task
+    def __init__(self, build: CacheBuild, tokenizer_path: str, base_dir: Path) -> None:
+        assert build.config.data.stream is not None
+        self.build = build
         self.tokenizer_path = tokenizer_path
         self.base_dir = base_dir
-        self.stream = task.config.data.stream
-        self.root = task.folder
+        self.stream = build.config.data.stream
+        self.root = build.folder
         self.stopped = False
-        self._row_counts = Stage(self.root, np.dtype(np.uint16))
+        self._row_counts = RowCounts()
         self._rows: Iterator[Row] = iter([])
         # The block whose first row comes next in `_rows`; None: they are not at a block's
         # beginning.
@@ -151,29 +158,27 @@ class BlockMaker:
             self._rows = self._rows_from(number * most)
         # None until the block is made: an error may leave `_rows` at any row.
         self._next_block = None
-        self._row_counts.counts.clear()
+        self._row_counts.outcomes.clear()
         rows: Iterator[Row] = islice(self._rows, most)
         if self.block_rows is None:
             assert number == 0, "the rows of a block are known when block 0 is made"
             rows = self._first_rows(rows)
         with temporary_folder(self.root) as staging, temporary_folder(self.root) as folder:
-            job = job_of(self.task, staging, self.tokenizer_path, self.base_dir)
-            stage = Stage(
-                staging, token_type(job), self._row_counts.counts, self._row_counts.formats
-            )
-            with stage:
-                for chunk in encode_all(job, rows, self.task.config.data.workers):
+            encoder = make_chunk_encoder(self.build, staging, self.tokenizer_path, self.base_dir)
+            store = TokenizedRowStore(staging, token_type(encoder), self._row_counts)
+            with store:
+                for chunk in encode_all(encoder, rows, self.build.config.data.workers):
                     if self.stopped:
                         return
-                    stage.write(chunk)
+                    store.write(chunk)
             # Only block 0 needs usable rows. A later block may be empty, and the stream goes on.
             if number == 0:
-                sources = ", ".join(describe(source) for source in self.task.sources)
-                require_rows(stage, sources, self.task.config)
-            if stage.rows:
+                sources = ", ".join(describe(source) for source in self.build.sources)
+                require_rows(store, sources, self.build.config)
+            if store.rows:
                 for name in ("tokens.bin", "learn.bin"):
                     (staging / name).rename(folder / name)
-                write_cache(self.task, stage, folder, block_folder(self.root, number), TRAIN)
+                write_cache(self.build, store, folder, block_folder(self.root, number), TRAIN)
         # Last: ranks read a block once it is in the ledger.
         self._write_ledger(number)
         # If block 0 is shorter than `most`, `_first_rows` has consumed one row of the next pass, so
@@ -189,7 +194,7 @@ class BlockMaker:
         """
         self._ended.clear()
         # A source of weight 0 gives no rows, and does not end.
-        sources = {number for number, source in enumerate(self.task.sources) if source.weight != 0}
+        sources = {number for number, source in enumerate(self.build.sources) if source.weight != 0}
         row_count = 0
         for row in rows:
             if sources <= self._ended:
@@ -214,7 +219,7 @@ class BlockMaker:
 
     def _rows_from(self, start: int) -> Iterator[Row]:
         """Yield all rows from row `start` on, without end."""
-        sources = self.task.sources
+        sources = self.build.sources
         if all(source.weight is None for source in sources):
             # This never ends, so the code below is not reached.
             yield from self._repeat(range(len(sources)), start)
@@ -242,9 +247,14 @@ class BlockMaker:
         The first `skip` rows are left out.
         """
         for number in cycle(numbers):
-            # `rows_of` returns how many rows the source has, those that were left out included.
-            passed = yield from rows_of(
-                self.task, number, self.base_dir, self._row_counts, skip, watch=self._count_raw_rows
+            # `read_matching_rows` returns how many rows the source has, those that were left out included.
+            passed = yield from read_matching_rows(
+                self.build,
+                number,
+                self.base_dir,
+                self._row_counts,
+                skip,
+                on_raw_rows=self._count_raw_rows,
             )
             self._ended.add(number)
             skip = max(0, skip - passed)
@@ -523,7 +533,7 @@ class Blocks:
             return
         folder = block_folder(self.root, number)
         info = read_info(folder)
-        if info is not None and self.maker.task.config.data.verify:
+        if info is not None and self.maker.build.config.data.verify:
             try:
                 verify(folder, info["sha256"])
             except DataError:

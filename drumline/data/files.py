@@ -18,7 +18,7 @@ from typing import IO, Any
 from drumline.config.data import (
     FileSource,
 )
-from drumline.data.places import DataFile
+from drumline.data.file_locations import DataFile
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import MIB, disk_errors, parse_json, translate_exceptions
 

@@ -31,8 +31,8 @@ from drumline.config.data import (
 from drumline.config.model import TEMPLATES
 from drumline.config.registry import run_user_code
 from drumline.data.cache import VERSION, TokenCache, read_info
+from drumline.data.file_locations import hash_file, locate
 from drumline.data.formats import judges_answers
-from drumline.data.places import hash_file, locate
 from drumline.data.sources import call_hub, domains
 from drumline.data.sql import hash_rows
 from drumline.data.tasks import no_reasoning_gym
@@ -62,7 +62,7 @@ _TOKENIZER_FILES = re.compile(
 def cache_key(
     config: Config,
     sources: list[Source],
-    role: str,
+    split: str,
     tokenizer_path: str,
     base_dir: Path,
     vision: Vision | None = None,
@@ -76,7 +76,7 @@ def cache_key(
     Args:
         config: the config of the run.
         sources: the sources of the rows.
-        role: train, holdout or eval.
+        split: train, holdout or eval.
         tokenizer_path: the folder or hub id of the tokenizer.
         base_dir: the folder that paths of the config are relative to.
         vision: the images of a vision-language model.
@@ -84,7 +84,7 @@ def cache_key(
     Raises DataError for a source that cannot be read, ModelError for a tokenizer that cannot be.
     """
     data = config.data
-    is_for_training = role != "eval"
+    is_for_training = split != "eval"
     # A new item here would rename every cache, and all would be made again. So the item of a new
     # setting must be left out while the setting is not used.
     parts: dict[str, Any] = {
@@ -94,7 +94,7 @@ def cache_key(
         "algorithm": _identify_algorithm(config),
         "settings": {name: getattr(data, name) for name in _TOKEN_SETTINGS},
         "kept_free": config.algorithm.new_tokens,
-        "role": role,
+        "role": split,
         "holdout": 0,
         **config.algorithm.cache_parts(),
     }
@@ -316,7 +316,7 @@ def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
     before = _read_row_hashes(old)
     after = _read_row_hashes(new)
     if before is None or after is None:
-        # The sums of the rows' hashes are equal in any order.
+        # `row_set` is the sum of the rows' hashes, which is the same in any order.
         if old.row_set == new.row_set:
             return f"the same {new.rows:,} rows, in another order or with other tokens"
         return f"{old.rows:,} rows before, {new.rows:,} now, and not the same ones"

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.config.config import Config
-from drumline.data.make import Task, rows_of
+from drumline.data.make import CacheBuild, read_matching_rows
+from drumline.data.row_store import RowCounts
 from drumline.data.sources import Row
-from drumline.data.stage import Stage
 from drumline.data.targets import EncodedSample, TokenSegment
-from drumline.data.workers import Job
+from drumline.data.workers import ChunkEncoder
 from drumline.errors import DataError
 from drumline.models.templates import special_ids
 from drumline.models.vision import Vision
@@ -98,7 +98,7 @@ class PreviewedRow:
             return "refused"
         if self.kept is None:
             return "dropped"
-        # As `workers.Job.encode` decides it.
+        # As `workers.ChunkEncoder.encode` decides it.
         has_targets = any(segment.target_count for segment in self.kept.segments)
         if self.kept.meta is None and not has_targets:
             return "unlearned"
@@ -131,14 +131,16 @@ class Reader:
         self.vision = vision
         # How many tokens are shown on each side of the middle that is left out.
         self.half = most // 2
-        self.job = Job(tokenizer_path, config.model, config.algorithm, config.data, vision)
+        self.chunk_encoder = ChunkEncoder(
+            tokenizer_path, config.model, config.algorithm, config.data, vision
+        )
         unlimited = config.data.model_copy(update={"max_length": NO_LIMIT, "truncation": "right"})
-        self.unlimited_job = replace(self.job, data=unlimited)
-        # Only its counts are read: how many rows conditions have left out.
-        self.outcomes = Stage(Path(), np.dtype(np.uint16))
+        self.unlimited_encoder = replace(self.chunk_encoder, data=unlimited)
+        # Of these `drumline preview` reads how many rows conditions have left out.
+        self.counts = RowCounts()
         self.special: set[int] = set()
-        if self.job.tokenizer is not None:
-            self.special = special_ids(self.job.tokenizer)
+        if self.chunk_encoder.tokenizer is not None:
+            self.special = special_ids(self.chunk_encoder.tokenizer)
 
     def rows(self, wanted: int | None, first: int) -> Iterator[tuple[int, Row | DataError]]:
         """Yield (number, row); the numbers count from 1 over all sources.
@@ -153,10 +155,12 @@ class Reader:
         """
         number = 0
         limit = None if wanted else first
-        task = Task(self.config, self.config.data.train, Path(), None)
-        for index in range(len(task.sources)):
+        build = CacheBuild(self.config, self.config.data.train, Path(), None)
+        for index in range(len(build.sources)):
             try:
-                rows = rows_of(task, index, self.base_dir, self.outcomes, with_faulty=True)
+                rows = read_matching_rows(
+                    build, index, self.base_dir, self.counts, with_faulty=True
+                )
                 for row in islice(rows, limit):
                     number += 1
                     if wanted is None or number == wanted:
@@ -182,8 +186,8 @@ class Reader:
         full: EncodedSample | None = None
         try:
             # First, so that a row that is refused for its length still has its tokens.
-            full = self.unlimited_job.encode_row(row)
-            kept = self.job.encode_row(row)
+            full = self.unlimited_encoder.encode_row(row)
+            kept = self.chunk_encoder.encode_row(row)
         except DataError as error:
             return PreviewedRow(number, row, kept=None, full=full, error=error)
         return PreviewedRow(number, row, kept, full)
@@ -255,7 +259,7 @@ class Reader:
             states: what becomes of each of them.
             images: the images that are still to come. Those of the segment are taken from it.
         """
-        if self.job.tokenizer is None:
+        if self.chunk_encoder.tokenizer is None:
             return []
         pieces: list[Piece] = []
         ids = [int(token) for token in tokens]
@@ -282,7 +286,7 @@ class Reader:
             text = f"[image {image.path}: {image.tokens} tokens]"
             return Span(stop, Piece(text, states[index], special=True))
         if ids[index] in self.special:
-            text = str(self.job.tokenizer.convert_ids_to_tokens(ids[index]))
+            text = str(self.chunk_encoder.tokenizer.convert_ids_to_tokens(ids[index]))
             return Span(index + 1, Piece(text, states[index], special=True))
         return self._character(ids, index, states)
 
@@ -325,7 +329,7 @@ class Reader:
 
     def _decode(self, ids: list[int]) -> str:
         """Return the text of tokens, special ones included."""
-        text = self.job.tokenizer.decode(
+        text = self.chunk_encoder.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return str(text)

@@ -25,8 +25,8 @@ from torch.utils.data import default_collate
 
 from drumline.config.data import FileSource, PythonSource, Source, SqlSource
 from drumline.config.registry import find_object, run_user_code
+from drumline.data.file_locations import locate
 from drumline.data.order import GlobalOrder, assign_samples
-from drumline.data.places import locate
 from drumline.data.sources import describe, open_rows
 from drumline.errors import DataError, DrumlineError
 from drumline.foreign import class_and_line, first_line, translate_exceptions

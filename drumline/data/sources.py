@@ -46,11 +46,11 @@ from drumline.config.data import (
     SqlSource,
     TasksSource,
 )
+from drumline.data.file_locations import locate
 from drumline.data.files import RawRows, TableRow, read_file
 from drumline.data.formats import Tie, convert_row, describe_nearest_format, judges_answers
 from drumline.data.image_files import read_digits
 from drumline.data.pairs import is_pair_to_split, split_pair
-from drumline.data.places import locate
 from drumline.data.sql import read_sql
 from drumline.data.tasks import read_tasks
 from drumline.data.turns import ROLES, parse_arguments, read_weight

@@ -20,7 +20,7 @@ from drumline.algorithms.base import Algorithm
 from drumline.data.batches import FirstPassNumbers, pin_memory
 from drumline.data.blocks import BlockMaker, Blocks, remove_older_blocks, try_lock_stream
 from drumline.data.cache import TokenCache
-from drumline.data.make import Task
+from drumline.data.make import CacheBuild
 from drumline.data.order import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
 from drumline.data.samples import read_samples
 from drumline.dist.copies import copied_to
@@ -96,9 +96,9 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
     if makes and try_lock_stream(root, plan.run_dir):
         remove_older_blocks(root)
         vision = vision_of(config, plan.model_path, load_config(plan.model_path, config.model))
-        task = Task(config, config.data.train, root, None, vision)
+        build = CacheBuild(config, config.data.train, root, None, vision)
         tokenizer_path = config.model.tokenizer or plan.model_path or ""
-        maker = BlockMaker(task, tokenizer_path, Path(plan.base_dir))
+        maker = BlockMaker(build, tokenizer_path, Path(plan.base_dir))
     curriculum = config.data.curriculum
     seed: int | None = None
     if config.data.order == "shuffle" and curriculum is None:

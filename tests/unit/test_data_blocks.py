@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from drumline.config.config import Config
 from drumline.data.batches import TokenBatch, collate
 from drumline.data.blocks import _POLL_SECONDS, BlockMaker, Blocks, read_ledger, try_lock_stream
-from drumline.data.make import Task
+from drumline.data.make import CacheBuild
 from drumline.data.order import BatchStream
 from drumline.data.prepare import find_prepared, prepare
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
@@ -75,8 +75,8 @@ class Streamed:
         data = self.config.data
         maker = None
         if makes:
-            task = Task(self.config, data.train, self.root, None)
-            maker = BlockMaker(task, str(self.base / "tokenizer"), self.base)
+            build = CacheBuild(self.config, data.train, self.root, None)
+            maker = BlockMaker(build, str(self.base / "tokenizer"), self.base)
 
         assert data.stream is not None
 

@@ -22,8 +22,8 @@ from pydantic import TypeAdapter
 from drumline.config.config import Config
 from drumline.config.data import Source, kind_of_file
 from drumline.config.load import drafted, load, load_text, validated
+from drumline.data.file_locations import locate
 from drumline.data.fingerprint import cache_key
-from drumline.data.places import locate
 from drumline.data.sources import read_rows
 from drumline.errors import ConfigError, DataError, EnvironmentFault, UserError
 from tests import buckets

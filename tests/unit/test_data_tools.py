@@ -19,7 +19,7 @@ from drumline.config.data import (
     FileSource,
 )
 from drumline.data.encode import PairRowEncoder, PromptRowEncoder, TextRowEncoder
-from drumline.data.places import find
+from drumline.data.file_locations import find
 from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError
 from tests.tiny import CHATML, tiny_tokenizer

@@ -77,7 +77,7 @@ def test_what_is_marked_is_what_is_learned(
     )
     tokenizer = Reader(
         loaded.config, str(loaded.config.model.id), config.parent, None
-    ).job.tokenizer
+    ).chunk_encoder.tokenizer
     wanted = [
         tokenizer.decode(tokens[1:][learn[1:] > 0])
         for i in range(len(cache))
