@@ -41,7 +41,7 @@ VERSION = 6  # raise it when the same input gives other files
 CHECKSUM_BYTES = 1 << 26  # bytes that one checksum covers, so that ranks can divide a large file
 READ_BYTES = 1 << 20  # bytes read at once
 HEADER_TRIES = 10  # how often a header is read that another thread may disturb
-# The tokens of a document, and for each whether it is a target.
+# A segment of a cached sample: its tokens, and for each of them 1 if it is a loss target, else 0.
 Segment = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]]
 
 
@@ -54,7 +54,7 @@ class TokenCache:
         folder: the folder of the cache.
         info: the content of info.json.
         lengths: int32[N], tokens of each sample.
-        learned: int64[N], targets of each sample.
+        learned: int64[N], the number of loss targets of each sample.
     """
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ def describe_left_out(name: str, info: dict[str, Any]) -> list[str]:
     reasons = {
         "filtered": "left out by `where`",
         "ties": "left out: none of their answers is the better",
-        "contaminated": "left out: they hold rows of data.eval",
+        "contaminated": "left out: they contain rows of data.eval",
         "duplicates": "left out: alike an earlier row",
         "truncated": f"cut at {info['limit']:,} tokens",
         "dropped_too_long": f"dropped: longer than {info['limit']:,} tokens",
@@ -344,8 +344,8 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
     sizes = _sizes_of(temporary, names)
     checksums = {}
     for name, size in sizes.items():
-        blocks = math.ceil(size / CHECKSUM_BYTES)
-        checksums[name] = [_digest(temporary / name, block) for block in range(blocks)]
+        chunks = math.ceil(size / CHECKSUM_BYTES)
+        checksums[name] = [_digest(temporary / name, chunk) for chunk in range(chunks)]
     info = {**info, "files": sizes, "sha256": checksums}
     with_checksum = {**info, "checksum": files.json_digest(info)}
     text = json.dumps(with_checksum, indent=2)
@@ -389,23 +389,23 @@ def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int
 
     Args:
         folder: the cache.
-        sha256: the checksums of the blocks of each file.
+        sha256: the checksums of the chunks of each file.
         rank: this rank.
-        ranks: the number of ranks that divide the blocks among them.
+        ranks: the number of ranks that divide the chunks among them.
 
     Raises DataError that names a damaged file.
     """
-    # Sorted, so that all ranks divide the same list, and each block is verified by one rank.
-    blocks = []
+    # Sorted, so that all ranks divide the same list, and each chunk is verified by one rank.
+    chunks = []
     for name, digests in sorted(sha256.items()):
-        for block in range(len(digests)):
-            blocks.append((name, block))
-    for name, block in blocks[rank::ranks]:
+        for chunk in range(len(digests)):
+            chunks.append((name, chunk))
+    for name, chunk in chunks[rank::ranks]:
         path = folder / name
         with disk_errors("cannot be read", str(path), DataError):
-            digest = _digest(path, block)
-        if digest != sha256[name][block]:
-            first_byte = block * CHECKSUM_BYTES
+            digest = _digest(path, chunk)
+        if digest != sha256[name][chunk]:
+            first_byte = chunk * CHECKSUM_BYTES
             raise DataError(
                 f"damaged: bytes from {first_byte:,} on are not what was written (sha256 differs)",
                 where=str(path),
@@ -434,13 +434,13 @@ def verify_in_background(
     return outcome
 
 
-def _digest(path: Path, block: int) -> str:
-    """Return the sha256, in hex, of a block of a file. Raises OSError."""
+def _digest(path: Path, chunk: int) -> str:
+    """Return the sha256, in hex, of chunk number `chunk` of a file. Raises OSError."""
     digest = hashlib.sha256()
     left = CHECKSUM_BYTES
     # Pieces are large already: a buffer would only copy them.
     with path.open("rb", buffering=0) as file:
-        file.seek(block * CHECKSUM_BYTES)
+        file.seek(chunk * CHECKSUM_BYTES)
         while left > 0:
             piece = file.read(min(READ_BYTES, left))
             if not piece:

@@ -18,10 +18,10 @@ import numpy as np
 
 from drumline.config.data import DataConfig
 from drumline.data.cache import TokenCache, cache_root
-from drumline.data.files import as_json
+from drumline.data.files import json_round_trip
 from drumline.data.formats import LABELS
-from drumline.data.image_files import image_path
-from drumline.data.pairs import SAME_ANSWER, SIDES, Text, pair_parts
+from drumline.data.image_files import resolve_image_path
+from drumline.data.pairs import SAME_ANSWER, SIDES, TextOrMessages, pair_parts
 from drumline.data.sources import Row, holds_images
 from drumline.data.targets import EncodedSample, Encoder, TokenSegment, TruncationPolicy, truncate
 from drumline.data.turns import as_messages
@@ -133,7 +133,7 @@ class PromptRowEncoder:
 def _prompt_meta(row: Row, text: str) -> dict[str, Any]:
     """Return what rewards read of a prompt, see `PromptRowEncoder`."""
     # Now as they will come back from the cache, which stores JSON.
-    columns = as_json(row.extra)
+    columns = json_round_trip(row.extra)
     meta = {**columns, "prompt": text, "domain": row.domain}
     own = {}
     for name in ("prompt", "domain"):
@@ -158,7 +158,12 @@ class AnswerRowEncoder:
         self.data = data
 
     def example(
-        self, prompt: Text, answer: Text, name: str, row: Row, is_plain: bool
+        self,
+        prompt: TextOrMessages,
+        answer: TextOrMessages,
+        name: str,
+        row: Row,
+        skip_template: bool,
     ) -> TokenSegment:
         """Return a prompt and an answer as tokens, not yet truncated.
 
@@ -167,7 +172,7 @@ class AnswerRowEncoder:
             answer: a text or messages.
             name: the answer's column, for messages.
             row: the row of both, for the tools and the name.
-            is_plain: if prompt and answer are texts, no chat template is applied.
+            skip_template: do not apply the chat template if prompt and answer are texts.
 
         Raises DataError for an answer without a token.
         """
@@ -178,8 +183,8 @@ class AnswerRowEncoder:
             raise DataError(what, where=row.origin, fix="take the row out")
         if not (isinstance(prompt, str) and isinstance(answer, str)):
             self.encoder.require_template("the row holds messages", row)
-        elif is_plain:
-            return self.encoder.plain(prompt, answer, row.origin)
+        elif skip_template:
+            return self.encoder.encode_without_template(prompt, answer, row.origin)
         values = {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}
         example = self.encoder.encode(Row(row.origin, values))
         if not example.target_count:
@@ -201,11 +206,11 @@ class PairRowEncoder(AnswerRowEncoder):
 
     def encode(self, row: Row) -> EncodedSample | None:
         """Return a pair as two segments, see `RowEncoder.encode`."""
-        is_plain = not {"prompt", "tools"} & row.values.keys()
+        skip_template = not {"prompt", "tools"} & row.values.keys()
         prompt, *answers = pair_parts(row.values, row.origin)
         full = []
         for answer, name in zip(answers, SIDES, strict=True):
-            full.append(self.example(prompt, answer, name, row, is_plain))
+            full.append(self.example(prompt, answer, name, row, skip_template))
         chosen, rejected = full
         # Texts that differ may still be rendered alike, so the tokens are compared.
         if np.array_equal(chosen.tokens, rejected.tokens):
@@ -235,7 +240,7 @@ class JudgedRowEncoder(AnswerRowEncoder):
         """Return a judged answer as one segment, see `RowEncoder.encode`."""
         is_good = judgement(row.values["label"], row.origin)
         prompt = row.values["prompt"]
-        full = self.example(prompt, row.values["completion"], "completion", row, row.plain)
+        full = self.example(prompt, row.values["completion"], "completion", row, row.skip_template)
         example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
         if example is None or not example.target_count:
             return None
@@ -460,7 +465,7 @@ class LabelledImageEncoder:
         """Return an image with its class, see `RowEncoder.encode`."""
         from drumline.models.vision import read_image  # with torch
 
-        name = image_path(row.values["image"], row.origin, self.root)
+        name = resolve_image_path(row.values["image"], row.origin, self.root)
         path = str((row.folder / expanded(name)).absolute())
         read_image(path, row.origin)
         label = label_of(row, self.labels)

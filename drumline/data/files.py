@@ -309,6 +309,7 @@ def _read_text(file: DataFile, source: FileSource) -> Iterator[Raw]:
             document = ""
 
 
+# Ending → its reader. A new ending must also be in `config.data.KINDS_OF_FILES`.
 _READERS: dict[str, Callable[[DataFile, FileSource], Iterator[Raw]]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
@@ -321,6 +322,6 @@ _READERS: dict[str, Callable[[DataFile, FileSource], Iterator[Raw]]] = {
 }
 
 
-def as_json(value: Any) -> Any:
-    """Return `value` after a round trip through JSON; other types become text."""
+def json_round_trip(value: Any) -> Any:
+    """Return a value as it comes back from JSON; types that JSON lacks become text."""
     return json.loads(json.dumps(value, default=str))

@@ -202,7 +202,7 @@ def _identify_content(source: Source, base_dir: Path, is_stream: bool) -> Any:
     """
     if isinstance(source, FileSource):
         # The kind decides how the same bytes are read.
-        return [(file.kind, file.content()) for file in locate(source, base_dir)]
+        return [(file.kind, file.content_hash()) for file in locate(source, base_dir)]
     if isinstance(source, HubSource):
         # `datasets` caches the dataset under this folder, which tells apart revisions and data files.
         builder = call_hub(source, "load_dataset_builder")

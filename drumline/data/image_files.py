@@ -26,7 +26,7 @@ TEST_DIGITS = 360  # the last images are the test split
 BRIGHTEST = 16  # of scikit-learn's grey values
 
 
-def image_path(image: Any, origin: str, root: Path) -> str:
+def resolve_image_path(image: Any, origin: str, root: Path) -> str:
     """Return the path of an image, which is written to a file first if the row holds its bytes.
 
     Such a file is in `root`/images. A path that the row names is returned as it is.
@@ -93,7 +93,7 @@ def _store_image(data: bytes, root: Path) -> str:
     return str(path)
 
 
-def image_paths(meta: dict[str, Any]) -> list[str]:
+def image_paths_in_meta(meta: dict[str, Any]) -> list[str]:
     """Return the paths of a sample's images by its meta."""
     # Of a conversation.
     paths = list(meta.get("images", ()))

@@ -1,10 +1,10 @@
 """Encodes and collates rows with images: of vision-language models, and of image classifiers.
 
 A row names its images by path, relative to the folder of its data file, or holds their bytes
-(`image_files.image_path`). An image is in the content of a message (`{"type": "image", "image":
-PATH}`) or in the column `images`. The images of that column belong to the places that are marked by
-`{"type": "image"}` alone, or by `<image>` in a text. Without any such place they stand before the
-first question. A sample's meta is `{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order.
+(`image_files.resolve_image_path`). An image is in the content of a message (`{"type": "image", "image":
+PATH}`) or in the column `images`. The images of that column go to the slots of the conversation: a part
+`{"type": "image"}` alone, or `<image>` in a text. Without any slot they stand before the first
+question. A sample's meta is `{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order.
 Pixels are read for each batch.
 
 B rows, T tokens, N images, P patches of all of them, D numbers of a patch, C channels, H × W pixels.
@@ -33,7 +33,7 @@ from drumline.data.batches import (
     row_width,
 )
 from drumline.data.cache import Segment, TokenCache, cache_root
-from drumline.data.image_files import image_path, image_paths
+from drumline.data.image_files import image_paths_in_meta, resolve_image_path
 from drumline.data.sources import Row, is_image
 from drumline.data.targets import EncodedSample, Encoder, TokenSegment, truncate
 from drumline.data.turns import Messages, as_messages
@@ -160,18 +160,18 @@ def expand_placeholders(
         images: (path, patches in time, height and width) of each image, in order.
         vision: the model's images.
     """
-    is_place = short.tokens == vision.token_id
-    places = np.flatnonzero(is_place)
+    is_placeholder = short.tokens == vision.token_id
+    placeholders = np.flatnonzero(is_placeholder)
     repeats = np.ones(len(short.tokens), np.int64)
-    repeats[places] = [vision.tokens(grid) for _, grid in images]
+    repeats[placeholders] = [vision.tokens(grid) for _, grid in images]
 
     # The range of tokens that each token of `short` becomes.
     stops = np.cumsum(repeats)
     starts = stops - repeats
-    spans = zip(starts[places].tolist(), stops[places].tolist(), strict=True)
+    spans = zip(starts[placeholders].tolist(), stops[placeholders].tolist(), strict=True)
 
     tokens = np.repeat(short.tokens, repeats)
-    learn = np.where(is_place, 0, short.learn).astype(np.uint8)
+    learn = np.where(is_placeholder, 0, short.learn).astype(np.uint8)
     example = TokenSegment(tokens, np.repeat(learn, repeats))
     return RowWithImageTokens(example, list(images), list(spans))
 
@@ -210,18 +210,18 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
 
     Args:
         row: the row.
-        root: the folder below which `image_files.image_path` writes images that the row holds as
+        root: the folder below which `image_files.resolve_image_path` writes images that the row holds as
             bytes.
 
-    Raises DataError for a URL, and if the numbers of places and images differ.
+    Raises DataError for a URL, and if the numbers of slots and images differ.
     """
-    placer = _Placer(row, root)
+    placer = _ImagePlacer(row, root)
     talks: dict[str, Messages] = {}
     for key, value in row.values.items():
         if key in _ROLES:
             talks[key] = as_messages(value, _ROLES[key])
-    if placer.waiting and not _have_places(talks):
-        _mark_first_question(talks, len(placer.waiting))
+    if placer.waiting and not _have_image_slots(talks):
+        _add_slots_to_first_question(talks, len(placer.waiting))
     values = dict(row.values)
     for key, talk in talks.items():
         values[key] = [placer.place_in_turn(turn) for turn in talk]
@@ -234,15 +234,15 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
     return row, placer.paths
 
 
-class _Placer:
-    """Finds the image of each place of a conversation.
+class _ImagePlacer:
+    """Assigns the images of a row to the slots of its conversation.
 
     Attributes:
         row: the row of the conversation.
         root: see `place_images`.
-        waiting: the images of the column `images` that have no place yet; None if the row has no
+        waiting: the images of the column `images` that have no slot yet; None if the row has no
             such column.
-        paths: absolute paths of the images that have a place, in order.
+        paths: absolute paths of the images that have a slot, in order.
     """
 
     def __init__(self, row: Row, root: Path) -> None:
@@ -299,7 +299,7 @@ class _Placer:
                     fix="name each in the column `images`",
                 )
             image = self.waiting.pop(0)
-        path = expanded(image_path(image, self.row.origin, self.root))
+        path = expanded(resolve_image_path(image, self.row.origin, self.root))
         self.paths.append(str((self.row.folder / path).absolute()))
         return {"type": "image"}
 
@@ -310,7 +310,7 @@ def _listed_images(row: Row) -> list[Any] | None:
     if images is None:
         return None
     if isinstance(images, list):
-        # A copy: `_Placer` takes images out of it.
+        # A copy: `_ImagePlacer` takes images out of it.
         return list(images)
     # An empty cell of a CSV.
     if images == "":
@@ -326,24 +326,24 @@ def _named_image(part: dict[str, Any]) -> Any:
     return None
 
 
-def _have_places(talks: dict[str, Messages]) -> bool:
-    """Return whether any message of some conversations has a place for an image."""
+def _have_image_slots(talks: dict[str, Messages]) -> bool:
+    """Return whether any message of some conversations has a slot for an image."""
     for talk in talks.values():
         for turn in talk:
-            if _has_place(turn.get("content")):
+            if _has_image_slot(turn.get("content")):
                 return True
     return False
 
 
-def _has_place(content: Any) -> bool:
-    """Return whether a content, a text or parts, has a place for an image."""
+def _has_image_slot(content: Any) -> bool:
+    """Return whether a content, a text or parts, has a slot for an image."""
     if isinstance(content, str):
         return IMAGE_MARK in content
     return any(map(is_image, content or []))
 
 
-def _mark_first_question(talks: dict[str, Messages], count: int) -> None:
-    """Put `count` places for images before the first question that is a text."""
+def _add_slots_to_first_question(talks: dict[str, Messages], count: int) -> None:
+    """Put `count` slots for images before the first question that is a text."""
     for key, talk in talks.items():
         for number, turn in enumerate(talk):
             content = turn.get("content")
@@ -390,7 +390,7 @@ def folders_of(metas: Iterable[bytes]) -> set[Path]:
     for text in metas:
         if not text:
             continue
-        for path in image_paths(json.loads(text)):
+        for path in image_paths_in_meta(json.loads(text)):
             folders.add(Path(path).parent)
     return folders
 
@@ -409,7 +409,7 @@ def lacks_images(cache: TokenCache) -> bool:
         if folder.is_dir():
             present.update(str(path) for path in folder.iterdir())
     for sample in range(len(cache)):
-        for path in image_paths(cache.meta(sample)):
+        for path in image_paths_in_meta(cache.meta(sample)):
             is_ours = str(Path(path).parent) in folders
             if is_ours and path not in present:
                 return True

@@ -19,7 +19,7 @@ from drumline.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedBatch(TokenBatch):
-    """A TokenBatch with a row for each judged answer, whose tokens are the targets.
+    """A TokenBatch with one batch row for each judged answer, whose tokens are the targets.
 
     Attributes:
         good_B: fp64, 1 for a good answer, else 0.

@@ -384,7 +384,7 @@ def require_rows(store: TokenizedRowStore, place: str, config: Config) -> None:
     rows = store.counts.total("read") - left_out
     max_length = config.data.max_length
     if not rows:
-        what = "all rows hold rows of data.eval (data.decontaminate)"
+        what = "all rows contain rows of data.eval (data.decontaminate)"
         fix = "evaluate on rows that are not trained on"
     elif store.counts.total("too_long") == rows:
         # The policy that is set has dropped all rows. `right` does so if it would cut all targets.
@@ -541,6 +541,7 @@ class _Summary:
             "dtype": store.dtype.name,
             "packing": config.packs,
             "max_length": max_length,
+            # The most tokens of a row: completions of rollouts need the rest.
             "limit": max_length - config.algorithm.new_tokens,
             "rows": rows,
             "rows_read": store.counts.total("read"),

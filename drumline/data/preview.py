@@ -26,7 +26,7 @@ from drumline.errors import DataError
 from drumline.models.templates import special_ids
 from drumline.models.vision import Vision
 
-# What becomes of a token: it is a target, it has no loss, or it is cut off.
+# What becomes of a token: it is a loss target (learned), it has no loss, or it is cut off.
 State = Literal["learned", "context", "cut"]
 NO_LIMIT = 10**8  # the largest data.max_length
 LONGEST_CHARACTER = 8  # tokens; a byte has one each, and four bytes make a character

@@ -158,7 +158,7 @@ class Encoder:
         """Return the row as tokens, not yet truncated. Raises DataError that names the row."""
         values = row.values
         if "text" in values:
-            return self.plain("", values["text"], row.origin, answer=False)
+            return self.encode_without_template("", values["text"], row.origin, answer=False)
         self._require_shown(row)
         if "messages" in values:
             fix = "set model.chat_template to a Jinja file, or map prompt and completion, or text"
@@ -172,7 +172,7 @@ class Encoder:
             return self._encode_chat(before + answer, len(before), row)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             self.require_template("`prompt` and `completion` hold messages", row)
-        return self.plain(prompt, completion, row.origin)
+        return self.encode_without_template(prompt, completion, row.origin)
 
     def prompt(self, row: Row) -> tuple[str, list[int]]:
         """Return a row's prompt as text and as tokens. Raises DataError.
@@ -221,7 +221,9 @@ class Encoder:
             )
             raise DataError(what, where=row.origin, fix=fix)
 
-    def plain(self, prompt: str, text: str, origin: str, answer: bool = True) -> TokenSegment:
+    def encode_without_template(
+        self, prompt: str, text: str, origin: str, answer: bool = True
+    ) -> TokenSegment:
         """Return a prompt, a text and the end-of-sequence token as tokens, without a template.
 
         All but the prompt are targets. The tokenizer's BOS comes first if it adds one. Prompt and

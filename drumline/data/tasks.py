@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from drumline.config.data import PAIR_FORMS, PROMPT_FORMS, Forms, TasksSource
-from drumline.data.files import Raw, as_json
+from drumline.data.files import Raw, json_round_trip
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import import_quietly
 
@@ -82,7 +82,7 @@ def _require_json_entries(dataset: Any, where: str) -> None:
     answer = item["answer"]
     if not isinstance(answer, str):
         return
-    score_of_json = dataset.score_answer(answer, as_json(item))
+    score_of_json = dataset.score_answer(answer, json_round_trip(item))
     if score_of_json != dataset.score_answer(answer, item):
         raise DataError(
             "this task's verifier needs entries that JSON cannot hold",
@@ -102,7 +102,7 @@ def _task_row(
     if forms is PROMPT_FORMS:
         columns["answer"] = answer
         columns["options"] = source.tasks[task.name]
-        columns["entry"] = as_json(item)
+        columns["entry"] = json_round_trip(item)
         return columns
     if not isinstance(answer, str):
         raise DataError("this task has no written answer to learn", where=where, fix="leave it out")

@@ -25,7 +25,7 @@ from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.data import DataConfig
 from drumline.config.model import ModelConfig
 from drumline.data.encode import RowEncoder
-from drumline.data.image_files import image_paths
+from drumline.data.image_files import image_paths_in_meta
 from drumline.data.overlap import PERMUTATIONS, EvaluationGrams, hash_bands, minhash, text_of
 from drumline.data.row_store import ROW, Chunk
 from drumline.data.sources import Row
@@ -219,7 +219,7 @@ class ChunkEncoder:
         """Return `digest` of those parts of a row that must be equal for two rows to be copies."""
         images: list[str] = []
         if self.digests_images:
-            images = image_paths(encoded.meta or {})
+            images = image_paths_in_meta(encoded.meta or {})
         return digest(row, self.digests_all_columns, images)
 
     def _near_copy_arrays(self, rows: list[Row]) -> dict[str, npt.NDArray[Any]]:

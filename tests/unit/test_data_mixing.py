@@ -436,9 +436,9 @@ def test_rows_that_hold_evaluation_rows_fall(workspace: Workspace) -> None:
     data = workspace.prepare(train, eval=[held_out], decontaminate=True, max_length=2000)
     assert data.sources[0].contaminated == 3
     assert texts(data) == kept
-    assert data.left_out == ("data.train: 3 of 6 rows left out: they hold rows of data.eval",)
+    assert data.left_out == ("data.train: 3 of 6 rows left out: they contain rows of data.eval",)
 
-    with pytest.raises(DataError, match=r"all rows hold rows of data.eval"):
+    with pytest.raises(DataError, match=r"all rows contain rows of data.eval"):
         workspace.prepare(held_out, eval=[held_out], decontaminate={"ngram": 5})
 
 

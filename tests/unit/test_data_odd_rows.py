@@ -25,7 +25,7 @@ from drumline.config.data import (
 from drumline.data.cache import TokenCache
 from drumline.data.encode import PairRowEncoder
 from drumline.data.fingerprint import cache_key
-from drumline.data.image_files import image_path
+from drumline.data.image_files import resolve_image_path
 from drumline.data.sources import Row, read_rows
 from drumline.data.targets import Encoder
 from drumline.data.workers import digest
@@ -238,27 +238,27 @@ def test_colours_of_pictures(
     """In a file and decoded, as `datasets` gives them: none is clipped, and what is transparent is white, not what lies below."""
     made = picture(mode, colour)
     made.save(tmp_path / "a.png")
-    for path in (str(tmp_path / "a.png"), image_path(made, "hub/x row 1", tmp_path)):
+    for path in (str(tmp_path / "a.png"), resolve_image_path(made, "hub/x row 1", tmp_path)):
         found = read_image(path, "x:1")
         assert [found.getpixel((x, 0)) for x in (0, 1)] == [(0, 0, 0), shown]
 
 
 def test_a_decoded_picture_is_turned_and_may_be_of_any_mode(tmp_path: Path) -> None:
     for mode in ("CMYK", "YCbCr", "HSV"):
-        path = image_path(
+        path = resolve_image_path(
             Image.new("RGB", (3, 2), (255, 0, 0)).convert(mode), "hub/x row 1", tmp_path
         )
         assert np.allclose(read_image(path, "x:1").getpixel((0, 0)), (255, 0, 0), atol=2), mode
     turned = Image.new("RGB", (3, 2))
     turned.getexif()[0x0112] = 6
-    assert read_image(image_path(turned, "hub/x row 1", tmp_path), "x:1").size == (2, 3)
+    assert read_image(resolve_image_path(turned, "hub/x row 1", tmp_path), "x:1").size == (2, 3)
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_a_picture_without_a_known_range_is_refused(tmp_path: Path, mode: str) -> None:
     made, says = Image.new(mode, (2, 1)), "cannot be read: .* no fixed range"
     with pytest.raises(DataError, match=says):
-        image_path(made, "hub/x row 1", tmp_path)
+        resolve_image_path(made, "hub/x row 1", tmp_path)
     made.save(tmp_path / "a.tiff")
     with pytest.raises(DataError, match=says):
         read_image(str(tmp_path / "a.tiff"), "x:1")

@@ -451,7 +451,7 @@ def test_rows_and_pairs_are_judged_answers(shape: str, tmp_path: Path) -> None:
     row, wanted = SHAPES[shape]
     found = judged_rows(tmp_path, row)
     assert [each.values for each in found] == wanted
-    assert not any(each.plain for each in found)
+    assert not any(each.skip_template for each in found)
 
 
 def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
@@ -480,8 +480,8 @@ def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
     assert [row.values for row in named] == PAIR
 
     good, bad = judged_rows(tmp_path, {"chosen": "one two a", "rejected": "one two b"})
-    assert good.plain is True
-    assert bad.plain is True
+    assert good.skip_template is True
+    assert bad.skip_template is True
     assert good.values["prompt"] == bad.values["prompt"] == "one two"
     assert good.values["completion"] == " a"
     assert bad.values["completion"] == " b"

@@ -19,7 +19,7 @@ from drumline.config.config import Config
 from drumline.config.data import DataConfig, FileSource
 from drumline.config.model import ModelConfig
 from drumline.data.cache import TokenCache
-from drumline.data.image_files import image_path
+from drumline.data.image_files import resolve_image_path
 from drumline.data.images import (
     VisionBatch,
     collate_vision,
@@ -388,7 +388,7 @@ def test_images_that_rows_hold(tmp_path: Path, folder: Path) -> None:
     assert len(list((tmp_path / "images").iterdir())) == 1, "the same bytes are one file"
 
     image = Image.open(io.BytesIO(data))
-    loaded = Image.open(image_path(image, "hub/x row 1", tmp_path))
+    loaded = Image.open(resolve_image_path(image, "hub/x row 1", tmp_path))
 
     assert loaded.tobytes() == image.tobytes()
 
