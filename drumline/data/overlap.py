@@ -1,5 +1,4 @@
-"""Finds rows that are alike: copies, near copies, and training rows that contain an
-evaluation row (contamination).
+"""Finds copies, near copies, and training rows that contain an evaluation row (contamination).
 
 Texts are compared by their words, without case and punctuation; each CJK character is a word. A
 gram is the hash of n consecutive words; a text of fewer words is one gram.

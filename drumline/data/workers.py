@@ -174,16 +174,16 @@ class ChunkEncoder:
             learn.append(segment.learn)
             sizes.append((len(segment.tokens), segment.target_count))
         table = self._table(rows, samples, metas)
-        signatures = {}
+        near = {}
         if self.finds_near_copies:
-            signatures = self._near_copy_arrays(rows)
+            near = self._near_copy_arrays(rows)
         return Chunk(
             np.concatenate(tokens),
             np.concatenate(learn),
             table,
             np.asarray(sizes, np.int64).reshape(-1, 2),
             b"".join(metas),
-            signatures,
+            near,
             counts,
         )
 
@@ -223,7 +223,7 @@ class ChunkEncoder:
         return digest(row, self.digests_all_columns, images)
 
     def _near_copy_arrays(self, rows: list[Row]) -> dict[str, npt.NDArray[Any]]:
-        """Return the MinHash signatures of rows, and hashes of their bands, as near copies need them."""
+        """Return `Chunk.near` of rows: their MinHash signatures, and the hashes of their bands."""
         signatures = []
         for row in rows:
             salt = b""

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from drumline.config.config import Config
 from drumline.config.mixing import Mixed, epoch_counts
-from drumline.data import places
+from drumline.data import file_locations
 from drumline.data.cache import TokenCache
 from drumline.data.order import MixedOrder
 from drumline.data.overlap import grams, minhash
@@ -506,25 +506,25 @@ def test_the_hash_of_a_large_file_is_kept_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(places, "LARGE", 1)
-    monkeypatch.setattr(places, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(file_locations, "LARGE", 1)
+    monkeypatch.setattr(file_locations, "SETTLED_SECONDS", 0.0)
 
     path = tmp_path / "rows.jsonl"
     path.write_text("one")
-    first = places.hash_file(path)
+    first = file_locations.hash_file(path)
     (entry,) = (tmp_path / "cache" / "drumline" / "hashes").iterdir()
 
     stamp, _ = json.loads(entry.read_text())
     kept = json.dumps([stamp, "as kept"])
     entry.write_text(kept)
-    assert places.hash_file(path) == "as kept"
+    assert file_locations.hash_file(path) == "as kept"
 
     for damage in ("{", "3", "[]"):
         entry.write_text(damage)
-        assert places.hash_file(path) == first
+        assert file_locations.hash_file(path) == first
 
     entry.write_text(kept)
     path.write_text("two")
-    changed = places.hash_file(path)
+    changed = file_locations.hash_file(path)
     assert changed == hashlib.sha256(b"two").hexdigest()
     assert changed != first
