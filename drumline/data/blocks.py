@@ -247,7 +247,7 @@ class BlockMaker:
         The first `skip` rows are left out.
         """
         for number in cycle(numbers):
-            # `read_matching_rows` returns how many rows the source has, those that were left out included.
+            # It returns how many rows the source has, those that `skip` left out included.
             passed = yield from read_matching_rows(
                 self.build,
                 number,
@@ -307,9 +307,9 @@ class _SampleNumbers:
         for index in np.unique(blocks_N).tolist():
             cache = self.blocks.cache(self.blocks.first_block + index)
             is_in_block = blocks_N == index
-            places = ids[is_in_block] - self.blocks.block_starts[index]
+            indices = ids[is_in_block] - self.blocks.block_starts[index]
             array = getattr(cache, self.name)
-            values[is_in_block] = array[places]
+            values[is_in_block] = array[indices]
         return values
 
 
@@ -321,7 +321,7 @@ class Blocks:
         stream: the settings of the stream.
         maker: makes the blocks; None on a rank for which another rank of its host makes them.
         seed: of the shuffled order of a block's samples; None: they are not shuffled.
-        falling: the samples of a block come in the reverse order.
+        reverse: the samples of a block come in the reverse order.
         resume_state: the `checkpoint_state` that the run resumes from; empty for a new run.
         margin: ranks may still read this many samples before the position of a checkpoint. Their
             blocks are not removed.
@@ -337,7 +337,7 @@ class Blocks:
         maker: BlockMaker | None,
         seed: int | None,
         *,
-        falling: bool = False,
+        reverse: bool = False,
         resume_state: dict[str, int],
         margin: int,
         weighted: bool = False,
@@ -346,7 +346,7 @@ class Blocks:
         self.stream = stream
         self.maker = maker
         self.seed = seed
-        self.falling = falling
+        self.reverse = reverse
         self.margin = margin
         self.weighted = weighted
         # The positions at which blocks begin, from block `first_block` on, as far as they are known.
@@ -428,23 +428,23 @@ class Blocks:
             part_stop = min(stop, begin + size)
             # Sample ids count through the blocks, as positions do: a block's samples are those of
             # its positions, in another order.
-            places = np.arange(position - begin, part_stop - begin, dtype=np.int64)
-            places = self._shuffled(places, number, size)
-            if self.falling:
-                places = size - 1 - places
-            parts.append(places + begin)
+            indices = np.arange(position - begin, part_stop - begin, dtype=np.int64)
+            indices = self._shuffled(indices, number, size)
+            if self.reverse:
+                indices = size - 1 - indices
+            parts.append(indices + begin)
             position = part_stop
         return np.concatenate(parts)
 
-    def _shuffled(self, places: Ints, number: int, size: int) -> Ints:
-        """Return the shuffled places of a block of `size` samples; the same without a seed."""
+    def _shuffled(self, indices: Ints, number: int, size: int) -> Ints:
+        """Return the sample of each of some indices in a block of `size` samples; unchanged without a seed."""
         if self.seed is None:
-            return places
+            return indices
         # A seed of its own for each block, by the seed of the run.
         unmixed = np.asarray([self.seed % 2**64 ^ number], np.uint64)
         block_seed = int(hash_integers(unmixed)[0])
         order = GlobalOrder(size, block_seed, shuffle=True)
-        return order.ids_at(places)
+        return order.ids_at(indices)
 
     def _start_of(self, number: int) -> int:
         """Return the position at which a block begins. `number_of` must have found the block."""
@@ -623,7 +623,7 @@ def try_lock_while_preparing(root: Path) -> Iterator[bool]:
 def try_lock_stream(root: Path, run_dir: str) -> bool:
     """Try to lock a stream's folder, whose blocks the holder makes. Return whether this succeeded.
 
-    False if another process of this run has the lock. The lock is kept until the process ends.
+    False if another process of this run has the lock. A run keeps the lock until its process ends.
 
     Args:
         root: the folder of a stream.

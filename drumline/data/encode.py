@@ -157,7 +157,7 @@ class AnswerRowEncoder:
         self.encoder = Encoder(tokenizer, False, data)
         self.data = data
 
-    def example(
+    def encode_answer(
         self,
         prompt: TextOrMessages,
         answer: TextOrMessages,
@@ -210,7 +210,7 @@ class PairRowEncoder(AnswerRowEncoder):
         prompt, *answers = pair_parts(row.values, row.origin)
         full = []
         for answer, name in zip(answers, SIDES, strict=True):
-            full.append(self.example(prompt, answer, name, row, skip_template))
+            full.append(self.encode_answer(prompt, answer, name, row, skip_template))
         chosen, rejected = full
         # Texts that differ may still be rendered alike, so the tokens are compared.
         if np.array_equal(chosen.tokens, rejected.tokens):
@@ -240,7 +240,9 @@ class JudgedRowEncoder(AnswerRowEncoder):
         """Return a judged answer as one segment, see `RowEncoder.encode`."""
         is_good = judgement(row.values["label"], row.origin)
         prompt = row.values["prompt"]
-        full = self.example(prompt, row.values["completion"], "completion", row, row.skip_template)
+        full = self.encode_answer(
+            prompt, row.values["completion"], "completion", row, row.skip_template
+        )
         example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
         if example is None or not example.target_count:
             return None

@@ -62,12 +62,12 @@ class RowWithImageTokens:
     """An encoded row, with as many tokens for each image as the model's vision tower gives.
 
     Attributes:
-        example: the tokens.
+        segment: the tokens.
         images: (absolute path, patches in time, height and width) of each image.
-        spans: the token range [start, stop) of each image in `example`.
+        spans: the token range [start, stop) of each image in `segment`.
     """
 
-    example: TokenSegment
+    segment: TokenSegment
     images: list[tuple[str, Grid]]
     spans: list[tuple[int, int]]
 
@@ -76,12 +76,12 @@ class RowWithImageTokens:
         meta = None
         # A sample with a meta is kept even without a target. Without a meta such a sample is left
         # out.
-        if self.images and self.example.target_count:
+        if self.images and self.segment.target_count:
             meta = {
                 "images": [path for path, _ in self.images],
                 "grid": [grid for _, grid in self.images],
             }
-        return EncodedSample([self.example], meta, truncated)
+        return EncodedSample([self.segment], meta, truncated)
 
 
 class VisionRowEncoder:
@@ -104,26 +104,28 @@ class VisionRowEncoder:
         if paths:
             self.encoder.require_template("images need a chat template", row)
         # Here each image is one placeholder token.
-        short = self.encoder.encode(placed)
+        with_placeholders = self.encoder.encode(placed)
         images = [(path, self.vision.grid(path, row.origin)) for path in paths]
-        is_placeholder = short.tokens == self.vision.token_id
+        is_placeholder = with_placeholders.tokens == self.vision.token_id
         found = int(is_placeholder.sum())
         if found != len(images):
             raise DataError(
                 f"{len(images)} images, but the chat template writes {found} places for them",
                 where=row.origin,
             )
-        full = expand_placeholders(short, images, self.vision)
-        kept = truncate(full.example, self.data.max_length, self.data.truncation, row.origin)
-        if kept is None:
+        full = expand_placeholders(with_placeholders, images, self.vision)
+        truncated_segment = truncate(
+            full.segment, self.data.max_length, self.data.truncation, row.origin
+        )
+        if truncated_segment is None:
             return None
-        size = len(kept.tokens)
-        if size == len(full.example.tokens):
+        size = len(truncated_segment.tokens)
+        if size == len(full.segment.tokens):
             return full.encoded(truncated=False)
-        lost_its_answers = full.example.target_count and not kept.target_count
+        lost_its_answers = full.segment.target_count and not truncated_segment.target_count
         if lost_its_answers:
             return None
-        # `kept` may have a part of an image at its end; this has none.
+        # `truncated_segment` may have a part of an image at its end; this has none.
         shortened = cut_between_images(full, size, self.data.truncation == "left")
         return shortened.encoded(truncated=True)
 
@@ -149,31 +151,31 @@ def _require_empty(columns: dict[str, Any], row: Row, fix: str) -> None:
 
 
 def expand_placeholders(
-    short: TokenSegment, images: Sequence[tuple[str, Grid]], vision: Vision
+    with_placeholders: TokenSegment, images: Sequence[tuple[str, Grid]], vision: Vision
 ) -> RowWithImageTokens:
     """Return the segment with each image's placeholder repeated for all of the image's tokens.
 
     None of these tokens is a target.
 
     Args:
-        short: a row with one placeholder for each image.
+        with_placeholders: a row with one placeholder for each image.
         images: (path, patches in time, height and width) of each image, in order.
         vision: the model's images.
     """
-    is_placeholder = short.tokens == vision.token_id
+    is_placeholder = with_placeholders.tokens == vision.token_id
     placeholders = np.flatnonzero(is_placeholder)
-    repeats = np.ones(len(short.tokens), np.int64)
+    repeats = np.ones(len(with_placeholders.tokens), np.int64)
     repeats[placeholders] = [vision.tokens(grid) for _, grid in images]
 
-    # The range of tokens that each token of `short` becomes.
+    # The range of tokens that each token of `with_placeholders` becomes.
     stops = np.cumsum(repeats)
     starts = stops - repeats
     spans = zip(starts[placeholders].tolist(), stops[placeholders].tolist(), strict=True)
 
-    tokens = np.repeat(short.tokens, repeats)
-    learn = np.where(is_placeholder, 0, short.learn).astype(np.uint8)
-    example = TokenSegment(tokens, np.repeat(learn, repeats))
-    return RowWithImageTokens(example, list(images), list(spans))
+    tokens = np.repeat(with_placeholders.tokens, repeats)
+    learn = np.where(is_placeholder, 0, with_placeholders.learn).astype(np.uint8)
+    segment = TokenSegment(tokens, np.repeat(learn, repeats))
+    return RowWithImageTokens(segment, list(images), list(spans))
 
 
 def cut_between_images(full: RowWithImageTokens, size: int, left: bool) -> RowWithImageTokens:
@@ -181,7 +183,7 @@ def cut_between_images(full: RowWithImageTokens, size: int, left: bool) -> RowWi
 
     An image that the cut would divide is left out whole.
     """
-    total = len(full.example.tokens)
+    total = len(full.segment.tokens)
     start = 0
     stop = size
     if left:
@@ -199,8 +201,8 @@ def cut_between_images(full: RowWithImageTokens, size: int, left: bool) -> RowWi
         if start <= first and last <= stop:
             images.append(image)
             spans.append((first - start, last - start))
-    example = TokenSegment(full.example.tokens[start:stop], full.example.learn[start:stop])
-    return RowWithImageTokens(example, images, spans)
+    segment = TokenSegment(full.segment.tokens[start:stop], full.segment.learn[start:stop])
+    return RowWithImageTokens(segment, images, spans)
 
 
 def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:

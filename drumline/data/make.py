@@ -181,7 +181,7 @@ def _hold_out(config: Config, store: TokenizedRowStore, rows: int) -> None:
 
 def read_matching_rows(
     build: CacheBuild,
-    number: int,
+    source_index: int,
     base_dir: Path,
     counts: RowCounts,
     skip: int = 0,
@@ -195,7 +195,7 @@ def read_matching_rows(
 
     Args:
         build: has the sources.
-        number: the source's index in `build.sources`.
+        source_index: the source's index in `build.sources`.
         base_dir: the folder that paths of the config are relative to.
         counts: gets the numbers of left-out rows, and the formats of the others.
         skip: how many of the first rows are not yielded.
@@ -203,22 +203,24 @@ def read_matching_rows(
         on_raw_rows: a pass-through generator over all raw rows of the source: it may count them, and
             must yield each one unchanged.
     """
-    source = build.sources[number]
-    raw_filter = _ConditionFilter(build, number, counts, on_raw_rows)
+    source = build.sources[source_index]
+    raw_filter = _ConditionFilter(build, source_index, counts, on_raw_rows)
     forms = build.config.algorithm.forms
     ties = Counter[str]()
     found = 0
-    for row in read_rows(source, base_dir, forms, ties, number, raw_filter.apply, with_faulty):
+    for row in read_rows(
+        source, base_dir, forms, ties, source_index, raw_filter.apply, with_faulty
+    ):
         found += 1
         if row.format:
             counts.formats.setdefault(describe(source), set()).add(row.format)
         if found > skip:
             yield row
     # A tie gives no row, so the encoder of rows cannot count it. It is counted here.
-    counts.outcomes[number, "read"] += ties.total()
-    counts.outcomes[number, "ties"] += ties.total()
+    counts.outcomes[source_index, "read"] += ties.total()
+    counts.outcomes[source_index, "ties"] += ties.total()
     if not found:
-        if counts.outcomes[number, "read"]:
+        if counts.outcomes[source_index, "read"]:
             what = "no row of it fulfils its conditions (`where`)"
         else:
             what = "the dataset is empty: it has no rows"
@@ -237,7 +239,7 @@ class _ConditionFilter:
     """Leaves out the raw rows of a source that do not fulfil its conditions, and counts them.
 
     Attributes:
-        number: the source's index in `CacheBuild.sources`.
+        source_index: the source's index in `CacheBuild.sources`.
         counts: counts the rows that are left out.
         on_raw_rows: all raw rows go through it before the conditions are evaluated.
         conditions: (key of the config, SQL) of each condition.
@@ -245,15 +247,15 @@ class _ConditionFilter:
     """
 
     def __init__(
-        self, build: CacheBuild, number: int, counts: RowCounts, on_raw_rows: RawFilter
+        self, build: CacheBuild, source_index: int, counts: RowCounts, on_raw_rows: RawFilter
     ) -> None:
-        self.number = number
+        self.source_index = source_index
         self.counts = counts
         self.on_raw_rows = on_raw_rows
-        self.conditions = _conditions(build, number)
+        self.conditions = _conditions(build, source_index)
         self.missing: set[str] = set()
         for part in OPTIONAL:
-            column = getattr(build.sources[number].columns, part)
+            column = getattr(build.sources[source_index].columns, part)
             if column:
                 self.missing.add(column)
 
@@ -274,17 +276,17 @@ class _ConditionFilter:
 
         The encoder counts the others as read. It never gets these, so they are counted here.
         """
-        self.counts.outcomes[self.number, "read"] += rows
-        self.counts.outcomes[self.number, "filtered"] += rows
+        self.counts.outcomes[self.source_index, "read"] += rows
+        self.counts.outcomes[self.source_index, "filtered"] += rows
 
 
-def _conditions(build: CacheBuild, number: int) -> list[tuple[str, str]]:
+def _conditions(build: CacheBuild, source_index: int) -> list[tuple[str, str]]:
     """Return (key of the config, SQL) of each condition on the rows of a source."""
     conditions = []
-    own = build.sources[number].where
+    own = build.sources[source_index].where
     if own is not None:
         sources = f"data.{build.split}.{build.eval_set or ''}".rstrip(".")
-        conditions.append((f"{sources}[{number}].where", own))
+        conditions.append((f"{sources}[{source_index}].where", own))
     of_training = build.config.data.where
     if build.split == "train" and of_training is not None:
         conditions.append(("data.where", of_training))

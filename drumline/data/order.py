@@ -119,7 +119,7 @@ class MixedOrder:
         seed: of all permutations.
         shuffle: whether epochs behind the curriculum are shuffled.
         curriculum_epochs: the number of epochs at the start that are a curriculum.
-        falling: the curriculum goes from a source's last sample to its first.
+        reverse: the curriculum goes from a source's last sample to its first.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class MixedOrder:
         seed: int,
         shuffle: bool,
         curriculum_epochs: int = 0,
-        falling: bool = False,
+        reverse: bool = False,
     ) -> None:
         assert len(sizes) == len(counts) and sum(counts) > 0
         for size, count in zip(sizes, counts, strict=True):
@@ -137,7 +137,7 @@ class MixedOrder:
         self.sizes = list(sizes)
         self.counts = list(counts)
         self.curriculum_epochs = curriculum_epochs
-        self.falling = falling
+        self.reverse = reverse
         self.slot_order = GlobalOrder(sum(counts), seed, shuffle)
         # The id of each source's first sample, and the first of its slots before the shuffle. The
         # last entry is the end of all sources.
@@ -172,21 +172,21 @@ class MixedOrder:
         sources[is_curriculum], slots[is_curriculum] = of_curriculum
 
         # The number of the sample in its source.
-        found = np.empty(len(positions), np.int64)
+        sample_numbers = np.empty(len(positions), np.int64)
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             is_source = sources == source
             is_drawn = is_source & ~is_curriculum
             draws = epochs[is_drawn] * count + slots[is_drawn]
-            found[is_drawn] = self.orders[source].ids_at(draws)
+            sample_numbers[is_drawn] = self.orders[source].ids_at(draws)
             is_in_order = is_source & is_curriculum
-            # Even steps through the source. If an epoch has fewer slots than the source has
+            # Samples at even distances in the source. If an epoch has fewer slots than the source has
             # samples, the offset lets the next epoch take other samples.
             offsets = epochs[is_in_order] * count % max(size, 1)
-            steps = (slots[is_in_order] * size + offsets) // max(count, 1)
-            if self.falling:
-                steps = size - 1 - steps
-            found[is_in_order] = steps
-        return found + self.first_ids[sources]
+            numbers = (slots[is_in_order] * size + offsets) // max(count, 1)
+            if self.reverse:
+                numbers = size - 1 - numbers
+            sample_numbers[is_in_order] = numbers
+        return sample_numbers + self.first_ids[sources]
 
 
 def interleave(slots: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:

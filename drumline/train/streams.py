@@ -108,7 +108,7 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
         config.data.stream,
         maker,
         seed,
-        falling=curriculum is not None and curriculum.reverse,
+        reverse=curriculum is not None and curriculum.reverse,
         resume_state=known,
         # The global batches that are drawn ahead, the one that is trained on, and one more.
         margin=(config.data.prefetch + 2) * plan.batch.global_samples,

@@ -158,7 +158,7 @@ def test_a_curriculum_rises_in_each_source_side_by_side(counts: list[int]) -> No
     firsts = np.cumsum([0, *sizes])
     size = sum(counts)
     order = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2)
-    falling = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2, falling=True)
+    falling = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2, reverse=True)
 
     for epoch in (0, 1):
         window = (epoch * size, (epoch + 1) * size)

@@ -276,14 +276,14 @@ def test_no_image_is_cut_in_two(
     short = TokenSegment(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
     full = expand_placeholders(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
 
-    assert full.example.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
+    assert full.segment.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
 
     found = cut_images(full, size, left)
-    assert found.example.tokens.tolist() == tokens
+    assert found.segment.tokens.tolist() == tokens
     assert [path for path, _ in found.images] == images
 
     for start, stop in found.spans:
-        assert (found.example.tokens[start:stop] == 9).all()
+        assert (found.segment.tokens[start:stop] == 9).all()
 
 
 def placed(folder: Path, **values: Any) -> tuple[list[Any], list[str]]:
