@@ -8,7 +8,8 @@ The steps, and their modules:
    does so in several processes.
 4. Drop copies, hold out and pack rows: `row_store`, `overlap`, `packing`, `make`.
 5. Write a token cache, named by a hash of its input: `fingerprint`, `cache`; or endless `blocks`.
-6. Order the samples, assign them to ranks and collate them: `order`, `collators`, `batches`, `judged`.
+6. Order the samples, assign them to ranks and collate them: `order`, `collators`, `batches` and
+   `judged`.
 
 Entry points are `prepare.prepare` (the command and the planner), `order.BatchStream` (training) and
 `preview.Reader`. `samples` is a path of its own, for data that is not tokenised.

@@ -1,8 +1,8 @@
 """Micro-batches of tokens: texts, preference pairs, texts with a class, and episodes of a rollout.
 
-Names of tensors end in the letters of their dimensions. B rows, T tokens. For preference pairs: P
-pairs, B = 2P rows, first those of the chosen answers, then those of the rejected ones. For rollouts:
-N episodes, M tokens of the longest completion.
+Names of tensors end in the letters of their dimensions. B rows of the batch, T tokens of each. For
+preference pairs: P pairs, B = 2P rows, first those of the chosen answers, then those of the
+rejected ones. For rollouts: N episodes, M tokens of the longest completion.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class FirstPassNumbers:
 
     Attributes:
         numbers_NK: fp64, K statistics of each of the N samples of the global batch, in its order.
-            The algorithm defines them, such as (score, 1) for KTO. In an evaluation N is all samples
-            of the set.
+            The algorithm defines them, such as (score, 1) for KTO. In an evaluation N is all
+            samples of the set.
     """
 
     numbers_NK: torch.Tensor
@@ -120,8 +120,8 @@ class SharedPrompts(Batch):
         position_ids_BT: int64, positions. Each completion goes on from the prompt's last one.
         document_lengths: for each shared row the token counts of its prompt and its completions.
         cu_seqlens_N: int32, see `TokenBatch`.
-        token_indices_BT: int64, with B and T of the batch itself: the index of each of its tokens in
-            the shared rows end to end; for padding any index.
+        token_indices_BT: int64, with B and T of the batch itself: the index of each of its tokens
+            in the shared rows end to end; for padding any index.
         has_shared_prefix: tells a model's attention that each segment of a row attends to the row's
             first segment, the prompt.
     """
@@ -228,8 +228,8 @@ class TokenBatch(Batch):
     tokens. Positions of padding continue those of the last segment, so the positions of a row that
     is not packed are 0, 1, 2, …
 
-    `document_lengths`, `cu_seqlens_N` and `learned_M` are computed on the host, since the host would
-    have to wait for a device. They are None if nobody has computed them.
+    `document_lengths`, `cu_seqlens_N` and `learned_M` are computed on the host, since the host
+    would have to wait for a device. They are None if nobody has computed them.
 
     Attributes:
         input_ids_BT: the tokens, padding included.
@@ -277,7 +277,7 @@ class TokenBatch(Batch):
         return self.lengths_B - 1
 
     def token_weights(self) -> torch.Tensor:
-        """Return bool[B, T]: whether each token is a target, its weight in `models.router`'s loss."""
+        """Return bool[B, T]: whether each token is a target. `models.router` weights by it."""
         return self.targets_BT != IGNORE
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -416,8 +416,9 @@ class PairBatch(TokenBatch):
     def token_weights(self) -> torch.Tensor:
         """Return fp32[B, T]: a half at the last token of each answer, and 0 elsewhere.
 
-        So the weights of a pair add up to 1, and those of a filler to 0. Only the load-balancing loss
-        of a mixture (`models.router`) reads them. The objective reads all targets of an answer.
+        So the weights of a pair add up to 1, and those of a filler to 0. Only the load-balancing
+        loss of a mixture (`models.router`) reads them. The objective reads all targets of an
+        answer.
         """
         last_BT = self.position_ids_BT == self.last_B[:, None]
         real_B1 = self.real_P.repeat(2)[:, None]

@@ -10,8 +10,8 @@ block, shuffled in another order each time.
 Samples are numbered through the blocks, and shuffled inside each block. So the sample at a position
 follows from the rows alone, on any number of ranks. `stream.json` has R, and the number of samples
 of each block that was ever made, from which the block of a position is found. A checkpoint has the
-block of its own position (`Blocks.checkpoint_state`), so a run that resumes need not count all blocks from the
-first.
+block of its own position (`Blocks.checkpoint_state`), so a run that resumes need not count all
+blocks from the first.
 
 The first rank of a host makes the blocks in a thread (tokenising in processes of its own), a few
 ahead, and removes the blocks that were read. The other ranks wait for them.
@@ -349,7 +349,8 @@ class Blocks:
         self.reverse = reverse
         self.margin = margin
         self.weighted = weighted
-        # The positions at which blocks begin, from block `first_block` on, as far as they are known.
+        # The positions at which blocks begin, from block `first_block` on, as far as they are
+        # known.
         self.first_block = 0
         self.block_starts = [0]
         if resume_state:
@@ -437,7 +438,7 @@ class Blocks:
         return np.concatenate(parts)
 
     def _shuffled(self, indices: Ints, number: int, size: int) -> Ints:
-        """Return the sample of each of some indices in a block of `size` samples; unchanged without a seed."""
+        """Return the samples at some indices of a block's shuffled order; as they are without a seed."""
         if self.seed is None:
             return indices
         # A seed of its own for each block, by the seed of the run.

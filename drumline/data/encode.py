@@ -72,17 +72,17 @@ class TextRowEncoder:
                 "`columns: {images: ''}`",
             )
         full = self.encoder.encode(row)
-        example: TokenSegment | None = full
+        segment: TokenSegment | None = full
         if not self.keeps_whole:
-            example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
-        if example is None:
+            segment = truncate(full, self.data.max_length, self.data.truncation, row.origin)
+        if segment is None:
             return None
         # None, so that the row counts as too long: a greater data.max_length would keep it.
-        has_lost_answer = full.target_count and not example.target_count
+        has_lost_answer = full.target_count and not segment.target_count
         if has_lost_answer:
             return None
-        is_cut = len(example.tokens) < len(full.tokens)
-        return EncodedSample([example], truncated=is_cut, hides_reasoning=full.hides_reasoning)
+        is_cut = len(segment.tokens) < len(full.tokens)
+        return EncodedSample([segment], truncated=is_cut, hides_reasoning=full.hides_reasoning)
 
 
 class PromptRowEncoder:
@@ -186,12 +186,12 @@ class AnswerRowEncoder:
         elif skip_template:
             return self.encoder.encode_without_template(prompt, answer, row.origin)
         values = {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}
-        example = self.encoder.encode(Row(row.origin, values))
-        if not example.target_count:
+        segment = self.encoder.encode(Row(row.origin, values))
+        if not segment.target_count:
             raise DataError(
                 f"`{name}` has no turn of the assistant behind the prompt", where=row.origin
             )
-        return example
+        return segment
 
 
 class PairRowEncoder(AnswerRowEncoder):
@@ -222,7 +222,7 @@ class PairRowEncoder(AnswerRowEncoder):
         for short, long in zip(pair, full, strict=True):
             if len(short.tokens) < len(long.tokens):
                 is_cut = True
-        hides_reasoning = any(example.hides_reasoning for example in full)
+        hides_reasoning = any(segment.hides_reasoning for segment in full)
         return EncodedSample(
             list(pair), _pair_meta(row), truncated=is_cut, hides_reasoning=hides_reasoning
         )
@@ -243,17 +243,17 @@ class JudgedRowEncoder(AnswerRowEncoder):
         full = self.encode_answer(
             prompt, row.values["completion"], "completion", row, row.skip_template
         )
-        example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
-        if example is None or not example.target_count:
+        segment = truncate(full, self.data.max_length, self.data.truncation, row.origin)
+        if segment is None or not segment.target_count:
             return None
-        is_cut = len(example.tokens) < len(full.tokens)
+        is_cut = len(segment.tokens) < len(full.tokens)
         # The first target is the first token of the answer.
         prompt_size = int(np.argmax(full.learn))
         prompt_tokens = full.tokens[:prompt_size]
         digest = sha256(prompt_tokens.tobytes()).hexdigest()
         meta = {"good": is_good, "prompt": digest[:DIGEST_DIGITS]}
         return EncodedSample(
-            [example], meta, truncated=is_cut, hides_reasoning=full.hides_reasoning
+            [segment], meta, truncated=is_cut, hides_reasoning=full.hides_reasoning
         )
 
 

@@ -19,8 +19,8 @@ from drumline.foreign import MIB
 _ROWS = 1024  # of a table
 _NUMBER = "drumline row"  # a column that no condition names by chance
 _COLUMNS_SHOWN = 12  # in a message
-# If no row of a table has a struct's column, DuckDB reports a missing table (`Referenced table`). If
-# no row has a key of a struct, it reports a missing key.
+# If no row of a table has a struct's column, DuckDB reports a missing table (`Referenced table`).
+# If no row has a key of a struct, it reports a missing key.
 _MISSING = re.compile(
     r'(?:Referenced (?:column|table)|Could not find key) "(.+?)" (?:not found|in struct)'
 )
@@ -93,8 +93,8 @@ class _Evaluator:
         connection: a connection to DuckDB.
         conditions: (key of the config, SQL) of each condition.
         columns: all columns so far, in the order in which they came.
-        missing: name of a column or of a struct's key → DuckDB's error, for each name that a condition
-            uses and that no row of some table had.
+        missing: name of a column or of a struct's key → DuckDB's error, for each name that a
+            condition uses and that no row of some table had.
         found_later: those names of `missing` that some row of another table had.
     """
 

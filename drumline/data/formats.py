@@ -18,10 +18,10 @@
 A null or empty column counts as absent, but an empty answer stays an answer if no other column
 holds one. Columns that a format does not use stay with the row, for reward functions.
 
-To add a format, write a reader, and add it to `FORMATS`, `TYPICAL_COLUMNS` and the names of config.data. A
-reader (`_read_…`) gets the columns that hold something, the kind of rows that the algorithm takes
-(see `RowKind`), and the row's name for errors. It returns None for a row that is not of its
-format.
+To add a format, write a reader, and add it to `FORMATS`, `TYPICAL_COLUMNS` and the names of
+config.data. A reader (`_read_…`) gets the columns that hold something, the kind of rows that the
+algorithm takes (see `RowKind`), and the row's name for errors. It returns None for a row that is
+not of its format.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ CONVERSATION_COLUMNS = (
 )
 SIDES = ("prompt", "completion", "chosen", "rejected", "chosen_messages", "rejected_messages")
 LISTS = ("completions", "responses", "answers", "candidates", "outputs")
-# Columns of the scores or ranks of several answers: the best has the highest score, or the lowest rank.
+# Columns of the scores or ranks of several answers: the best has the highest score, or the lowest
+# rank.
 SCORES = ("scores", "score", "ratings", "rating", "rewards", "overall_score", "pm_score")
 RANKS = ("ranks", "rank", "ranking")
 SCORE_COLUMNS = (*SCORES, *RANKS)
@@ -222,8 +223,8 @@ def convert_row(
         origin: the row's name in an error.
 
     Returns:
-        The name of the format, which is empty for a row that has one of the forms `accepted_forms` already,
-        and the columns.
+        The name of the format, which is empty for a row that has one of the forms `accepted_forms`
+        already, and the columns.
 
     Raises DataError for a row that is not of the format `wanted`, or that its format cannot be read
     from. Raises Tie for answers of which none is better.
@@ -989,8 +990,8 @@ def _read_document(present: PresentColumns, kind: RowKind, origin: str) -> Readi
     return Reading(columns, {name})
 
 
-# Format → its reader, which takes (the row's columns that hold something, kind of rows, origin). They are
-# tried in this order.
+# Format → its reader, which takes (the row's columns that hold something, kind of rows, origin).
+# They are tried in this order.
 FORMATS: dict[str, Callable[[PresentColumns, RowKind, str], Reading | None]] = {
     "sharegpt": _read_sharegpt,
     "alpaca": _read_alpaca,

@@ -1,11 +1,11 @@
 """Encodes and collates rows with images: of vision-language models, and of image classifiers.
 
 A row names its images by path, relative to the folder of its data file, or holds their bytes
-(`image_files.resolve_image_path`). An image is in the content of a message (`{"type": "image", "image":
-PATH}`) or in the column `images`. The images of that column go to the slots of the conversation: a part
-`{"type": "image"}` alone, or `<image>` in a text. Without any slot they stand before the first
-question. A sample's meta is `{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order.
-Pixels are read for each batch.
+(`image_files.resolve_image_path`). An image is in the content of a message (`{"type": "image",
+"image": PATH}`) or in the column `images`. The images of that column go to the slots of the
+conversation: a part `{"type": "image"}` alone, or `<image>` in a text. Without any slot they stand
+before the first question. A sample's meta is `{"images": [absolute paths], "grid": [[t, h, w],
+…]}`, in order. Pixels are read for each batch.
 
 B rows, T tokens, N images, P patches of all of them, D numbers of a patch, C channels, H × W pixels.
 """
@@ -212,8 +212,8 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
 
     Args:
         row: the row.
-        root: the folder below which `image_files.resolve_image_path` writes images that the row holds as
-            bytes.
+        root: the folder below which `image_files.resolve_image_path` writes images that the row
+            holds as bytes.
 
     Raises DataError for a URL, and if the numbers of slots and images differ.
     """
@@ -477,9 +477,9 @@ def collate_vision(
         cache: the token cache.
         ids: samples of the cache; -1 is a filler.
         pad_id: the padding token.
-        width: tokens of each row; None: those of the longest row. The batch has `width` + 1 columns,
-            since the last one is kept free for the image of zeros. With None there is an additional
-            column only if the batch has no images.
+        width: tokens of each row; None: those of the longest row. The batch has `width` + 1
+            columns, since the last one is kept free for the image of zeros. With None there is an
+            additional column only if the batch has no images.
         vision: the model's images.
 
     Raises DataError for an image that cannot be read any more.

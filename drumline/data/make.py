@@ -1,9 +1,9 @@
 """Makes a token cache of rows: read, tokenise, drop copies, hold out, pack, write.
 
-Rows are tokenised once, in order, into flat files (`data.row_store`). The later steps only move ranges
-of these files, a block of rows at a time. Chunks of a large input are tokenised in new processes.
-They are spawned, since a fork would not keep the caller's threads of torch and tokenizers. So a
-script that calls `prepare` needs `if __name__ == "__main__"`.
+Rows are tokenised once, in order, into flat files (`data.row_store`). The later steps only move
+ranges of these files, a block of rows at a time. Chunks of a large input are tokenised in new
+processes. They are spawned, since a fork would not keep the caller's threads of torch and
+tokenizers. So a script that calls `prepare` needs `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def read_matching_rows(
         counts: gets the numbers of left-out rows, and the formats of the others.
         skip: how many of the first rows are not yielded.
         with_faulty: see `read_rows`.
-        on_raw_rows: a pass-through generator over all raw rows of the source: it may count them, and
-            must yield each one unchanged.
+        on_raw_rows: a pass-through generator over all raw rows of the source: it may count them,
+            and must yield each one unchanged.
     """
     source = build.sources[source_index]
     raw_filter = _ConditionFilter(build, source_index, counts, on_raw_rows)

@@ -105,10 +105,11 @@ class BlockOrder(Order, Protocol):
 class MixedOrder:
     """The endless sequence of sample ids of several sources, with fixed shares in each epoch.
 
-    An epoch is a row of slots, one for each sample that it takes; counts[i] are for source i, which may be fewer or more than the source's
-    samples. In a shuffled epoch a permutation mixes the slots of all sources. The samples of a
-    source follow a `GlobalOrder` of its own over all epochs, so each comes once before any comes
-    again: slot j of source i in epoch e takes number e × counts[i] + j of that order.
+    An epoch is a row of slots, one for each sample that it takes; counts[i] are for source i, which
+    may be fewer or more than the source's samples. In a shuffled epoch a permutation mixes the
+    slots of all sources. The samples of a source follow a `GlobalOrder` of its own over all epochs,
+    so each comes once before any comes again: slot j of source i in epoch e takes number
+    e × counts[i] + j of that order.
 
     The first `curriculum_epochs` are not shuffled. Their sources are evenly interleaved, and the
     samples of each source come in the order that they have in the cache.
@@ -179,8 +180,8 @@ class MixedOrder:
             draws = epochs[is_drawn] * count + slots[is_drawn]
             sample_numbers[is_drawn] = self.orders[source].ids_at(draws)
             is_in_order = is_source & is_curriculum
-            # Samples at even distances in the source. If an epoch has fewer slots than the source has
-            # samples, the offset lets the next epoch take other samples.
+            # Samples at even distances in the source. If an epoch has fewer slots than the source
+            # has samples, the offset lets the next epoch take other samples.
             offsets = epochs[is_in_order] * count % max(size, 1)
             numbers = (slots[is_in_order] * size + offsets) // max(count, 1)
             if self.reverse:
@@ -245,7 +246,8 @@ def slots_before(slot: int, counts: Sequence[int]) -> list[int]:
 def _share_of_left_half(slots: Any, counts: Sequence[int]) -> Any:
     """Return how many of the first `slots` slots of an epoch the left half of the sources gets.
 
-    It is the part of the half in all slots, rounded. `slots`: a number of slots, or int64[n] of them.
+    It is the part of the half in all slots, rounded. `slots`: a number of slots, or int64[n] of
+    them.
     """
     left = sum(counts[: len(counts) // 2])
     total = sum(counts)
@@ -267,8 +269,8 @@ def hash_integers(values: UInt64s) -> UInt64s:
 def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
     """Return for each sample its predecessor: the nearest sample before it with another prompt.
 
-    The last sample counts as the one before the first. The result is int64[N], all -1 if all prompts
-    are the same.
+    The last sample counts as the one before the first. The result is int64[N], all -1 if all
+    prompts are the same.
 
     Args:
         ids: int64[N], the samples in their order.
@@ -347,8 +349,8 @@ class GlobalBatch:
         state: the rest of the stream's state, as JSON.
         totals: weight and real tokens of all ranks, computed from order and cache; None if that
             needs a collective.
-        sample_indices: int64[micro-batches, samples], where this rank's samples are in `sample_ids`;
-            empty if nothing reads them.
+        sample_indices: int64[micro-batches, samples], where this rank's samples are in
+            `sample_ids`; empty if nothing reads them.
     """
 
     micro_batches: list[Any]

@@ -256,7 +256,8 @@ class EvaluationGrams:
 
     Attributes:
         ngram: words of a gram.
-        overlap: a training row that has at least this share of an evaluation row's grams contains it.
+        overlap: a training row that has at least this share of an evaluation row's grams contains
+            it.
         grams: uint64[G], ascending, with repeats.
         owners: int64[G], the row of each gram.
         sizes: int64[rows], grams of each row.

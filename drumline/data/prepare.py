@@ -251,8 +251,8 @@ def _open_held_out(builds: list[CacheBuild]) -> dict[str, TokenCache]:
 def _identity_of_stream(build: CacheBuild, info: dict[str, Any]) -> DataIdentity:
     """Return the identity of a stream's data. `info`: of its first block."""
     key = build.folder.name
-    # `DataIdentity.row_set` is a sum of the hashes of all rows, which is not known here. The first 12
-    # hex digits of the key take its place.
+    # `DataIdentity.row_set` is a sum of the hashes of all rows, which is not known here. The first
+    # 12 hex digits of the key take its place.
     row_set = int(key[:12], 16)
     return DataIdentity(cache=str(build.folder), content=key, rows=info["rows"], row_set=row_set)
 

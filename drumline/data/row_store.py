@@ -66,8 +66,8 @@ class Chunk:
         rows: `ROW` of each usable row, with numbers that count from this chunk's start.
         segments: int64[S, 2], tokens and targets of each segment.
         metas: JSON of the rows, end to end.
-        near: MinHash signatures and bands of the rows, by which near copies are found; empty if none
-            are to be found.
+        near: MinHash signatures and bands of the rows, by which near copies are found; empty if
+            none are to be found.
         counts: (source, outcome) → rows, see `RowCounts.outcomes`.
     """
 

@@ -466,8 +466,8 @@ class Pass(NamedTuple):
 def _passes(dataset: Iterable[Any], epochs: int | None, size: int) -> Iterator[Pass]:
     """Yield the samples of one pass over a dataset after another, without end.
 
-    A dataset that can only be read once, such as a generator, is allowed if `epochs` is 1. Its first
-    `size` samples are then yielded again, to complete the last global batch.
+    A dataset that can only be read once, such as a generator, is allowed if `epochs` is 1. Its
+    first `size` samples are then yielded again, to complete the last global batch.
     """
     number = 0
     first: list[Any] = []

@@ -183,7 +183,12 @@ def _maps_form_fields(source: Source) -> bool:
 
 
 def _convert_raw_row(
-    origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, is_mapped: bool
+    origin: str,
+    values: dict[str, Any],
+    source: Source,
+    forms: Forms,
+    row_number: int,
+    is_mapped: bool,
 ) -> list[Row]:
     """Return the rows that a raw row stands for: one, or the two answers of a pair.
 
@@ -192,15 +197,15 @@ def _convert_raw_row(
         values: the row as it is written.
         source: its source.
         forms: the forms of rows that the algorithm takes.
-        number: the row's number in its source, from 1.
+        row_number: the row's number in its source, from 1.
         is_mapped: the source's `columns` say which columns are read.
 
     Raises DataError, and Tie for a pair without a better answer.
     """
     with translate_number_errors(origin, DataError):
-        rows = _split_raw_row(origin, values, source, forms, number, is_mapped)
+        rows = _split_raw_row(origin, values, source, forms, row_number, is_mapped)
     if forms != TEXT_FORMS and holds_images(rows[0]):
-        what = f"row {number} holds images, which this algorithm does not take"
+        what = f"row {row_number} holds images, which this algorithm does not take"
         fix = (
             "use algorithm sft, take the images out, or read none of a column with "
             "`columns: {images: ''}`"
@@ -210,7 +215,12 @@ def _convert_raw_row(
 
 
 def _split_raw_row(
-    origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, is_mapped: bool
+    origin: str,
+    values: dict[str, Any],
+    source: Source,
+    forms: Forms,
+    row_number: int,
+    is_mapped: bool,
 ) -> list[Row]:
     """Return the rows of a raw row, see `_convert_raw_row`."""
     if is_mapped:
@@ -225,7 +235,7 @@ def _split_raw_row(
     converted = values
     if not is_mapped:
         format_name, converted = convert_row(values, accepted_forms, source.format, origin)
-    row = _read_in_form(origin, converted, source.columns, number, accepted_forms)
+    row = _read_in_form(origin, converted, source.columns, row_number, accepted_forms)
     row = replace(row, format=format_name)
     if not is_split:
         return [row]
@@ -318,12 +328,12 @@ def _read_mappings(source: Source, base_dir: Path) -> RawRows:
         # Arrow's tables: nulls pad nested values.
         row_type = TableRow
     with translate_exceptions(complaint, name, DataError):
-        for number, values in enumerate(_open_dataset(source, base_dir), 1):
+        for row_number, values in enumerate(_open_dataset(source, base_dir), 1):
             if not isinstance(values, Mapping):
-                what = f"row {number} is {type(values).__name__}, not columns"
+                what = f"row {row_number} is {type(values).__name__}, not columns"
                 raise DataError(what, where=name, fix="give dictionaries: column → value")
             columns = row_type(_to_plain_columns(values))
-            yield base_dir, (f"{name} row {number}", columns)
+            yield base_dir, (f"{name} row {row_number}", columns)
 
 
 def open_rows(source: Source, base_dir: Path) -> Any:
@@ -382,7 +392,7 @@ def _open_dataset(source: Source, base_dir: Path) -> Any:
 
 
 def _read_in_form(
-    origin: str, values: dict[str, Any], columns: Columns, number: int, accepted_forms: Forms
+    origin: str, values: dict[str, Any], columns: Columns, row_number: int, accepted_forms: Forms
 ) -> Row:
     """Return the row in the form that fits it, its columns renamed and their types checked.
 
@@ -390,7 +400,7 @@ def _read_in_form(
         origin: the row's name in an error.
         values: its columns.
         columns: the columns that the user mapped.
-        number: the row's number in its source, from 1.
+        row_number: the row's number in its source, from 1.
         accepted_forms: the forms of rows that the algorithm takes.
 
     Raises DataError for a row of no form, and for a column of another type.
@@ -402,7 +412,7 @@ def _read_in_form(
     existing = ", ".join(values) or "none"
     if form is None:
         shapes = ", or ".join(" and ".join(shape) for shape in accepted_forms)
-        what = f"row {number} has no {shapes}; its columns are: {existing}"
+        what = f"row {row_number} has no {shapes}; its columns are: {existing}"
         fix = "map them with `columns`" + describe_nearest_format(values, accepted_forms)
         raise DataError(what, where=origin, fix=fix)
     if not mapped <= set(form):
@@ -415,10 +425,10 @@ def _read_in_form(
     for field_name in form:
         name = names[field_name]
         if name not in values:
-            what = f"row {number} has no column {name!r}; its columns are: {existing}"
+            what = f"row {row_number} has no column {name!r}; its columns are: {existing}"
             raise DataError(what, where=origin, fix=f"map it with `columns.{field_name}`")
         result[field_name] = _convert_field(
-            field_name, name, values[name], origin, number, is_padded
+            field_name, name, values[name], origin, row_number, is_padded
         )
     for field_name in ("margin", "images"):
         value = _get_optional(values, names[field_name])
@@ -491,7 +501,8 @@ def _images_column(
         # A row of a class has only its text or its image.
         return ""
     has_no_images = columns.images is None and "images" not in values
-    # A document takes no images. `_refuse_unsupported_media` in data.images refuses one that has some.
+    # A document takes no images. `_refuse_unsupported_media` in data.images refuses one that has
+    # some.
     takes_image = "image" not in form and form != ("text",)
     if has_no_images and takes_image:
         return "image"
@@ -522,7 +533,7 @@ def _rank_of_lack(values: dict[str, Any], name: str) -> int:
 
 
 def _convert_field(
-    field_name: str, name: str, value: Any, origin: str, number: int, padded: bool = False
+    field_name: str, name: str, value: Any, origin: str, row_number: int, padded: bool = False
 ) -> Any:
     """Return the value of a column as a field of a form: a text, messages, a label or an image.
 
@@ -531,7 +542,7 @@ def _convert_field(
         name: the column's name, for messages.
         value: what the column holds.
         origin: the row's name in an error.
-        number: the row's number in its source, from 1.
+        row_number: the row's number in its source, from 1.
         padded: the row is of a table, which pads messages with null keys.
 
     Raises DataError for a value of another type.
@@ -542,7 +553,7 @@ def _convert_field(
             return int(value)
         if not isinstance(value, str | int):
             found = _describe_type(value)
-            what = f"row {number}: column {name!r} is {found}, not a label"
+            what = f"row {row_number}: column {name!r} is {found}, not a label"
             fix = "give each row one: true or false for an answer, the name or number of a class"
             raise DataError(what, where=origin, fix=fix)
         return value
@@ -550,7 +561,7 @@ def _convert_field(
         # The bytes of an image, or a picture: `image_files.resolve_image_path` reads them.
         return value
     if isinstance(value, str) and field_name != "messages":
-        _require_encodable(value, name, origin, number)
+        _require_encodable(value, name, origin, row_number)
         return value
     takes_text_or_messages = field_name in ("prompt", "completion", "chosen", "rejected")
     is_message = isinstance(value, Mapping) and {"role", "content"} <= value.keys()
@@ -560,13 +571,13 @@ def _convert_field(
     if field_name in ("text", "image") or not isinstance(value, list) or not value:
         found = _describe_type(value)
         wanted = WANTED_TYPES.get(field_name, "text or a list of messages")
-        raise DataError(f"row {number}: column {name!r} is {found}, not {wanted}", where=origin)
+        raise DataError(f"row {row_number}: column {name!r} is {found}, not {wanted}", where=origin)
     # All of them first, so that the error is that of the first message which is none.
     for index, message in enumerate(value):
-        _check_message(message, f"{name}[{index}]", origin, number)
+        _check_message(message, f"{name}[{index}]", origin, row_number)
     messages = []
     for index, message in enumerate(value):
-        location = f"row {number}: {name}[{index}]"
+        location = f"row {row_number}: {name}[{index}]"
         messages.append(_clean_message(message, padded, location, origin))
     return messages
 
@@ -584,20 +595,20 @@ def _describe_type(value: Any) -> str:
     return type(value).__name__
 
 
-def _require_encodable(text: str, name: str, origin: str, number: int) -> None:
+def _require_encodable(text: str, name: str, origin: str, row_number: int) -> None:
     """Raise DataError for a text with half of a surrogate pair, which has no UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        what = f"row {number}: column {name!r} holds a lone surrogate, which is no text"
+        what = f"row {row_number}: column {name!r} holds a lone surrogate, which is no text"
         raise DataError(what, where=origin) from error
 
 
-def _check_message(message: Any, location: str, origin: str, number: int) -> None:
+def _check_message(message: Any, location: str, origin: str, row_number: int) -> None:
     """Raise DataError for what is no message with a role, and a content or calls."""
     if not isinstance(message, dict):
         found = type(message).__name__
-        what = f"row {number}: {location} is {found}, not {{role, content}}"
+        what = f"row {row_number}: {location} is {found}, not {{role, content}}"
         raise DataError(what, where=origin)
     content = message.get("content")
     has_role = isinstance(message.get("role"), str)
@@ -607,28 +618,30 @@ def _check_message(message: Any, location: str, origin: str, number: int) -> Non
     for key, is_present in (("role", has_role), ("content", has_content)):
         if not is_present:
             keys = ", ".join(map(str, message)) or "none"
-            what = f"row {number}: {location} has no text under {key!r}; its keys are: {keys}"
+            what = f"row {row_number}: {location} has no text under {key!r}; its keys are: {keys}"
             raise DataError(what, where=origin)
     if isinstance(content, list):
         for index, part in enumerate(content):
-            _check_content_part(part, f"{location}.content[{index}]", origin, number)
+            _check_content_part(part, f"{location}.content[{index}]", origin, row_number)
     elif isinstance(content, str):
-        _require_encodable(content, f"{location}.content", origin, number)
+        _require_encodable(content, f"{location}.content", origin, row_number)
 
 
-def _check_content_part(part: Any, location: str, origin: str, number: int) -> None:
+def _check_content_part(part: Any, location: str, origin: str, row_number: int) -> None:
     """Raise DataError for a part of a content that is neither a text nor an image."""
     if isinstance(part, dict):
         text = part.get("text")
         if is_image(part) or isinstance(text, str):
-            _convert_field("text", location, text or "", origin, number)
+            _convert_field("text", location, text or "", origin, row_number)
             return
         found = part.get("type")
     else:
         found = type(part).__name__
     if found == "text":
         found = f"text under {', '.join(map(str, part))}"
-    raise DataError(f"row {number}: {location} is {found}, neither text nor an image", where=origin)
+    raise DataError(
+        f"row {row_number}: {location} is {found}, neither text nor an image", where=origin
+    )
 
 
 def _clean_message(

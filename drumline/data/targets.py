@@ -553,8 +553,8 @@ class Encoder:
         header = self._usual_header.strip()
         if header and prefix_with_header.rstrip().endswith(header):
             return True
-        # If the prefix has no more than the turns before, the template has written no header, and the
-        # turn's header would count as its content.
+        # If the prefix has no more than the turns before, the template has written no header, and
+        # the turn's header would count as its content.
         return prefix_with_header != self._render_prefix(messages, index, row)
 
     def _render_prefix(self, messages: Messages, index: int, row: Row) -> str:
@@ -567,7 +567,7 @@ class Encoder:
     def _render_prefix_with_header(
         self, messages: Messages, index: int, text: str, row: Row
     ) -> str:
-        """Return the rendered turns before `index`, and the header of that turn if it is an answer."""
+        """Return the rendered turns before `index`, and the header of the turn if it is an answer."""
         is_answer = messages[index]["role"] == "assistant"
         if not is_answer:
             return self._render_prefix(messages, index, row)

@@ -33,7 +33,8 @@ class TrialTokens:
     """Token ids for trials, int64[B, T].
 
     `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a
-    vision-language model. `document_lengths`: lengths of the documents in each row; there is no padding.
+    vision-language model. `document_lengths`: lengths of the documents in each row; there is no
+    padding.
     `has_shared_prefix`: whether each document continues the first of its row.
     """
 
