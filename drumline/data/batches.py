@@ -269,7 +269,7 @@ class TokenBatch(Batch):
     @staticmethod
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
         """Return the number of targets of these samples of a cache."""
-        return float(cache.learned[samples].sum())
+        return float(cache.target_counts[samples].sum())
 
     @property
     def last_B(self) -> torch.Tensor:  # noqa: N802 - as the fields of batches are called
@@ -359,17 +359,17 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
             start = stop
         lengths[index] = start
         document_lengths.append(_nonzero_lengths(tokens for tokens, _ in segments))
-    learned = np.flatnonzero(targets != IGNORE)
+    target_indices = np.flatnonzero(targets != IGNORE)
     return TokenBatch(
         torch.from_numpy(ids),
         torch.from_numpy(targets),
         torch.from_numpy(positions),
-        len(learned),
+        len(target_indices),
         lengths_B=torch.from_numpy(lengths),
         document_lengths=tuple(document_lengths),
         cu_seqlens_N=cumulative_lengths(document_lengths, width),
-        learned_M=torch.from_numpy(learned),
-        learned_on_host_M=learned,
+        learned_M=torch.from_numpy(target_indices),
+        learned_on_host_M=target_indices,
     )
 
 

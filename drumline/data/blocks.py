@@ -293,7 +293,7 @@ def block_folders(root: Path) -> list[Path]:
 class _SampleNumbers:
     """One array of all blocks' token caches, such as the lengths, indexed by sample id.
 
-    `name`: the attribute of `TokenCache`, lengths or learned.
+    `name`: the attribute of `TokenCache`, lengths or target_counts.
     """
 
     def __init__(self, blocks: Blocks, name: str) -> None:
@@ -357,7 +357,7 @@ class Blocks:
             self.first_block = resume_state["block"]
             self.block_starts = [resume_state["start"]]
         self.lengths = _SampleNumbers(self, "lengths")
-        self.learned = _SampleNumbers(self, "learned")
+        self.target_counts = _SampleNumbers(self, "target_counts")
         self.size = 0  # a stream has no epochs; `Order` requires the attribute
         self.closed = False
         # Each of these is by the number of a block.

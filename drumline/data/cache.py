@@ -54,7 +54,7 @@ class TokenCache:
         folder: the folder of the cache.
         info: the content of info.json.
         lengths: int32[N], tokens of each sample.
-        learned: int64[N], the number of loss targets of each sample.
+        target_counts: int64[N], the number of loss targets of each sample.
     """
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class TokenCache:
         self._segments = _map_array(folder, "segments")
         self._samples = _map_array(folder, "samples")
         self.lengths: npt.NDArray[np.int32] = _map_array(folder, "lengths")
-        self.learned: npt.NDArray[np.int64] = _map_array(folder, "learned")
+        self.target_counts: npt.NDArray[np.int64] = _map_array(folder, "learned")
         self._meta: Any = None
         self._meta_bounds: Any = None
         if "meta.bin" in info["files"]:
@@ -240,7 +240,7 @@ class IndexWriter:
         self.columns["segments"] = Column(folder / "segments.npy", np.dtype(np.int64), 2)
         self.metas = (folder / "meta.bin").open("wb")
         self.tokens = 0
-        self.learned = 0
+        self.target_count = 0
         self.longest = 0
         # The bounds of ranges begin with 0. Each sample adds the end of its range.
         for name in ("samples", "meta"):
@@ -255,7 +255,7 @@ class IndexWriter:
         self,
         segments: npt.NDArray[np.int64],
         offsets: npt.NDArray[np.int64],
-        learned_of_segment: npt.NDArray[np.int64],
+        targets_of_segments: npt.NDArray[np.int64],
         metas: Sequence[bytes] = (),
     ) -> Sequence[bytes]:
         """Add samples, and return the metas of those that were added.
@@ -265,14 +265,14 @@ class IndexWriter:
         Args:
             segments: int64[S, 2], token ranges [start, stop).
             offsets: int64[N + 1], sample i is segments offsets[i]..offsets[i + 1], at least one.
-            learned_of_segment: int64[S], targets of each segment.
+            targets_of_segments: int64[S], the number of targets of each segment.
             metas: the JSON of each sample, or none.
         """
         sizes = segments[:, 1] - segments[:, 0]
         first_segments = offsets[:-1]
         lengths = np.add.reduceat(sizes, first_segments)
-        learned = np.add.reduceat(learned_of_segment, first_segments)
-        keep = learned > 0
+        target_counts = np.add.reduceat(targets_of_segments, first_segments)
+        keep = target_counts > 0
         if metas:
             keep |= np.asarray([bool(meta) for meta in metas])
             metas = list(compress(metas, keep))
@@ -282,15 +282,15 @@ class IndexWriter:
             segments = segments[is_kept_segment]
             offsets = bounds(segment_counts[keep])
             lengths = lengths[keep]
-            learned = learned[keep]
+            target_counts = target_counts[keep]
         # Before the segments are added: their number so far is where these begin.
         self.columns["samples"].add(offsets[1:] + self.columns["segments"].count)
         self._add_metas(metas, len(lengths))
         self.columns["segments"].add(segments)
         self.columns["lengths"].add(lengths)
-        self.columns["learned"].add(learned)
+        self.columns["learned"].add(target_counts)
         self.tokens += int(lengths.sum())
-        self.learned += int(learned.sum())
+        self.target_count += int(target_counts.sum())
         self.longest = max(self.longest, int(lengths.max(initial=0)))
         return metas
 
@@ -318,7 +318,7 @@ class IndexWriter:
             "samples": self.samples,
             "segments": self.columns["segments"].count,
             "tokens": self.tokens,
-            "learned": self.learned,
+            "learned": self.target_count,
             "longest": self.longest,
         }
 

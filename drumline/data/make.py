@@ -599,8 +599,8 @@ def _samples_of(config: Config, segments: Segments, metas: list[bytes]) -> _Samp
     if config.algorithm.cuts:
         pieces, offsets = cut(ranges[:, 0], ranges[:, 1], max_length)
         # All tokens of a piece but its first one are targets.
-        learned = pieces[:, 1] - pieces[:, 0] - 1
-        return _Samples(pieces, offsets, learned, [])
+        target_counts = pieces[:, 1] - pieces[:, 0] - 1
+        return _Samples(pieces, offsets, target_counts, [])
     # Rows that are packed have one segment each.
     sizes = ranges[:, 1] - ranges[:, 0]
     groups = pack(sizes, max_length)

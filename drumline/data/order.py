@@ -370,7 +370,7 @@ class BatchStream:
     Close the stream, or use it as a context manager: that ends its thread at any time.
 
     Args:
-        cache: a TokenCache, or an object with its lengths, learned, segments and meta.
+        cache: a TokenCache, or an object with its lengths, target_counts, segments and meta.
         order: the sequence of sample ids.
         batch: how many samples a global batch and a micro-batch have.
         data_rank: this data rank.

@@ -687,7 +687,7 @@ def _text_of_template(template: str | dict[str, str] | None) -> str:
 
 
 def _is_weighted(message: dict[str, Any], row: Row) -> bool:
-    """Return whether a message is learned, by its `weight` as in OpenAI's files.
+    """Return whether a message is a target, by its `weight` as in OpenAI's files.
 
     Raises DataError unless that is 0 or 1.
     """
