@@ -167,7 +167,7 @@ def build_streams(
     """Return the batches of a data rank. Training goes on after `step`, from sample `position`.
 
     For a stream of data (`data.stream`): `makes` says whether this rank makes its blocks, and
-    `known` is what `Blocks.state` returned.
+    `known` is what `Blocks.checkpoint_state` returned.
     """
     builder = StreamBuilder(plan, data_rank, device)
     return builder.build(position, makes, known or {}, step)
