@@ -196,12 +196,12 @@ class Column:
     Args:
         path: the file.
         dtype: the type of its numbers.
-        width: the shape of one row; nothing if a row is one number.
+        row_shape: the shape of one row; nothing if a row is one number.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], *width: int) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], *row_shape: int) -> None:
         self.dtype = dtype
-        self.width = width
+        self.row_shape = row_shape
         self.count = 0
         self.file = path.open("wb")
         self._write_header()
@@ -211,7 +211,7 @@ class Column:
         header = {
             "descr": np.lib.format.dtype_to_descr(self.dtype),
             "fortran_order": False,
-            "shape": (self.count, *self.width),
+            "shape": (self.count, *self.row_shape),
         }
         np.lib.format.write_array_header_1_0(self.file, header)
 

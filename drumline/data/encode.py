@@ -135,12 +135,12 @@ def _prompt_meta(row: Row, text: str) -> dict[str, Any]:
     # Now as they will come back from the cache, which stores JSON.
     columns = json_round_trip(row.extra)
     meta = {**columns, "prompt": text, "domain": row.domain}
-    own = {}
+    clashing = {}
     for name in ("prompt", "domain"):
         if columns.get(name) is not None:
-            own[name] = columns[name]
-    if own:
-        meta[OWN_COLUMNS] = own
+            clashing[name] = columns[name]
+    if clashing:
+        meta[OWN_COLUMNS] = clashing
     return meta
 
 

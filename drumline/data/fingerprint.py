@@ -178,8 +178,8 @@ def _identify_source(source: Source, base_dir: Path, is_stream: bool = False) ->
     With `is_stream` the user's own rows may be without end, and only their code counts.
     """
     # A plugin's source is identified by all its settings, a built-in one without its path.
-    is_own = not isinstance(source, _BUILT_IN)
-    if is_own:
+    is_custom = not isinstance(source, _BUILT_IN)
+    if is_custom:
         settings = source.model_dump(exclude=_NOT_HASHED)
     else:
         settings = source.model_dump(exclude={"path", *_NOT_HASHED})

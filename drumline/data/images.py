@@ -218,15 +218,15 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
     Raises DataError for a URL, and if the numbers of slots and images differ.
     """
     placer = _ImagePlacer(row, root)
-    talks: dict[str, Messages] = {}
+    conversations: dict[str, Messages] = {}
     for key, value in row.values.items():
         if key in _ROLES:
-            talks[key] = as_messages(value, _ROLES[key])
-    if placer.waiting and not _have_image_slots(talks):
-        _add_slots_to_first_question(talks, len(placer.waiting))
+            conversations[key] = as_messages(value, _ROLES[key])
+    if placer.waiting and not _have_image_slots(conversations):
+        _add_slots_to_first_question(conversations, len(placer.waiting))
     values = dict(row.values)
-    for key, talk in talks.items():
-        values[key] = [placer.place_in_turn(turn) for turn in talk]
+    for key, conversation in conversations.items():
+        values[key] = [placer.place_in_turn(turn) for turn in conversation]
     if placer.waiting:
         what = f"{len(placer.waiting)} more images than places for them"
         fix = f'say where: {{"type": "image"}} in a content, or {IMAGE_MARK} in a text'
@@ -328,10 +328,10 @@ def _named_image(part: dict[str, Any]) -> Any:
     return None
 
 
-def _have_image_slots(talks: dict[str, Messages]) -> bool:
+def _have_image_slots(conversations: dict[str, Messages]) -> bool:
     """Return whether any message of some conversations has a slot for an image."""
-    for talk in talks.values():
-        for turn in talk:
+    for conversation in conversations.values():
+        for turn in conversation:
             if _has_image_slot(turn.get("content")):
                 return True
     return False
@@ -344,15 +344,15 @@ def _has_image_slot(content: Any) -> bool:
     return any(map(is_image, content or []))
 
 
-def _add_slots_to_first_question(talks: dict[str, Messages], count: int) -> None:
+def _add_slots_to_first_question(conversations: dict[str, Messages], count: int) -> None:
     """Put `count` slots for images before the first question that is a text."""
-    for key, talk in talks.items():
-        for number, turn in enumerate(talk):
+    for key, conversation in conversations.items():
+        for number, turn in enumerate(conversation):
             content = turn.get("content")
             if turn["role"] == "user" and isinstance(content, str):
                 marked = {**turn, "content": IMAGE_MARK * count + content}
                 # A new list: the row's own messages stay as they are.
-                talks[key] = [*talk[:number], marked, *talk[number + 1 :]]
+                conversations[key] = [*conversation[:number], marked, *conversation[number + 1 :]]
                 return
 
 

@@ -267,9 +267,9 @@ class _ConditionFilter:
 
     def _note_columns(self, raw: RawRows) -> RawRows:
         """Yield raw rows, and remove the columns that they have from `missing`."""
-        for place, (origin, values) in raw:
+        for folder, (origin, values) in raw:
             self.missing.difference_update(values)
-            yield place, (origin, values)
+            yield folder, (origin, values)
 
     def _count_dropped(self, rows: int) -> None:
         """Count raw rows that are left out.
@@ -283,13 +283,13 @@ class _ConditionFilter:
 def _conditions(build: CacheBuild, source_index: int) -> list[tuple[str, str]]:
     """Return (key of the config, SQL) of each condition on the rows of a source."""
     conditions = []
-    own = build.sources[source_index].where
-    if own is not None:
+    source_condition = build.sources[source_index].where
+    if source_condition is not None:
         sources = f"data.{build.split}.{build.eval_set or ''}".rstrip(".")
-        conditions.append((f"{sources}[{source_index}].where", own))
-    of_training = build.config.data.where
-    if build.split == "train" and of_training is not None:
-        conditions.append(("data.where", of_training))
+        conditions.append((f"{sources}[{source_index}].where", source_condition))
+    training_condition = build.config.data.where
+    if build.split == "train" and training_condition is not None:
+        conditions.append(("data.where", training_condition))
     return conditions
 
 
@@ -368,12 +368,12 @@ def _describe_all(build: CacheBuild) -> str:
     return ", ".join(map(describe, build.sources))
 
 
-def require_rows(store: TokenizedRowStore, place: str, config: Config) -> None:
+def require_rows(store: TokenizedRowStore, source_names: str, config: Config) -> None:
     """Raise DataError if no row is usable.
 
     Args:
         store: the rows.
-        place: the names of their sources, for the message.
+        source_names: the names of their sources, for the message.
         config: the config of the run.
     """
     if store.rows:
@@ -398,7 +398,7 @@ def require_rows(store: TokenizedRowStore, place: str, config: Config) -> None:
         fix = (
             "check that rows have assistant turns within data.max_length, or set data.learn_on: all"
         )
-    raise DataError(what, where=place, fix=fix)
+    raise DataError(what, where=source_names, fix=fix)
 
 
 def write_cache(

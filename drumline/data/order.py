@@ -466,24 +466,24 @@ class BatchStream:
         lengths_of_cache = self.cache.lengths[np.maximum(ids, 0)]
         lengths = np.where(is_real, lengths_of_cache, 0)
         assigned = assign_samples(lengths, self.data_ranks, batch.accumulation, batch.micro_batch)
-        mine = assigned[self.data_rank]
+        indices_of_rank = assigned[self.data_rank]
         micro_batches = []
         if self.predecessor_scope == "none":
-            for indices in mine:
+            for indices in indices_of_rank:
                 micro_batches.append(self.collate(ids[indices].tolist()))
         else:
             before = self._predecessors_at(ids, position, end)
-            for indices in mine:
+            for indices in indices_of_rank:
                 samples = ids[indices].tolist()
                 predecessor_ids = before[indices].tolist()
                 micro_batches.append(self.collate(samples, predecessor_ids))
         totals = None
         weigh = getattr(micro_batches[0], "weigh", None)
         if weigh is not None:
-            here = ids[mine.ravel()]
-            weight_here = sum(each.weight for each in micro_batches)
+            ids_of_rank = ids[indices_of_rank.ravel()]
+            weight_of_rank = sum(each.weight for each in micro_batches)
             # If these differed, ranks would divide their losses by different denominators.
-            assert weigh(self.cache, here[here >= 0]) == weight_here, (
+            assert weigh(self.cache, ids_of_rank[ids_of_rank >= 0]) == weight_of_rank, (
                 "a batch weighs what `weigh` says"
             )
             totals = weigh(self.cache, ids[is_real]), int(lengths.sum())
@@ -496,10 +496,10 @@ class BatchStream:
             micro_batches,
             ids,
             end,
-            int(lengths[mine].sum()),
+            int(lengths[indices_of_rank].sum()),
             state=state,
             totals=totals,
-            sample_indices=mine,
+            sample_indices=indices_of_rank,
         )
 
     def _predecessors_at(self, ids: Ints, position: int, end: int) -> Ints:

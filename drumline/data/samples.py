@@ -435,14 +435,15 @@ def global_batches(
     ranks = size // (batch.micro_batch * batch.accumulation)
     # All samples have the same length here, so they are assigned in order.
     lengths = np.ones(size, np.int64)
-    mine = assign_samples(lengths, ranks, batch.accumulation, batch.micro_batch)[data_rank]
+    assigned = assign_samples(lengths, ranks, batch.accumulation, batch.micro_batch)
+    indices_of_rank = assigned[data_rank]
     if has_index(dataset):
         if not len(dataset):
             raise DataError("the dataset has no samples", where="batches")
         order = GlobalOrder(len(dataset), seed or 0, seed is not None)
         while epochs is None or position < epochs * len(dataset):
             ids = order.ids(position, position + size)
-            yield [[dataset[int(ids[index])] for index in indices] for indices in mine]
+            yield [[dataset[int(ids[index])] for index in indices] for indices in indices_of_rank]
             position += size
         return
     # An iterable cannot start at a position: a run that resumes reads all samples before it again.
@@ -453,7 +454,7 @@ def global_batches(
             taken = list(islice(rows, size))
         if epochs is not None and taken[0].number >= epochs:
             return
-        yield [[taken[index].sample for index in indices] for indices in mine]
+        yield [[taken[index].sample for index in indices] for indices in indices_of_rank]
 
 
 class Pass(NamedTuple):
@@ -528,5 +529,5 @@ def evaluation_batches(
         # A rank for which no sample is left computes another one, which does not count.
         filler = filler or taken[:1]
         start = data_rank * micro_batch
-        mine = taken[start : start + micro_batch]
-        yield mine or filler, bool(mine)
+        samples_of_rank = taken[start : start + micro_batch]
+        yield samples_of_rank or filler, bool(samples_of_rank)

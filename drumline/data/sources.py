@@ -773,22 +773,22 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Any:
     """
     import datasets
 
-    place = str(base_dir / expanded(source.path))
+    folder = str(base_dir / expanded(source.path))
     split = source.split
     with translate_exceptions(
-        "not a saved dataset", place, DataError, "give a folder written by save_to_disk"
+        "not a saved dataset", folder, DataError, "give a folder written by save_to_disk"
     ):
-        loaded = datasets.load_from_disk(place)
+        loaded = datasets.load_from_disk(folder)
     if not isinstance(loaded, dict):
         if split is not None:
             what = f"holds one dataset without splits, so no split {split!r}"
-            raise DataError(what, where=place, fix="leave `split` out")
+            raise DataError(what, where=folder, fix="leave `split` out")
         return loaded
     if split is None and len(loaded) == 1:
         return next(iter(loaded.values()))
     if split not in loaded:
         what = f"holds the splits {', '.join(loaded)}, but `split` is {split or 'not set'}"
-        raise DataError(what, where=place)
+        raise DataError(what, where=folder)
     return loaded[split]
 
 

@@ -35,8 +35,8 @@ def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
     Raises DataError for a task that cannot be used, and EnvironmentFault without reasoning-gym.
     """
     sets = _open_tasks(source, forms)
-    most = max(task.rows for task in sets)
-    for number in range(most):
+    largest_size = max(task.rows for task in sets)
+    for number in range(largest_size):
         for task in sets:
             if number >= task.rows:
                 continue
@@ -141,12 +141,12 @@ def wrong_answer(dataset: Any, number: int, rows: int, seed: str, where: str) ->
     Raises DataError if no wrong answer is found.
     """
     item = dataset[number]
-    own = item["answer"]
-    best = dataset.score_answer(own, item)
+    right_answer = item["answer"]
+    best = dataset.score_answer(right_answer, item)
     draw = random.Random(f"{seed}/{number}")
-    for answer in _candidates(dataset, number, rows, own, draw):
+    for answer in _candidates(dataset, number, rows, right_answer, draw):
         text = answer.strip()
-        is_other = text and text != own.strip()
+        is_other = text and text != right_answer.strip()
         if is_other and dataset.score_answer(answer, item) < best:
             return answer
     raise DataError(
@@ -157,15 +157,15 @@ def wrong_answer(dataset: Any, number: int, rows: int, seed: str, where: str) ->
 
 
 def _candidates(
-    dataset: Any, number: int, rows: int, own: str, draw: random.Random
+    dataset: Any, number: int, rows: int, right_answer: str, draw: random.Random
 ) -> Iterator[str]:
-    """Yield answers of other rows, then variants of `own` with one character changed."""
+    """Yield answers of other rows, then variants of `right_answer` with one character changed."""
     for other in draw.sample(range(rows), min(rows, _ROWS_TRIED)):
         answer = dataset[other]["answer"]
         if other != number and isinstance(answer, str):
             yield answer
     for _ in range(_EDITS_TRIED):
-        yield _change_one_character(own, draw)
+        yield _change_one_character(right_answer, draw)
 
 
 def _change_one_character(answer: str, draw: random.Random) -> str:
@@ -173,15 +173,15 @@ def _change_one_character(answer: str, draw: random.Random) -> str:
 
     An answer without any gets a digit at its end.
     """
-    places = [index for index, character in enumerate(answer) if character.isalnum()]
-    if not places:
+    indices = [index for index, character in enumerate(answer) if character.isalnum()]
+    if not indices:
         return answer + draw.choice(_DIGITS)
-    place = draw.choice(places)
-    old = answer[place]
+    index = draw.choice(indices)
+    old = answer[index]
     alphabet = _LETTERS
     if old.isdigit():
         alphabet = _DIGITS
     new = draw.choice([character for character in alphabet if character != old.lower()])
     if old.isupper():
         new = new.upper()
-    return answer[:place] + new + answer[place + 1 :]
+    return answer[:index] + new + answer[index + 1 :]

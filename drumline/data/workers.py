@@ -137,7 +137,7 @@ class ChunkEncoder:
     def encode(self, rows: list[Row]) -> Chunk:
         """Encode rows, and count their outcomes, see `row_store.RowCounts.outcomes`."""
         counts: Counter[tuple[int, str]] = Counter()
-        kept_rows = []
+        encoded_rows = []
         samples = []
         for row in rows:
             counts[row.source, "read"] += 1
@@ -155,9 +155,9 @@ class ChunkEncoder:
                 continue
             counts[row.source, "truncated"] += encoded.truncated
             counts[row.source, "hides_reasoning"] += encoded.hides_reasoning
-            kept_rows.append(row)
+            encoded_rows.append(row)
             samples.append(encoded)
-        return self._chunk(kept_rows, samples, counts)
+        return self._chunk(encoded_rows, samples, counts)
 
     def _chunk(
         self, rows: list[Row], samples: list[EncodedSample], counts: Counter[tuple[int, str]]
@@ -341,11 +341,11 @@ def _encode_in(
     waiting: deque[Future[Chunk]] = deque()
     for chunk in chunks:
         # A worker that starts now inherits the blocked signals.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
         try:
             waiting.append(pool.submit(_work, pickled, chunk))
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         if len(waiting) >= most:
             yield waiting.popleft().result()
     while waiting:
