@@ -1,7 +1,7 @@
 """Makes a token cache of rows: read, tokenise, drop copies, hold out, pack, write.
 
 Rows are tokenised once, in order, into flat files (`data.row_store`). The later steps only move
-ranges of these files, a block of rows at a time. Chunks of a large input are tokenised in new
+ranges of these files, a group of rows at a time. Chunks of a large input are tokenised in new
 processes. They are spawned, since a fork would not keep the caller's threads of torch and
 tokenizers. So a script that calls `prepare` needs `if __name__ == "__main__"`.
 """

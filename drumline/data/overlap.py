@@ -169,16 +169,16 @@ def drop_copies(store: TokenizedRowStore) -> None:
     # memory. Copies have the same digest, so they are in the same pass.
     parts = 1 + store.rows // _MOST_SORTED
     for part in range(parts):
-        numbers_of_blocks = []
-        digests_of_blocks = []
-        for start, rows in store.row_blocks():
-            digests_of_block = rows["digest"]
-            is_in_part = digests_of_block[:, 0] % np.uint64(parts) == part
+        numbers_of_groups = []
+        digests_of_groups = []
+        for start, rows in store.row_groups():
+            digests_of_group = rows["digest"]
+            is_in_part = digests_of_group[:, 0] % np.uint64(parts) == part
             here = np.flatnonzero(is_in_part)
-            numbers_of_blocks.append(here + start)
-            digests_of_blocks.append(digests_of_block[here])
-        numbers = np.concatenate(numbers_of_blocks)
-        digests = np.concatenate(digests_of_blocks)
+            numbers_of_groups.append(here + start)
+            digests_of_groups.append(digests_of_group[here])
+        numbers = np.concatenate(numbers_of_groups)
+        digests = np.concatenate(digests_of_groups)
 
         # Sorted by digest and then by number: each copy but the first follows an equal row.
         order = np.lexsort((numbers, digests[:, 1], digests[:, 0]))
@@ -226,18 +226,18 @@ def _pairs_of_band(store: TokenizedRowStore, band: int) -> Iterator[_Pairs]:
     parts = 1 + store.rows // _MOST_SORTED
     rows_at_once = _MOST_SORTED // _BANDS
     for part in range(parts):
-        numbers_of_blocks = []
-        keys_of_blocks = []
+        numbers_of_groups = []
+        keys_of_groups = []
         for start in range(0, store.rows, rows_at_once):
             offset = start * _BAND_ROW_BYTES
             values = np.fromfile(path, np.uint64, rows_at_once * _BANDS, offset=offset)
-            keys_of_block = values.reshape(-1, _BANDS)[:, band]
-            is_in_part = keys_of_block % np.uint64(parts) == part
+            keys_of_group = values.reshape(-1, _BANDS)[:, band]
+            is_in_part = keys_of_group % np.uint64(parts) == part
             here = np.flatnonzero(is_in_part)
-            numbers_of_blocks.append(here + start)
-            keys_of_blocks.append(keys_of_block[here])
-        numbers = np.concatenate(numbers_of_blocks)
-        keys = np.concatenate(keys_of_blocks)
+            numbers_of_groups.append(here + start)
+            keys_of_groups.append(keys_of_group[here])
+        numbers = np.concatenate(numbers_of_groups)
+        keys = np.concatenate(keys_of_groups)
         order = np.lexsort((numbers, keys))
         numbers = numbers[order]
         keys = keys[order]

@@ -1,13 +1,14 @@
 """A store of tokenised rows in flat files, between the tokeniser and the token cache.
 
 The rows are in the order of the sources. Memory does not grow with their number: choosing, ordering
-and packing them only moves numbers of rows and ranges of tokens, a block of rows at a time.
+and packing them only moves numbers of rows and ranges of tokens, a group of rows at a time.
 
 tokens.bin, learn.bin    as in the token cache
 rows.bin                 `ROW` of each usable row
 segments.bin             int64[S, 2]: tokens and targets of each segment
 metas.bin                JSON of the rows, end to end
-bands.bin, signatures.bin    with `data.duplicates: near`: see data.overlap
+bands.bin, signatures.bin
+                         with `data.duplicates: near`: see data.overlap
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.void]  # of `ROW`
-BLOCK_ROWS = 1 << 17  # rows that are packed together, and read together
-# The same for a curriculum. Packing reorders the rows of a block, so small blocks keep the
+GROUP_ROWS = 1 << 17  # rows that are packed together, and read together
+# The same for a curriculum. Packing reorders the rows of a group, so small groups keep the
 # curriculum's order better.
 ORDERED_ROWS = 512
-# Rows or segments that span fewer blocks than this are read from the file. Others are mapped into
+# Rows or segments that span fewer groups than this are read from the file. Others are mapped into
 # memory, and their pages count as memory of this process.
-_ROW_BLOCKS_READ = 2
-_SEGMENT_BLOCKS_READ = 8
+_ROW_GROUPS_READ = 2
+_SEGMENT_GROUPS_READ = 8
 _SEGMENT_BYTES = 2 * np.dtype(np.int64).itemsize
 ROW: np.dtype[Any] = np.dtype(
     [
@@ -200,10 +201,10 @@ class TokenizedRowStore:
         """Return all `ROW`s, mapped into memory."""
         return np.memmap(self._path("rows"), ROW, "r")
 
-    def row_blocks(self) -> Iterator[tuple[int, Rows]]:
-        """Yield (number of its first row, `ROW`s) for each block of all rows."""
-        for start in range(0, self.rows, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, self.rows)
+    def row_groups(self) -> Iterator[tuple[int, Rows]]:
+        """Yield (number of its first row, `ROW`s) for each group of all rows."""
+        for start in range(0, self.rows, GROUP_ROWS):
+            stop = min(start + GROUP_ROWS, self.rows)
             yield start, self._read_rows(start, stop)
 
     def drop(self, rows: Ints, outcome: str) -> None:
@@ -232,7 +233,7 @@ class TokenizedRowStore:
         """
         # The lowest rows so far: the two words of each row's hash, and its number.
         lowest = np.zeros((0, 3), np.uint64)
-        for start, rows in self.row_blocks():
+        for start, rows in self.row_groups():
             free = self._training_rows(start, len(rows))
             digests = rows["digest"][free]
             # A hash counts byte by byte, the first byte first. Words in little-endian order have to
@@ -259,7 +260,7 @@ class TokenizedRowStore:
         # Without a row the empty arrays still give their types.
         numbers = [np.zeros(0, np.int64)]
         digests = [np.zeros(0, np.uint64)]
-        for start, records in self.row_blocks():
+        for start, records in self.row_groups():
             free = self._training_rows(start, len(records))
             prompt_digests = []
             for meta in self.metas_of(records[free]):
@@ -314,8 +315,8 @@ class TokenizedRowStore:
 
     def _pieces(self, status: int) -> Iterator[Ints]:
         """Yield the numbers of the rows of one status, some at a time."""
-        for start in range(0, self.rows, BLOCK_ROWS):
-            statuses = self.status[start : start + BLOCK_ROWS]
+        for start in range(0, self.rows, GROUP_ROWS):
+            statuses = self.status[start : start + GROUP_ROWS]
             yield start + np.flatnonzero(statuses == status)
 
     def _ordered_pieces(self, status: int, grouped: bool) -> Iterator[Ints]:
@@ -341,7 +342,7 @@ class TokenizedRowStore:
             return np.zeros(0, ROW)
         first = int(rows[0])
         last = int(rows[-1])
-        is_near_together = last - first < _ROW_BLOCKS_READ * BLOCK_ROWS
+        is_near_together = last - first < _ROW_GROUPS_READ * GROUP_ROWS
         is_ascending = (np.diff(rows) > 0).all()
         if is_near_together and is_ascending:
             table = self._read_rows(first, last + 1)
@@ -381,7 +382,7 @@ class TokenizedRowStore:
             first = int(numbers.min())
             stop = int(numbers.max()) + 1
         count = stop - first
-        if count < _SEGMENT_BLOCKS_READ * BLOCK_ROWS:
+        if count < _SEGMENT_GROUPS_READ * GROUP_ROWS:
             offset = first * _SEGMENT_BYTES
             values = np.fromfile(path, np.int64, 2 * count, offset=offset)
             table = values.reshape(-1, 2)

@@ -267,7 +267,7 @@ def test_a_picture_without_a_known_range_is_refused(tmp_path: Path, mode: str) -
 def test_holdout_where_a_block_of_rows_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.data.row_store.BLOCK_ROWS", 8)
+    monkeypatch.setattr("drumline.data.row_store.GROUP_ROWS", 8)
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     write_rows(tmp_path, 50)
     made = prepare(config(tmp_path, holdout=1), str(tmp_path / "tokenizer"), tmp_path)
