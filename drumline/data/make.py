@@ -415,11 +415,11 @@ def write_cache(
     """
     config = build.config
     is_training = build.split == "train"
-    grouped = config.data.mixed and is_training
+    by_source = config.data.mixed and is_training
     ordered = config.data.curriculum is not None and is_training and status == TRAIN
-    # Rows of several sources that are not grouped may share a pack, which then belongs to no
+    # Rows of several sources that are not grouped by source may share a pack, which then belongs to no
     # source.
-    has_own_samples = grouped or len(build.sources) == 1
+    has_own_samples = by_source or len(build.sources) == 1
     summary = _Summary(build, store)
     index = IndexWriter(temporary)
     rows = Column(temporary / "rows.npy", np.dtype(np.uint64))
@@ -428,7 +428,7 @@ def write_cache(
     copies = None
     if status != TRAIN:
         copies = _TokenCopies(store, temporary)
-    for source, numbers in store.packing_groups(status, grouped, ordered):
+    for source, numbers in store.packing_groups(status, by_source, ordered):
         records = store.records(numbers)
         segments = store.segments_of(records)
         summary.add_rows(records, segments)

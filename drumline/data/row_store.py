@@ -284,25 +284,25 @@ class TokenizedRowStore:
         return np.flatnonzero(statuses == TRAIN)
 
     def packing_groups(
-        self, status: int, grouped: bool, ordered: bool
+        self, status: int, by_source: bool, ordered: bool
     ) -> Iterator[tuple[int, Ints]]:
         """Yield (source, numbers of rows that are packed together) for the rows of one status.
 
         Args:
             status: TRAIN or HELD_OUT.
-            grouped: each group has rows of one source only. Otherwise groups may mix sources, and
+            by_source: each group has rows of one source only. Otherwise groups may mix sources, and
                 the source that is yielded is always 0.
             ordered: the rows are sorted by their value, and by their hash if values are equal.
                 Otherwise they are in the order of the sources.
         """
         if ordered:
-            pieces = self._ordered_pieces(status, grouped)
+            pieces = self._ordered_pieces(status, by_source)
         else:
             pieces = self._pieces(status)
         for piece in pieces:
             if not len(piece):
                 continue
-            if not grouped:
+            if not by_source:
                 yield 0, piece
                 continue
             # The rows of a source stand together, so each source is one range of the piece.
@@ -319,14 +319,14 @@ class TokenizedRowStore:
             statuses = self.status[start : start + GROUP_ROWS]
             yield start + np.flatnonzero(statuses == status)
 
-    def _ordered_pieces(self, status: int, grouped: bool) -> Iterator[Ints]:
+    def _ordered_pieces(self, status: int, by_source: bool) -> Iterator[Ints]:
         """Yield the numbers of the rows of one status, sorted by their values, some at a time.
 
-        With `grouped` the rows are in order of their values within each source.
+        With `by_source` the rows are in order of their values within each source.
         """
         table = self._map_rows()
         rows = np.flatnonzero(self.status == status)
-        if grouped:
+        if by_source:
             sources = table["source"][rows]
         else:
             sources = np.zeros(len(rows), np.int32)
