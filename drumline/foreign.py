@@ -255,7 +255,9 @@ def text_mistake(text: str) -> str | None:
 
 
 @contextmanager
-def judged(what: str, where: str, error_type: ErrorType, fix: str | None = None) -> Iterator[None]:
+def translate_exceptions(
+    what: str, where: str, error_type: ErrorType, fix: str | None = None
+) -> Iterator[None]:
     """Turn any exception of a library about foreign content into an `error_type` of one line.
 
     The line begins with `what`.
@@ -279,7 +281,7 @@ def require_package(module: str, where: str, fix: str | None = None) -> None:
 
 
 @contextmanager
-def number_errors(where: str, error_type: ErrorType) -> Iterator[None]:
+def translate_number_errors(where: str, error_type: ErrorType) -> Iterator[None]:
     """Turn a foreign number that is too large for a conversion into an `error_type` of one line."""
     try:
         yield

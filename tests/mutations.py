@@ -75,7 +75,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every rank gets the first one's samples", "data/order.py",
-        "mine = assigned[self.data_rank]", "mine = assigned[0]",
+        "indices_of_rank = assigned[self.data_rank]", "indices_of_rank = assigned[0]",
         ("tests/unit/test_data_stream.py::test_any_split_takes_the_same_samples_each_step",),
     ),
     Mutation(

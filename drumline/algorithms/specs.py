@@ -13,7 +13,7 @@ from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, DataConfig, Forms
 from drumline.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from drumline.data.collators import Collator
+    from drumline.data.collators import CollatorFactory
     from drumline.data.encode import RowEncoder
 
 
@@ -24,11 +24,11 @@ class TextSpec(ChunkedSpec):
     sees_images: ClassVar[bool] = True
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
-        from drumline.data.encode import TextRows
+        from drumline.data.encode import TextRowEncoder
 
-        return TextRows(tokenizer, self.cuts, data)
+        return TextRowEncoder(tokenizer, self.cuts, data)
 
-    def collator(self, plan: Plan, width: int | None) -> Collator:
+    def collator(self, plan: Plan, width: int | None) -> CollatorFactory:
         from drumline.data.collators import text_collator
 
         return text_collator(plan, width)
@@ -68,11 +68,11 @@ class PairSpec(AlgorithmSpec):
         return PAIR_FORMS
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
-        from drumline.data.encode import PairRows
+        from drumline.data.encode import PairRowEncoder
 
-        return PairRows(tokenizer, data)
+        return PairRowEncoder(tokenizer, data)
 
-    def collator(self, plan: Plan, width: int | None) -> Collator:
+    def collator(self, plan: Plan, width: int | None) -> CollatorFactory:
         from drumline.data.collators import pair_collator
 
         return pair_collator(plan, width)
@@ -119,9 +119,9 @@ class JudgedSpec(ChunkedSpec):
         return {"meta": ["good", "prompt"]}
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
-        from drumline.data.encode import JudgedRows
+        from drumline.data.encode import JudgedRowEncoder
 
-        return JudgedRows(tokenizer, data)
+        return JudgedRowEncoder(tokenizer, data)
 
     def check_rows(self, train: Any) -> None:
         """Raise DataError if all answers have the same label."""
@@ -147,9 +147,9 @@ class PromptSpec(RolloutSpec):
     """Prompts, which completions are sampled for."""
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
-        from drumline.data.encode import PromptRows
+        from drumline.data.encode import PromptRowEncoder
 
-        return PromptRows(tokenizer, self.new_tokens, data)
+        return PromptRowEncoder(tokenizer, self.new_tokens, data)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.batches import placeholder_episodes

@@ -16,7 +16,7 @@ import typer
 import typer.main
 
 from drumline.cli import usage
-from drumline.config.registry import DISTRIBUTIONS, entry_points, imported, package_of
+from drumline.config.registry import DISTRIBUTIONS, entry_points, package_of, run_user_code
 from drumline.errors import ConfigError
 
 GROUP = "commands"
@@ -77,9 +77,9 @@ def _made_command(name: str, point: EntryPoint) -> Any:
     package = package_of(point)
     where = f"drumline {name}"
     try:
-        command = imported(point.load, f"this command of {package}", where)
+        command = run_user_code(point.load, f"this command of {package}", where)
         make = partial(_as_typer, name, package, command)
-        return imported(make, f"the arguments of this command of {package}", where, "reading")
+        return run_user_code(make, f"the arguments of this command of {package}", where, "reading")
     except ConfigError as error:
         return _broken(name, package, error)
 

@@ -15,7 +15,7 @@ from typing import Any
 from drumline.compat.sheet import OldKey, Sheet
 from drumline.compat.signs import TITLES, has_only_own_keys, launcher_by_signs, tool_by_signs
 from drumline.config.data import is_own
-from drumline.config.registry import DISTRIBUTIONS, entry_points, imported, package_of
+from drumline.config.registry import DISTRIBUTIONS, entry_points, package_of, run_user_code
 from drumline.errors import ConfigError
 
 GROUP = "config_readers"
@@ -76,7 +76,7 @@ def _installed_reader(tool: str) -> ConfigReader:
     """Return the reader that an installed package offers. Raises ConfigError if it is none."""
     point = entry_points(GROUP)[tool]
     package = package_of(point)
-    reader = imported(point.load, f"the reader {tool!r} of {package}", package)
+    reader = run_user_code(point.load, f"the reader {tool!r} of {package}", package)
     if not isinstance(reader, ConfigReader):
         what = f"its reader {tool!r} is a {type(reader).__name__}"
         raise ConfigError(what, where=package, fix=f"make it a {__name__}.ConfigReader")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from drumline.config.mixing import CurriculumKey, DecontaminateKey, DuplicatesKey, Mixed, StreamKey
-from drumline.config.registry import Registered, Spec, find_object, imported
+from drumline.config.registry import Registered, Spec, find_object, run_user_code
 from drumline.config.section import MOST_SEED, Amount, Part, PathText, Section, Short, Steps
 from drumline.config.urls import is_url, secret_mistake
 from drumline.errors import ConfigError
@@ -363,7 +363,7 @@ class PythonSource(SourceSpec):
         def call() -> Any:
             return self._function(base_dir)(**self.options)
 
-        return imported(call, self.path, "data source", doing="calling")
+        return run_user_code(call, self.path, "data source", doing="calling")
 
     def code(self, base_dir: Path) -> str:
         return _hash_of_file(self._function(base_dir))

@@ -149,7 +149,7 @@ def part_class(path: str | type) -> Any:
         return path
     module, _, name = path.partition(":")
     where = "strategy.kind"
-    holder = imported(partial(importlib.import_module, module), module, where)
+    holder = run_user_code(partial(importlib.import_module, module), module, where)
     return _member(holder, name, module, where)
 
 
@@ -282,7 +282,7 @@ def _extension(base: type[S], kind: str) -> type[S]:
     """
     point = entry_points(f"extended_{base.group}")[kind]
     package = package_of(point)
-    spec = imported(point.load, f"the {base.thing} {kind!r} of {package}", package)
+    spec = run_user_code(point.load, f"the {base.thing} {kind!r} of {package}", package)
     return _checked(_built_in(base)[kind], spec, kind, base.kind_key())
 
 
@@ -291,7 +291,7 @@ def _spec_of_package(base: type[S], name: str) -> type[S]:
     """Return the spec that an installed package offers under a name."""
     point = entry_points(base.group)[name]
     package = package_of(point)
-    spec = imported(point.load, f"the {base.thing} {name!r} of {package}", package)
+    spec = run_user_code(point.load, f"the {base.thing} {name!r} of {package}", package)
     return _checked(base, spec, name, base.kind_key())
 
 
@@ -563,7 +563,7 @@ def find_function(
         what = f"no installed package offers {thing} {name!r}{perhaps(name, points)}"
         raise ConfigError(what, where=where, fix=fix)
     point = points[name]
-    function = imported(point.load, f"{thing} {name!r} of {package_of(point)}", where)
+    function = run_user_code(point.load, f"{thing} {name!r} of {package_of(point)}", where)
     return _callable(function, name, where)
 
 
@@ -599,7 +599,7 @@ def _file(path: Path, where: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # its neighbours can be imported, as if it were run
-    imported(partial(spec.loader.exec_module, module), str(path), where)
+    run_user_code(partial(spec.loader.exec_module, module), str(path), where)
     vars(module)[TEXT] = text
     return module
 
@@ -607,7 +607,7 @@ def _file(path: Path, where: str) -> ModuleType:
 def _module(name: str, base_dir: Path, where: str) -> ModuleType:
     """Return the module of a name. Raises ConfigError."""
     try:
-        return imported(partial(importlib.import_module, name), name, where)
+        return run_user_code(partial(importlib.import_module, name), name, where)
     except ConfigError as error:
         missing = _missing_module(error)
         if missing is None or not f"{name}.".startswith(f"{missing}."):
@@ -627,11 +627,11 @@ def _missing_module(error: ConfigError) -> str | None:
     return None
 
 
-def imported(load: Callable[[], Any], name: str, where: str, doing: str = "importing") -> Any:
-    """Return what a plug-in's module gives.
+def run_user_code(load: Callable[[], Any], name: str, where: str, doing: str = "importing") -> Any:
+    """Call `load`, which imports or runs a user's or plug-in's code, and return its result.
 
-    Raises ConfigError for whatever the module raises. If `doing` is not importing but running, an
-    error of ours passes as it is.
+    Raises ConfigError for whatever the code raises. Unless `doing` is importing, a DrumlineError
+    passes as it is.
     """
     try:
         return load()

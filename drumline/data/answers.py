@@ -8,16 +8,17 @@ import numpy as np
 
 
 def last_answer(learn: Any) -> tuple[int, int]:
-    """Return [start, stop) of the last run of learned tokens.
+    """Return the token range [start, stop) of the last run of targets.
 
-    (0, stop) if all tokens before `stop` are learned, (0, 0) if none is.
+    (0, stop) if all tokens before `stop` are targets, (0, 0) if none is. `learn`: uint8[n], 1 for a
+    target.
     """
     stop = 0
-    learned = np.flatnonzero(learn)
-    if len(learned):
-        stop = int(learned[-1]) + 1
+    targets = np.flatnonzero(learn)
+    if len(targets):
+        stop = int(targets[-1]) + 1
     start = 0
-    unlearned = np.flatnonzero(learn[:stop] == 0)
-    if len(unlearned):
-        start = int(unlearned[-1]) + 1
+    context = np.flatnonzero(learn[:stop] == 0)
+    if len(context):
+        start = int(context[-1]) + 1
     return start, stop

@@ -1,8 +1,8 @@
 """Micro-batches of tokens: texts, preference pairs, texts with a class, and episodes of a rollout.
 
-Names of tensors end in the letters of their dimensions. B rows, T tokens. For preference pairs: P
-pairs, B = 2P rows, first those of the chosen answers, then those of the rejected ones. For rollouts:
-N episodes, M tokens of the longest completion.
+Names of tensors end in the letters of their dimensions. B rows of the batch, T tokens of each. For
+preference pairs: P pairs, B = 2P rows, first those of the chosen answers, then those of the
+rejected ones. For rollouts: N episodes, M tokens of the longest completion.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstPassNumbers:
-    """The numbers that `Algorithm.first_pass` computes for the samples of a global batch.
+    """The statistics that `Algorithm.first_pass` computes for each sample of a global batch.
 
     Attributes:
-        numbers_NK: fp64, K numbers for each of the N samples of the global batch, in its order. In
-            an evaluation N is all samples of the set.
+        numbers_NK: fp64, K statistics of each of the N samples of the global batch, in its order.
+            The algorithm defines them, such as (score, 1) for KTO. In an evaluation N is all
+            samples of the set.
     """
 
     numbers_NK: torch.Tensor
@@ -60,9 +61,9 @@ class Batch:
     """The base of micro-batches. Each has a `weight`: its part of the denominator of the loss.
 
     Attributes:
-        first: the numbers of a first pass, for an objective that has one.
-        places_P: int64, the row of each of this batch's samples in `first.numbers_NK`, -1 for a
-            filler.
+        first: the statistics of the first pass; None if the algorithm has no `first_pass`.
+        places_P: int64, the row index of each of this batch's samples in `first.numbers_NK`, -1 for
+            a filler.
     """
 
     first: FirstPassNumbers | None = field(default=None, kw_only=True)
@@ -117,19 +118,20 @@ class SharedPrompts(Batch):
     Attributes:
         input_ids_BT: int64, the tokens of the shared rows.
         position_ids_BT: int64, positions. Each completion goes on from the prompt's last one.
-        documents: the lengths of each row's prompt and completions.
-        bounds_N: int32, see `TokenBatch`.
-        places_BT: int64, with B and T of the batch: the index of each of its tokens in the shared
-            rows end to end; for padding any index.
-        branches: tells a model's attention that the segments of a row share their first one.
+        document_lengths: for each shared row the token counts of its prompt and its completions.
+        cu_seqlens_N: int32, see `TokenBatch`.
+        token_indices_BT: int64, with B and T of the batch itself: the index of each of its tokens
+            in the shared rows end to end; for padding any index.
+        has_shared_prefix: tells a model's attention that each segment of a row attends to the row's
+            first segment, the prompt.
     """
 
     input_ids_BT: torch.Tensor
     position_ids_BT: torch.Tensor
-    documents: tuple[tuple[int, ...], ...]
-    bounds_N: torch.Tensor
-    places_BT: torch.Tensor
-    branches: ClassVar[bool] = True
+    document_lengths: tuple[tuple[int, ...], ...]
+    cu_seqlens_N: torch.Tensor
+    token_indices_BT: torch.Tensor
+    has_shared_prefix: ClassVar[bool] = True
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return the arguments of a model."""
@@ -171,14 +173,14 @@ def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> Sha
     shared_width = max(sizes)
     ids = np.full((len(groups), shared_width), pad_id, np.int64)
     positions = np.zeros((len(groups), shared_width), np.int64)
-    places = np.zeros((len(rows), width), np.int64)
+    token_indices = np.zeros((len(rows), width), np.int64)
     for index, group in enumerate(groups):
         ids[index, : sizes[index]] = np.concatenate(group.segments())
         prompt_size = len(group.prompt)
         prompt_columns = np.arange(prompt_size)
         positions[index, :prompt_size] = prompt_columns
         # The index of this shared row's first token in all shared rows end to end.
-        first_place = index * shared_width
+        first_index = index * shared_width
         start = prompt_size
         for row, completion in zip(group.rows, group.completions, strict=True):
             stop = start + len(completion)
@@ -186,15 +188,15 @@ def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> Sha
             # Positions of each completion continue the prompt's.
             positions[index, start:stop] = np.arange(prompt_size, row_size)
             columns = np.concatenate((prompt_columns, np.arange(start, stop)))
-            places[row, :row_size] = first_place + columns
+            token_indices[row, :row_size] = first_index + columns
             start = stop
-    documents = tuple(_nonzero_lengths(group.segments()) for group in groups)
+    document_lengths = tuple(_nonzero_lengths(group.segments()) for group in groups)
     return SharedPrompts(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
-        documents,
-        segment_bounds(documents, shared_width),
-        torch.from_numpy(places),
+        document_lengths,
+        cumulative_lengths(document_lengths, shared_width),
+        torch.from_numpy(token_indices),
     )
 
 
@@ -226,8 +228,8 @@ class TokenBatch(Batch):
     tokens. Positions of padding continue those of the last segment, so the positions of a row that
     is not packed are 0, 1, 2, …
 
-    `documents`, `bounds_N` and the places of targets are counted on the host, since the host would
-    have to wait for a count on a device. They are None if nobody has counted them.
+    `document_lengths`, `cu_seqlens_N` and `learned_M` are computed on the host, since the host
+    would have to wait for a device. They are None if nobody has computed them.
 
     Attributes:
         input_ids_BT: the tokens, padding included.
@@ -236,10 +238,11 @@ class TokenBatch(Batch):
         position_ids_BT: restarts at 0 in each segment, and attention must not cross a restart.
         weight: the number of targets.
         lengths_B: int64, tokens of each row without padding.
-        documents: the lengths of each row's segments.
-        bounds_N: int32, where each segment begins in all rows end to end, and B × T at the end. The
-            padding of a row is a segment.
-        learned_M: int64, the places of targets in all rows end to end.
+        document_lengths: for each row the token counts of its segments, without padding.
+        cu_seqlens_N: int32, the cumulative lengths that variable-length attention takes: where each
+            segment begins in all rows end to end, and B × T at the end. Padding at the end of a row
+            counts as a segment.
+        learned_M: int64, the indices of the M targets in `targets_BT`, flattened.
         learned_on_host_M: `learned_M` in host memory, also if the batch is on a device. Code that
             cuts the batch reads it.
         shared: the same tokens with each prompt once, if rows have prompts in common.
@@ -250,8 +253,8 @@ class TokenBatch(Batch):
     position_ids_BT: torch.Tensor
     weight: float
     lengths_B: Any = field(default=None, kw_only=True)
-    documents: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
-    bounds_N: torch.Tensor | None = field(default=None, kw_only=True)
+    document_lengths: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
+    cu_seqlens_N: torch.Tensor | None = field(default=None, kw_only=True)
     learned_M: torch.Tensor | None = field(default=None, kw_only=True)
     learned_on_host_M: TokenIds | None = field(default=None, kw_only=True)
     shared: SharedPrompts | None = field(default=None, kw_only=True)
@@ -266,7 +269,7 @@ class TokenBatch(Batch):
     @staticmethod
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
         """Return the number of targets of these samples of a cache."""
-        return float(cache.learned[samples].sum())
+        return float(cache.target_counts[samples].sum())
 
     @property
     def last_B(self) -> torch.Tensor:  # noqa: N802 - as the fields of batches are called
@@ -274,7 +277,7 @@ class TokenBatch(Batch):
         return self.lengths_B - 1
 
     def token_weights(self) -> torch.Tensor:
-        """Return [B, T]: the weight of each token in the loss."""
+        """Return bool[B, T]: whether each token is a target. `models.router` weights by it."""
         return self.targets_BT != IGNORE
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -341,7 +344,7 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
     targets = np.full((len(rows), width), IGNORE, np.int64)
     positions = np.tile(np.arange(width, dtype=np.int64), (len(rows), 1))
     lengths = np.zeros(len(rows), np.int64)
-    documents = []
+    document_lengths = []
     for index, row in enumerate(rows):
         segments = row or ()
         start = 0
@@ -355,25 +358,28 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
             positions[index, start:] = np.arange(width - start)
             start = stop
         lengths[index] = start
-        documents.append(_nonzero_lengths(tokens for tokens, _ in segments))
-    learned = np.flatnonzero(targets != IGNORE)
+        document_lengths.append(_nonzero_lengths(tokens for tokens, _ in segments))
+    target_indices = np.flatnonzero(targets != IGNORE)
     return TokenBatch(
         torch.from_numpy(ids),
         torch.from_numpy(targets),
         torch.from_numpy(positions),
-        len(learned),
+        len(target_indices),
         lengths_B=torch.from_numpy(lengths),
-        documents=tuple(documents),
-        bounds_N=segment_bounds(documents, width),
-        learned_M=torch.from_numpy(learned),
-        learned_on_host_M=learned,
+        document_lengths=tuple(document_lengths),
+        cu_seqlens_N=cumulative_lengths(document_lengths, width),
+        learned_M=torch.from_numpy(target_indices),
+        learned_on_host_M=target_indices,
     )
 
 
-def segment_bounds(documents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
-    """Return `TokenBatch.bounds_N` of rows of `width` tokens. `documents`: see `TokenBatch`."""
+def cumulative_lengths(document_lengths: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """Return `TokenBatch.cu_seqlens_N` of rows of `width` tokens.
+
+    `document_lengths`: see `TokenBatch`.
+    """
     sizes = [0]
-    for row in documents:
+    for row in document_lengths:
         padding = width - sum(row)
         # A row without padding has no empty segment at its end.
         sizes += [size for size in (*row, padding) if size]
@@ -408,9 +414,11 @@ class PairBatch(TokenBatch):
     weigh = staticmethod(Batch.weigh)
 
     def token_weights(self) -> torch.Tensor:
-        """Return [B, T]: a half at the last token of each answer, and 0 elsewhere.
+        """Return fp32[B, T]: a half at the last token of each answer, and 0 elsewhere.
 
-        So the weights of a pair add up to 1, and those of a filler to 0.
+        So the weights of a pair add up to 1, and those of a filler to 0. Only the load-balancing
+        loss of a mixture (`models.router`) reads them. The objective reads all targets of an
+        answer.
         """
         last_BT = self.position_ids_BT == self.last_B[:, None]
         real_B1 = self.real_P.repeat(2)[:, None]
@@ -524,7 +532,7 @@ class LabelledBatch(TokenBatch):
         return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
 
 
-def collate_texts(
+def collate_labelled_texts(
     plan: Plan, cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None
 ) -> LabelledBatch:
     """Return the texts of sample ids (-1: a filler), padded to `width` tokens.
@@ -558,7 +566,7 @@ def _labelled_batch(
     return LabelledBatch(**fields, labels_B=torch.tensor(labels), attention_mask_BT=mask_BT)
 
 
-def placeholder_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
+def placeholder_labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
     """Return a placeholder batch of `rows` texts with `length` tokens, all of the first class."""
     texts = [[learned_segment(length)]] * rows
     return _labelled_batch(plan, texts, [0] * rows, 0, length)
@@ -648,7 +656,7 @@ class Episodes:
         self,
         normalize: Literal["sequence", "token", "constant"],
         constant: int,
-        counts_N: torch.Tensor,
+        is_trained_N: torch.Tensor,
     ) -> Episodes:
         """Return the episodes with the weights of one way to normalise the loss.
 
@@ -660,9 +668,9 @@ class Episodes:
                 al. 2024). token: the mean over all tokens (DAPO, Yu et al. 2025). constant: the sum
                 over tokens / (episodes × `constant`) (Dr. GRPO, Liu et al. 2025).
             constant: for the last of these, such as the maximum length of a completion.
-            counts_N: bool, true for the episodes that are trained on; the others weigh nothing.
+            is_trained_N: bool, true for the episodes that are trained on; the others have weight 0.
         """
-        mask_NM = (self.mask_NM & counts_N[:, None]).float()
+        mask_NM = (self.mask_NM & is_trained_N[:, None]).float()
         lengths_N = mask_NM.sum(1)
         if normalize == "token":
             return replace(self, weights_NM=mask_NM, weight_N=lengths_N)
@@ -671,7 +679,7 @@ class Episodes:
             divisor_N1 = lengths_N.clamp(min=1)[:, None]
         else:
             divisor_N1 = torch.tensor(float(constant))
-        return replace(self, weights_NM=mask_NM / divisor_N1, weight_N=counts_N.float())
+        return replace(self, weights_NM=mask_NM / divisor_N1, weight_N=is_trained_N.float())
 
 
 @dataclass(frozen=True)

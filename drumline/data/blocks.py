@@ -10,8 +10,8 @@ block, shuffled in another order each time.
 Samples are numbered through the blocks, and shuffled inside each block. So the sample at a position
 follows from the rows alone, on any number of ranks. `stream.json` has R, and the number of samples
 of each block that was ever made, from which the block of a position is found. A checkpoint has the
-block of its own position (`Blocks.state`), so a run that resumes need not count all blocks from the
-first.
+block of its own position (`Blocks.checkpoint_state`), so a run that resumes need not count all
+blocks from the first.
 
 The first rank of a host makes the blocks in a thread (tokenising in processes of its own), a few
 ahead, and removes the blocks that were read. The other ranks wait for them.
@@ -38,21 +38,28 @@ import numpy as np
 from drumline.config.mixing import Mixed, StreamConfig, epoch_counts
 from drumline.data.cache import Segment, TokenCache, read_info, temporary_folder, verify
 from drumline.data.files import RawRows
-from drumline.data.make import Task, job_of, require_rows, rows_of, token_type, write_cache
-from drumline.data.order import GlobalOrder, hash_integers, interleave, places_before
+from drumline.data.make import (
+    CacheBuild,
+    make_chunk_encoder,
+    read_matching_rows,
+    require_rows,
+    token_type,
+    write_cache,
+)
+from drumline.data.order import GlobalOrder, hash_integers, interleave, slots_before
+from drumline.data.row_store import TRAIN, Ints, RowCounts, TokenizedRowStore
 from drumline.data.sources import Row, describe
-from drumline.data.stage import TRAIN, Ints, Stage
 from drumline.data.workers import encode_all
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
 from drumline.system import heartbeat
 from drumline.system.files import write_whole
 
 LEDGER = "stream.json"
-PULSE = "pulse"
-# The end of PULSE while the maker waits for the next row of a source that has given some.
+PROGRESS_FILE = "pulse"  # its content: the number of raw rows so far, and perhaps `_IS_READING`
+# The end of PROGRESS_FILE while the maker waits for the next row of a source that has given some.
 _IS_READING = "reads"
 _CYCLE = 10**6  # weights are rounded to a millionth; another number would reorder every stream
-_ROWS = 4096  # places that are assigned to sources at once
+_SLOTS_AT_ONCE = 4096  # slots that are assigned to sources at once
 _POLL_SECONDS = 0.05
 # How long a source that has given rows may take for the next one, before ranks count as stuck.
 _ROW_SECONDS = 60.0
@@ -67,27 +74,27 @@ def has_first_block(root: Path) -> bool:
     return isinstance(ledger.get("first"), dict) and "rows" in ledger
 
 
-def make_first_block(task: Task, tokenizer_path: str, base_dir: Path) -> None:
+def make_first_block(build: CacheBuild, tokenizer_path: str, base_dir: Path) -> None:
     """Make block 0 of a stream, or wait until another process has made it.
 
     Raises DataError for rows that cannot be used, EnvironmentFault if a run streams through the
     folder, or the disk cannot be written.
     """
-    while not has_first_block(task.folder):
-        with hold_while_preparing(task.folder) as is_mine:
-            if not is_mine:
+    while not has_first_block(build.folder):
+        with try_lock_while_preparing(build.folder) as got_lock:
+            if not got_lock:
                 time.sleep(_POLL_SECONDS)
             # Another process may have made it between the check above and the lock.
-            elif not has_first_block(task.folder):
-                remove_older_blocks(task.folder)
-                BlockMaker(task, tokenizer_path, base_dir).make(0)
+            elif not has_first_block(build.folder):
+                remove_older_blocks(build.folder)
+                BlockMaker(build, tokenizer_path, base_dir).make(0)
                 return
 
 
 def remove_older_blocks(root: Path) -> None:
     """Remove the blocks that an older version made, which may hold a row several times.
 
-    The caller holds `root`.
+    The caller has the lock of `root`.
     """
     if "rows" in read_ledger(root):
         return
@@ -100,7 +107,7 @@ def read_ledger(root: Path) -> dict[str, Any]:
     """Return what is known of a stream; empty without a file.
 
     Its keys are `samples` (the number of samples of each block, by the block's number as text),
-    `first` (the info of block 0) and `rows` (the number of rows of a block).
+    `first` (the info.json of block 0) and `rows` (the number of rows of a block).
     """
     try:
         ledger = json.loads((root / LEDGER).read_text())
@@ -115,7 +122,7 @@ class BlockMaker:
     """Makes the blocks of a stream. A block goes on with the pass over the rows of the one before.
 
     Attributes:
-        task: the task of the stream.
+        build: has the sources and the folder of the stream.
         tokenizer_path: the folder of the tokenizer.
         base_dir: the folder that paths of the config are relative to.
         stream: the settings of the stream.
@@ -124,15 +131,15 @@ class BlockMaker:
         block_rows: rows of a block; None: not known before block 0 is made.
     """
 
-    def __init__(self, task: Task, tokenizer_path: str, base_dir: Path) -> None:
-        assert task.config.data.stream is not None
-        self.task = task
+    def __init__(self, build: CacheBuild, tokenizer_path: str, base_dir: Path) -> None:
+        assert build.config.data.stream is not None
+        self.build = build
         self.tokenizer_path = tokenizer_path
         self.base_dir = base_dir
-        self.stream = task.config.data.stream
-        self.root = task.folder
+        self.stream = build.config.data.stream
+        self.root = build.folder
         self.stopped = False
-        self._notes = Stage(self.root, np.dtype(np.uint16))
+        self._row_counts = RowCounts()
         self._rows: Iterator[Row] = iter([])
         # The block whose first row comes next in `_rows`; None: they are not at a block's
         # beginning.
@@ -151,30 +158,31 @@ class BlockMaker:
             self._rows = self._rows_from(number * most)
         # None until the block is made: an error may leave `_rows` at any row.
         self._next_block = None
-        self._notes.counts.clear()
+        self._row_counts.outcomes.clear()
         rows: Iterator[Row] = islice(self._rows, most)
         if self.block_rows is None:
             assert number == 0, "the rows of a block are known when block 0 is made"
             rows = self._first_rows(rows)
         with temporary_folder(self.root) as staging, temporary_folder(self.root) as folder:
-            job = job_of(self.task, staging, self.tokenizer_path, self.base_dir)
-            stage = Stage(staging, token_type(job), self._notes.counts, self._notes.formats)
-            with stage:
-                for chunk in encode_all(job, rows, self.task.config.data.workers):
+            encoder = make_chunk_encoder(self.build, staging, self.tokenizer_path, self.base_dir)
+            store = TokenizedRowStore(staging, token_type(encoder), self._row_counts)
+            with store:
+                for chunk in encode_all(encoder, rows, self.build.config.data.workers):
                     if self.stopped:
                         return
-                    stage.write(chunk)
+                    store.write(chunk)
             # Only block 0 needs usable rows. A later block may be empty, and the stream goes on.
             if number == 0:
-                sources = ", ".join(describe(source) for source in self.task.sources)
-                require_rows(stage, sources, self.task.config)
-            if stage.rows:
+                sources = ", ".join(describe(source) for source in self.build.sources)
+                require_rows(store, sources, self.build.config)
+            if store.rows:
                 for name in ("tokens.bin", "learn.bin"):
                     (staging / name).rename(folder / name)
-                write_cache(self.task, stage, folder, block_folder(self.root, number), TRAIN)
+                write_cache(self.build, store, folder, block_folder(self.root, number), TRAIN)
         # Last: ranks read a block once it is in the ledger.
         self._write_ledger(number)
-        # To see that block 0 ends early, `_first_rows` has taken the next row: `_rows` lacks it.
+        # If block 0 is shorter than `most`, `_first_rows` has consumed one row of the next pass, so
+        # block 1 cannot continue from `_rows`.
         if self.block_rows == most:
             self._next_block = number + 1
 
@@ -186,7 +194,7 @@ class BlockMaker:
         """
         self._ended.clear()
         # A source of weight 0 gives no rows, and does not end.
-        sources = {number for number, source in enumerate(self.task.sources) if source.weight != 0}
+        sources = {number for number, source in enumerate(self.build.sources) if source.weight != 0}
         row_count = 0
         for row in rows:
             if sources <= self._ended:
@@ -211,25 +219,25 @@ class BlockMaker:
 
     def _rows_from(self, start: int) -> Iterator[Row]:
         """Yield all rows from row `start` on, without end."""
-        sources = self.task.sources
+        sources = self.build.sources
         if all(source.weight is None for source in sources):
             # This never ends, so the code below is not reached.
             yield from self._repeat(range(len(sources)), start)
-        # Sources are interleaved as in the curriculum of a mix. A cycle has a number of places for
+        # Sources are interleaved as in the curriculum of a mix. A cycle has a number of slots for
         # each source, in proportion to its weight.
         weights = [Mixed(weight=source.weight) for source in sources]
         counts = epoch_counts(weights, [_CYCLE] * len(sources), None)
         cycle_size = sum(counts)
 
         # Each source skips its rows before row `start` of the stream.
-        cycles, place = divmod(start, cycle_size)
+        cycles, slot = divmod(start, cycle_size)
         rows_of_sources = []
-        for number, before in enumerate(places_before(place, counts)):
+        for number, before in enumerate(slots_before(slot, counts)):
             skip = cycles * counts[number] + before
             rows_of_sources.append(self._repeat([number], skip))
-        for first in count(start, _ROWS):
-            places = np.arange(first, first + _ROWS, dtype=np.int64) % cycle_size
-            numbers, _ = interleave(places, counts)
+        for first in count(start, _SLOTS_AT_ONCE):
+            slots = np.arange(first, first + _SLOTS_AT_ONCE, dtype=np.int64) % cycle_size
+            numbers, _ = interleave(slots, counts)
             for number in numbers.tolist():
                 yield next(rows_of_sources[number])
 
@@ -239,14 +247,19 @@ class BlockMaker:
         The first `skip` rows are left out.
         """
         for number in cycle(numbers):
-            # `rows_of` returns how many rows the source has, those that were left out included.
-            passed = yield from rows_of(
-                self.task, number, self.base_dir, self._notes, skip, watch=self._watch
+            # It returns how many rows the source has, those that `skip` left out included.
+            passed = yield from read_matching_rows(
+                self.build,
+                number,
+                self.base_dir,
+                self._row_counts,
+                skip,
+                on_raw_rows=self._count_raw_rows,
             )
             self._ended.add(number)
             skip = max(0, skip - passed)
 
-    def _watch(self, raw: RawRows) -> RawRows:
+    def _count_raw_rows(self, raw: RawRows) -> RawRows:
         """Yield raw rows, count them, and note whether the maker waits for another one."""
         for row in raw:
             self._rows_so_far += 1
@@ -255,14 +268,14 @@ class BlockMaker:
             self._is_reading = True
         self._is_reading = False
 
-    def write_pulse(self) -> None:
-        """Write how far the maker is to PULSE, which the waiting ranks read."""
+    def write_progress(self) -> None:
+        """Write how far the maker is to PROGRESS_FILE, which the waiting ranks read."""
         activity = ""
         if self._is_reading:
             activity = _IS_READING
         # A full disk is reported by the writing of a block, not here.
         with suppress(OSError):
-            (self.root / PULSE).write_text(f"{self._rows_so_far} {activity}")
+            (self.root / PROGRESS_FILE).write_text(f"{self._rows_so_far} {activity}")
 
 
 def block_folder(root: Path, number: int) -> Path:
@@ -280,7 +293,7 @@ def block_folders(root: Path) -> list[Path]:
 class _SampleNumbers:
     """One array of all blocks' token caches, such as the lengths, indexed by sample id.
 
-    `name`: the attribute of `TokenCache`, lengths or learned.
+    `name`: the attribute of `TokenCache`, lengths or target_counts.
     """
 
     def __init__(self, blocks: Blocks, name: str) -> None:
@@ -290,13 +303,13 @@ class _SampleNumbers:
     def __getitem__(self, ids: Ints) -> Ints:
         """Return the values of some samples, int64[len(ids)]. Their blocks must be known."""
         values = np.zeros(len(ids), np.int64)
-        blocks_N = np.searchsorted(self.blocks.begins, ids, side="right") - 1
+        blocks_N = np.searchsorted(self.blocks.block_starts, ids, side="right") - 1
         for index in np.unique(blocks_N).tolist():
-            cache = self.blocks.cache(self.blocks.first + index)
+            cache = self.blocks.cache(self.blocks.first_block + index)
             is_in_block = blocks_N == index
-            places = ids[is_in_block] - self.blocks.begins[index]
+            indices = ids[is_in_block] - self.blocks.block_starts[index]
             array = getattr(cache, self.name)
-            values[is_in_block] = array[places]
+            values[is_in_block] = array[indices]
         return values
 
 
@@ -308,8 +321,8 @@ class Blocks:
         stream: the settings of the stream.
         maker: makes the blocks; None on a rank for which another rank of its host makes them.
         seed: of the shuffled order of a block's samples; None: they are not shuffled.
-        falling: the samples of a block come in the reverse order.
-        known: the `state` in the checkpoint that the run resumes from; empty for a new run.
+        reverse: the samples of a block come in the reverse order.
+        resume_state: the `checkpoint_state` that the run resumes from; empty for a new run.
         margin: ranks may still read this many samples before the position of a checkpoint. Their
             blocks are not removed.
         weighted: the sources are interleaved by weights.
@@ -324,8 +337,8 @@ class Blocks:
         maker: BlockMaker | None,
         seed: int | None,
         *,
-        falling: bool = False,
-        known: dict[str, int],
+        reverse: bool = False,
+        resume_state: dict[str, int],
         margin: int,
         weighted: bool = False,
     ) -> None:
@@ -333,18 +346,19 @@ class Blocks:
         self.stream = stream
         self.maker = maker
         self.seed = seed
-        self.falling = falling
+        self.reverse = reverse
         self.margin = margin
         self.weighted = weighted
-        # The positions at which blocks begin, from block `first` on, as far as they are known.
-        self.first = 0
-        self.begins = [0]
-        if known:
-            self.first = known["block"]
-            self.begins = [known["start"]]
+        # The positions at which blocks begin, from block `first_block` on, as far as they are
+        # known.
+        self.first_block = 0
+        self.block_starts = [0]
+        if resume_state:
+            self.first_block = resume_state["block"]
+            self.block_starts = [resume_state["start"]]
         self.lengths = _SampleNumbers(self, "lengths")
-        self.learned = _SampleNumbers(self, "learned")
-        self.size = 0  # there are no epochs
+        self.target_counts = _SampleNumbers(self, "target_counts")
+        self.size = 0  # a stream has no epochs; `Order` requires the attribute
         self.closed = False
         # Each of these is by the number of a block.
         self._caches: dict[int, TokenCache] = {}  # open while they are read
@@ -354,16 +368,16 @@ class Blocks:
         self._threads: ThreadPoolExecutor | None = None
         if maker is not None:
             self._threads = ThreadPoolExecutor(1, "drumline-blocks")
-        # What `PULSE` said last.
-        self._pulse = ""
+        # The content of `PROGRESS_FILE` at the last look.
+        self._last_progress = ""
         self._block_rows: int | None = None
-        if known:
-            self._block_rows = known.get("rows", stream.rows)
-            self._require_rows(self._block_rows)
+        if resume_state:
+            self._block_rows = resume_state.get("rows", stream.rows)
+            self._require_block_rows(self._block_rows)
             if maker is not None:
                 maker.block_rows = self._block_rows
 
-    def _require_rows(self, rows: int) -> None:
+    def _require_block_rows(self, rows: int) -> None:
         """Raise CheckpointError if the blocks on the disk have another number of rows than `rows`."""
         present = read_ledger(self.root).get("rows", rows)
         if present != rows:
@@ -410,32 +424,32 @@ class Blocks:
             size = self._size(number)
             # The last known block ends at this position, or is empty: the next one begins here.
             if position == begin + size:
-                self.begins.append(position)
+                self.block_starts.append(position)
                 continue
             part_stop = min(stop, begin + size)
             # Sample ids count through the blocks, as positions do: a block's samples are those of
             # its positions, in another order.
-            places = np.arange(position - begin, part_stop - begin, dtype=np.int64)
-            places = self._shuffled(places, number, size)
-            if self.falling:
-                places = size - 1 - places
-            parts.append(places + begin)
+            indices = np.arange(position - begin, part_stop - begin, dtype=np.int64)
+            indices = self._shuffled(indices, number, size)
+            if self.reverse:
+                indices = size - 1 - indices
+            parts.append(indices + begin)
             position = part_stop
         return np.concatenate(parts)
 
-    def _shuffled(self, places: Ints, number: int, size: int) -> Ints:
-        """Return the shuffled places of a block of `size` samples; the same without a seed."""
+    def _shuffled(self, indices: Ints, number: int, size: int) -> Ints:
+        """Return the samples at some indices of a block's shuffled order; as they are without a seed."""
         if self.seed is None:
-            return places
+            return indices
         # A seed of its own for each block, by the seed of the run.
         unmixed = np.asarray([self.seed % 2**64 ^ number], np.uint64)
         block_seed = int(hash_integers(unmixed)[0])
         order = GlobalOrder(size, block_seed, shuffle=True)
-        return order.ids_at(places)
+        return order.ids_at(indices)
 
     def _start_of(self, number: int) -> int:
         """Return the position at which a block begins. `number_of` must have found the block."""
-        return self.begins[number - self.first]
+        return self.block_starts[number - self.first_block]
 
     def segments(self, sample: int) -> list[Segment]:
         """Return the segments of a sample, see `TokenCache.segments`."""
@@ -447,17 +461,24 @@ class Blocks:
         number = self.number_of(sample)
         return self.cache(number).meta(sample - self._start_of(number))
 
-    def state(self, position: int) -> dict[str, int]:
-        """Return the block of a position for a checkpoint, and remove blocks that are not needed.
+    def remove_unneeded_blocks(self, position: int) -> None:
+        """Remove from the disk the blocks that a run which has come to `position` needs no more.
 
-        Returns:
-            `block`: the number of the block; `start`: the position at which it begins; `rows`: the
-            rows of a block, only if they are fewer than `data.stream.rows`.
+        Does nothing on a rank that makes no blocks.
         """
         number = self.number_of(position)
         if self.maker is not None:
-            first_read = max(position - self.margin, self.begins[0])
+            first_read = max(position - self.margin, self.block_starts[0])
             self._remove(self.number_of(first_read), number)
+
+    def checkpoint_state(self, position: int) -> dict[str, int]:
+        """Return what a checkpoint at `position` stores of the stream.
+
+        Returns:
+            `block`: the number of the block of the position; `start`: the position at which it
+            begins; `rows`: the rows of a block, only if they are fewer than `data.stream.rows`.
+        """
+        number = self.number_of(position)
         state = {"block": number, "start": self._start_of(number)}
         if self.block_rows != self.stream.rows:
             state["rows"] = self.block_rows
@@ -466,16 +487,16 @@ class Blocks:
     def number_of(self, position: int) -> int:
         """Return the number of the block of a position, or of the sample with that id."""
         # The position is before the checkpoint's block: count the blocks from the first one on.
-        if position < self.begins[0]:
-            self.first = 0
-            self.begins = [0]
-        while position > self.begins[-1]:
-            last = self.first + len(self.begins) - 1
-            end = self.begins[-1] + self._size(last)
+        if position < self.block_starts[0]:
+            self.first_block = 0
+            self.block_starts = [0]
+        while position > self.block_starts[-1]:
+            last = self.first_block + len(self.block_starts) - 1
+            end = self.block_starts[-1] + self._size(last)
             if end > position:
                 break
-            self.begins.append(end)
-        return self.first + bisect_right(self.begins, position) - 1
+            self.block_starts.append(end)
+        return self.first_block + bisect_right(self.block_starts, position) - 1
 
     def cache(self, number: int) -> TokenCache:
         """Wait for a block, return its token cache, and request the blocks behind it."""
@@ -513,7 +534,7 @@ class Blocks:
             return
         folder = block_folder(self.root, number)
         info = read_info(folder)
-        if info is not None and self.maker.task.config.data.verify:
+        if info is not None and self.maker.build.config.data.verify:
             try:
                 verify(folder, info["sha256"])
             except DataError:
@@ -539,26 +560,26 @@ class Blocks:
                 making.result()
                 # The block may have been removed since: the next turn requests it again.
                 del self._making[number]
-            self._beat()
+            self._report_waiting()
             time.sleep(_POLL_SECONDS)
 
-    def _beat(self) -> None:
+    def _report_waiting(self) -> None:
         """Tell the watcher that this rank waits and is not stuck, as long as rows come.
 
         Only reading has a limit of time. Opening a source, tokenising and packing have none.
         """
         if self.maker is not None:
-            self.maker.write_pulse()
-        pulse = ""
+            self.maker.write_progress()
+        progress = ""
         with suppress(OSError):
-            pulse = (self.root / PULSE).read_text()
-        patience = math.inf
-        if pulse.endswith(_IS_READING):
-            patience = _ROW_SECONDS
-        # A changed pulse means that rows have come since the last look.
-        has_new_rows = pulse != self._pulse
-        heartbeat.waits(has_new_rows, patience)
-        self._pulse = pulse
+            progress = (self.root / PROGRESS_FILE).read_text()
+        stuck_after_seconds = math.inf
+        if progress.endswith(_IS_READING):
+            stuck_after_seconds = _ROW_SECONDS
+        # A changed file means that rows have come since the last look.
+        has_new_rows = progress != self._last_progress
+        heartbeat.waits(has_new_rows, stuck_after_seconds)
+        self._last_progress = progress
 
     def _remove(self, first: int, number: int) -> None:
         """Remove the blocks before `first`, and those too far ahead of `number` to be read soon."""
@@ -572,47 +593,47 @@ class Blocks:
                 self._making.pop(block, None)
 
 
-# By the folder of a stream: the lock file that this process holds open.
-_held: dict[Path, Any] = {}
+# Folder of a stream → its lock file, which this process keeps open.
+_locks: dict[Path, Any] = {}
 # The name of the holder while a process makes only block 0.
 _PREPARES = "drumline prepare"
 
 
 @contextmanager
-def hold_while_preparing(root: Path) -> Iterator[bool]:
-    """Hold a stream's folder within the context; yield whether this process may make block 0.
+def try_lock_while_preparing(root: Path) -> Iterator[bool]:
+    """Lock a stream's folder within the context, and yield whether this process has the lock.
 
-    See `hold`.
+    See `try_lock_stream`.
     """
-    # If a run of this process holds the folder already, it keeps it.
-    if root in _held:
+    # If a run of this process has the lock already, it keeps it.
+    if root in _locks:
         yield True
         return
-    is_mine = hold(root, _PREPARES)
+    got_lock = try_lock_stream(root, _PREPARES)
     try:
-        yield is_mine
+        yield got_lock
     finally:
-        if is_mine:
-            file = _held.pop(root)
+        if got_lock:
+            file = _locks.pop(root)
             file.truncate(0)
             # Processes that tokenise may have inherited the file: closing it here would not be enough.
             fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
 
 
-def hold(root: Path, run_dir: str) -> bool:
-    """Return whether this process may make the blocks in a folder, and hold the folder if so.
+def try_lock_stream(root: Path, run_dir: str) -> bool:
+    """Try to lock a stream's folder, whose blocks the holder makes. Return whether this succeeded.
 
-    It may not if another process of this run does.
+    False if another process of this run has the lock. A run keeps the lock until its process ends.
 
     Args:
         root: the folder of a stream.
         run_dir: the folder of the run, which the lock file names.
 
-    Raises EnvironmentFault if another run holds the folder: each would remove the other's blocks.
+    Raises EnvironmentFault if another run has the lock: each would remove the other's blocks.
     """
     root.mkdir(parents=True, exist_ok=True)
-    file = _held.get(root)
+    file = _locks.get(root)
     if file is None:
         # Not "w+", which would erase the name of a holder.
         file = (root / "lock").open("a+")
@@ -630,7 +651,7 @@ def hold(root: Path, run_dir: str) -> bool:
                 where=str(root),
                 fix="give each run a data.cache_dir of its own",
             ) from None
-        _held[root] = file
+        _locks[root] = file
     file.truncate(0)
     file.write(run_dir)
     file.flush()

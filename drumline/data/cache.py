@@ -41,7 +41,7 @@ VERSION = 6  # raise it when the same input gives other files
 CHECKSUM_BYTES = 1 << 26  # bytes that one checksum covers, so that ranks can divide a large file
 READ_BYTES = 1 << 20  # bytes read at once
 HEADER_TRIES = 10  # how often a header is read that another thread may disturb
-# The tokens of a document, and for each whether it is a target.
+# A segment of a cached sample: its tokens, and for each of them 1 if it is a loss target, else 0.
 Segment = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]]
 
 
@@ -54,7 +54,7 @@ class TokenCache:
         folder: the folder of the cache.
         info: the content of info.json.
         lengths: int32[N], tokens of each sample.
-        learned: int64[N], targets of each sample.
+        target_counts: int64[N], the number of loss targets of each sample.
     """
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class TokenCache:
         self._segments = _map_array(folder, "segments")
         self._samples = _map_array(folder, "samples")
         self.lengths: npt.NDArray[np.int32] = _map_array(folder, "lengths")
-        self.learned: npt.NDArray[np.int64] = _map_array(folder, "learned")
+        self.target_counts: npt.NDArray[np.int64] = _map_array(folder, "learned")
         self._meta: Any = None
         self._meta_bounds: Any = None
         if "meta.bin" in info["files"]:
@@ -170,7 +170,7 @@ def describe_left_out(name: str, info: dict[str, Any]) -> list[str]:
     reasons = {
         "filtered": "left out by `where`",
         "ties": "left out: none of their answers is the better",
-        "contaminated": "left out: they hold rows of data.eval",
+        "contaminated": "left out: they contain rows of data.eval",
         "duplicates": "left out: alike an earlier row",
         "truncated": f"cut at {info['limit']:,} tokens",
         "dropped_too_long": f"dropped: longer than {info['limit']:,} tokens",
@@ -196,12 +196,12 @@ class Column:
     Args:
         path: the file.
         dtype: the type of its numbers.
-        width: the shape of one row; nothing if a row is one number.
+        row_shape: the shape of one row; nothing if a row is one number.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], *width: int) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], *row_shape: int) -> None:
         self.dtype = dtype
-        self.width = width
+        self.row_shape = row_shape
         self.count = 0
         self.file = path.open("wb")
         self._write_header()
@@ -211,7 +211,7 @@ class Column:
         header = {
             "descr": np.lib.format.dtype_to_descr(self.dtype),
             "fortran_order": False,
-            "shape": (self.count, *self.width),
+            "shape": (self.count, *self.row_shape),
         }
         np.lib.format.write_array_header_1_0(self.file, header)
 
@@ -240,7 +240,7 @@ class IndexWriter:
         self.columns["segments"] = Column(folder / "segments.npy", np.dtype(np.int64), 2)
         self.metas = (folder / "meta.bin").open("wb")
         self.tokens = 0
-        self.learned = 0
+        self.target_count = 0
         self.longest = 0
         # The bounds of ranges begin with 0. Each sample adds the end of its range.
         for name in ("samples", "meta"):
@@ -255,7 +255,7 @@ class IndexWriter:
         self,
         segments: npt.NDArray[np.int64],
         offsets: npt.NDArray[np.int64],
-        learned_of_segment: npt.NDArray[np.int64],
+        targets_of_segments: npt.NDArray[np.int64],
         metas: Sequence[bytes] = (),
     ) -> Sequence[bytes]:
         """Add samples, and return the metas of those that were added.
@@ -265,14 +265,14 @@ class IndexWriter:
         Args:
             segments: int64[S, 2], token ranges [start, stop).
             offsets: int64[N + 1], sample i is segments offsets[i]..offsets[i + 1], at least one.
-            learned_of_segment: int64[S], targets of each segment.
+            targets_of_segments: int64[S], the number of targets of each segment.
             metas: the JSON of each sample, or none.
         """
         sizes = segments[:, 1] - segments[:, 0]
         first_segments = offsets[:-1]
         lengths = np.add.reduceat(sizes, first_segments)
-        learned = np.add.reduceat(learned_of_segment, first_segments)
-        keep = learned > 0
+        target_counts = np.add.reduceat(targets_of_segments, first_segments)
+        keep = target_counts > 0
         if metas:
             keep |= np.asarray([bool(meta) for meta in metas])
             metas = list(compress(metas, keep))
@@ -282,15 +282,15 @@ class IndexWriter:
             segments = segments[is_kept_segment]
             offsets = bounds(segment_counts[keep])
             lengths = lengths[keep]
-            learned = learned[keep]
+            target_counts = target_counts[keep]
         # Before the segments are added: their number so far is where these begin.
         self.columns["samples"].add(offsets[1:] + self.columns["segments"].count)
         self._add_metas(metas, len(lengths))
         self.columns["segments"].add(segments)
         self.columns["lengths"].add(lengths)
-        self.columns["learned"].add(learned)
+        self.columns["learned"].add(target_counts)
         self.tokens += int(lengths.sum())
-        self.learned += int(learned.sum())
+        self.target_count += int(target_counts.sum())
         self.longest = max(self.longest, int(lengths.max(initial=0)))
         return metas
 
@@ -318,7 +318,7 @@ class IndexWriter:
             "samples": self.samples,
             "segments": self.columns["segments"].count,
             "tokens": self.tokens,
-            "learned": self.learned,
+            "learned": self.target_count,
             "longest": self.longest,
         }
 
@@ -344,8 +344,8 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
     sizes = _sizes_of(temporary, names)
     checksums = {}
     for name, size in sizes.items():
-        blocks = math.ceil(size / CHECKSUM_BYTES)
-        checksums[name] = [_digest(temporary / name, block) for block in range(blocks)]
+        chunks = math.ceil(size / CHECKSUM_BYTES)
+        checksums[name] = [_digest(temporary / name, chunk) for chunk in range(chunks)]
     info = {**info, "files": sizes, "sha256": checksums}
     with_checksum = {**info, "checksum": files.json_digest(info)}
     text = json.dumps(with_checksum, indent=2)
@@ -389,23 +389,23 @@ def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int
 
     Args:
         folder: the cache.
-        sha256: the checksums of the blocks of each file.
+        sha256: the checksums of the chunks of each file.
         rank: this rank.
-        ranks: the number of ranks that divide the blocks among them.
+        ranks: the number of ranks that divide the chunks among them.
 
     Raises DataError that names a damaged file.
     """
-    # Sorted, so that all ranks divide the same list, and each block is verified by one rank.
-    blocks = []
+    # Sorted, so that all ranks divide the same list, and each chunk is verified by one rank.
+    chunks = []
     for name, digests in sorted(sha256.items()):
-        for block in range(len(digests)):
-            blocks.append((name, block))
-    for name, block in blocks[rank::ranks]:
+        for chunk in range(len(digests)):
+            chunks.append((name, chunk))
+    for name, chunk in chunks[rank::ranks]:
         path = folder / name
         with disk_errors("cannot be read", str(path), DataError):
-            digest = _digest(path, block)
-        if digest != sha256[name][block]:
-            first_byte = block * CHECKSUM_BYTES
+            digest = _digest(path, chunk)
+        if digest != sha256[name][chunk]:
+            first_byte = chunk * CHECKSUM_BYTES
             raise DataError(
                 f"damaged: bytes from {first_byte:,} on are not what was written (sha256 differs)",
                 where=str(path),
@@ -434,13 +434,13 @@ def verify_in_background(
     return outcome
 
 
-def _digest(path: Path, block: int) -> str:
-    """Return the sha256, in hex, of a block of a file. Raises OSError."""
+def _digest(path: Path, chunk: int) -> str:
+    """Return the sha256, in hex, of chunk number `chunk` of a file. Raises OSError."""
     digest = hashlib.sha256()
     left = CHECKSUM_BYTES
     # Pieces are large already: a buffer would only copy them.
     with path.open("rb", buffering=0) as file:
-        file.seek(block * CHECKSUM_BYTES)
+        file.seek(chunk * CHECKSUM_BYTES)
         while left > 0:
             piece = file.read(min(READ_BYTES, left))
             if not piece:

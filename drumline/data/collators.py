@@ -1,4 +1,4 @@
-"""The collators of the algorithms: from ids of samples to a micro-batch.
+"""Makes the collate functions of the algorithms: from ids of samples to a micro-batch.
 
 `width` is the number of tokens of every row; with None it is that of the longest row.
 """
@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from drumline.data.batches import collate, collate_pairs, collate_texts, read_segments
+from drumline.data.batches import collate, collate_labelled_texts, collate_pairs, read_segments
 from drumline.data.cache import TokenCache
-from drumline.data.images import collate_images, collate_vision
+from drumline.data.images import collate_labelled_images, collate_vision
 from drumline.data.judged import collate_judged, collate_mismatched
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
 from drumline.plan.plan import Plan
 
-# It gets a token cache, and returns the function that makes a micro-batch of ids of samples; -1 is
-# a filler.
-Collator = Callable[[TokenCache], Callable[[list[int]], Any]]
+# Takes sample ids, and returns their micro-batch. The id -1 stands for a filler row.
+CollateFunction = Callable[[list[int]], Any]
+# Takes a token cache, and returns the collate function for its samples.
+CollatorFactory = Callable[[TokenCache], CollateFunction]
 
 
 def padding_id(plan: Plan) -> int:
@@ -28,8 +29,8 @@ def padding_id(plan: Plan) -> int:
     return pad_token_id(tokenizer)
 
 
-def text_collator(plan: Plan, width: int | None) -> Collator:
-    """Return the collator of segments of text, with images if the model takes some.
+def text_collator(plan: Plan, width: int | None) -> CollatorFactory:
+    """Return the factory for rows of text, with images if the model takes some.
 
     Args:
         plan: the plan of the run.
@@ -44,8 +45,8 @@ def text_collator(plan: Plan, width: int | None) -> Collator:
     return lambda cache: lambda ids: collate(read_segments(cache, ids), pad, width)
 
 
-def pair_collator(plan: Plan, width: int | None) -> Collator:
-    """Return the collator of preference pairs.
+def pair_collator(plan: Plan, width: int | None) -> CollatorFactory:
+    """Return the factory for preference pairs.
 
     `width`: tokens of every row; None: those of the longest row.
     """
@@ -56,21 +57,24 @@ def pair_collator(plan: Plan, width: int | None) -> Collator:
 def judged_collator(
     plan: Plan, width: int | None, has_mismatched: bool
 ) -> Callable[[TokenCache], Callable[..., Any]]:
-    """Return the collator of answers that are labelled good or bad.
+    """Return the factory for answers that are labelled good or bad.
 
-    With `has_mismatched` its batches also have mismatched answers, see `data.judged`.
+    With `has_mismatched` the batches also have mismatched answers, see `data.judged`. The collate
+    function then takes a second list of ids: see `collate_mismatched`.
     """
     pad = padding_id(plan)
     if not has_mismatched:
         return lambda cache: lambda ids: collate_judged(cache, ids, pad, width)
     max_length = plan.config.data.max_length
     return lambda cache: (
-        lambda ids, previous: collate_mismatched(cache, ids, previous, pad, width, max_length)
+        lambda ids, predecessor_ids: collate_mismatched(
+            cache, ids, predecessor_ids, pad, width, max_length
+        )
     )
 
 
-def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> Collator:
-    """Return the collator of texts or images with a class.
+def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> CollatorFactory:
+    """Return the factory for texts or images with a class.
 
     Args:
         plan: the plan of the run, which has the names of the classes.
@@ -79,12 +83,12 @@ def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> 
     """
     if not plan.config.images_alone:
         pad = padding_id(plan)
-        return lambda cache: lambda ids: collate_texts(plan, cache, ids, pad, width)
+        return lambda cache: lambda ids: collate_labelled_texts(plan, cache, ids, pad, width)
     hf_config = load_config(plan.model_path, plan.config.model)
     processor = load_processor(plan.model_path, plan.config.model, hf_config, image_size)
     # Most configs do not set it, since their models take images in colour.
     channels = int(getattr(hf_config, "num_channels", 3))
     side = side_of(processor, channels)
     return lambda cache: (
-        lambda ids: collate_images(cache, ids, plan.labels, processor, side, channels)
+        lambda ids: collate_labelled_images(cache, ids, plan.labels, processor, side, channels)
     )

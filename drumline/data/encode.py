@@ -18,12 +18,12 @@ import numpy as np
 
 from drumline.config.data import DataConfig
 from drumline.data.cache import TokenCache, cache_root
-from drumline.data.files import as_json
+from drumline.data.files import json_round_trip
 from drumline.data.formats import LABELS
-from drumline.data.image_files import image_path
-from drumline.data.pairs import SAME_ANSWER, SIDES, Text, pair_parts
+from drumline.data.image_files import resolve_image_path
+from drumline.data.pairs import SAME_ANSWER, SIDES, TextOrMessages, pair_parts
 from drumline.data.sources import Row, holds_images
-from drumline.data.targets import Encoded, Encoder, Example, Policy, truncate
+from drumline.data.targets import EncodedSample, Encoder, TokenSegment, TruncationPolicy, truncate
 from drumline.data.turns import as_messages
 from drumline.errors import ConfigError, DataError
 from drumline.foreign import expanded, finite_number
@@ -39,30 +39,30 @@ OWN_COLUMNS = "own columns"
 class RowEncoder(Protocol):
     """Encodes the rows of an algorithm."""
 
-    def encode(self, row: Row) -> Encoded | None:
+    def encode(self, row: Row) -> EncodedSample | None:
         """Return a row as tokens, cut to data.max_length; None if it is dropped.
 
         Raises DataError that names the row.
         """
 
 
-class TextRows:
+class TextRowEncoder:
     """Encodes conversations, completions and documents.
 
     Rows of a packed pretraining run are not cut here: `packing.cut` does that.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        documents: every token is a target, as in pretraining.
+        learn_all: every token is a target, as in pretraining.
         data: the settings of `data`.
     """
 
-    def __init__(self, tokenizer: Any, documents: bool, data: DataConfig) -> None:
-        self.encoder = Encoder(tokenizer, documents, data)
+    def __init__(self, tokenizer: Any, learn_all: bool, data: DataConfig) -> None:
+        self.encoder = Encoder(tokenizer, learn_all, data)
         self.data = data
-        self.keeps_whole = documents and data.packing
+        self.keeps_whole = learn_all and data.packing
 
-    def encode(self, row: Row) -> Encoded | None:
+    def encode(self, row: Row) -> EncodedSample | None:
         """Return a row as one segment, see `RowEncoder.encode`."""
         if holds_images(row):
             raise DataError(
@@ -72,20 +72,20 @@ class TextRows:
                 "`columns: {images: ''}`",
             )
         full = self.encoder.encode(row)
-        example: Example | None = full
+        segment: TokenSegment | None = full
         if not self.keeps_whole:
-            example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
-        if example is None:
+            segment = truncate(full, self.data.max_length, self.data.truncation, row.origin)
+        if segment is None:
             return None
         # None, so that the row counts as too long: a greater data.max_length would keep it.
-        has_lost_answer = full.learned and not example.learned
+        has_lost_answer = full.target_count and not segment.target_count
         if has_lost_answer:
             return None
-        is_cut = len(example.tokens) < len(full.tokens)
-        return Encoded([example], truncated=is_cut, hides_reasoning=full.hides_reasoning)
+        is_cut = len(segment.tokens) < len(full.tokens)
+        return EncodedSample([segment], truncated=is_cut, hides_reasoning=full.hides_reasoning)
 
 
-class PromptRows:
+class PromptRowEncoder:
     """Encodes prompts of rollouts.
 
     A sample is one segment, the tokens before the completion. Its meta is what rewards read:
@@ -100,11 +100,11 @@ class PromptRows:
     def __init__(self, tokenizer: Any, new_tokens: int, data: DataConfig) -> None:
         """Store the settings. `new_tokens`: max_new_tokens."""
         self.encoder = Encoder(tokenizer, everything=False, data=data)
-        self.policy = data.truncation
+        self.truncation = data.truncation
         self.new_tokens = new_tokens
         self.room = data.max_length - new_tokens
 
-    def encode(self, row: Row) -> Encoded | None:
+    def encode(self, row: Row) -> EncodedSample | None:
         """Return a prompt, see `RowEncoder.encode`."""
         text, ids = self.encoder.prompt(row)
         if not ids:
@@ -115,9 +115,9 @@ class PromptRows:
             )
         size = len(ids)
         is_too_long = size > self.room
-        if is_too_long and self.policy == "drop":
+        if is_too_long and self.truncation == "drop":
             return None
-        if is_too_long and self.policy != "left":
+        if is_too_long and self.truncation != "left":
             raise DataError(
                 f"the prompt has {size} tokens, and data.max_length less max_new_tokens "
                 f"{self.new_tokens} leaves {self.room}",
@@ -125,24 +125,26 @@ class PromptRows:
                 fix="raise data.max_length, or set data.truncation to drop or left",
             )
         tokens = ids[-self.room :]
-        return Encoded([_unlearned(tokens)], _prompt_meta(row, text), truncated=is_too_long)
+        return EncodedSample(
+            [_without_targets(tokens)], _prompt_meta(row, text), truncated=is_too_long
+        )
 
 
 def _prompt_meta(row: Row, text: str) -> dict[str, Any]:
-    """Return what rewards read of a prompt, see `PromptRows`."""
+    """Return what rewards read of a prompt, see `PromptRowEncoder`."""
     # Now as they will come back from the cache, which stores JSON.
-    columns = as_json(row.extra)
+    columns = json_round_trip(row.extra)
     meta = {**columns, "prompt": text, "domain": row.domain}
-    own = {}
+    clashing = {}
     for name in ("prompt", "domain"):
         if columns.get(name) is not None:
-            own[name] = columns[name]
-    if own:
-        meta[OWN_COLUMNS] = own
+            clashing[name] = columns[name]
+    if clashing:
+        meta[OWN_COLUMNS] = clashing
     return meta
 
 
-class AnswerRows:
+class AnswerRowEncoder:
     """The base of encoders whose targets are the tokens of answers."""
 
     def __init__(self, tokenizer: Any, data: DataConfig) -> None:
@@ -155,7 +157,14 @@ class AnswerRows:
         self.encoder = Encoder(tokenizer, False, data)
         self.data = data
 
-    def example(self, prompt: Text, answer: Text, name: str, row: Row, is_plain: bool) -> Example:
+    def encode_answer(
+        self,
+        prompt: TextOrMessages,
+        answer: TextOrMessages,
+        name: str,
+        row: Row,
+        skip_template: bool,
+    ) -> TokenSegment:
         """Return a prompt and an answer as tokens, not yet truncated.
 
         Args:
@@ -163,7 +172,7 @@ class AnswerRows:
             answer: a text or messages.
             name: the answer's column, for messages.
             row: the row of both, for the tools and the name.
-            is_plain: if prompt and answer are texts, no chat template is applied.
+            skip_template: do not apply the chat template if prompt and answer are texts.
 
         Raises DataError for an answer without a token.
         """
@@ -174,18 +183,18 @@ class AnswerRows:
             raise DataError(what, where=row.origin, fix="take the row out")
         if not (isinstance(prompt, str) and isinstance(answer, str)):
             self.encoder.require_template("the row holds messages", row)
-        elif is_plain:
-            return self.encoder.plain(prompt, answer, row.origin)
+        elif skip_template:
+            return self.encoder.encode_without_template(prompt, answer, row.origin)
         values = {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}
-        example = self.encoder.encode(Row(row.origin, values))
-        if not example.learned:
+        segment = self.encoder.encode(Row(row.origin, values))
+        if not segment.target_count:
             raise DataError(
                 f"`{name}` has no turn of the assistant behind the prompt", where=row.origin
             )
-        return example
+        return segment
 
 
-class PairRows(AnswerRows):
+class PairRowEncoder(AnswerRowEncoder):
     """Encodes pairs as two segments, chosen first.
 
     A segment is the prompt and an answer, whose tokens are the targets. With a chat template a text
@@ -195,13 +204,13 @@ class PairRows(AnswerRows):
     sample's meta.
     """
 
-    def encode(self, row: Row) -> Encoded | None:
+    def encode(self, row: Row) -> EncodedSample | None:
         """Return a pair as two segments, see `RowEncoder.encode`."""
-        is_plain = not {"prompt", "tools"} & row.values.keys()
+        skip_template = not {"prompt", "tools"} & row.values.keys()
         prompt, *answers = pair_parts(row.values, row.origin)
         full = []
         for answer, name in zip(answers, SIDES, strict=True):
-            full.append(self.example(prompt, answer, name, row, is_plain))
+            full.append(self.encode_answer(prompt, answer, name, row, skip_template))
         chosen, rejected = full
         # Texts that differ may still be rendered alike, so the tokens are compared.
         if np.array_equal(chosen.tokens, rejected.tokens):
@@ -213,13 +222,13 @@ class PairRows(AnswerRows):
         for short, long in zip(pair, full, strict=True):
             if len(short.tokens) < len(long.tokens):
                 is_cut = True
-        hides_reasoning = any(example.hides_reasoning for example in full)
-        return Encoded(
+        hides_reasoning = any(segment.hides_reasoning for segment in full)
+        return EncodedSample(
             list(pair), _pair_meta(row), truncated=is_cut, hides_reasoning=hides_reasoning
         )
 
 
-class JudgedRows(AnswerRows):
+class JudgedRowEncoder(AnswerRowEncoder):
     """Encodes an answer that is labelled good or bad as one segment.
 
     The segment is the prompt and the answer, whose tokens are the targets. The sample's meta has the
@@ -227,21 +236,25 @@ class JudgedRows(AnswerRows):
     prompt, though truncation may cut each of them in another place.
     """
 
-    def encode(self, row: Row) -> Encoded | None:
+    def encode(self, row: Row) -> EncodedSample | None:
         """Return a judged answer as one segment, see `RowEncoder.encode`."""
         is_good = judgement(row.values["label"], row.origin)
         prompt = row.values["prompt"]
-        full = self.example(prompt, row.values["completion"], "completion", row, row.plain)
-        example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
-        if example is None or not example.learned:
+        full = self.encode_answer(
+            prompt, row.values["completion"], "completion", row, row.skip_template
+        )
+        segment = truncate(full, self.data.max_length, self.data.truncation, row.origin)
+        if segment is None or not segment.target_count:
             return None
-        is_cut = len(example.tokens) < len(full.tokens)
+        is_cut = len(segment.tokens) < len(full.tokens)
         # The first target is the first token of the answer.
         prompt_size = int(np.argmax(full.learn))
         prompt_tokens = full.tokens[:prompt_size]
         digest = sha256(prompt_tokens.tobytes()).hexdigest()
         meta = {"good": is_good, "prompt": digest[:DIGEST_DIGITS]}
-        return Encoded([example], meta, truncated=is_cut, hides_reasoning=full.hides_reasoning)
+        return EncodedSample(
+            [segment], meta, truncated=is_cut, hides_reasoning=full.hides_reasoning
+        )
 
 
 def judgement(label: Any, origin: str) -> bool:
@@ -275,8 +288,12 @@ def _pair_meta(row: Row) -> dict[str, Any] | None:
 
 
 def cut_pair(
-    chosen: Example, rejected: Example, max_length: int, policy: Policy, origin: str
-) -> tuple[Example, Example] | None:
+    chosen: TokenSegment,
+    rejected: TokenSegment,
+    max_length: int,
+    policy: TruncationPolicy,
+    origin: str,
+) -> tuple[TokenSegment, TokenSegment] | None:
     """Return both sides of a pair cut to a length; None if the pair is dropped.
 
     Under `left` both sides lose from the start of the prompt as many tokens as the longer side must
@@ -307,9 +324,9 @@ def cut_pair(
     keep = slice(excess, None)
     if policy == "right":
         keep = slice(max_length)
-    short_chosen = Example(chosen.tokens[keep], chosen.learn[keep])
-    short_rejected = Example(rejected.tokens[keep], rejected.learn[keep])
-    if not short_chosen.learned or not short_rejected.learned:
+    short_chosen = TokenSegment(chosen.tokens[keep], chosen.learn[keep])
+    short_rejected = TokenSegment(rejected.tokens[keep], rejected.learn[keep])
+    if not short_chosen.target_count or not short_rejected.target_count:
         return None
     if np.array_equal(short_chosen.tokens, short_rejected.tokens):
         return None
@@ -404,7 +421,7 @@ def _few(names: Sequence[str]) -> str:
     return text
 
 
-class LabelledTexts:
+class LabelledTextEncoder:
     """Encodes texts with a class.
 
     The tokenizer's special tokens are around each text (BERT's [CLS] and [SEP]); truncation keeps them.
@@ -415,7 +432,7 @@ class LabelledTexts:
         self.labels = labels
         self.data = data
 
-    def encode(self, row: Row) -> Encoded | None:
+    def encode(self, row: Row) -> EncodedSample | None:
         """Return a text with its class as one segment, see `RowEncoder.encode`."""
         label = label_of(row, self.labels)
         text = row.values["text"]
@@ -423,20 +440,20 @@ class LabelledTexts:
         if not tokens:
             raise DataError("the text is empty", where=row.origin, fix="take the row out")
         limit = self.data.max_length
-        policy = self.data.truncation
+        truncation = self.data.truncation
         # Only for `error` and `drop`. The text is cut by the tokenizer below, which keeps the
         # special tokens of both ends.
-        if truncate(_unlearned(tokens), limit, policy, row.origin) is None:
+        if truncate(_without_targets(tokens), limit, truncation, row.origin) is None:
             return None
         is_cut = len(tokens) > limit
         if is_cut:
-            self.tokenizer.truncation_side = policy
+            self.tokenizer.truncation_side = truncation
             tokens = self.tokenizer(text, truncation=True, max_length=limit)["input_ids"]
         meta = {"label": label, "origin": row.origin}
-        return Encoded([_unlearned(tokens)], meta, is_cut)
+        return EncodedSample([_without_targets(tokens)], meta, is_cut)
 
 
-class LabelledImages:
+class LabelledImageEncoder:
     """Encodes images with a class. A sample is one placeholder token, and the path in its meta.
 
     Each image is read once to find damaged ones. Its pixels are read again for each batch.
@@ -446,18 +463,18 @@ class LabelledImages:
         self.labels = labels
         self.root = cache_root(data)
 
-    def encode(self, row: Row) -> Encoded | None:
+    def encode(self, row: Row) -> EncodedSample | None:
         """Return an image with its class, see `RowEncoder.encode`."""
         from drumline.models.vision import read_image  # with torch
 
-        name = image_path(row.values["image"], row.origin, self.root)
+        name = resolve_image_path(row.values["image"], row.origin, self.root)
         path = str((row.folder / expanded(name)).absolute())
         read_image(path, row.origin)
         label = label_of(row, self.labels)
         meta = {"label": label, "origin": row.origin, "path": path}
-        return Encoded([_unlearned([0])], meta)
+        return EncodedSample([_without_targets([0])], meta)
 
 
-def _unlearned(tokens: list[int]) -> Example:
+def _without_targets(tokens: list[int]) -> TokenSegment:
     """Return tokens of which none is a target."""
-    return Example(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.uint8))
+    return TokenSegment(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.uint8))

@@ -18,9 +18,9 @@ from typing import IO, Any
 from drumline.config.data import (
     FileSource,
 )
-from drumline.data.places import DataFile
+from drumline.data.file_locations import DataFile
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import MIB, disk_errors, judged, parse_json
+from drumline.foreign import MIB, disk_errors, parse_json, translate_exceptions
 
 MOST_LINE = 256 * MIB  # bytes of one row
 MOST_ARRAY = 16 * MOST_LINE  # bytes of a file that is one JSON array: it is read whole
@@ -193,10 +193,10 @@ def _read_batches(
     """
     number = 0
     with file.open(random_access=True) as stream:
-        with judged(what, file.name, DataError):
+        with translate_exceptions(what, file.name, DataError):
             batches = open_batches(stream)
         while True:
-            with judged(what, file.name, DataError):
+            with translate_exceptions(what, file.name, DataError):
                 batch = next(batches, None)
                 if batch is None:
                     return
@@ -243,7 +243,10 @@ def _read_excel(file: DataFile, source: FileSource) -> Iterator[Raw]:
         raise EnvironmentFault(
             f"{error}", where=file.name, fix="pip install openpyxl pandas"
         ) from None
-    with file.open(random_access=True) as stream, judged("not an Excel file", file.name, DataError):
+    with (
+        file.open(random_access=True) as stream,
+        translate_exceptions("not an Excel file", file.name, DataError),
+    ):
         _require_small_workbook(stream, file.name)
         book = pandas.ExcelFile(stream, engine="openpyxl")
         sheet = _choose_sheet([str(name) for name in book.sheet_names], source.sheet, file.name)
@@ -306,6 +309,7 @@ def _read_text(file: DataFile, source: FileSource) -> Iterator[Raw]:
             document = ""
 
 
+# Ending → its reader. A new ending must also be in `config.data.KINDS_OF_FILES`.
 _READERS: dict[str, Callable[[DataFile, FileSource], Iterator[Raw]]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
@@ -318,6 +322,6 @@ _READERS: dict[str, Callable[[DataFile, FileSource], Iterator[Raw]]] = {
 }
 
 
-def as_json(value: Any) -> Any:
-    """Return `value` after a round trip through JSON; other types become text."""
+def json_round_trip(value: Any) -> Any:
+    """Return a value as it comes back from JSON; types that JSON lacks become text."""
     return json.loads(json.dumps(value, default=str))

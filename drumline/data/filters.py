@@ -19,8 +19,9 @@ from drumline.foreign import MIB
 _ROWS = 1024  # of a table
 _NUMBER = "drumline row"  # a column that no condition names by chance
 _COLUMNS_SHOWN = 12  # in a message
-# A struct of which no row has the column reads as a table; a key that none has is no column.
-_ABSENT = re.compile(
+# If no row of a table has a struct's column, DuckDB reports a missing table (`Referenced table`).
+# If no row has a key of a struct, it reports a missing key.
+_MISSING = re.compile(
     r'(?:Referenced (?:column|table)|Could not find key) "(.+?)" (?:not found|in struct)'
 )
 # The settings of a DuckDB that reaches nothing but its table.
@@ -92,16 +93,17 @@ class _Evaluator:
         connection: a connection to DuckDB.
         conditions: (key of the config, SQL) of each condition.
         columns: all columns so far, in the order in which they came.
-        absent: by name, what no row of some table had, although a condition names it.
-        seen: those names of `absent` that a row has had.
+        missing: name of a column or of a struct's key → DuckDB's error, for each name that a
+            condition uses and that no row of some table had.
+        found_later: those names of `missing` that some row of another table had.
     """
 
     def __init__(self, connection: Any, conditions: Sequence[tuple[str, str]]) -> None:
         self.connection = connection
         self.conditions = conditions
         self.columns: dict[str, None] = {}
-        self.absent: dict[str, _Complaint] = {}
-        self.seen: set[str] = set()
+        self.missing: dict[str, _Complaint] = {}
+        self.found_later: set[str] = set()
 
     def select(self, rows: list[dict[str, Any]]) -> list[int]:
         """Return the indices of the rows for which all conditions are true, ascending."""
@@ -112,7 +114,7 @@ class _Evaluator:
         numbers = None
         # Again with one more null column each time that DuckDB misses one.
         while numbers is None:
-            table = _table(rows, list(self.columns), list(self.absent))
+            table = _table(rows, list(self.columns), list(self.missing))
             relation = self.connection.from_arrow(table)
             evaluated = ""
             try:
@@ -124,25 +126,25 @@ class _Evaluator:
                 found = relation.project(f'"{_NUMBER}"').fetchnumpy()
                 numbers = sorted(found[_NUMBER].tolist())
             except duckdb.Error as error:
-                self._note_absent(error, evaluated, rows)
-        for name in self.absent:
-            if name not in self.seen and _has_column(rows, name.lower()):
-                self.seen.add(name)
+                self._note_missing(error, evaluated, rows)
+        for name in self.missing:
+            if name not in self.found_later and _has_column(rows, name.lower()):
+                self.found_later.add(name)
         return numbers
 
-    def _note_absent(self, error: Exception, key: str, rows: list[dict[str, Any]]) -> None:
+    def _note_missing(self, error: Exception, key: str, rows: list[dict[str, Any]]) -> None:
         """Note the column that DuckDB misses. Raises DataError for any other error."""
-        match = _ABSENT.search(str(error))
+        match = _MISSING.search(str(error))
         # All rows of a typed table have its columns; other rows may have one behind these.
         is_typed = isinstance(rows[0], TableRow)
-        if match is None or match[1] in self.absent or is_typed:
+        if match is None or match[1] in self.missing or is_typed:
             raise self._refusal(error, key) from error
-        self.absent[match[1]] = _Complaint(error, key)
+        self.missing[match[1]] = _Complaint(error, key)
 
     def require_columns(self) -> None:
         """Raises DataError if a condition names a column that no row has had."""
-        for name, complaint in self.absent.items():
-            if name not in self.seen:
+        for name, complaint in self.missing.items():
+            if name not in self.found_later:
                 raise self._refusal(complaint.error, complaint.key) from complaint.error
 
     def _refusal(self, error: Exception, key: str) -> DataError:
@@ -165,18 +167,18 @@ def _has_column(rows: list[dict[str, Any]], name: str) -> bool:
     return False
 
 
-def _table(rows: list[dict[str, Any]], columns: list[str], absent: list[str]) -> Any:
+def _table(rows: list[dict[str, Any]], columns: list[str], missing: list[str]) -> Any:
     """Return rows as an Arrow table with the number of each row.
 
-    Columns and keys of structs that are `absent` are null.
+    Columns and keys of structs that are `missing` are null.
     """
     import pyarrow as arrow
 
-    if absent:
-        # A name in `absent` may be a column or a key of a struct: nobody knows which.
+    if missing:
+        # A name in `missing` may be a column or a key of a struct: nobody knows which.
         known = {column.lower() for column in columns}
-        columns = columns + [name for name in absent if name.lower() not in known]
-        nulls = dict.fromkeys(absent)
+        columns = columns + [name for name in missing if name.lower() not in known]
+        nulls = dict.fromkeys(missing)
         rows = [_with_defaults(row, nulls) for row in rows]
     arrays = {_NUMBER: arrow.array(range(len(rows)))}
     for column in columns:

@@ -29,10 +29,10 @@ from drumline.config.data import (
     TasksSource,
 )
 from drumline.config.model import TEMPLATES
-from drumline.config.registry import imported
+from drumline.config.registry import run_user_code
 from drumline.data.cache import VERSION, TokenCache, read_info
+from drumline.data.file_locations import hash_file, locate
 from drumline.data.formats import judges_answers
-from drumline.data.places import hash_file, locate
 from drumline.data.sources import call_hub, domains
 from drumline.data.sql import hash_rows
 from drumline.data.tasks import no_reasoning_gym
@@ -62,7 +62,7 @@ _TOKENIZER_FILES = re.compile(
 def cache_key(
     config: Config,
     sources: list[Source],
-    role: str,
+    split: str,
     tokenizer_path: str,
     base_dir: Path,
     vision: Vision | None = None,
@@ -76,7 +76,7 @@ def cache_key(
     Args:
         config: the config of the run.
         sources: the sources of the rows.
-        role: train, holdout or eval.
+        split: train, holdout or eval.
         tokenizer_path: the folder or hub id of the tokenizer.
         base_dir: the folder that paths of the config are relative to.
         vision: the images of a vision-language model.
@@ -84,7 +84,7 @@ def cache_key(
     Raises DataError for a source that cannot be read, ModelError for a tokenizer that cannot be.
     """
     data = config.data
-    is_for_training = role != "eval"
+    is_for_training = split != "eval"
     # A new item here would rename every cache, and all would be made again. So the item of a new
     # setting must be left out while the setting is not used.
     parts: dict[str, Any] = {
@@ -94,7 +94,7 @@ def cache_key(
         "algorithm": _identify_algorithm(config),
         "settings": {name: getattr(data, name) for name in _TOKEN_SETTINGS},
         "kept_free": config.algorithm.new_tokens,
-        "role": role,
+        "role": split,
         "holdout": 0,
         **config.algorithm.cache_parts(),
     }
@@ -178,8 +178,8 @@ def _identify_source(source: Source, base_dir: Path, is_stream: bool = False) ->
     With `is_stream` the user's own rows may be without end, and only their code counts.
     """
     # A plugin's source is identified by all its settings, a built-in one without its path.
-    is_own = not isinstance(source, _BUILT_IN)
-    if is_own:
+    is_custom = not isinstance(source, _BUILT_IN)
+    if is_custom:
         settings = source.model_dump(exclude=_NOT_HASHED)
     else:
         settings = source.model_dump(exclude={"path", *_NOT_HASHED})
@@ -202,7 +202,7 @@ def _identify_content(source: Source, base_dir: Path, is_stream: bool) -> Any:
     """
     if isinstance(source, FileSource):
         # The kind decides how the same bytes are read.
-        return [(file.kind, file.content()) for file in locate(source, base_dir)]
+        return [(file.kind, file.content_hash()) for file in locate(source, base_dir)]
     if isinstance(source, HubSource):
         # `datasets` caches the dataset under this folder, which tells apart revisions and data files.
         builder = call_hub(source, "load_dataset_builder")
@@ -223,7 +223,7 @@ def _identify_content(source: Source, base_dir: Path, is_stream: bool) -> Any:
     read = source.content
     if is_stream and source.limit is None:
         read = source.code
-    return imported(partial(read, base_dir), source.label, "data source", doing="reading")
+    return run_user_code(partial(read, base_dir), source.label, "data source", doing="reading")
 
 
 def hash_files(sources: list[Source], base_dir: Path) -> list[Any]:
@@ -316,7 +316,7 @@ def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
     before = _read_row_hashes(old)
     after = _read_row_hashes(new)
     if before is None or after is None:
-        # The sums of the rows' hashes are equal in any order.
+        # `row_set` is the sum of the rows' hashes, which is the same in any order.
         if old.row_set == new.row_set:
             return f"the same {new.rows:,} rows, in another order or with other tokens"
         return f"{old.rows:,} rows before, {new.rows:,} now, and not the same ones"

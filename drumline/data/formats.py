@@ -18,10 +18,10 @@
 A null or empty column counts as absent, but an empty answer stays an answer if no other column
 holds one. Columns that a format does not use stay with the row, for reward functions.
 
-To add a format, write a reader, and add it to `FORMATS`, `SHAPES` and the names of config.data. A
-reader (`_read_…`) gets the columns that hold something, the kind of rows that the algorithm takes
-(see `_kind_of_forms`), and the row's name for errors. It returns None for a row that is not of its
-format.
+To add a format, write a reader, and add it to `FORMATS`, `TYPICAL_COLUMNS` and the names of
+config.data. A reader (`_read_…`) gets the columns that hold something, the kind of rows that the
+algorithm takes (see `RowKind`), and the row's name for errors. It returns None for a row that is
+not of its format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, TEXT_FORMS, Forms
 from drumline.data.questions import (
@@ -44,16 +44,20 @@ from drumline.data.questions import (
 from drumline.data.turns import (
     TURN,
     Messages,
-    Talk,
+    ParsedColumn,
     convert_turns,
     find_round_keys,
     is_list_of_texts,
     parse_calls,
-    read_talks,
+    parse_columns,
     split_transcript,
 )
 from drumline.data.two_answers import read_two_answers
 from drumline.errors import DataError
+
+# What an algorithm takes: preference pairs, answers that are labelled good or bad, texts or images
+# with a class, texts (conversations, completions and documents), or prompts of rollouts.
+RowKind = Literal["pair", "judged", "classification", "text", "prompt"]
 
 
 class Reading(NamedTuple):
@@ -71,13 +75,13 @@ class Reading(NamedTuple):
 class VerdictColumns(NamedTuple):
     """The names of the columns of two answers and of the verdict.
 
-    `marks` is how the verdict names the first and the second answer.
+    `verdict_values`: the verdict for the first answer, and that for the second.
     """
 
     first: str
     second: str
     verdict: str
-    marks: tuple[str, str]
+    verdict_values: tuple[str, str]
 
 
 # Names of a prompt. The first that a row has counts, here and in the lists below.
@@ -110,14 +114,23 @@ REPLIES = (
 # The last names are also used beside answers. They are answers only if no other column is one.
 ANSWERS = (*REPLIES, "summary", "highlights", "code")
 TEXTS = ("content", "document", "article", "passage", "sentence", "review", "code")
-TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog", "trajectory", "chat")
+CONVERSATION_COLUMNS = (
+    "conversations",
+    "conversation",
+    "messages",
+    "dialogue",
+    "dialog",
+    "trajectory",
+    "chat",
+)
 SIDES = ("prompt", "completion", "chosen", "rejected", "chosen_messages", "rejected_messages")
 LISTS = ("completions", "responses", "answers", "candidates", "outputs")
-# Names of the marks of several answers: the best has the highest score, or the lowest rank.
+# Columns of the scores or ranks of several answers: the best has the highest score, or the lowest
+# rank.
 SCORES = ("scores", "score", "ratings", "rating", "rewards", "overall_score", "pm_score")
 RANKS = ("ranks", "rank", "ranking")
-MARKS = (*SCORES, *RANKS)
-# Names of the better and of the worse answer; our own first, see `_read_pair_of_talks`.
+SCORE_COLUMNS = (*SCORES, *RANKS)
+# Names of the better and of the worse answer; our own first, see `_read_pair_of_conversations`.
 PAIRS = (
     ("chosen", "rejected"),
     ("chosen_response", "rejected_response"),
@@ -131,7 +144,7 @@ PAIRS = (
     ("better", "worse"),
     ("chosen_messages", "rejected_messages"),
 )
-# The marks of a verdict that is a number: its sign names the better answer.
+# The `verdict_values` of a verdict that is a number: its sign names the better answer.
 SIGN = ("below 0", "above 0")
 VERDICTS = (
     VerdictColumns("response_0", "response_1", "better_response_id", ("0", "1")),
@@ -159,9 +172,9 @@ LABELS = {
 }
 # A verdict is a tie if it begins with one of these.
 TIES = ("tie", "both", "neither", "equal", "same")
-# Kind of rows (see `_kind_of_forms`) → formats that can be read as such rows, with their usual
+# Kind of rows → formats that can be read as such rows, with their usual
 # columns.
-SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
+TYPICAL_COLUMNS: dict[RowKind, dict[str, tuple[str, ...]]] = {
     "text": {
         "alpaca": ("instruction", "output"),
         "sharegpt": ("conversations",),
@@ -173,12 +186,12 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
         "verdict": ("prompt", "response_a", "response_b", "winner"),
         "ranked": ("prompt", "completions", "scores"),
     },
-    "label": {
+    "judged": {
         "alpaca": ("instruction", "output", "kto_tag"),
         "sharegpt": ("conversations", "kto_tag"),
     },
     "prompt": {"alpaca": ("instruction",), "sharegpt": ("conversations",), "answer": ("question",)},
-    "class": {"document": ("content", "label")},
+    "classification": {"document": ("content", "label")},
 }
 # Forms → the algorithms that take them, which an error recommends for rows of other forms.
 ALGORITHMS_OF_FORMS = (
@@ -197,7 +210,7 @@ class Tie(Exception):
 
 
 def convert_row(
-    values: dict[str, Any], known: Forms, wanted: str, origin: str
+    values: dict[str, Any], accepted_forms: Forms, wanted: str, origin: str
 ) -> tuple[str, dict[str, Any]]:
     """Return the format of a row, and its columns under our names.
 
@@ -205,27 +218,27 @@ def convert_row(
 
     Args:
         values: the row's columns.
-        known: the forms of rows that the algorithm takes.
+        accepted_forms: the forms of rows that the run's algorithm takes.
         wanted: the source's `format`: auto, own or the name of a format.
         origin: the row's name in an error.
 
     Returns:
-        The name of the format, which is empty for a row that has one of the forms `known` already,
-        and the columns.
+        The name of the format, which is empty for a row that has one of the forms `accepted_forms`
+        already, and the columns.
 
     Raises DataError for a row that is not of the format `wanted`, or that its format cannot be read
     from. Raises Tie for answers of which none is better.
     """
     if wanted == "own":
         return "", values
-    found = _convert_by_exact_names(values, known, wanted, origin)
+    found = _convert_by_exact_names(values, accepted_forms, wanted, origin)
     if found is None:
-        found = _convert_by_small_letters(values, known, wanted, origin)
+        found = _convert_by_small_letters(values, accepted_forms, wanted, origin)
     if found is not None:
         return found
     if wanted == "auto":
         return "", values
-    usual_columns = SHAPES[_kind_of_forms(known)].get(wanted, ())
+    usual_columns = TYPICAL_COLUMNS[_row_kind(accepted_forms)].get(wanted, ())
     which = ""
     if usual_columns:
         which = f", which has {' and '.join(usual_columns)}"
@@ -235,7 +248,7 @@ def convert_row(
 
 
 def _convert_by_small_letters(
-    values: dict[str, Any], known: Forms, wanted: str, origin: str
+    values: dict[str, Any], accepted_forms: Forms, wanted: str, origin: str
 ) -> tuple[str, dict[str, Any]] | None:
     """Convert a row as if its columns were written in small letters.
 
@@ -249,12 +262,12 @@ def _convert_by_small_letters(
     # Of the row's own class: `TableRow` says that nulls pad its columns.
     row_type = type(values)
     lowered = {name: values[original] for name, original in original_names.items()}
-    found = _convert_by_exact_names(row_type(lowered), known, wanted, origin)
+    found = _convert_by_exact_names(row_type(lowered), accepted_forms, wanted, origin)
     if found is None:
         return None
     format_name, columns = found
     our_names = {"images", "tools"}
-    for form in known:
+    for form in accepted_forms:
         our_names.update(form)
     renamed = {}
     for name, value in columns.items():
@@ -267,59 +280,63 @@ def _convert_by_small_letters(
 
 
 def _convert_by_exact_names(
-    values: dict[str, Any], known: Forms, wanted: str, origin: str
+    values: dict[str, Any], accepted_forms: Forms, wanted: str, origin: str
 ) -> tuple[str, dict[str, Any]] | None:
     """Return (format, columns under our names), or None if no format fits the row."""
-    kind = _kind_of_forms(known)
-    talks = _read_talk_columns(values, origin)
-    plain = _replace_talks(values, talks, kind)
-    present = _present_columns(plain)
+    kind = _row_kind(accepted_forms)
+    parsed_columns = _parse_conversation_columns(values, origin)
+    parsed_row = _replace_conversations(values, parsed_columns, kind)
+    present = _present_columns(parsed_row)
     if wanted != "auto":
-        return _convert_by_format(wanted, plain, present, known, origin)
+        return _convert_by_format(wanted, parsed_row, present, accepted_forms, origin)
 
     _, system_columns = prepend_system(present.get("prompt"), present)
     has_system = bool(system_columns)
-    talk_format = _format_of_talks(talks, known)
+    conversation_format = _format_of_conversations(parsed_columns, accepted_forms)
     # A row of our own form is only converted to put a system's message, which has its own column,
     # before the prompt. Rows with a class have no prompt.
-    needs_no_format = not has_system or kind == "class"
-    if _has_own_form(present, known) and needs_no_format:
-        return talk_format, _parse_label(plain, kind)
+    needs_no_format = not has_system or kind == "classification"
+    if _has_own_form(present, accepted_forms) and needs_no_format:
+        return conversation_format, _parse_label(parsed_row, kind)
     for name in FORMATS:
         if _is_misled(name, present, has_system):
             continue
-        found = _convert_by_format(name, plain, present, known, origin)
+        found = _convert_by_format(name, parsed_row, present, accepted_forms, origin)
         if found is not None:
             return found
     # No format fits. A row with the columns of one of our forms is taken as it is, even if they are
     # empty.
-    for form in known:
-        if set(form) <= plain.keys():
-            return talk_format, plain
+    for form in accepted_forms:
+        if set(form) <= parsed_row.keys():
+            return conversation_format, parsed_row
     return None
 
 
 def _convert_by_format(
-    name: str, plain: dict[str, Any], present: PresentColumns, known: Forms, origin: str
+    name: str,
+    parsed_row: dict[str, Any],
+    present: PresentColumns,
+    accepted_forms: Forms,
+    origin: str,
 ) -> tuple[str, dict[str, Any]] | None:
     """Return the format's name and the columns that it gives; None for a row of another format.
 
     Args:
         name: a key of `FORMATS`.
-        plain: all columns of the row, with conversations as messages.
-        present: those of `plain` that hold something.
-        known: the forms of rows that the algorithm takes.
+        parsed_row: all columns of the row, with conversations as messages.
+        present: those of `parsed_row` that hold something.
+        accepted_forms: the forms of rows that the run's algorithm takes.
         origin: the row's name in an error.
     """
-    kind = _kind_of_forms(known)
+    kind = _row_kind(accepted_forms)
     read = FORMATS[name]
     reading = read(present, kind, origin)
     if reading is None:
         return None
-    columns = {key: value for key, value in plain.items() if key not in reading.used}
+    columns = {key: value for key, value in parsed_row.items() if key not in reading.used}
     columns.update(reading.columns)
     # Of the row's own class: `TableRow` says that nulls pad its columns.
-    row_type = type(plain)
+    row_type = type(parsed_row)
     return name, _parse_label(row_type(columns), kind)
 
 
@@ -336,118 +353,120 @@ def _is_misled(name: str, present: PresentColumns, has_system: bool) -> bool:
     return False
 
 
-def _read_talk_columns(values: dict[str, Any], origin: str) -> dict[str, Talk]:
-    """Return the columns that may hold conversations, read as `Talk`s."""
+def _parse_conversation_columns(values: dict[str, Any], origin: str) -> dict[str, ParsedColumn]:
+    """Return the columns that may hold conversations, read as `ParsedColumn`s."""
     columns = {}
-    for name in (*SIDES, *TALKS):
+    for name in (*SIDES, *CONVERSATION_COLUMNS):
         if name in values:
             columns[name] = values[name]
     question = None
     prompt = find_column(values, PROMPTS)
     if prompt is not None:
         question = values[prompt]
-    return read_talks(columns, question, origin)
+    return parse_columns(columns, question, origin)
 
 
-def _replace_talks(values: dict[str, Any], talks: dict[str, Talk], kind: str) -> dict[str, Any]:
+def _replace_conversations(
+    values: dict[str, Any], parsed_columns: dict[str, ParsedColumn], kind: RowKind
+) -> dict[str, Any]:
     """Return the row with its conversations as messages.
 
     Leaves out a prompt that both sides of a pair repeat.
     """
     columns = dict(values)
-    for name, talk in talks.items():
-        columns[name] = talk.value
+    for name, parsed in parsed_columns.items():
+        columns[name] = parsed.value
     # Of the row's own class: `TableRow` says that nulls pad its columns.
-    plain = type(values)(columns)
+    parsed_row = type(values)(columns)
     if kind == "pair":
-        question = find_column(plain, PROMPTS)
-        if question is not None and _is_repeated_in_sides(plain, question):
-            del plain[question]
-    if "messages" in plain and "functions" in plain and not plain.get("tools"):
+        question = find_column(parsed_row, PROMPTS)
+        if question is not None and _is_repeated_in_sides(parsed_row, question):
+            del parsed_row[question]
+    if "messages" in parsed_row and "functions" in parsed_row and not parsed_row.get("tools"):
         # OpenAI's older name of `tools`.
-        plain["tools"] = plain.pop("functions")
-    return plain
+        parsed_row["tools"] = parsed_row.pop("functions")
+    return parsed_row
 
 
-def _present_columns(plain: PresentColumns) -> dict[str, Any]:
+def _present_columns(parsed_row: PresentColumns) -> dict[str, Any]:
     """Return the columns that hold something.
 
     They include the column of an empty answer if no other column answers.
     """
     present = {}
-    for name, value in plain.items():
+    for name, value in parsed_row.items():
         if value is not None and value != "" and value != []:
             present[name] = value
-    empty_answer = _find_empty_answer(plain, present)
+    empty_answer = _find_empty_answer(parsed_row, present)
     if empty_answer is not None:
         present[empty_answer] = ""
     return present
 
 
-def _find_empty_answer(plain: PresentColumns, present: PresentColumns) -> str | None:
+def _find_empty_answer(parsed_row: PresentColumns, present: PresentColumns) -> str | None:
     """Return the column of an empty answer to a question that has no other answer; else None.
 
     Without it another column of the row would be learned in place of the answer.
     """
     # `present` has no empty columns, so these find only answers that say something.
     has_answer = bool(present.keys() & {*REPLIES, *LISTS})
-    has_talk = find_column(present, TALKS, list) is not None
+    has_conversation = find_column(present, CONVERSATION_COLUMNS, list) is not None
     has_prompt = find_column(present, PROMPTS, str | list) is not None
-    if has_answer or has_talk or not has_prompt:
+    if has_answer or has_conversation or not has_prompt:
         return None
     for name in ANSWERS:
-        if plain.get(name) == "":
+        if parsed_row.get(name) == "":
             return name
     return None
 
 
-def _has_own_form(present: PresentColumns, known: Forms) -> bool:
+def _has_own_form(present: PresentColumns, accepted_forms: Forms) -> bool:
     """Return whether the row has one of our forms under names that mean the same in all tools."""
     # `text`, `chosen` and `rejected` alone are also names of other tools, with other contents.
     distinct_names = {"prompt", "messages", "label"}
-    for form in known:
+    for form in accepted_forms:
         is_distinct = not distinct_names.isdisjoint(form)
         if is_distinct and set(form) <= present.keys():
             return True
     return False
 
 
-def _format_of_talks(talks: dict[str, Talk], known: Forms) -> str:
+def _format_of_conversations(parsed_columns: dict[str, ParsedColumn], accepted_forms: Forms) -> str:
     """Return the format that the conversations of the algorithm's columns were written in.
 
     Empty for our own.
     """
-    parts = set[str]().union(*known)
-    formats = [talk.format for name, talk in talks.items() if name in parts]
+    parts = set[str]().union(*accepted_forms)
+    formats = [parsed.format for name, parsed in parsed_columns.items() if name in parts]
     # The empty name, which stands for our own format, is the smallest.
     return max(formats, default="")
 
 
-def _parse_label(values: dict[str, Any], kind: str) -> dict[str, Any]:
+def _parse_label(values: dict[str, Any], kind: RowKind) -> dict[str, Any]:
     """Replace a text that labels an answer good or bad by true or false.
 
     A CSV has only texts. Changes and returns `values`.
     """
     label = values.get("label")
-    if kind == "label" and isinstance(label, str):
+    if kind == "judged" and isinstance(label, str):
         name = label.lower()
         values["label"] = LABELS.get(name, label)
     return values
 
 
-def nearest_format(values: PresentColumns, known: Forms) -> str:
-    """Return the last part of the error for a row of no form.
+def describe_nearest_format(values: PresentColumns, accepted_forms: Forms) -> str:
+    """Return a text to append to the error about a row that has none of the accepted forms.
 
-    It says which algorithms take the row, or which form or format is nearest. It is empty if none
-    is near.
+    It begins with "; ", and says which algorithms take the row, or which form or format is nearest.
+    It is empty if none is near.
     """
-    kind = _kind_of_forms(known)
+    kind = _row_kind(accepted_forms)
     algorithms = _find_other_algorithms(values, kind)
     if algorithms is not None:
         return f"; such rows are for algorithm {algorithms}"
     names = [str(name) for name in values]
-    shapes = [("form", form) for form in known]
-    for format_name, format_columns in SHAPES[kind].items():
+    shapes = [("form", form) for form in accepted_forms]
+    for format_name, format_columns in TYPICAL_COLUMNS[kind].items():
         shapes.append((f"format {format_name}, which", format_columns))
     # The first of equally near ones.
     name, columns = max(shapes, key=lambda shape: _similarity(shape[1], names))
@@ -460,13 +479,13 @@ def nearest_format(values: PresentColumns, known: Forms) -> str:
     return hint
 
 
-def _find_other_algorithms(values: PresentColumns, kind: str) -> str | None:
+def _find_other_algorithms(values: PresentColumns, kind: RowKind) -> str | None:
     """Return the algorithms that take a row which the algorithm of a run does not; None if none does.
 
     `kind`: what the run's algorithm takes.
     """
     for forms, algorithms in ALGORITHMS_OF_FORMS:
-        if kind == _kind_of_forms(forms):
+        if kind == _row_kind(forms):
             continue
         try:
             name, columns = convert_row(dict(values), forms, "auto", "")
@@ -522,27 +541,26 @@ def _describe_differences(
     return differences
 
 
-def _kind_of_forms(known: Forms) -> str:
-    """Return what an algorithm with these forms takes.
+def _row_kind(accepted_forms: Forms) -> RowKind:
+    """Return the kind of rows that an algorithm with these forms takes.
 
-    It is pair, label (judged answers), class, text (conversations, completions and documents) or
-    prompt (of rollouts).
+    See `RowKind`.
     """
-    parts = set[str]().union(*known)
+    parts = set[str]().union(*accepted_forms)
     if "chosen" in parts:
         return "pair"
     if "label" in parts and "completion" in parts:
-        return "label"
+        return "judged"
     if "label" in parts:
-        return "class"
+        return "classification"
     if parts & {"completion", "text"}:
         return "text"
     return "prompt"
 
 
-def judges_answers(known: Forms) -> bool:
+def judges_answers(accepted_forms: Forms) -> bool:
     """Return whether an algorithm with these forms learns from answers that are labelled good or bad."""
-    return _kind_of_forms(known) == "label"
+    return _row_kind(accepted_forms) == "judged"
 
 
 def _find_sides(present: PresentColumns) -> tuple[str, str] | None:
@@ -564,7 +582,7 @@ def _is_repeated_in_sides(present: PresentColumns, question: str) -> bool:
         return False
     for name in ("chosen", "rejected"):
         side = present.get(name)
-        if not _is_whole_talk(side) or not _mentions(side, prompt.strip()):
+        if not _is_whole_conversation(side) or not _mentions(side, prompt.strip()):
             return False
     return True
 
@@ -575,7 +593,7 @@ def _mentions(turns: Any, text: str) -> bool:
     return any(text in content for content in contents)
 
 
-def _is_whole_talk(side: Any) -> bool:
+def _is_whole_conversation(side: Any) -> bool:
     """Return whether an answer is a conversation from its start, and not its end alone."""
     if not isinstance(side, list) or not side:
         return False
@@ -584,7 +602,7 @@ def _is_whole_talk(side: Any) -> bool:
 
 
 def _complete(
-    prompt: Any, present: PresentColumns, used: set[str], kind: str, answer: str | None
+    prompt: Any, present: PresentColumns, used: set[str], kind: RowKind, answer: str | None
 ) -> Reading | None:
     """Return the reading of a prompt and the answers that the algorithm needs; None without these.
 
@@ -592,7 +610,7 @@ def _complete(
         prompt: a text or messages.
         present: the columns of the row that hold something.
         used: the columns that the prompt was made of.
-        kind: what the algorithm takes, see `_kind_of_forms`.
+        kind: what the algorithm takes, see `RowKind`.
         answer: the column of the answer, if there is one.
     """
     columns = {"prompt": prompt}
@@ -610,7 +628,7 @@ def _complete(
         return None
     columns["completion"] = present[answer]
     used = used | {answer}
-    if kind == "label":
+    if kind == "judged":
         label = "label"
         if label not in present:
             # LLaMA-Factory's name of it.
@@ -622,15 +640,15 @@ def _complete(
     return Reading(columns, used)
 
 
-def _read_alpaca(present: PresentColumns, kind: str, origin: str) -> Reading | None:
+def _read_alpaca(present: PresentColumns, kind: RowKind, origin: str) -> Reading | None:
     """Read Alpaca's columns: an instruction, perhaps an input and a history, and an answer.
 
     Raises DataError for an input or a history that would be left out.
     """
-    if not isinstance(present.get("instruction"), str) or kind == "class":
+    if not isinstance(present.get("instruction"), str) or kind == "classification":
         return None
     answer = find_column(present, ANSWERS)
-    if answer is None and kind in ("text", "label"):
+    if answer is None and kind in ("text", "judged"):
         return None
     question, used = join_context(present, "instruction", origin)
     messages, system_columns = read_system(present)
@@ -672,9 +690,9 @@ def _read_history(history: Any, origin: str) -> Messages:
     return messages
 
 
-def _find_talk(present: PresentColumns) -> str | None:
+def _find_conversation(present: PresentColumns) -> str | None:
     """Return the column of a conversation; None without one."""
-    name = find_column(present, TALKS, list)
+    name = find_column(present, CONVERSATION_COLUMNS, list)
     if name is not None:
         return name
     # Names that may hold anything count only with contents that are certainly turns.
@@ -686,16 +704,16 @@ def _find_talk(present: PresentColumns) -> str | None:
     return None
 
 
-def _read_sharegpt(present: PresentColumns, kind: str, origin: str) -> Reading | None:
+def _read_sharegpt(present: PresentColumns, kind: RowKind, origin: str) -> Reading | None:
     """Read a conversation that is one column, such as ShareGPT's `conversations`."""
-    name = _find_talk(present)
-    if name is None or kind == "class":
+    name = _find_conversation(present)
+    if name is None or kind == "classification":
         return None
     # A pair may have such a column too, for other algorithms: its own sides are read instead.
-    has_own_sides = "prompt" in present or _is_whole_talk(present.get("chosen"))
+    has_own_sides = "prompt" in present or _is_whole_conversation(present.get("chosen"))
     if kind == "pair" and has_own_sides:
         return None
-    if kind == "label" and "completion" in present:
+    if kind == "judged" and "completion" in present:
         return None
     system_messages, system_columns = read_system(present)
     messages = convert_turns(present[name], origin)
@@ -709,7 +727,7 @@ def _read_sharegpt(present: PresentColumns, kind: str, origin: str) -> Reading |
             columns["tools"] = present["functions"]
             used.add("functions")
         return Reading(columns, used)
-    if kind == "label":
+    if kind == "judged":
         # The last turn is the answer that is judged.
         *messages, last = messages
         with_completion = {**present, "completion": [last]}
@@ -718,7 +736,7 @@ def _read_sharegpt(present: PresentColumns, kind: str, origin: str) -> Reading |
     return _complete(messages, present, used, kind, None)
 
 
-def _read_verdict(present: PresentColumns, kind: str, origin: str) -> Reading | None:
+def _read_verdict(present: PresentColumns, kind: RowKind, origin: str) -> Reading | None:
     """Read two answers to a prompt, and a column that says which of them is better."""
     if kind != "pair":
         return None
@@ -731,8 +749,8 @@ def _read_verdict(present: PresentColumns, kind: str, origin: str) -> Reading | 
     prompt = find_column(present, (*PROMPTS, "history", "context"), str | list)
     # Answers that are lists are whole conversations, which have the prompt in them.
     answers = (present[names.first], present[names.second])
-    are_talks = all(isinstance(answer, list) for answer in answers)
-    if prompt is None and not are_talks:
+    are_conversations = all(isinstance(answer, list) for answer in answers)
+    if prompt is None and not are_conversations:
         return None
     chosen = names.first
     rejected = names.second
@@ -740,7 +758,7 @@ def _read_verdict(present: PresentColumns, kind: str, origin: str) -> Reading | 
         chosen = names.second
         rejected = names.first
     used = {names.first, names.second, names.verdict}
-    if are_talks:
+    if are_conversations:
         columns, system_columns = _prepend_system_to_sides(present, chosen, rejected)
         used |= system_columns
     else:
@@ -767,7 +785,7 @@ def _is_first_better(verdict: Any, names: VerdictColumns, origin: str) -> bool:
     Raises Tie if it names neither, and DataError if it cannot be read.
     """
     value = verdict
-    if names.marks is SIGN and isinstance(verdict, int | float):
+    if names.verdict_values is SIGN and isinstance(verdict, int | float):
         if verdict == 0 or not math.isfinite(verdict):
             value = "tie"
         elif verdict > 0:
@@ -778,14 +796,14 @@ def _is_first_better(verdict: Any, names: VerdictColumns, origin: str) -> bool:
     better = str(value).lower().removeprefix("model_").removeprefix("response_")
     if better.startswith(TIES):
         raise Tie
-    if better not in names.marks:
+    if better not in names.verdict_values:
         what = f"column {names.verdict!r} says {verdict!r}, and names no better answer"
-        fix = f"write {names.marks[0]} or {names.marks[1]}, or tie"
+        fix = f"write {names.verdict_values[0]} or {names.verdict_values[1]}, or tie"
         raise DataError(what, where=origin, fix=fix)
-    return better == names.marks[0]
+    return better == names.verdict_values[0]
 
 
-def _read_ranked(present: PresentColumns, kind: str, origin: str) -> Reading | None:
+def _read_ranked(present: PresentColumns, kind: RowKind, origin: str) -> Reading | None:
     """Read a list of answers to a prompt, each with a score or a rank."""
     prompt = find_column(present, PROMPTS, str | list)
     name = find_column(present, LISTS, list)
@@ -794,19 +812,19 @@ def _read_ranked(present: PresentColumns, kind: str, origin: str) -> Reading | N
     answers = present[name]
     used = {prompt, name}
     if all(isinstance(answer, Mapping) for answer in answers):
-        # The first answer tells under which keys all have their text and their mark.
+        # The first answer tells under which keys all have their text and their score.
         text_key = _find_key(answers[0], (*ANSWERS, "text", "content", "value"))
-        mark_column = _find_key(answers[0], MARKS)
+        score_column = _find_key(answers[0], SCORE_COLUMNS)
         texts = [answer.get(text_key) for answer in answers]
-        marks = [answer.get(mark_column) for answer in answers]
+        scores = [answer.get(score_column) for answer in answers]
     else:
-        mark_column = find_column(present, MARKS, list) or ""
+        score_column = find_column(present, SCORE_COLUMNS, list) or ""
         texts = answers
-        marks = present.get(mark_column, [])
-        used.add(mark_column)
-    if not mark_column or len(texts) != len(marks) or len(texts) < 2:
+        scores = present.get(score_column, [])
+        used.add(score_column)
+    if not score_column or len(texts) != len(scores) or len(texts) < 2:
         return None
-    values = _read_marks(marks, mark_column, origin)
+    values = _read_scores(scores, score_column, origin)
     best = values.index(max(values))
     worst = values.index(min(values))
     if best == worst:
@@ -824,15 +842,15 @@ def _find_key(answer: Mapping[str, Any], keys: Sequence[str]) -> str:
     return ""
 
 
-def _read_marks(marks: list[Any], column: str, origin: str) -> list[float]:
+def _read_scores(scores: list[Any], column: str, origin: str) -> list[float]:
     """Return scores or ranks as numbers, of which the highest is the best.
 
     Raises DataError for what is no finite number.
     """
     try:
-        values = [float(mark) for mark in marks]
+        values = [float(score) for score in scores]
     except (TypeError, ValueError, OverflowError):
-        # Refused below, as a mark that is NaN is.
+        # Refused below, as a score that is NaN is.
         values = [math.nan]
     if not all(map(math.isfinite, values)):
         raise DataError(f"{column!r} of the answers are no numbers", where=origin)
@@ -853,14 +871,14 @@ def _prepend_system_to_sides(present: PresentColumns, chosen: str, rejected: str
     return Reading(columns, chosen_used | rejected_used)
 
 
-def _read_pair(present: PresentColumns, kind: str, origin: str) -> Reading | None:
+def _read_pair(present: PresentColumns, kind: RowKind, origin: str) -> Reading | None:
     """Read a chosen and a rejected side, with a prompt of their own or in both."""
     sides = _find_sides(present)
     if kind != "pair" or sides is None:
         return None
     prompt = find_column(present, PROMPTS, str | list | Mapping)
     if prompt is None:
-        return _read_pair_of_talks(present, sides)
+        return _read_pair_of_conversations(present, sides)
     tools = None
     request = present[prompt]
     # OpenAI's preferences have a request as their prompt.
@@ -878,14 +896,14 @@ def _read_pair(present: PresentColumns, kind: str, origin: str) -> Reading | Non
     return Reading(columns, used | set(sides))
 
 
-def _read_pair_of_talks(present: PresentColumns, sides: tuple[str, str]) -> Reading | None:
+def _read_pair_of_conversations(present: PresentColumns, sides: tuple[str, str]) -> Reading | None:
     """Return a pair whose answers are whole conversations.
 
     None if they are not, or if the row needs no change.
     """
     chosen, rejected = sides
     columns, system_columns = _prepend_system_to_sides(present, chosen, rejected)
-    if not _is_whole_talk(present[chosen]) or not _is_whole_talk(present[rejected]):
+    if not _is_whole_conversation(present[chosen]) or not _is_whole_conversation(present[rejected]):
         return None
     have_our_names = sides == PAIRS[0]
     if have_our_names and not system_columns:
@@ -893,10 +911,10 @@ def _read_pair_of_talks(present: PresentColumns, sides: tuple[str, str]) -> Read
     return Reading(columns, {*sides, *system_columns})
 
 
-def _read_answer(present: PresentColumns, kind: str, origin: str) -> Reading | None:
+def _read_answer(present: PresentColumns, kind: RowKind, origin: str) -> Reading | None:
     """Read a prompt and its answer."""
     prompt = find_column(present, PROMPTS, str | list)
-    if kind in ("pair", "class") or prompt is None:
+    if kind in ("pair", "classification") or prompt is None:
         return None
     answer, reply = _find_reply(present)
     if answer is None and kind != "prompt":
@@ -939,13 +957,13 @@ def _read_reply(name: str, present: PresentColumns) -> Any:
         return None
     if isinstance(texts[0], Mapping) and name in ANSWERS:
         return texts
-    # With marks, the answers are not as good as each other.
-    if isinstance(texts[0], str) and find_column(present, MARKS, list) is None:
+    # With scores, the answers are not as good as each other.
+    if isinstance(texts[0], str) and find_column(present, SCORE_COLUMNS, list) is None:
         return texts[0]
     return None
 
 
-def _read_transcript(present: PresentColumns, kind: str, origin: str) -> Reading | None:
+def _read_transcript(present: PresentColumns, kind: RowKind, origin: str) -> Reading | None:
     """Read a chosen and a rejected transcript, whose turns begin with the speaker."""
     if kind != "pair":
         return None
@@ -959,22 +977,22 @@ def _read_transcript(present: PresentColumns, kind: str, origin: str) -> Reading
     return Reading(columns, set())
 
 
-def _read_document(present: PresentColumns, kind: str, origin: str) -> Reading | None:
+def _read_document(present: PresentColumns, kind: RowKind, origin: str) -> Reading | None:
     """Read a column of plain text under another name than `text`."""
     name = find_column(present, TEXTS)
     if name is None or "text" in present:
         return None
     columns = {"text": present[name]}
-    if kind == "class" and "label" in present:
+    if kind == "classification" and "label" in present:
         columns["label"] = present["label"]
     elif kind != "text":
         return None
     return Reading(columns, {name})
 
 
-# Each takes (the row's columns that hold something, what the algorithm takes, origin). They are
-# tried in this order.
-FORMATS: dict[str, Callable[[PresentColumns, str, str], Reading | None]] = {
+# Format → its reader, which takes (the row's columns that hold something, kind of rows, origin).
+# They are tried in this order.
+FORMATS: dict[str, Callable[[PresentColumns, RowKind, str], Reading | None]] = {
     "sharegpt": _read_sharegpt,
     "alpaca": _read_alpaca,
     "verdict": _read_verdict,

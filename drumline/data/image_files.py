@@ -16,7 +16,7 @@ from typing import Any
 from drumline.config.data import DigitsSource
 from drumline.data.files import Raw
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import disk_errors, judged
+from drumline.foreign import disk_errors, translate_exceptions
 from drumline.hardware.detect import cache_dir
 from drumline.system.files import whole_file
 
@@ -26,7 +26,7 @@ TEST_DIGITS = 360  # the last images are the test split
 BRIGHTEST = 16  # of scikit-learn's grey values
 
 
-def image_path(image: Any, origin: str, root: Path) -> str:
+def resolve_image_path(image: Any, origin: str, root: Path) -> str:
     """Return the path of an image, which is written to a file first if the row holds its bytes.
 
     Such a file is in `root`/images. A path that the row names is returned as it is.
@@ -67,13 +67,15 @@ def _path_or_bytes(image: Any, origin: str) -> Any:
                 break
     if isinstance(image, str) and image.startswith("data:"):
         text = image.partition(";base64,")[2]
-        with judged("is no data URL of base64", origin, DataError):
+        with translate_exceptions("is no data URL of base64", origin, DataError):
             return base64.b64decode(text, validate=True)
     if hasattr(image, "convert") and hasattr(image, "save"):
         from drumline.models.vision import in_colour  # with torch
 
         buffer = io.BytesIO()
-        with judged("an image cannot be read", origin, DataError, "fix it or take the row out"):
+        with translate_exceptions(
+            "an image cannot be read", origin, DataError, "fix it or take the row out"
+        ):
             in_colour(image).save(buffer, format="png")
         return buffer.getvalue()
     return image
@@ -91,7 +93,7 @@ def _store_image(data: bytes, root: Path) -> str:
     return str(path)
 
 
-def image_paths(meta: dict[str, Any]) -> list[str]:
+def image_paths_in_meta(meta: dict[str, Any]) -> list[str]:
     """Return the paths of a sample's images by its meta."""
     # Of a conversation.
     paths = list(meta.get("images", ()))

@@ -1,11 +1,11 @@
 """Encodes and collates rows with images: of vision-language models, and of image classifiers.
 
 A row names its images by path, relative to the folder of its data file, or holds their bytes
-(`image_files.image_path`). An image is in the content of a message (`{"type": "image", "image":
-PATH}`) or in the column `images`. The images of that column belong to the places that are marked by
-`{"type": "image"}` alone, or by `<image>` in a text. Without any such place they stand before the
-first question. A sample's meta is `{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order.
-Pixels are read for each batch.
+(`image_files.resolve_image_path`). An image is in the content of a message (`{"type": "image",
+"image": PATH}`) or in the column `images`. The images of that column go to the slots of the
+conversation: a part `{"type": "image"}` alone, or `<image>` in a text. Without any slot they stand
+before the first question. A sample's meta is `{"images": [absolute paths], "grid": [[t, h, w],
+…]}`, in order. Pixels are read for each batch.
 
 B rows, T tokens, N images, P patches of all of them, D numbers of a patch, C channels, H × W pixels.
 """
@@ -33,9 +33,9 @@ from drumline.data.batches import (
     row_width,
 )
 from drumline.data.cache import Segment, TokenCache, cache_root
-from drumline.data.image_files import image_path, image_paths
+from drumline.data.image_files import image_paths_in_meta, resolve_image_path
 from drumline.data.sources import Row, is_image
-from drumline.data.targets import Encoded, Encoder, Example, truncate
+from drumline.data.targets import EncodedSample, Encoder, TokenSegment, truncate
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 from drumline.foreign import expanded
@@ -45,7 +45,7 @@ from drumline.models.vision import Grid, Vision, pixels, read_image
 IMAGE_MARK = "<image>"
 # Columns that other libraries read beside a conversation. No model gets them here, so rows with
 # them are refused.
-UNREAD = (
+UNSUPPORTED_COLUMNS = (
     "video",
     "videos",
     "audio",
@@ -58,33 +58,33 @@ _IMAGE_KEYS = ("image", "path", "url", "image_url")
 
 
 @dataclass(frozen=True)
-class Expanded:
-    """A row as tokens, with as many tokens for each image as the model's vision tower gives.
+class RowWithImageTokens:
+    """An encoded row, with as many tokens for each image as the model's vision tower gives.
 
     Attributes:
-        example: the tokens.
+        segment: the tokens.
         images: (absolute path, patches in time, height and width) of each image.
-        spans: the token range [start, stop) of each image in `example`.
+        spans: the token range [start, stop) of each image in `segment`.
     """
 
-    example: Example
+    segment: TokenSegment
     images: list[tuple[str, Grid]]
     spans: list[tuple[int, int]]
 
-    def encoded(self, truncated: bool) -> Encoded:
-        """Return the row as `Encoded`. `truncated`: whether something was cut off."""
+    def encoded(self, truncated: bool) -> EncodedSample:
+        """Return the row as `EncodedSample`. `truncated`: whether something was cut off."""
         meta = None
         # A sample with a meta is kept even without a target. Without a meta such a sample is left
         # out.
-        if self.images and self.example.learned:
+        if self.images and self.segment.target_count:
             meta = {
                 "images": [path for path, _ in self.images],
                 "grid": [grid for _, grid in self.images],
             }
-        return Encoded([self.example], meta, truncated)
+        return EncodedSample([self.segment], meta, truncated)
 
 
-class ImageRows:
+class VisionRowEncoder:
     """Encodes conversations with and without images. Image tokens are never targets."""
 
     def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
@@ -93,42 +93,44 @@ class ImageRows:
         self.vision = vision
         self.root = cache_root(data)
 
-    def encode(self, row: Row) -> Encoded | None:
+    def encode(self, row: Row) -> EncodedSample | None:
         """Return the row cut to data.max_length, without any image that does not fit whole.
 
         None if the row is dropped, or if the cut takes all of its targets. Raises DataError that
         names the row.
         """
-        _require_no_unread(row)
+        _refuse_unsupported_media(row)
         placed, paths = place_images(row, self.root)
         if paths:
             self.encoder.require_template("images need a chat template", row)
         # Here each image is one placeholder token.
-        short = self.encoder.encode(placed)
+        with_placeholders = self.encoder.encode(placed)
         images = [(path, self.vision.grid(path, row.origin)) for path in paths]
-        is_placeholder = short.tokens == self.vision.token_id
+        is_placeholder = with_placeholders.tokens == self.vision.token_id
         found = int(is_placeholder.sum())
         if found != len(images):
             raise DataError(
                 f"{len(images)} images, but the chat template writes {found} places for them",
                 where=row.origin,
             )
-        full = expand_placeholders(short, images, self.vision)
-        kept = truncate(full.example, self.data.max_length, self.data.truncation, row.origin)
-        if kept is None:
+        full = expand_placeholders(with_placeholders, images, self.vision)
+        truncated_segment = truncate(
+            full.segment, self.data.max_length, self.data.truncation, row.origin
+        )
+        if truncated_segment is None:
             return None
-        size = len(kept.tokens)
-        if size == len(full.example.tokens):
+        size = len(truncated_segment.tokens)
+        if size == len(full.segment.tokens):
             return full.encoded(truncated=False)
-        lost_its_answers = full.example.learned and not kept.learned
+        lost_its_answers = full.segment.target_count and not truncated_segment.target_count
         if lost_its_answers:
             return None
-        # `kept` may have a part of an image at its end; this has none.
+        # `truncated_segment` may have a part of an image at its end; this has none.
         shortened = cut_between_images(full, size, self.data.truncation == "left")
         return shortened.encoded(truncated=True)
 
 
-def _require_no_unread(row: Row) -> None:
+def _refuse_unsupported_media(row: Row) -> None:
     """Raise DataError for a row with videos, sounds, or images beside a document.
 
     The model would not get them.
@@ -136,8 +138,8 @@ def _require_no_unread(row: Row) -> None:
     if "text" in row.values:
         images = {"image": row.extra.get("image"), "images": row.values.get("images")}
         _require_empty(images, row, "give a prompt and a completion beside it")
-    unread = {name: row.extra.get(name) for name in UNREAD}
-    _require_empty(unread, row, "take the column or the row out")
+    unsupported = {name: row.extra.get(name) for name in UNSUPPORTED_COLUMNS}
+    _require_empty(unsupported, row, "take the column or the row out")
 
 
 def _require_empty(columns: dict[str, Any], row: Row, fix: str) -> None:
@@ -149,39 +151,39 @@ def _require_empty(columns: dict[str, Any], row: Row, fix: str) -> None:
 
 
 def expand_placeholders(
-    short: Example, images: Sequence[tuple[str, Grid]], vision: Vision
-) -> Expanded:
-    """Return the example with each image's placeholder repeated for all of the image's tokens.
+    with_placeholders: TokenSegment, images: Sequence[tuple[str, Grid]], vision: Vision
+) -> RowWithImageTokens:
+    """Return the segment with each image's placeholder repeated for all of the image's tokens.
 
     None of these tokens is a target.
 
     Args:
-        short: a row with one placeholder for each image.
+        with_placeholders: a row with one placeholder for each image.
         images: (path, patches in time, height and width) of each image, in order.
         vision: the model's images.
     """
-    is_place = short.tokens == vision.token_id
-    places = np.flatnonzero(is_place)
-    repeats = np.ones(len(short.tokens), np.int64)
-    repeats[places] = [vision.tokens(grid) for _, grid in images]
+    is_placeholder = with_placeholders.tokens == vision.token_id
+    placeholders = np.flatnonzero(is_placeholder)
+    repeats = np.ones(len(with_placeholders.tokens), np.int64)
+    repeats[placeholders] = [vision.tokens(grid) for _, grid in images]
 
-    # The range of tokens that each token of `short` becomes.
+    # The range of tokens that each token of `with_placeholders` becomes.
     stops = np.cumsum(repeats)
     starts = stops - repeats
-    spans = zip(starts[places].tolist(), stops[places].tolist(), strict=True)
+    spans = zip(starts[placeholders].tolist(), stops[placeholders].tolist(), strict=True)
 
-    tokens = np.repeat(short.tokens, repeats)
-    learn = np.where(is_place, 0, short.learn).astype(np.uint8)
-    example = Example(tokens, np.repeat(learn, repeats))
-    return Expanded(example, list(images), list(spans))
+    tokens = np.repeat(with_placeholders.tokens, repeats)
+    learn = np.where(is_placeholder, 0, with_placeholders.learn).astype(np.uint8)
+    segment = TokenSegment(tokens, np.repeat(learn, repeats))
+    return RowWithImageTokens(segment, list(images), list(spans))
 
 
-def cut_between_images(full: Expanded, size: int, left: bool) -> Expanded:
+def cut_between_images(full: RowWithImageTokens, size: int, left: bool) -> RowWithImageTokens:
     """Return the first `size` tokens of a row, or the last ones (`left`).
 
     An image that the cut would divide is left out whole.
     """
-    total = len(full.example.tokens)
+    total = len(full.segment.tokens)
     start = 0
     stop = size
     if left:
@@ -199,8 +201,8 @@ def cut_between_images(full: Expanded, size: int, left: bool) -> Expanded:
         if start <= first and last <= stop:
             images.append(image)
             spans.append((first - start, last - start))
-    example = Example(full.example.tokens[start:stop], full.example.learn[start:stop])
-    return Expanded(example, images, spans)
+    segment = TokenSegment(full.segment.tokens[start:stop], full.segment.learn[start:stop])
+    return RowWithImageTokens(segment, images, spans)
 
 
 def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
@@ -210,21 +212,21 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
 
     Args:
         row: the row.
-        root: the folder below which `image_files.image_path` writes images that the row holds as
-            bytes.
+        root: the folder below which `image_files.resolve_image_path` writes images that the row
+            holds as bytes.
 
-    Raises DataError for a URL, and if the numbers of places and images differ.
+    Raises DataError for a URL, and if the numbers of slots and images differ.
     """
-    placer = _Placer(row, root)
-    talks: dict[str, Messages] = {}
+    placer = _ImagePlacer(row, root)
+    conversations: dict[str, Messages] = {}
     for key, value in row.values.items():
         if key in _ROLES:
-            talks[key] = as_messages(value, _ROLES[key])
-    if placer.waiting and not _have_places(talks):
-        _mark_first_question(talks, len(placer.waiting))
+            conversations[key] = as_messages(value, _ROLES[key])
+    if placer.waiting and not _have_image_slots(conversations):
+        _add_slots_to_first_question(conversations, len(placer.waiting))
     values = dict(row.values)
-    for key, talk in talks.items():
-        values[key] = [placer.place_in_turn(turn) for turn in talk]
+    for key, conversation in conversations.items():
+        values[key] = [placer.place_in_turn(turn) for turn in conversation]
     if placer.waiting:
         what = f"{len(placer.waiting)} more images than places for them"
         fix = f'say where: {{"type": "image"}} in a content, or {IMAGE_MARK} in a text'
@@ -234,15 +236,15 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
     return row, placer.paths
 
 
-class _Placer:
-    """Finds the image of each place of a conversation.
+class _ImagePlacer:
+    """Assigns the images of a row to the slots of its conversation.
 
     Attributes:
         row: the row of the conversation.
         root: see `place_images`.
-        waiting: the images of the column `images` that have no place yet; None if the row has no
+        waiting: the images of the column `images` that have no slot yet; None if the row has no
             such column.
-        paths: absolute paths of the images that have a place, in order.
+        paths: absolute paths of the images that have a slot, in order.
     """
 
     def __init__(self, row: Row, root: Path) -> None:
@@ -299,7 +301,7 @@ class _Placer:
                     fix="name each in the column `images`",
                 )
             image = self.waiting.pop(0)
-        path = expanded(image_path(image, self.row.origin, self.root))
+        path = expanded(resolve_image_path(image, self.row.origin, self.root))
         self.paths.append(str((self.row.folder / path).absolute()))
         return {"type": "image"}
 
@@ -310,7 +312,7 @@ def _listed_images(row: Row) -> list[Any] | None:
     if images is None:
         return None
     if isinstance(images, list):
-        # A copy: `_Placer` takes images out of it.
+        # A copy: `_ImagePlacer` takes images out of it.
         return list(images)
     # An empty cell of a CSV.
     if images == "":
@@ -326,31 +328,31 @@ def _named_image(part: dict[str, Any]) -> Any:
     return None
 
 
-def _have_places(talks: dict[str, Messages]) -> bool:
-    """Return whether any message of some conversations has a place for an image."""
-    for talk in talks.values():
-        for turn in talk:
-            if _has_place(turn.get("content")):
+def _have_image_slots(conversations: dict[str, Messages]) -> bool:
+    """Return whether any message of some conversations has a slot for an image."""
+    for conversation in conversations.values():
+        for turn in conversation:
+            if _has_image_slot(turn.get("content")):
                 return True
     return False
 
 
-def _has_place(content: Any) -> bool:
-    """Return whether a content, a text or parts, has a place for an image."""
+def _has_image_slot(content: Any) -> bool:
+    """Return whether a content, a text or parts, has a slot for an image."""
     if isinstance(content, str):
         return IMAGE_MARK in content
     return any(map(is_image, content or []))
 
 
-def _mark_first_question(talks: dict[str, Messages], count: int) -> None:
-    """Put `count` places for images before the first question that is a text."""
-    for key, talk in talks.items():
-        for number, turn in enumerate(talk):
+def _add_slots_to_first_question(conversations: dict[str, Messages], count: int) -> None:
+    """Put `count` slots for images before the first question that is a text."""
+    for key, conversation in conversations.items():
+        for number, turn in enumerate(conversation):
             content = turn.get("content")
             if turn["role"] == "user" and isinstance(content, str):
                 marked = {**turn, "content": IMAGE_MARK * count + content}
                 # A new list: the row's own messages stay as they are.
-                talks[key] = [*talk[:number], marked, *talk[number + 1 :]]
+                conversations[key] = [*conversation[:number], marked, *conversation[number + 1 :]]
                 return
 
 
@@ -390,7 +392,7 @@ def folders_of(metas: Iterable[bytes]) -> set[Path]:
     for text in metas:
         if not text:
             continue
-        for path in image_paths(json.loads(text)):
+        for path in image_paths_in_meta(json.loads(text)):
             folders.add(Path(path).parent)
     return folders
 
@@ -409,7 +411,7 @@ def lacks_images(cache: TokenCache) -> bool:
         if folder.is_dir():
             present.update(str(path) for path in folder.iterdir())
     for sample in range(len(cache)):
-        for path in image_paths(cache.meta(sample)):
+        for path in image_paths_in_meta(cache.meta(sample)):
             is_ours = str(Path(path).parent) in folders
             if is_ours and path not in present:
                 return True
@@ -475,8 +477,9 @@ def collate_vision(
         cache: the token cache.
         ids: samples of the cache; -1 is a filler.
         pad_id: the padding token.
-        width: tokens of each row, see `collate`. Rows get one token more for the image of zeros:
-            always with a fixed width, and without one if the batch has no images.
+        width: tokens of each row; None: those of the longest row. The batch has `width` + 1
+            columns, since the last one is kept free for the image of zeros. With None there is an
+            additional column only if the batch has no images.
         vision: the model's images.
 
     Raises DataError for an image that cannot be read any more.
@@ -595,7 +598,7 @@ class ImageBatch(Batch):
         return {"pixel_values": self.pixels_BCHW}
 
 
-def collate_images(
+def collate_labelled_images(
     cache: TokenCache,
     ids: Sequence[int],
     labels: tuple[str, ...],
@@ -629,7 +632,7 @@ def collate_images(
     return ImageBatch(pixels_BCHW, labels_B, len(images))
 
 
-def placeholder_images(rows: int, side: int, channels: int) -> ImageBatch:
+def placeholder_labelled_images(rows: int, side: int, channels: int) -> ImageBatch:
     """Return a placeholder batch of black images, `side` pixels square, all of the first class."""
     pixels_BCHW = torch.zeros(rows, channels, side, side)
     labels_B = torch.zeros(rows, dtype=torch.int64)

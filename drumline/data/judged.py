@@ -19,7 +19,7 @@ from drumline.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedBatch(TokenBatch):
-    """A TokenBatch with a row for each judged answer, whose tokens are the targets.
+    """A TokenBatch with one batch row for each judged answer, whose tokens are the targets.
 
     Attributes:
         good_B: fp64, 1 for a good answer, else 0.
@@ -48,7 +48,11 @@ class JudgedBatch(TokenBatch):
         return self.good_B + self.bad_B
 
     def token_weights(self) -> torch.Tensor:
-        """Return [B, T]: 1 at the last token of each answer, and 0 elsewhere and for fillers."""
+        """Return fp64[B, T]: 1 at the last token of each answer, and 0 elsewhere and for fillers.
+
+        Only the load-balancing loss of a mixture (`models.router`) reads it, as the weight of each
+        row. The objective reads all targets of an answer.
+        """
         last_BT = self.position_ids_BT == self.last_B[:, None]
         return last_BT * self.real_P[:, None]
 
@@ -69,15 +73,15 @@ def judged_batch(
         pad_id: the padding token.
         width: tokens of each row; None: those of the longest answer.
     """
-    documents: list[list[Segment] | None] = []
+    segments_of_rows: list[list[Segment] | None] = []
     for row in rows:
         if row is None:
-            documents.append(None)
+            segments_of_rows.append(None)
         else:
-            documents.append([row])
+            segments_of_rows.append([row])
     is_good = [label is True for label in labels]
     is_bad = [label is False for label in labels]
-    fields = vars(collate(documents, pad_id, width))
+    fields = vars(collate(segments_of_rows, pad_id, width))
     fields["weight"] = sum(row is not None for row in rows)
     return JudgedBatch(
         **fields,
@@ -101,7 +105,7 @@ def collate_judged(
 def collate_mismatched(
     cache: TokenCache,
     samples: Sequence[int],
-    previous: Sequence[int],
+    predecessor_ids: Sequence[int],
     pad_id: int,
     width: int | None,
     max_length: int,
@@ -111,18 +115,18 @@ def collate_mismatched(
     Args:
         cache: the token cache.
         samples: samples of the cache; -1 is a filler.
-        previous: the `order.predecessors` of the samples, whose answers are taken; -1 for none.
-            TRL takes the neighbour, though it may have the same prompt.
+        predecessor_ids: the `order.predecessors` of the samples, whose answers are taken; -1 for
+            none. TRL takes the sample before, though it may have the same prompt.
         pad_id: the padding token.
         width: tokens of each row; None: those of the longest answer.
         max_length: tokens that a mismatched row may have.
     """
     batch = collate_judged(cache, samples, pad_id, width)
     rows = _segments(cache, samples)
-    rows_before = _segments(cache, previous)
+    rows_of_predecessors = _segments(cache, predecessor_ids)
     labels = _labels(cache, samples)
     mismatched_rows: list[Segment | None] = []
-    for index, (row, other) in enumerate(zip(rows, rows_before, strict=True)):
+    for index, (row, other) in enumerate(zip(rows, rows_of_predecessors, strict=True)):
         if row is None or other is None:
             mismatched_rows.append(None)
             labels[index] = None
@@ -154,6 +158,7 @@ def placeholder_judged(rows: int, length: int) -> JudgedBatch:
     segments = [learned_segment(length)] * rows
     batch = judged_batch(segments, [True] * rows, range(rows), 0, length)
     zeros_B = torch.zeros(rows, dtype=torch.float64)
+    # K is 2: see `first_pass` of algorithms.kto.
     numbers_NK = torch.zeros(rows, 2, dtype=torch.float64)
     return replace(batch, reference_B=zeros_B, first=FirstPassNumbers(numbers_NK))
 

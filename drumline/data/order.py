@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -60,14 +60,14 @@ class GlobalOrder:
 
     def ids_at(self, positions: Ints) -> Ints:
         """Return the sample ids int64[n] at any n global positions."""
-        epochs, places = np.divmod(positions, self.size)
+        epochs, slots = np.divmod(positions, self.size)
         if not self.shuffle:
-            return places
-        seeds = np.full(len(places), self.seed % 2**64, np.uint64)
+            return slots
+        seeds = np.full(len(slots), self.seed % 2**64, np.uint64)
         keys = hash_integers(hash_integers(seeds) ^ epochs.astype(np.uint64))
-        ids = self._permute(places.astype(np.uint64), keys)
+        ids = self._permute(slots.astype(np.uint64), keys)
         # Cycle walking: a value that is no sample is permuted again. Since the permutation is one
-        # to one, no two places end at the same sample.
+        # to one, no two slots end at the same sample.
         outside = np.flatnonzero(ids >= self.size)
         while outside.size:
             ids[outside] = self._permute(ids[outside], keys[outside])
@@ -87,31 +87,40 @@ class GlobalOrder:
 
 
 class Order(Protocol):
-    """The endless sequence of sample ids; an epoch is `size` of them."""
+    """The endless sequence of sample ids; an epoch is `size` of them (0: there are no epochs)."""
 
     @property
     def size(self) -> int: ...
     def ids(self, start: int, stop: int) -> Ints: ...
 
 
+@runtime_checkable
+class BlockOrder(Order, Protocol):
+    """An order of samples in blocks that come and go on the disk: `data.blocks.Blocks`."""
+
+    def remove_unneeded_blocks(self, position: int) -> None: ...
+    def checkpoint_state(self, position: int) -> dict[str, int]: ...
+
+
 class MixedOrder:
     """The endless sequence of sample ids of several sources, with fixed shares in each epoch.
 
-    An epoch has counts[i] places for source i, which may be fewer or more than the source's
-    samples. In a shuffled epoch a permutation mixes the places of all sources. The samples of a
-    source follow a `GlobalOrder` of its own over all epochs, so each comes once before any comes
-    again: place j of source i in epoch e takes number e × counts[i] + j of that order.
+    An epoch is a row of slots, one for each sample that it takes; counts[i] are for source i, which
+    may be fewer or more than the source's samples. In a shuffled epoch a permutation mixes the
+    slots of all sources. The samples of a source follow a `GlobalOrder` of its own over all epochs,
+    so each comes once before any comes again: slot j of source i in epoch e takes number
+    e × counts[i] + j of that order.
 
     The first `curriculum_epochs` are not shuffled. Their sources are evenly interleaved, and the
     samples of each source come in the order that they have in the cache.
 
     Args:
         sizes: the samples of each source. Their ids follow those of the source before it.
-        counts: the places of each source in an epoch.
+        counts: the slots of each source in an epoch.
         seed: of all permutations.
         shuffle: whether epochs behind the curriculum are shuffled.
         curriculum_epochs: the number of epochs at the start that are a curriculum.
-        falling: the curriculum goes from a source's last sample to its first.
+        reverse: the curriculum goes from a source's last sample to its first.
     """
 
     def __init__(
@@ -121,33 +130,33 @@ class MixedOrder:
         seed: int,
         shuffle: bool,
         curriculum_epochs: int = 0,
-        falling: bool = False,
+        reverse: bool = False,
     ) -> None:
         assert len(sizes) == len(counts) and sum(counts) > 0
         for size, count in zip(sizes, counts, strict=True):
-            assert size > 0 or count == 0, "a source with places has samples"
+            assert size > 0 or count == 0, "a source with slots has samples"
         self.sizes = list(sizes)
         self.counts = list(counts)
         self.curriculum_epochs = curriculum_epochs
-        self.falling = falling
-        self.places = GlobalOrder(sum(counts), seed, shuffle)
-        # The id of each source's first sample, and the first of its places before the shuffle. The
+        self.reverse = reverse
+        self.slot_order = GlobalOrder(sum(counts), seed, shuffle)
+        # The id of each source's first sample, and the first of its slots before the shuffle. The
         # last entry is the end of all sources.
         self.first_ids = np.cumsum([0, *sizes])
-        self.first_places = np.cumsum([0, *counts])
+        self.first_slots = np.cumsum([0, *counts])
         # A seed for each source, so that sources of one size have different orders.
         numbers = np.arange(len(sizes), dtype=np.uint64)
         mixed_seed = hash_integers(np.full(1, seed % 2**64, np.uint64))
         seeds = hash_integers(numbers ^ mixed_seed)
         self.orders = []
         for size, own_seed in zip(sizes, seeds, strict=True):
-            # A source without samples has no places, but an order needs a sample.
+            # A source without samples has no slots, but an order needs a sample.
             self.orders.append(GlobalOrder(max(size, 1), int(own_seed), shuffle))
 
     @property
     def size(self) -> int:
-        """Places of an epoch."""
-        return self.places.size
+        """Slots of an epoch."""
+        return self.slot_order.size
 
     def ids(self, start: int, stop: int) -> Ints:
         """Return the sample ids int64[stop - start] at global positions [start, stop)."""
@@ -155,92 +164,94 @@ class MixedOrder:
         epochs = positions // self.size
         is_curriculum = epochs < self.curriculum_epochs
 
-        # The source of each position, and the position's place among those of the source.
-        places_of_epoch = self.places.ids_at(positions)
-        sources = np.searchsorted(self.first_places, places_of_epoch, side="right") - 1
-        places = places_of_epoch - self.first_places[sources]
-        curriculum_places = positions[is_curriculum] % self.size
-        of_curriculum = interleave(curriculum_places, self.counts)
-        sources[is_curriculum], places[is_curriculum] = of_curriculum
+        # The source of each position, and the position's slot among those of the source.
+        slots_of_epoch = self.slot_order.ids_at(positions)
+        sources = np.searchsorted(self.first_slots, slots_of_epoch, side="right") - 1
+        slots = slots_of_epoch - self.first_slots[sources]
+        curriculum_slots = positions[is_curriculum] % self.size
+        of_curriculum = interleave(curriculum_slots, self.counts)
+        sources[is_curriculum], slots[is_curriculum] = of_curriculum
 
         # The number of the sample in its source.
-        found = np.empty(len(positions), np.int64)
+        sample_numbers = np.empty(len(positions), np.int64)
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             is_source = sources == source
             is_drawn = is_source & ~is_curriculum
-            draws = epochs[is_drawn] * count + places[is_drawn]
-            found[is_drawn] = self.orders[source].ids_at(draws)
+            draws = epochs[is_drawn] * count + slots[is_drawn]
+            sample_numbers[is_drawn] = self.orders[source].ids_at(draws)
             is_in_order = is_source & is_curriculum
-            # Even steps through the source. If an epoch has fewer places than the source has
-            # samples, the offset lets the next epoch take other samples.
+            # Samples at even distances in the source. If an epoch has fewer slots than the source
+            # has samples, the offset lets the next epoch take other samples.
             offsets = epochs[is_in_order] * count % max(size, 1)
-            steps = (places[is_in_order] * size + offsets) // max(count, 1)
-            if self.falling:
-                steps = size - 1 - steps
-            found[is_in_order] = steps
-        return found + self.first_ids[sources]
+            numbers = (slots[is_in_order] * size + offsets) // max(count, 1)
+            if self.reverse:
+                numbers = size - 1 - numbers
+            sample_numbers[is_in_order] = numbers
+        return sample_numbers + self.first_ids[sources]
 
 
-def interleave(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
-    """Assign the places of an epoch to sources, each source as evenly spread as possible.
+def interleave(slots: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
+    """Assign the slots of an epoch to sources, each source as evenly spread as possible.
 
-    The two halves of the list of sources share the places by a line of Bresenham (1965). Each half
-    shares its places between its own halves in the same way.
+    The two halves of the list of sources share the slots by a line of Bresenham (1965). Each half
+    shares its slots between its own halves in the same way.
 
     Args:
-        places: int64[n], places in the epoch.
-        counts: how many places of the epoch are those of each source.
+        slots: int64[n], slots in the epoch.
+        counts: how many slots of the epoch are those of each source.
 
     Returns:
-        int64[n] each: the source of each place, and how many places of that source come before it.
+        int64[n] each: the source of each slot, and how many slots of that source come before it.
+        For slots [0, 1, 2] and counts [2, 1] these are [0, 1, 0] and [0, 0, 1].
     """
-    sources = np.zeros(len(places), np.int64)
-    before = places.copy()
+    sources = np.zeros(len(slots), np.int64)
+    before = slots.copy()
     total = sum(counts)
     if len(counts) < 2 or not total:
         return sources, before
     half = len(counts) // 2
-    # A place belongs to the left half if it raises the number of places that this half has had.
-    to_left = _places_to_left(places, counts)
-    is_left = _places_to_left(places + 1, counts) > to_left
+    # A slot belongs to the left half if it raises the number of slots that this half has had.
+    to_left = _share_of_left_half(slots, counts)
+    is_left = _share_of_left_half(slots + 1, counts) > to_left
     is_right = ~is_left
-    # The number of places that a half has had before a place is that place's number in the half.
+    # The number of slots that a half has had before a slot is that slot's number in the half.
     if is_left.any():
-        places_in_left = to_left[is_left]
-        sources[is_left], before[is_left] = interleave(places_in_left, counts[:half])
+        slots_in_left = to_left[is_left]
+        sources[is_left], before[is_left] = interleave(slots_in_left, counts[:half])
     if is_right.any():
-        places_in_right = (places - to_left)[is_right]
-        sources_of_right, before[is_right] = interleave(places_in_right, counts[half:])
+        slots_in_right = (slots - to_left)[is_right]
+        sources_of_right, before[is_right] = interleave(slots_in_right, counts[half:])
         sources[is_right] = sources_of_right + half
     return sources, before
 
 
-def places_before(place: int, counts: Sequence[int]) -> list[int]:
-    """Return how many places of each source come before `place`, as `interleave` assigns them.
+def slots_before(slot: int, counts: Sequence[int]) -> list[int]:
+    """Return how many slots of each source come before `slot`, as `interleave` assigns them.
 
     Args:
-        place: a place in the epoch.
-        counts: how many places of the epoch are those of each source.
+        slot: a slot in the epoch.
+        counts: how many slots of the epoch are those of each source.
     """
     if len(counts) < 2:
-        return [place] * len(counts)
+        return [slot] * len(counts)
     half = len(counts) // 2
     to_left = 0
     if sum(counts):
-        to_left = _places_to_left(place, counts)
-    left = places_before(to_left, counts[:half])
-    right = places_before(place - to_left, counts[half:])
+        to_left = _share_of_left_half(slot, counts)
+    left = slots_before(to_left, counts[:half])
+    right = slots_before(slot - to_left, counts[half:])
     return left + right
 
 
-def _places_to_left(places: Any, counts: Sequence[int]) -> Any:
-    """Return how many of the first `places` places go to the left half of the sources.
+def _share_of_left_half(slots: Any, counts: Sequence[int]) -> Any:
+    """Return how many of the first `slots` slots of an epoch the left half of the sources gets.
 
-    It is their part of the places, rounded. `places`: a number, or int64[n].
+    It is the part of the half in all slots, rounded. `slots`: a number of slots, or int64[n] of
+    them.
     """
     left = sum(counts[: len(counts) // 2])
     total = sum(counts)
-    return (places * left + total // 2) // total
+    return (slots * left + total // 2) // total
 
 
 def hash_integers(values: UInt64s) -> UInt64s:
@@ -256,9 +267,10 @@ def hash_integers(values: UInt64s) -> UInt64s:
 
 
 def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
-    """Return for each sample the nearest sample before it with another prompt, int64[N].
+    """Return for each sample its predecessor: the nearest sample before it with another prompt.
 
-    The last sample counts as the one before the first. All are -1 if all prompts are the same.
+    The last sample counts as the one before the first. The result is int64[N], all -1 if all
+    prompts are the same.
 
     Args:
         ids: int64[N], the samples in their order.
@@ -266,17 +278,17 @@ def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
     """
     found = np.full(len(ids), -1, np.int64)
     # prompts[-1] is the last one, which comes before the first.
-    changes = [place for place, prompt in enumerate(prompts) if prompts[place - 1] != prompt]
+    changes = [index for index, prompt in enumerate(prompts) if prompts[index - 1] != prompt]
     if not changes:
         return found
     # Begin at a change of prompt. A sample with the prompt of the one before shares its
     # predecessor.
     for offset in range(len(ids)):
-        place = (changes[0] + offset) % len(ids)
-        if prompts[place - 1] == prompts[place]:
-            found[place] = found[place - 1]
+        index = (changes[0] + offset) % len(ids)
+        if prompts[index - 1] == prompts[index]:
+            found[index] = found[index - 1]
         else:
-            found[place] = ids[place - 1]
+            found[index] = ids[index - 1]
     return found
 
 
@@ -286,7 +298,7 @@ def assign_samples(
     """Assign the samples of a global batch to ranks and micro-batches.
 
     Beginning with the longest, each sample goes to the rank with the fewest tokens so far that has
-    a place left. So ranks wait little for each other. The micro-batches of a rank take its samples
+    room left. So ranks wait little for each other. The micro-batches of a rank take its samples
     in that order: neighbours have similar lengths, so there is little padding, and the largest
     micro-batch comes first, so a step that does not fit in memory fails at once. Every rank
     computes the same table.
@@ -300,26 +312,26 @@ def assign_samples(
     Returns:
         int64[data_ranks, accumulation, micro_batch], indices into `lengths`, each once.
     """
-    places = accumulation * micro_batch
-    assert len(lengths) == data_ranks * places, "a global batch has a sample for each place"
+    samples_of_rank = accumulation * micro_batch
+    assert len(lengths) == data_ranks * samples_of_rank, "a sample for each row of each micro-batch"
     # Stable: samples of one length go by their index, on every rank alike.
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     sorted_lengths = np.asarray(lengths)[order]
     ranks: list[list[int]] = [[] for _ in range(data_ranks)]
-    # A heap of (tokens, rank) of the ranks with a place left: the first has the fewest tokens.
+    # A heap of (tokens, rank) of the ranks with room left: the first has the fewest tokens.
     lightest = [(0, rank) for rank in range(data_ranks)]
     for index, length in zip(order.tolist(), sorted_lengths.tolist(), strict=True):
         tokens, rank = lightest[0]
         ranks[rank].append(index)
-        if len(ranks[rank]) < places:
+        if len(ranks[rank]) < samples_of_rank:
             heapq.heapreplace(lightest, (tokens + length, rank))
         else:
             heapq.heappop(lightest)
     return np.asarray(ranks, np.int64).reshape(data_ranks, accumulation, micro_batch)
 
 
-def _no_places() -> Ints:
-    """Return the `GlobalBatch.places` of a batch whose samples need no numbers."""
+def _no_indices() -> Ints:
+    """Return the `GlobalBatch.sample_indices` of a batch whose samples need no numbers."""
     return np.zeros((0, 0), np.int64)
 
 
@@ -337,8 +349,8 @@ class GlobalBatch:
         state: the rest of the stream's state, as JSON.
         totals: weight and real tokens of all ranks, computed from order and cache; None if that
             needs a collective.
-        places: int64[micro-batches, samples], the indices of this rank's samples in `sample_ids`;
-            empty if nothing reads them.
+        sample_indices: int64[micro-batches, samples], where this rank's samples are in
+            `sample_ids`; empty if nothing reads them.
     """
 
     micro_batches: list[Any]
@@ -348,7 +360,7 @@ class GlobalBatch:
     checkpointable: bool = True
     state: dict[str, Any] = field(default_factory=dict)
     totals: tuple[float, int] | None = None
-    places: Ints = field(default_factory=_no_places)
+    sample_indices: Ints = field(default_factory=_no_indices)
 
 
 @dataclass(eq=False)
@@ -358,18 +370,19 @@ class BatchStream:
     Close the stream, or use it as a context manager: that ends its thread at any time.
 
     Args:
-        cache: a TokenCache, or an object with its lengths, learned, segments and meta.
+        cache: a TokenCache, or an object with its lengths, target_counts, segments and meta.
         order: the sequence of sample ids.
         batch: how many samples a global batch and a micro-batch have.
         data_rank: this data rank.
         data_ranks: the number of data ranks.
         start: the global position of the first batch.
-        stop: the position behind the last sample. Fillers take the rest of the last batch's places.
+        stop: the position behind the last sample. Fillers complete the last batch.
         collate: returns a micro-batch of sample ids (-1: a filler).
         prefetch: batches that a thread collates in advance; 0: no thread. `next` raises the errors
             of the thread.
-        previous: whether `collate` also gets the `predecessors` of the samples, and among which
-            samples: those of the global batch or all of the stream.
+        predecessor_scope: the samples among which the `predecessors` are found that `collate` gets
+            as a second argument: those of the global batch, or all of the stream. none: it gets no
+            second argument.
     """
 
     cache: Any
@@ -381,7 +394,7 @@ class BatchStream:
     stop: int
     collate: Callable[..., Any]
     prefetch: int
-    previous: Literal["none", "batch", "all"] = "none"
+    predecessor_scope: Literal["none", "batch", "all"] = "none"
 
     def __post_init__(self) -> None:
         batch = self.batch
@@ -453,47 +466,47 @@ class BatchStream:
         lengths_of_cache = self.cache.lengths[np.maximum(ids, 0)]
         lengths = np.where(is_real, lengths_of_cache, 0)
         assigned = assign_samples(lengths, self.data_ranks, batch.accumulation, batch.micro_batch)
-        mine = assigned[self.data_rank]
+        indices_of_rank = assigned[self.data_rank]
         micro_batches = []
-        if self.previous == "none":
-            for places in mine:
-                micro_batches.append(self.collate(ids[places].tolist()))
+        if self.predecessor_scope == "none":
+            for indices in indices_of_rank:
+                micro_batches.append(self.collate(ids[indices].tolist()))
         else:
             before = self._predecessors_at(ids, position, end)
-            for places in mine:
-                samples = ids[places].tolist()
-                previous = before[places].tolist()
-                micro_batches.append(self.collate(samples, previous))
+            for indices in indices_of_rank:
+                samples = ids[indices].tolist()
+                predecessor_ids = before[indices].tolist()
+                micro_batches.append(self.collate(samples, predecessor_ids))
         totals = None
         weigh = getattr(micro_batches[0], "weigh", None)
         if weigh is not None:
-            here = ids[mine.ravel()]
-            weight_here = sum(each.weight for each in micro_batches)
+            ids_of_rank = ids[indices_of_rank.ravel()]
+            weight_of_rank = sum(each.weight for each in micro_batches)
             # If these differed, ranks would divide their losses by different denominators.
-            assert weigh(self.cache, here[here >= 0]) == weight_here, (
+            assert weigh(self.cache, ids_of_rank[ids_of_rank >= 0]) == weight_of_rank, (
                 "a batch weighs what `weigh` says"
             )
             totals = weigh(self.cache, ids[is_real]), int(lengths.sum())
-        # A stream of blocks has more state than its position.
+        # Of a stream of blocks the position alone is not enough to resume.
         state: dict[str, Any] = {}
-        state_at = getattr(self.order, "state", None)
-        if state_at is not None:
-            state = state_at(end)
+        if isinstance(self.order, BlockOrder):
+            self.order.remove_unneeded_blocks(end)
+            state = self.order.checkpoint_state(end)
         return GlobalBatch(
             micro_batches,
             ids,
             end,
-            int(lengths[mine].sum()),
+            int(lengths[indices_of_rank].sum()),
             state=state,
             totals=totals,
-            places=mine,
+            sample_indices=indices_of_rank,
         )
 
     def _predecessors_at(self, ids: Ints, position: int, end: int) -> Ints:
         """Return the predecessor of each of `ids`, -1 for fillers."""
         before = np.full(len(ids), -1, np.int64)
         real = end - position
-        if self.previous == "batch":
+        if self.predecessor_scope == "batch":
             before[:real] = self._find_predecessors(ids[:real])
         else:
             before[:real] = self._all_predecessors[position - self.start : end - self.start]

@@ -1,4 +1,4 @@
-"""Finds rows that are alike: copies, near copies, and training rows that hold an evaluation row.
+"""Finds copies, near copies, and training rows that contain an evaluation row (contamination).
 
 Texts are compared by their words, without case and punctuation; each CJK character is a word. A
 gram is the hash of n consecutive words; a text of fewer words is one gram.
@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.data.order import hash_integers
+from drumline.data.row_store import Ints, TokenizedRowStore
 from drumline.data.sources import Row
-from drumline.data.stage import Ints, Stage
 from drumline.data.thoughts import REASONING
 from drumline.foreign import content_of
 
@@ -129,7 +129,7 @@ def grams(text: str, size: int) -> UInt64s:
 
 
 def minhash(text: str, salt: bytes = b"") -> npt.NDArray[np.uint32]:
-    """Return the MinHash print of a text.
+    """Return the MinHash signature of a text.
 
     The permutations are multiply-shift (Dietzfelbinger et al. 1997).
 
@@ -154,31 +154,31 @@ def minhash(text: str, salt: bytes = b"") -> npt.NDArray[np.uint32]:
     return smallest
 
 
-def hash_bands(prints: npt.NDArray[np.uint32]) -> UInt64s:
-    """Return uint64[rows, 32]: a hash of each band of the prints uint32[rows, 128]."""
-    bands = np.zeros((len(prints), _BANDS), np.uint64)
+def hash_bands(signatures: npt.NDArray[np.uint32]) -> UInt64s:
+    """Return uint64[rows, 32]: a hash of each band of the signatures uint32[rows, 128]."""
+    bands = np.zeros((len(signatures), _BANDS), np.uint64)
     for offset in range(_IN_BAND):
-        members = prints[:, offset::_IN_BAND].astype(np.uint64)
+        members = signatures[:, offset::_IN_BAND].astype(np.uint64)
         bands = hash_integers(bands ^ members)
     return bands
 
 
-def drop_copies(stage: Stage) -> None:
+def drop_copies(store: TokenizedRowStore) -> None:
     """Drop the rows that are copies of an earlier row: those with the same digest."""
     # Each pass takes the digests with one remainder, so that about `_MOST_SORTED` rows are in
     # memory. Copies have the same digest, so they are in the same pass.
-    parts = 1 + stage.rows // _MOST_SORTED
+    parts = 1 + store.rows // _MOST_SORTED
     for part in range(parts):
-        numbers_of_blocks = []
-        digests_of_blocks = []
-        for start, rows in stage.row_blocks():
-            digests_of_block = rows["digest"]
-            is_in_part = digests_of_block[:, 0] % np.uint64(parts) == part
+        numbers_of_groups = []
+        digests_of_groups = []
+        for start, rows in store.row_groups():
+            digests_of_group = rows["digest"]
+            is_in_part = digests_of_group[:, 0] % np.uint64(parts) == part
             here = np.flatnonzero(is_in_part)
-            numbers_of_blocks.append(here + start)
-            digests_of_blocks.append(digests_of_block[here])
-        numbers = np.concatenate(numbers_of_blocks)
-        digests = np.concatenate(digests_of_blocks)
+            numbers_of_groups.append(here + start)
+            digests_of_groups.append(digests_of_group[here])
+        numbers = np.concatenate(numbers_of_groups)
+        digests = np.concatenate(digests_of_groups)
 
         # Sorted by digest and then by number: each copy but the first follows an equal row.
         order = np.lexsort((numbers, digests[:, 1], digests[:, 0]))
@@ -186,25 +186,25 @@ def drop_copies(stage: Stage) -> None:
         later = order[1:]
         is_copy = (digests[later] == digests[earlier]).all(axis=1)
         copies = numbers[later[is_copy]]
-        stage.drop(np.sort(copies), "duplicates")
+        store.drop(np.sort(copies), "duplicates")
 
 
-def drop_near_copies(stage: Stage, threshold: float) -> None:
+def drop_near_copies(store: TokenizedRowStore, threshold: float) -> None:
     """Drop the rows that are near copies of an earlier row.
 
     Two rows are near copies if they have an equal band, and agree in at least `threshold` (from 0
     to 1) of the permutations.
     """
-    flat_prints = np.memmap(stage.folder / "prints.bin", np.uint32, "r")
-    prints = flat_prints.reshape(-1, PERMUTATIONS)
+    flat_signatures = np.memmap(store.folder / "signatures.bin", np.uint32, "r")
+    signatures = flat_signatures.reshape(-1, PERMUTATIONS)
     for band in range(_BANDS):
-        for pairs in _pairs_of_band(stage, band):
+        for pairs in _pairs_of_band(store, band):
             for start in range(0, len(pairs.later), _AT_ONCE):
                 first = pairs.first[start : start + _AT_ONCE]
                 later = pairs.later[start : start + _AT_ONCE]
-                agreement = (prints[first] == prints[later]).mean(axis=1)
+                agreement = (signatures[first] == signatures[later]).mean(axis=1)
                 near_copies = later[agreement >= threshold]
-                stage.drop(np.sort(near_copies), "duplicates")
+                store.drop(np.sort(near_copies), "duplicates")
 
 
 class _Pairs(NamedTuple):
@@ -219,25 +219,25 @@ class _Pairs(NamedTuple):
     later: Ints
 
 
-def _pairs_of_band(stage: Stage, band: int) -> Iterator[_Pairs]:
+def _pairs_of_band(store: TokenizedRowStore, band: int) -> Iterator[_Pairs]:
     """Yield all pairs of rows whose bands with this number are equal, some at a time."""
-    path = stage.folder / "bands.bin"
+    path = store.folder / "bands.bin"
     # As in `drop_copies`, each pass takes the keys with one remainder.
-    parts = 1 + stage.rows // _MOST_SORTED
+    parts = 1 + store.rows // _MOST_SORTED
     rows_at_once = _MOST_SORTED // _BANDS
     for part in range(parts):
-        numbers_of_blocks = []
-        keys_of_blocks = []
-        for start in range(0, stage.rows, rows_at_once):
+        numbers_of_groups = []
+        keys_of_groups = []
+        for start in range(0, store.rows, rows_at_once):
             offset = start * _BAND_ROW_BYTES
             values = np.fromfile(path, np.uint64, rows_at_once * _BANDS, offset=offset)
-            keys_of_block = values.reshape(-1, _BANDS)[:, band]
-            is_in_part = keys_of_block % np.uint64(parts) == part
+            keys_of_group = values.reshape(-1, _BANDS)[:, band]
+            is_in_part = keys_of_group % np.uint64(parts) == part
             here = np.flatnonzero(is_in_part)
-            numbers_of_blocks.append(here + start)
-            keys_of_blocks.append(keys_of_block[here])
-        numbers = np.concatenate(numbers_of_blocks)
-        keys = np.concatenate(keys_of_blocks)
+            numbers_of_groups.append(here + start)
+            keys_of_groups.append(keys_of_group[here])
+        numbers = np.concatenate(numbers_of_groups)
+        keys = np.concatenate(keys_of_groups)
         order = np.lexsort((numbers, keys))
         numbers = numbers[order]
         keys = keys[order]
@@ -256,7 +256,8 @@ class EvaluationGrams:
 
     Attributes:
         ngram: words of a gram.
-        overlap: a training row with at least this share of an evaluation row's grams holds the row.
+        overlap: a training row that has at least this share of an evaluation row's grams contains
+            it.
         grams: uint64[G], ascending, with repeats.
         owners: int64[G], the row of each gram.
         sizes: int64[rows], grams of each row.
@@ -314,8 +315,8 @@ class EvaluationGrams:
                 sizes=file["sizes"],
             )
 
-    def is_held_by(self, row: Row) -> bool:
-        """Return whether a row holds an evaluation row, see `overlap`."""
+    def contains_evaluation_row(self, row: Row) -> bool:
+        """Return whether a training row contains an evaluation row, see `overlap`."""
         grams_of_row = grams(text_of(row), self.ngram)
         # Each gram's range among the sorted grams of all evaluation rows. Most ranges are empty.
         starts = np.searchsorted(self.grams, grams_of_row, "left")
@@ -328,7 +329,7 @@ class EvaluationGrams:
             owners_of_shared.append(self.owners[starts[index] : stops[index]])
         owners = np.concatenate(owners_of_shared)
         counts = np.bincount(owners, minlength=len(self.sizes))
-        # At least one gram. Otherwise every row would hold every evaluation row at an `overlap` of
-        # 0.
+        # At least one gram. Otherwise every row would contain every evaluation row at an
+        # `overlap` of 0.
         needed = np.maximum(1, np.ceil(self.overlap * self.sizes))
         return bool((counts >= needed).any())

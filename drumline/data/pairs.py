@@ -14,26 +14,28 @@ from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 
 # A prompt or an answer: a text, or the messages of a conversation.
-Text = str | Messages
+TextOrMessages = str | Messages
 SIDES = ("chosen", "rejected")
 SAME_ANSWER = "`chosen` and `rejected` are the same answer"
 # Columns that hold whether an answer is good.
 JUDGEMENTS = {"label", "kto_tag"}
 
 
-def is_pair_to_split(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> bool:
+def is_pair_to_split(
+    values: dict[str, Any], accepted_forms: Forms, wanted: str, origin: str
+) -> bool:
     """Return whether a row is a pair, and the algorithm learns from answers one by one.
 
     Args:
         values: the row as it is written.
-        known: the forms of the algorithm's rows.
+        accepted_forms: the forms of the algorithm's rows.
         wanted: the source's `format`.
         origin: the row's name in an error.
 
     Raises DataError for a row that `wanted` cannot be read from, and Tie for two answers of which
     neither is better.
     """
-    if not judges_answers(known):
+    if not judges_answers(accepted_forms):
         return False
     names = {str(name).lower() for name in values}
     if names.issuperset(SIDES):
@@ -63,7 +65,9 @@ def split_pair(values: dict[str, Any], origin: str) -> list[dict[str, Any]]:
     return [good, bad]
 
 
-def pair_parts(values: dict[str, Any], origin: str) -> tuple[Text, Text, Text]:
+def pair_parts(
+    values: dict[str, Any], origin: str
+) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
     """Return the prompt, the chosen and the rejected answer of a pair.
 
     Without a `prompt` column the prompt is the common start of both sides; with one, messages may
@@ -84,7 +88,7 @@ def pair_parts(values: dict[str, Any], origin: str) -> tuple[Text, Text, Text]:
     return prompt, _remove_prompt(start, chosen), _remove_prompt(start, rejected)
 
 
-def _remove_prompt(prompt: Messages, side: Text) -> Text:
+def _remove_prompt(prompt: Messages, side: TextOrMessages) -> TextOrMessages:
     """Return a side without the messages of the prompt that it repeats.
 
     The system's message may be missing in the side: it may come from a column of its own.

@@ -16,7 +16,7 @@ from drumline.data.cache import TokenCache, cache_root, describe_left_out, read_
 from drumline.data.encode import OWN_COLUMNS
 from drumline.data.fingerprint import cache_key, hash_files, identify
 from drumline.data.images import lacks_images
-from drumline.data.make import Progress, Task, make
+from drumline.data.make import CacheBuild, Progress, make
 from drumline.data.sources import domains
 from drumline.errors import ConfigError, DataError
 from drumline.models.vision import Vision
@@ -35,8 +35,8 @@ def prepare(
     """Return what the caches of `config.data` hold.
 
     Caches that do not exist, or whose images were lost, are made first. Raises DataError for input
-    that cannot be used, PlanError for what cannot be compared, EnvironmentFault for a disk that
-    cannot be written.
+    that cannot be used, PlanError for images with a setting that compares texts alone, and
+    EnvironmentFault for a disk that cannot be written.
 
     Args:
         config: the config of the run.
@@ -47,32 +47,34 @@ def prepare(
         vision: of a vision-language model.
         check: verify the caches that exist, and make damaged ones again.
     """
-    # Refuse what cannot be trained before anything is read.
-    for refusal in compared_images(config, vision is not None):
+    # Before anything is read: near duplicates and contamination are found by text, not by images.
+    refusal = next(compared_images(config, vision is not None), None)
+    if refusal is not None:
         raise refusal.error()
     progress = on_progress or _ignore_progress
-    # A cache is named by a hash of all its input, so naming the tasks' folders reads every file.
+    # A cache is named by a hash of all its input, so naming the folders reads every file.
     progress("hash", 0, None)
-    tasks = _tasks(config, tokenizer_path, base_dir, vision)
-    for task in tasks:
-        for folder in task.folders:
+    builds = _list_builds(config, tokenizer_path, base_dir, vision)
+    for build in builds:
+        for folder in build.folders:
             is_damaged = check and _is_damaged(folder)
             if is_damaged or _lacks_images(folder):
                 shutil.rmtree(folder)
-    if all(map(_is_done, tasks)):
-        return _plan(tasks)
+    if all(map(_is_done, builds)):
+        return _plan(builds)
     # A file may change while it is read. `files` hashes the input first, and the caches are named
     # afterwards: if both hashes are equal at the end, the rows are those of the names.
     files = _InputFiles(config, base_dir)
-    tasks = _tasks(config, tokenizer_path, base_dir, vision)
-    for task in tasks:
-        if _is_done(task):
+    builds = _list_builds(config, tokenizer_path, base_dir, vision)
+    for build in builds:
+        if _is_done(build):
             continue
-        if task.is_stream:
-            make_first_block(task, tokenizer_path, base_dir)
+        if build.is_stream:
+            # Not checked for changed files: later blocks read the same files during the run.
+            make_first_block(build, tokenizer_path, base_dir)
         else:
-            make(task, tokenizer_path, base_dir, progress, files.require_unchanged)
-    return _plan(tasks)
+            make(build, tokenizer_path, base_dir, progress, files.require_unchanged)
+    return _plan(builds)
 
 
 class _InputFiles:
@@ -110,12 +112,12 @@ def find_prepared(
 
     It makes nothing. The result is that of `prepare`.
     """
-    tasks = _tasks(config, tokenizer_path, base_dir, vision)
-    for task in tasks:
-        if any(_lacks_images(folder) for folder in task.folders):
+    builds = _list_builds(config, tokenizer_path, base_dir, vision)
+    for build in builds:
+        if any(_lacks_images(folder) for folder in build.folders):
             return None
-    if all(map(_is_done, tasks)):
-        return _plan(tasks)
+    if all(map(_is_done, builds)):
+        return _plan(builds)
     return None
 
 
@@ -139,20 +141,20 @@ def _lacks_images(folder: Path) -> bool:
     return read_info(folder) is not None and lacks_images(TokenCache.open(folder))
 
 
-def _is_done(task: Task) -> bool:
-    """Return whether there is nothing to make for a task.
+def _is_done(build: CacheBuild) -> bool:
+    """Return whether all caches of a build exist.
 
     Of a stream only block 0 is made before the run; training makes the others.
     """
-    if task.is_stream:
-        return has_first_block(task.folder)
-    return task.is_done
+    if build.is_stream:
+        return has_first_block(build.folder)
+    return build.is_done
 
 
-def _tasks(
+def _list_builds(
     config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None
-) -> list[Task]:
-    """Return a task for the training rows, and behind it one for each evaluation set.
+) -> list[CacheBuild]:
+    """Return the build of the training rows, and behind it that of each evaluation set.
 
     Raises ConfigError for settings that exclude each other.
     """
@@ -166,39 +168,39 @@ def _tasks(
         )
     require_room(config.algorithm.new_tokens, data.max_length)
 
-    def folder_of(sources: list[Source], role: str) -> Path:
-        return root / cache_key(config, sources, role, tokenizer_path, base_dir, vision)
+    def folder_of(sources: list[Source], split: str) -> Path:
+        return root / cache_key(config, sources, split, tokenizer_path, base_dir, vision)
 
     train_folder = folder_of(data.train, "train")
     holdout_folder = None
     if data.holdout:
         holdout_folder = folder_of(data.train, "holdout")
-    tasks = [Task(config, data.train, train_folder, holdout_folder, vision)]
+    builds = [CacheBuild(config, data.train, train_folder, holdout_folder, vision)]
     for name, sources in data.eval_sets.items():
-        tasks.append(Task(config, sources, folder_of(sources, "eval"), None, vision, name))
-    return tasks
+        builds.append(CacheBuild(config, sources, folder_of(sources, "eval"), None, vision, name))
+    return builds
 
 
-def _plan(tasks: list[Task]) -> DataPlan:
-    """Return what the caches of all tasks hold. The first task is that of the training rows."""
-    task = tasks[0]
-    config = task.config
+def _plan(builds: list[CacheBuild]) -> DataPlan:
+    """Return what the caches of all builds hold. The first build is that of the training rows."""
+    build = builds[0]
+    config = build.config
     # A stream has no one cache; its first block stands for it.
-    if task.is_stream:
+    if build.is_stream:
         train = None
         train_name = "train, first block"
-        info = read_ledger(task.folder)["first"]
+        info = read_ledger(build.folder)["first"]
     else:
-        train = TokenCache.open(task.folder)
+        train = TokenCache.open(build.folder)
         train_name = "train"
         info = train.info
-    held_out = _open_held_out(tasks)
+    held_out = _open_held_out(builds)
     if train is not None:
         config.algorithm.check_rows(train)
     sources = _plan_sources(config, info)
     labels: tuple[str, ...] = ()
     if train is None:
-        identity = _identity_of_stream(task, info)
+        identity = _identity_of_stream(build, info)
     else:
         labels = config.algorithm.classes(train, [*held_out.values()])
         identity = identify(train)
@@ -206,8 +208,8 @@ def _plan(tasks: list[Task]) -> DataPlan:
     if config.data.mixed:
         epoch_samples = sum(source.per_epoch for source in sources)
     image_tokens = 0
-    if task.vision:
-        image_tokens = info.get("patches", 0) // task.vision.merge**2
+    if build.vision:
+        image_tokens = info.get("patches", 0) // build.vision.merge**2
     eval_sources: list[SourcePlan] = []
     lines_left_out = describe_left_out(train_name, info)
     if config.data.eval:
@@ -215,7 +217,7 @@ def _plan(tasks: list[Task]) -> DataPlan:
             eval_sources += [SourcePlan(**entry) for entry in cache.info["by_source"]]
             lines_left_out += describe_left_out(f"eval.{name}".rstrip("."), cache.info)
     return DataPlan(
-        train_cache=str(task.folder),
+        train_cache=str(build.folder),
         eval_caches={name: str(cache.folder) for name, cache in held_out.items()},
         train_samples=info["samples"],
         train_tokens=info["tokens"],
@@ -227,7 +229,7 @@ def _plan(tasks: list[Task]) -> DataPlan:
         labels=labels,
         identity=identity,
         formats=_distinct_formats([info, *(cache.info for cache in held_out.values())]),
-        stream=task.is_stream,
+        stream=build.is_stream,
         sources=sources,
         epoch_samples=epoch_samples,
         eval_sources=tuple(eval_sources),
@@ -235,23 +237,24 @@ def _plan(tasks: list[Task]) -> DataPlan:
     )
 
 
-def _open_held_out(tasks: list[Task]) -> dict[str, TokenCache]:
+def _open_held_out(builds: list[CacheBuild]) -> dict[str, TokenCache]:
     """Open the caches that a run is evaluated on, by the names of their sets."""
-    if tasks[0].holdout_folder is not None:
-        return {"": TokenCache.open(tasks[0].holdout_folder)}
+    if builds[0].holdout_folder is not None:
+        return {"": TokenCache.open(builds[0].holdout_folder)}
     caches = {}
-    for task in tasks:
-        if task.eval_set is not None:
-            caches[task.eval_set] = TokenCache.open(task.folder)
+    for build in builds:
+        if build.eval_set is not None:
+            caches[build.eval_set] = TokenCache.open(build.folder)
     return caches
 
 
-def _identity_of_stream(task: Task, info: dict[str, Any]) -> DataIdentity:
+def _identity_of_stream(build: CacheBuild, info: dict[str, Any]) -> DataIdentity:
     """Return the identity of a stream's data. `info`: of its first block."""
-    key = task.folder.name
-    # The sum of all rows' hashes is not known: the first 12 hex digits of the key take its place.
+    key = build.folder.name
+    # `DataIdentity.row_set` is a sum of the hashes of all rows, which is not known here. The first
+    # 12 hex digits of the key take its place.
     row_set = int(key[:12], 16)
-    return DataIdentity(cache=str(task.folder), content=key, rows=info["rows"], row_set=row_set)
+    return DataIdentity(cache=str(build.folder), content=key, rows=info["rows"], row_set=row_set)
 
 
 def _distinct_formats(infos: list[dict[str, Any]]) -> tuple[str, ...]:

@@ -17,16 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.config.config import Config
-from drumline.data.make import Task, rows_of
+from drumline.data.make import CacheBuild, read_matching_rows
+from drumline.data.row_store import RowCounts
 from drumline.data.sources import Row
-from drumline.data.stage import Stage
-from drumline.data.targets import Encoded, Example
-from drumline.data.workers import Job
+from drumline.data.targets import EncodedSample, TokenSegment
+from drumline.data.workers import ChunkEncoder
 from drumline.errors import DataError
 from drumline.models.templates import special_ids
 from drumline.models.vision import Vision
 
-# What becomes of a token: it is a target, it has no loss, or it is cut off.
+# What becomes of a token: it is a loss target (learned), it has no loss, or it is cut off.
 State = Literal["learned", "context", "cut"]
 NO_LIMIT = 10**8  # the largest data.max_length
 LONGEST_CHARACTER = 8  # tokens; a byte has one each, and four bytes make a character
@@ -79,8 +79,8 @@ class PreviewedRow:
 
     number: int
     row: Row
-    kept: Encoded | None
-    full: Encoded | None
+    kept: EncodedSample | None
+    full: EncodedSample | None
     error: DataError | None = None
 
     @property
@@ -98,8 +98,8 @@ class PreviewedRow:
             return "refused"
         if self.kept is None:
             return "dropped"
-        # As `workers.Job.encode` decides it.
-        has_targets = any(segment.learned for segment in self.kept.segments)
+        # As `workers.ChunkEncoder.encode` decides it.
+        has_targets = any(segment.target_count for segment in self.kept.segments)
         if self.kept.meta is None and not has_targets:
             return "unlearned"
         if self.kept.truncated:
@@ -131,14 +131,16 @@ class Reader:
         self.vision = vision
         # How many tokens are shown on each side of the middle that is left out.
         self.half = most // 2
-        self.job = Job(tokenizer_path, config.model, config.algorithm, config.data, vision)
+        self.chunk_encoder = ChunkEncoder(
+            tokenizer_path, config.model, config.algorithm, config.data, vision
+        )
         unlimited = config.data.model_copy(update={"max_length": NO_LIMIT, "truncation": "right"})
-        self.unlimited_job = replace(self.job, data=unlimited)
-        # Only its counts are read: how many rows conditions have left out.
-        self.outcomes = Stage(Path(), np.dtype(np.uint16))
+        self.unlimited_encoder = replace(self.chunk_encoder, data=unlimited)
+        # Of these `drumline preview` reads how many rows conditions have left out.
+        self.counts = RowCounts()
         self.special: set[int] = set()
-        if self.job.tokenizer is not None:
-            self.special = special_ids(self.job.tokenizer)
+        if self.chunk_encoder.tokenizer is not None:
+            self.special = special_ids(self.chunk_encoder.tokenizer)
 
     def rows(self, wanted: int | None, first: int) -> Iterator[tuple[int, Row | DataError]]:
         """Yield (number, row); the numbers count from 1 over all sources.
@@ -153,10 +155,12 @@ class Reader:
         """
         number = 0
         limit = None if wanted else first
-        task = Task(self.config, self.config.data.train, Path(), None)
-        for index in range(len(task.sources)):
+        build = CacheBuild(self.config, self.config.data.train, Path(), None)
+        for index in range(len(build.sources)):
             try:
-                rows = rows_of(task, index, self.base_dir, self.outcomes, with_faulty=True)
+                rows = read_matching_rows(
+                    build, index, self.base_dir, self.counts, with_faulty=True
+                )
                 for row in islice(rows, limit):
                     number += 1
                     if wanted is None or number == wanted:
@@ -179,11 +183,11 @@ class Reader:
             row = Row(row.where or "", {}, error=row)
         if row.error is not None:
             return PreviewedRow(number, row, kept=None, full=None, error=row.error)
-        full: Encoded | None = None
+        full: EncodedSample | None = None
         try:
             # First, so that a row that is refused for its length still has its tokens.
-            full = self.unlimited_job.encode_row(row)
-            kept = self.job.encode_row(row)
+            full = self.unlimited_encoder.encode_row(row)
+            kept = self.chunk_encoder.encode_row(row)
         except DataError as error:
             return PreviewedRow(number, row, kept=None, full=full, error=error)
         return PreviewedRow(number, row, kept, full)
@@ -209,7 +213,7 @@ class Reader:
             return []
         # All segments take their images from this one iterator.
         images = iter(_images(seen.full.meta or {}, self.vision))
-        kept: list[Example | None] = [None] * len(seen.full.segments)
+        kept: list[TokenSegment | None] = [None] * len(seen.full.segments)
         if seen.kept is not None:
             kept = list(seen.kept.segments)
         segments = []
@@ -218,7 +222,7 @@ class Reader:
             segments.append(self.pieces(full.tokens, states, images))
         return segments
 
-    def _states_of_full(self, full: Example, short: Example | None) -> list[State]:
+    def _states_of_full(self, full: TokenSegment, short: TokenSegment | None) -> list[State]:
         """Return the state of each token of a segment. `short`: what was kept of it; None: nothing."""
         states: list[State] = ["cut"] * len(full.tokens)
         if short is None:
@@ -241,7 +245,7 @@ class Reader:
         images = iter(_images(meta, self.vision))
         pieces = []
         for tokens, learn in segments:
-            states = _states(Example(tokens, learn))
+            states = _states(TokenSegment(tokens, learn))
             pieces.append(self.pieces(tokens, states, images))
         return pieces
 
@@ -255,7 +259,7 @@ class Reader:
             states: what becomes of each of them.
             images: the images that are still to come. Those of the segment are taken from it.
         """
-        if self.job.tokenizer is None:
+        if self.chunk_encoder.tokenizer is None:
             return []
         pieces: list[Piece] = []
         ids = [int(token) for token in tokens]
@@ -282,7 +286,7 @@ class Reader:
             text = f"[image {image.path}: {image.tokens} tokens]"
             return Span(stop, Piece(text, states[index], special=True))
         if ids[index] in self.special:
-            text = str(self.job.tokenizer.convert_ids_to_tokens(ids[index]))
+            text = str(self.chunk_encoder.tokenizer.convert_ids_to_tokens(ids[index]))
             return Span(index + 1, Piece(text, states[index], special=True))
         return self._character(ids, index, states)
 
@@ -325,7 +329,7 @@ class Reader:
 
     def _decode(self, ids: list[int]) -> str:
         """Return the text of tokens, special ones included."""
-        text = self.job.tokenizer.decode(
+        text = self.chunk_encoder.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return str(text)
@@ -369,7 +373,7 @@ def escape(text: str, marks: str = "") -> str:
     return "".join(characters)
 
 
-def _states(example: Example) -> list[State]:
+def _states(example: TokenSegment) -> list[State]:
     """Return the state of each token of a segment."""
     states: list[State] = []
     for index, flag in enumerate(example.learn.tolist()):

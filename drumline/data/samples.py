@@ -24,12 +24,12 @@ import torch
 from torch.utils.data import default_collate
 
 from drumline.config.data import FileSource, PythonSource, Source, SqlSource
-from drumline.config.registry import find_object, imported
+from drumline.config.registry import find_object, run_user_code
+from drumline.data.file_locations import locate
 from drumline.data.order import GlobalOrder, assign_samples
-from drumline.data.places import locate
 from drumline.data.sources import describe, open_rows
 from drumline.errors import DataError, DrumlineError
-from drumline.foreign import class_and_line, first_line, judged
+from drumline.foreign import class_and_line, first_line, translate_exceptions
 from drumline.models.containers import map_tensors
 from drumline.plan.plan import BatchPlan, DataIdentity
 from drumline.vendor.torch import tree_leaves
@@ -104,7 +104,7 @@ def read_samples(
             require_samples(dataset, describe(source))
             if not has_index(dataset):
                 read: partial[list[Any]] = partial(list, islice(dataset, source.limit))
-                dataset = imported(read, source.label, "data source", doing="reading")
+                dataset = run_user_code(read, source.label, "data source", doing="reading")
         count = _count(dataset, source)
         if source.limit is not None and source.limit < count:
             dataset = torch.utils.data.Subset(dataset, range(source.limit))
@@ -121,7 +121,7 @@ def _count(dataset: Any, source: Source) -> int:
     Raises DataError for a length that is not a number of samples.
     """
     read = partial(len, dataset)
-    count = imported(read, source.label, "data source", doing="asking for the length of")
+    count = run_user_code(read, source.label, "data source", doing="asking for the length of")
     used = count
     if source.limit is not None:
         used = min(count, source.limit)
@@ -159,25 +159,27 @@ def identify_samples(sources: Sequence[Source], base_dir: Path, samples: Samples
     of files. Raises DataError for a row that cannot be read.
     """
     evenly_spaced = np.linspace(0, len(samples) - 1, COMPARED)
-    # A dataset with fewer samples than `COMPARED` has the same places several times.
-    places = np.unique(evenly_spaced.astype(int)).tolist()
+    # A dataset with fewer samples than `COMPARED` has the same indices several times.
+    indices = np.unique(evenly_spaced.astype(int)).tolist()
     # A sample that differs when it is read again is random, and is left out of the hash.
-    first_digests = _digests(samples, places)
-    second_digests = _digests(samples, places)
+    first_digests = _digests(samples, indices)
+    second_digests = _digests(samples, indices)
     stable = []
     for first, second in zip(first_digests, second_digests, strict=True):
         if first == second:
             stable.append(first)
-    origins = []
+    codes_or_hashes = []
     for source in sources:
         if isinstance(source, PythonSource | FileSource):
-            origins.append(_origin(source, base_dir))
+            codes_or_hashes.append(_source_code_or_hashes(source, base_dir))
     return DataIdentity(
         cache=", ".join(describe(source) for source in sources),
         content=_json_hash([len(samples), stable]),
         rows=len(samples),
+        # As for a token cache a sum of hashes of rows; here of the compared samples alone.
         row_set=sum(int(digest[:DIGEST_DIGITS], 16) for digest in stable),
-        code=_json_hash(origins),
+        # A hash of what gives the rows: the user's functions, and hashes of files.
+        code=_json_hash(codes_or_hashes),
     )
 
 
@@ -204,11 +206,11 @@ def _read_row(samples: Samples, index: int) -> Any:
         raise error_type(what, where="data.train") from error
 
 
-def _digests(samples: Samples, places: list[int]) -> list[str]:
+def _digests(samples: Samples, indices: list[int]) -> list[str]:
     """Return a hash of each of some samples, read with torch's generator seeded with 0."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        return [_digest(samples, index) for index in places]
+        return [_digest(samples, index) for index in indices]
 
 
 def _digest(samples: Samples, index: int) -> str:
@@ -217,11 +219,11 @@ def _digest(samples: Samples, index: int) -> str:
     row = _read_row(samples, index)
     for leaf in tree_leaves(row):
         type_name = type(leaf).__name__
-        digest.update(type_name.encode() + _content(leaf))
+        digest.update(type_name.encode() + _bytes_of_leaf(leaf))
     return digest.hexdigest()
 
 
-def _content(leaf: Any) -> bytes:
+def _bytes_of_leaf(leaf: Any) -> bytes:
     """Return the bytes of a number, a text or an array; empty for anything else."""
     if isinstance(leaf, torch.Tensor):
         # As bytes: numpy lacks some of torch's types, such as bfloat16.
@@ -236,10 +238,10 @@ def _content(leaf: Any) -> bytes:
     return b""
 
 
-def _origin(source: PythonSource | FileSource, base_dir: Path) -> str:
+def _source_code_or_hashes(source: PythonSource | FileSource, base_dir: Path) -> str:
     """Return the text of a function of the user's own, or hashes of the files of a source."""
     if isinstance(source, FileSource):
-        return " ".join(file.content() for file in locate(source, base_dir))
+        return " ".join(file.content_hash() for file in locate(source, base_dir))
     function = find_object(source.path, base_dir, "data source", "function")
     try:
         return inspect.getsource(function)
@@ -282,7 +284,7 @@ def _collate_column(name: str, values: list[Any]) -> Any:
         return values
     if all(isinstance(leaf, int | float) for _, leaf in leaves):
         return _numbers_tensor(name, values, leaves)
-    with judged(f"column {name!r} makes no batch", "data", DataError, NAME_COLLATE):
+    with translate_exceptions(f"column {name!r} makes no batch", "data", DataError, NAME_COLLATE):
         return default_collate(values)
 
 
@@ -329,7 +331,7 @@ def _numbers_tensor(
 
 def collate_samples(samples: list[Any]) -> Any:
     """Return the batch that torch's default_collate makes. Raises DataError."""
-    with judged("samples make no batch", "data", DataError, NAME_COLLATE):
+    with translate_exceptions("samples make no batch", "data", DataError, NAME_COLLATE):
         return default_collate(samples)
 
 
@@ -407,7 +409,7 @@ def global_batches(
     batch: BatchPlan,
     data_rank: int,
     position: int,
-    stop: int | None,
+    epochs: int | None,
     seed: int | None,
     draw_context: DrawContext = nullcontext,
 ) -> Iterator[Any]:
@@ -420,7 +422,7 @@ def global_batches(
         batch: the numbers of samples.
         data_rank: this data rank.
         position: the global position of the first sample.
-        stop: the number of passes over the dataset; None: without end. The last global batch is
+        epochs: passes over the dataset; None: without end. The last global batch is
             completed from the pass that would follow.
         seed: the seed of the shuffled order; None: not shuffled. Iterables are never shuffled.
         draw_context: makes the context in which an iterable is read, so that it gives the same on
@@ -433,25 +435,26 @@ def global_batches(
     ranks = size // (batch.micro_batch * batch.accumulation)
     # All samples have the same length here, so they are assigned in order.
     lengths = np.ones(size, np.int64)
-    mine = assign_samples(lengths, ranks, batch.accumulation, batch.micro_batch)[data_rank]
+    assigned = assign_samples(lengths, ranks, batch.accumulation, batch.micro_batch)
+    indices_of_rank = assigned[data_rank]
     if has_index(dataset):
         if not len(dataset):
             raise DataError("the dataset has no samples", where="batches")
         order = GlobalOrder(len(dataset), seed or 0, seed is not None)
-        while stop is None or position < stop * len(dataset):
+        while epochs is None or position < epochs * len(dataset):
             ids = order.ids(position, position + size)
-            yield [[dataset[int(ids[place])] for place in places] for places in mine]
+            yield [[dataset[int(ids[index])] for index in indices] for indices in indices_of_rank]
             position += size
         return
     # An iterable cannot start at a position: a run that resumes reads all samples before it again.
-    rows = islice(_passes(dataset, stop, size), position, None)
+    rows = islice(_passes(dataset, epochs, size), position, None)
     while True:
         # Every rank reads the whole global batch, and takes its part of it.
         with draw_context():
             taken = list(islice(rows, size))
-        if stop is not None and taken[0].number >= stop:
+        if epochs is not None and taken[0].number >= epochs:
             return
-        yield [[taken[place].sample for place in places] for places in mine]
+        yield [[taken[index].sample for index in indices] for indices in indices_of_rank]
 
 
 class Pass(NamedTuple):
@@ -461,11 +464,11 @@ class Pass(NamedTuple):
     sample: Any
 
 
-def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[Pass]:
+def _passes(dataset: Iterable[Any], epochs: int | None, size: int) -> Iterator[Pass]:
     """Yield the samples of one pass over a dataset after another, without end.
 
-    A dataset that can only be read once, such as a generator, is allowed if `stop` is 1. Its first
-    `size` samples are then yielded again, to complete the last global batch.
+    A dataset that can only be read once, such as a generator, is allowed if `epochs` is 1. Its
+    first `size` samples are then yielded again, to complete the last global batch.
     """
     number = 0
     first: list[Any] = []
@@ -476,7 +479,7 @@ def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[Pas
             if number == 0 and len(first) < size:
                 first.append(sample)
             yield Pass(number, sample)
-        if is_empty and number == 1 and stop == 1:
+        if is_empty and number == 1 and epochs == 1:
             # This never ends: the reader stops at the last global batch.
             for sample in cycle(first):
                 yield Pass(number, sample)
@@ -526,5 +529,5 @@ def evaluation_batches(
         # A rank for which no sample is left computes another one, which does not count.
         filler = filler or taken[:1]
         start = data_rank * micro_batch
-        mine = taken[start : start + micro_batch]
-        yield mine or filler, bool(mine)
+        samples_of_rank = taken[start : start + micro_batch]
+        yield samples_of_rank or filler, bool(samples_of_rank)

@@ -12,7 +12,9 @@ A row has one of the forms that the algorithm takes (`AlgorithmSpec.forms`), its
     text, label                 a text and its class
     image, label                the path of an image and its class
 
-The form is that which `columns` maps; without a mapping, the first whose columns the row has.
+These column sets are the forms of rows. A form is not a format: that is the layout of another tool,
+which `data.formats` converts to a form. The form is that which `columns` maps; without a mapping,
+the first whose columns the row has.
 `OPTIONAL` columns are kept if the row has them, and `extra` keeps all others unchanged (and tools,
 for reward functions).
 """
@@ -46,27 +48,27 @@ from drumline.config.data import (
     SqlSource,
     TasksSource,
 )
+from drumline.data.file_locations import locate
 from drumline.data.files import RawRows, TableRow, read_file
-from drumline.data.formats import Tie, convert_row, judges_answers, nearest_format
+from drumline.data.formats import Tie, convert_row, describe_nearest_format, judges_answers
 from drumline.data.image_files import read_digits
 from drumline.data.pairs import is_pair_to_split, split_pair
-from drumline.data.places import locate
 from drumline.data.sql import read_sql
 from drumline.data.tasks import read_tasks
 from drumline.data.turns import ROLES, parse_arguments, read_weight
 from drumline.errors import DataError
-from drumline.foreign import expanded, first_line, judged, number_errors
+from drumline.foreign import expanded, first_line, translate_exceptions, translate_number_errors
 from drumline.system import mirror
 
 Tools = list[dict[str, Any]]
 # Takes raw rows, and gives those of them that are wanted.
 RawFilter = Callable[[RawRows], RawRows]
-# Parts that a row may have beside its form.
+# Fields that a row may have besides those of its form.
 OPTIONAL = ("margin", "images", "tools")
 # Types of values that need no conversion.
-PLAIN = {str, int, float, bool, type(None)}
-# Parts that a chat template renders.
-TALKS = {"messages", "prompt", "chosen"}
+JSON_TYPES = {str, int, float, bool, type(None)}
+# Fields that a chat template renders.
+RENDERED_FIELDS = {"messages", "prompt", "chosen"}
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,12 @@ class Row:
         values: its columns under our names.
         extra: its other columns.
         folder: the folder of its data file, or of the YAML: paths in the row are relative to it.
-        domain: its name in the metrics. It is that of the source if it has one, else that of its
-            task, file or dataset.
+        domain: the group under which metrics and curricula count the row: that of the source if it
+            sets one, else the name of its task, file or dataset.
         format: the format that it was read from; empty if it had a form of ours.
-        source: the number of its source in the list of sources.
-        plain: its texts are taken as they are, without the chat template.
-        error: why it cannot be used; its values are then those of its source.
+        source: the index of its source in the list of sources.
+        skip_template: its texts are taken as they are, without the chat template.
+        error: why it cannot be used. `values` and `extra` are then its raw columns.
     """
 
     origin: str
@@ -94,7 +96,7 @@ class Row:
     domain: str = field(default="", compare=False)
     format: str = field(default="", compare=False)
     source: int = field(default=0, compare=False)
-    plain: bool = field(default=False, compare=False)
+    skip_template: bool = field(default=False, compare=False)
     error: DataError | None = field(default=None, compare=False)
 
 
@@ -103,8 +105,8 @@ def read_rows(
     base_dir: Path,
     forms: Forms = TEXT_FORMS,
     ties: Counter[str] | None = None,
-    number: int = 0,
-    keep: RawFilter | None = None,
+    source_index: int = 0,
+    raw_filter: RawFilter | None = None,
     with_faulty: bool = False,
 ) -> Iterator[Row]:
     """Yield the rows of a source in its own order, at most `source.limit`.
@@ -117,18 +119,18 @@ def read_rows(
         base_dir: the folder that file paths are relative to.
         forms: the forms of rows that the algorithm takes.
         ties: counts the rows that were left out, under the name of the source.
-        number: the number of the source in its list.
-        keep: gets the raw rows, and yields those to take, perhaps none.
+        source_index: the index of the source in its list, for `Row.source`.
+        raw_filter: a generator that gets the raw rows, and yields those to take, perhaps none.
         with_faulty: also yield rows that cannot be used, with their error.
 
     Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped
     column.
     """
-    is_mapped = _maps_parts(source)
+    is_mapped = _maps_form_fields(source)
     names = domains(source)
     raw_rows = _read_raw(source, base_dir, forms)
-    if keep is not None:
-        raw_rows = keep(raw_rows)
+    if raw_filter is not None:
+        raw_rows = raw_filter(raw_rows)
     count = 0
     tie_count = 0
     for folder, (origin, values) in islice(raw_rows, source.limit):
@@ -144,9 +146,9 @@ def read_rows(
             rows = [Row(origin, values, values, error=error)]
         for row in rows:
             domain = _choose_domain(row, names)
-            yield replace(row, folder=folder, domain=domain, source=number)
-    # With `keep` the caller tells rows that it left out from a source without rows.
-    if not count and keep is None:
+            yield replace(row, folder=folder, domain=domain, source=source_index)
+    # With a filter the caller checks whether the source was empty or all rows were filtered out.
+    if not count and raw_filter is None:
         raise DataError("the dataset is empty: it has no rows", where=describe(source))
     if tie_count and tie_count == count:
         what = f"all {count} rows are ties: none has a better answer"
@@ -163,13 +165,15 @@ def _choose_domain(row: Row, names: set[str]) -> str:
     return str(row.extra["task"])
 
 
-def _maps_parts(source: Source) -> bool:
-    """Return whether the user named the column of a part that makes a form.
+def _maps_form_fields(source: Source) -> bool:
+    """Return whether the user named the column of a field of a form.
 
     Raises DataError if the source has a format too.
     """
-    parts = Columns.model_fields.keys() - set(OPTIONAL)
-    mapped = [part for part in parts if getattr(source.columns, part) is not None]
+    form_fields = Columns.model_fields.keys() - set(OPTIONAL)
+    mapped = [
+        field_name for field_name in form_fields if getattr(source.columns, field_name) is not None
+    ]
     if not mapped:
         return False
     if source.format not in ("auto", "own"):
@@ -179,7 +183,12 @@ def _maps_parts(source: Source) -> bool:
 
 
 def _convert_raw_row(
-    origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, is_mapped: bool
+    origin: str,
+    values: dict[str, Any],
+    source: Source,
+    forms: Forms,
+    row_number: int,
+    is_mapped: bool,
 ) -> list[Row]:
     """Return the rows that a raw row stands for: one, or the two answers of a pair.
 
@@ -188,15 +197,15 @@ def _convert_raw_row(
         values: the row as it is written.
         source: its source.
         forms: the forms of rows that the algorithm takes.
-        number: the row's number in its source, from 1.
+        row_number: the row's number in its source, from 1.
         is_mapped: the source's `columns` say which columns are read.
 
     Raises DataError, and Tie for a pair without a better answer.
     """
-    with number_errors(origin, DataError):
-        rows = _split_raw_row(origin, values, source, forms, number, is_mapped)
+    with translate_number_errors(origin, DataError):
+        rows = _split_raw_row(origin, values, source, forms, row_number, is_mapped)
     if forms != TEXT_FORMS and holds_images(rows[0]):
-        what = f"row {number} holds images, which this algorithm does not take"
+        what = f"row {row_number} holds images, which this algorithm does not take"
         fix = (
             "use algorithm sft, take the images out, or read none of a column with "
             "`columns: {images: ''}`"
@@ -206,31 +215,36 @@ def _convert_raw_row(
 
 
 def _split_raw_row(
-    origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, is_mapped: bool
+    origin: str,
+    values: dict[str, Any],
+    source: Source,
+    forms: Forms,
+    row_number: int,
+    is_mapped: bool,
 ) -> list[Row]:
     """Return the rows of a raw row, see `_convert_raw_row`."""
     if is_mapped:
         is_split = judges_answers(forms) and _is_mapped_pair(source.columns, values)
     else:
         is_split = is_pair_to_split(values, forms, source.format, origin)
-    known = forms
+    accepted_forms = forms
     if is_split:
         # The row is read as a pair first, and split at the end.
-        known = PAIR_FORMS
+        accepted_forms = PAIR_FORMS
     format_name = ""
     converted = values
     if not is_mapped:
-        format_name, converted = convert_row(values, known, source.format, origin)
-    row = _read_in_form(origin, converted, source.columns, number, known)
+        format_name, converted = convert_row(values, accepted_forms, source.format, origin)
+    row = _read_in_form(origin, converted, source.columns, row_number, accepted_forms)
     row = replace(row, format=format_name)
     if not is_split:
         return [row]
-    # As `encode.PairRows` reads two texts without a prompt.
+    # As `encode.PairRowEncoder` reads two texts without a prompt.
     are_texts = all(isinstance(row.values[side], str) for side in ("chosen", "rejected"))
-    is_plain = are_texts and not {"prompt", "tools"} & row.values.keys()
+    skip_template = are_texts and not {"prompt", "tools"} & row.values.keys()
     rows = []
     for side in split_pair(row.values, origin):
-        rows.append(replace(row, values=side, plain=is_plain))
+        rows.append(replace(row, values=side, skip_template=skip_template))
     return rows
 
 
@@ -313,13 +327,13 @@ def _read_mappings(source: Source, base_dir: Path) -> RawRows:
     if isinstance(source, HubSource | SavedSource | SqlSource):
         # Arrow's tables: nulls pad nested values.
         row_type = TableRow
-    with judged(complaint, name, DataError):
-        for number, values in enumerate(_open_dataset(source, base_dir), 1):
+    with translate_exceptions(complaint, name, DataError):
+        for row_number, values in enumerate(_open_dataset(source, base_dir), 1):
             if not isinstance(values, Mapping):
-                what = f"row {number} is {type(values).__name__}, not columns"
+                what = f"row {row_number} is {type(values).__name__}, not columns"
                 raise DataError(what, where=name, fix="give dictionaries: column → value")
             columns = row_type(_to_plain_columns(values))
-            yield base_dir, (f"{name} row {number}", columns)
+            yield base_dir, (f"{name} row {row_number}", columns)
 
 
 def open_rows(source: Source, base_dir: Path) -> Any:
@@ -341,7 +355,7 @@ def _to_plain_columns(values: Mapping[Any, Any]) -> dict[str, Any]:
     """
     columns = {}
     for name, value in values.items():
-        if type(value) not in PLAIN:
+        if type(value) not in JSON_TYPES:
             value = _to_plain_value(value)
         columns[str(name)] = value
     return columns
@@ -378,7 +392,7 @@ def _open_dataset(source: Source, base_dir: Path) -> Any:
 
 
 def _read_in_form(
-    origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms
+    origin: str, values: dict[str, Any], columns: Columns, row_number: int, accepted_forms: Forms
 ) -> Row:
     """Return the row in the form that fits it, its columns renamed and their types checked.
 
@@ -386,20 +400,20 @@ def _read_in_form(
         origin: the row's name in an error.
         values: its columns.
         columns: the columns that the user mapped.
-        number: the row's number in its source, from 1.
-        known: the forms of rows that the algorithm takes.
+        row_number: the row's number in its source, from 1.
+        accepted_forms: the forms of rows that the algorithm takes.
 
     Raises DataError for a row of no form, and for a column of another type.
     """
-    parts = set[str]().union(*known)
-    mapped = {part for part in parts if getattr(columns, part) is not None}
-    names = _name_columns(columns, {*parts, *OPTIONAL})
-    form = _choose_form(values, known, names, mapped)
+    form_fields = set[str]().union(*accepted_forms)
+    mapped = {field_name for field_name in form_fields if getattr(columns, field_name) is not None}
+    names = _name_columns(columns, {*form_fields, *OPTIONAL})
+    form = _choose_form(values, accepted_forms, names, mapped)
     existing = ", ".join(values) or "none"
     if form is None:
-        shapes = ", or ".join(" and ".join(shape) for shape in known)
-        what = f"row {number} has no {shapes}; its columns are: {existing}"
-        fix = "map them with `columns`" + nearest_format(values, known)
+        shapes = ", or ".join(" and ".join(shape) for shape in accepted_forms)
+        what = f"row {row_number} has no {shapes}; its columns are: {existing}"
+        fix = "map them with `columns`" + describe_nearest_format(values, accepted_forms)
         raise DataError(what, where=origin, fix=fix)
     if not mapped <= set(form):
         kinds = ", ".join(sorted(mapped))
@@ -408,20 +422,22 @@ def _read_in_form(
     names["images"] = _images_column(names["images"], form, columns, values)
     is_padded = isinstance(values, TableRow)
     result: dict[str, Any] = {}
-    for part in form:
-        name = names[part]
+    for field_name in form:
+        name = names[field_name]
         if name not in values:
-            what = f"row {number} has no column {name!r}; its columns are: {existing}"
-            raise DataError(what, where=origin, fix=f"map it with `columns.{part}`")
-        result[part] = _convert_part(part, name, values[name], origin, number, is_padded)
-    for part in ("margin", "images"):
-        value = _get_optional(values, names[part])
+            what = f"row {row_number} has no column {name!r}; its columns are: {existing}"
+            raise DataError(what, where=origin, fix=f"map it with `columns.{field_name}`")
+        result[field_name] = _convert_field(
+            field_name, name, values[name], origin, row_number, is_padded
+        )
+    for field_name in ("margin", "images"):
+        value = _get_optional(values, names[field_name])
         if value is not None:
-            result[part] = value
+            result[field_name] = value
     # Before the tools are read: their column also stays in `extra`, for reward functions.
-    used = {names[part] for part in result}
+    used = {names[field_name] for field_name in result}
     tools = None
-    if TALKS & result.keys():
+    if RENDERED_FIELDS & result.keys():
         value = _get_optional(values, names["tools"])
         tools = read_tools(value, names["tools"], origin, is_padded)
     if tools is not None:
@@ -430,44 +446,44 @@ def _read_in_form(
     return Row(origin, result, extra)
 
 
-def _name_columns(columns: Columns, parts: set[str]) -> dict[str, str]:
-    """Return part → column: the column that the user named, else one with the part's own name."""
+def _name_columns(columns: Columns, form_fields: set[str]) -> dict[str, str]:
+    """Return field → column: the column that the user named, else one with the field's own name."""
     names = {}
-    for part in parts:
-        name = getattr(columns, part)
+    for field_name in form_fields:
+        name = getattr(columns, field_name)
         # An empty name is a user's too: it means that no column is read.
         if name is None:
-            name = part
-        names[part] = name
+            name = field_name
+        names[field_name] = name
     return names
 
 
 def _choose_form(
-    values: dict[str, Any], known: Forms, names: dict[str, str], mapped: set[str]
+    values: dict[str, Any], accepted_forms: Forms, names: dict[str, str], mapped: set[str]
 ) -> tuple[str, ...] | None:
     """Return the form of a row; None without one.
 
-    With `mapped` parts it is a form that has all of them, or, for the error of the caller, some of
+    With `mapped` fields it is a form that has all of them, or, for the error of the caller, some of
     them. Without any it is a form whose columns the row has. Of several forms it is the first whose
     columns hold something.
 
     Args:
         values: the row's columns.
-        known: the forms of rows that the algorithm takes.
-        names: the column of each part.
-        mapped: the parts whose columns the user named.
+        accepted_forms: the forms of rows that the algorithm takes.
+        names: the column of each field.
+        mapped: the fields whose columns the user named.
     """
     if mapped:
-        forms = [form for form in known if mapped <= set(form)]
+        forms = [form for form in accepted_forms if mapped <= set(form)]
         if not forms:
-            forms = [form for form in known if not mapped.isdisjoint(form)]
+            forms = [form for form in accepted_forms if not mapped.isdisjoint(form)]
     else:
-        forms = [form for form in known if values.keys() >= set(form)]
+        forms = [form for form in accepted_forms if values.keys() >= set(form)]
     if not forms:
         return None
 
     def lack_of_form(form: tuple[str, ...]) -> int:
-        return max(_rank_of_lack(values, names[part]) for part in form)
+        return max(_rank_of_lack(values, names[field_name]) for field_name in form)
 
     # The first of equally good ones.
     return min(forms, key=lack_of_form)
@@ -485,7 +501,8 @@ def _images_column(
         # A row of a class has only its text or its image.
         return ""
     has_no_images = columns.images is None and "images" not in values
-    # A document takes no images. `_require_no_unread` in data.images refuses one that has some.
+    # A document takes no images. `_refuse_unsupported_media` in data.images refuses one that has
+    # some.
     takes_image = "image" not in form and form != ("text",)
     if has_no_images and takes_image:
         return "image"
@@ -515,57 +532,57 @@ def _rank_of_lack(values: dict[str, Any], name: str) -> int:
     return 0
 
 
-def _convert_part(
-    part: str, name: str, value: Any, origin: str, number: int, padded: bool = False
+def _convert_field(
+    field_name: str, name: str, value: Any, origin: str, row_number: int, padded: bool = False
 ) -> Any:
-    """Return the value of a column as a part takes it: a text, messages, a label or an image.
+    """Return the value of a column as a field of a form: a text, messages, a label or an image.
 
     Args:
-        part: the part of the form, which decides on the types.
+        field_name: the field, such as `prompt`, which decides on the types.
         name: the column's name, for messages.
         value: what the column holds.
         origin: the row's name in an error.
-        number: the row's number in its source, from 1.
+        row_number: the row's number in its source, from 1.
         padded: the row is of a table, which pads messages with null keys.
 
     Raises DataError for a value of another type.
     """
-    if part == "label":
+    if field_name == "label":
         if isinstance(value, float) and value.is_integer():
             # A table in which another row has no label holds whole numbers as floats.
             return int(value)
         if not isinstance(value, str | int):
             found = _describe_type(value)
-            what = f"row {number}: column {name!r} is {found}, not a label"
+            what = f"row {row_number}: column {name!r} is {found}, not a label"
             fix = "give each row one: true or false for an answer, the name or number of a class"
             raise DataError(what, where=origin, fix=fix)
         return value
-    if part == "image" and value is not None and not isinstance(value, str):
-        # The bytes of an image, or a picture: `image_files.image_path` reads them.
+    if field_name == "image" and value is not None and not isinstance(value, str):
+        # The bytes of an image, or a picture: `image_files.resolve_image_path` reads them.
         return value
-    if isinstance(value, str) and part != "messages":
-        _require_encodable(value, name, origin, number)
+    if isinstance(value, str) and field_name != "messages":
+        _require_encodable(value, name, origin, row_number)
         return value
-    takes_text_or_messages = part in ("prompt", "completion", "chosen", "rejected")
+    takes_text_or_messages = field_name in ("prompt", "completion", "chosen", "rejected")
     is_message = isinstance(value, Mapping) and {"role", "content"} <= value.keys()
     if takes_text_or_messages and is_message:
         # One message in place of a list.
         value = [value]
-    if part in ("text", "image") or not isinstance(value, list) or not value:
+    if field_name in ("text", "image") or not isinstance(value, list) or not value:
         found = _describe_type(value)
-        wanted = WANTED_TYPES.get(part, "text or a list of messages")
-        raise DataError(f"row {number}: column {name!r} is {found}, not {wanted}", where=origin)
+        wanted = WANTED_TYPES.get(field_name, "text or a list of messages")
+        raise DataError(f"row {row_number}: column {name!r} is {found}, not {wanted}", where=origin)
     # All of them first, so that the error is that of the first message which is none.
     for index, message in enumerate(value):
-        _check_message(message, f"{name}[{index}]", origin, number)
+        _check_message(message, f"{name}[{index}]", origin, row_number)
     messages = []
     for index, message in enumerate(value):
-        label = f"row {number}: {name}[{index}]"
-        messages.append(_clean_message(message, padded, label, origin))
+        location = f"row {row_number}: {name}[{index}]"
+        messages.append(_clean_message(message, padded, location, origin))
     return messages
 
 
-# How a message names the type that a part takes.
+# Field → the type that it takes, as an error names it.
 WANTED_TYPES = {"text": "text", "image": "a path", "messages": "a list of messages"}
 
 
@@ -578,20 +595,20 @@ def _describe_type(value: Any) -> str:
     return type(value).__name__
 
 
-def _require_encodable(text: str, name: str, origin: str, number: int) -> None:
+def _require_encodable(text: str, name: str, origin: str, row_number: int) -> None:
     """Raise DataError for a text with half of a surrogate pair, which has no UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        what = f"row {number}: column {name!r} holds a lone surrogate, which is no text"
+        what = f"row {row_number}: column {name!r} holds a lone surrogate, which is no text"
         raise DataError(what, where=origin) from error
 
 
-def _check_message(message: Any, label: str, origin: str, number: int) -> None:
+def _check_message(message: Any, location: str, origin: str, row_number: int) -> None:
     """Raise DataError for what is no message with a role, and a content or calls."""
     if not isinstance(message, dict):
         found = type(message).__name__
-        what = f"row {number}: {label} is {found}, not {{role, content}}"
+        what = f"row {row_number}: {location} is {found}, not {{role, content}}"
         raise DataError(what, where=origin)
     content = message.get("content")
     has_role = isinstance(message.get("role"), str)
@@ -601,32 +618,34 @@ def _check_message(message: Any, label: str, origin: str, number: int) -> None:
     for key, is_present in (("role", has_role), ("content", has_content)):
         if not is_present:
             keys = ", ".join(map(str, message)) or "none"
-            what = f"row {number}: {label} has no text under {key!r}; its keys are: {keys}"
+            what = f"row {row_number}: {location} has no text under {key!r}; its keys are: {keys}"
             raise DataError(what, where=origin)
     if isinstance(content, list):
         for index, part in enumerate(content):
-            _check_part(part, f"{label}.content[{index}]", origin, number)
+            _check_content_part(part, f"{location}.content[{index}]", origin, row_number)
     elif isinstance(content, str):
-        _require_encodable(content, f"{label}.content", origin, number)
+        _require_encodable(content, f"{location}.content", origin, row_number)
 
 
-def _check_part(part: Any, label: str, origin: str, number: int) -> None:
+def _check_content_part(part: Any, location: str, origin: str, row_number: int) -> None:
     """Raise DataError for a part of a content that is neither a text nor an image."""
     if isinstance(part, dict):
         text = part.get("text")
         if is_image(part) or isinstance(text, str):
-            _convert_part("text", label, text or "", origin, number)
+            _convert_field("text", location, text or "", origin, row_number)
             return
         found = part.get("type")
     else:
         found = type(part).__name__
     if found == "text":
         found = f"text under {', '.join(map(str, part))}"
-    raise DataError(f"row {number}: {label} is {found}, neither text nor an image", where=origin)
+    raise DataError(
+        f"row {row_number}: {location} is {found}, neither text nor an image", where=origin
+    )
 
 
 def _clean_message(
-    message: dict[str, Any], padded: bool, label: str, origin: str
+    message: dict[str, Any], padded: bool, location: str, origin: str
 ) -> dict[str, Any]:
     """Return a message as chat templates take it.
 
@@ -635,7 +654,7 @@ def _clean_message(
     Args:
         message: the message, which has a role and a content or calls.
         padded: a table pads the arguments of calls with null keys.
-        label: the message's name in an error.
+        location: the message's name in an error.
         origin: the row's name in an error.
     """
     message = read_weight(_drop_nulls(message))
@@ -649,7 +668,7 @@ def _clean_message(
         if padded:
             calls = drop_null_keys(calls)
         if isinstance(calls, list):
-            calls = [parse_arguments(call, label, origin) for call in calls]
+            calls = [parse_arguments(call, location, origin) for call in calls]
         message["tool_calls"] = calls
     content = message.get("content")
     if isinstance(content, list):
@@ -754,20 +773,22 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Any:
     """
     import datasets
 
-    place = str(base_dir / expanded(source.path))
+    folder = str(base_dir / expanded(source.path))
     split = source.split
-    with judged("not a saved dataset", place, DataError, "give a folder written by save_to_disk"):
-        loaded = datasets.load_from_disk(place)
+    with translate_exceptions(
+        "not a saved dataset", folder, DataError, "give a folder written by save_to_disk"
+    ):
+        loaded = datasets.load_from_disk(folder)
     if not isinstance(loaded, dict):
         if split is not None:
             what = f"holds one dataset without splits, so no split {split!r}"
-            raise DataError(what, where=place, fix="leave `split` out")
+            raise DataError(what, where=folder, fix="leave `split` out")
         return loaded
     if split is None and len(loaded) == 1:
         return next(iter(loaded.values()))
     if split not in loaded:
         what = f"holds the splits {', '.join(loaded)}, but `split` is {split or 'not set'}"
-        raise DataError(what, where=place)
+        raise DataError(what, where=folder)
     return loaded[split]
 
 

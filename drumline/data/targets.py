@@ -2,13 +2,19 @@
 
 Conversations are rendered by the model's chat template. The targets of an assistant turn are its
 content and its end-of-turn token; its header and all other turns are context. A template tells
-which tokens these are only if it marks them with `{% generation %}`.
+which tokens these are only if it encloses them in `{% generation %}` tags.
 
-Otherwise the turn is found in the rendered text. It starts at the end of the head (the turns before
-it, rendered with the generation prompt), and stops at the end of `through` (all turns up to this
-one, rendered alone). Both must be prefixes of the whole text. A template may render a turn
-differently once others follow, such as without its reasoning: then the turn's content is searched
-behind the head.
+Otherwise the turn is found in the rendered text, by two other renderings of the conversation's
+start. `prefix_with_header` has the turns before this one, and the generation prompt: the content
+starts at its end. `prefix_with_turn` has this turn too, but none of the later turns: the turn stops
+at its end. For example, for the answer "A" of a conversation Q, A, R:
+
+    whole text            <user>Q</user><assistant>A</assistant><user>R</user>
+    prefix_with_header    <user>Q</user><assistant>
+    prefix_with_turn      <user>Q</user><assistant>A</assistant>
+
+Both must be prefixes of the whole text. A template may render a turn differently if other turns
+follow it, such as without its reasoning: then the turn's content is searched behind the header.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from drumline.data.thoughts import REASONING, mask_thoughts, thoughts_of, withou
 from drumline.data.tokens import Tokens
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
-from drumline.foreign import judged
+from drumline.foreign import translate_exceptions
 from drumline.models.templates import end_ids as end_ids  # for rl, which knows no models
 from drumline.models.templates import special_ids
 
@@ -38,21 +44,21 @@ CALL = "a call of "
 FITTING = "take such rows out, or set another model.chat_template"
 # Options of `apply_chat_template` by which it returns tokens and the template's own mask of
 # targets.
-_MARKED = {
+_MASK_OPTIONS = {
     "tokenize": True,
     "return_dict": True,
     "return_assistant_tokens_mask": True,
     "tokenizer_kwargs": {"verbose": False},
 }
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A turn that trial renderings begin with.
 _QUESTION = {"role": "user", "content": "?"}
 _END_OF_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True)
-class Example:
-    """A row, or a piece of one, as tokens.
+class TokenSegment:
+    """The tokens of one segment of a sample, each with a flag whether it is a loss target.
 
     Attributes:
         tokens: int32[n].
@@ -65,49 +71,53 @@ class Example:
     hides_reasoning: bool = False
 
     @property
-    def learned(self) -> int:
-        """The number of targets after the shift by one."""
+    def target_count(self) -> int:
+        """The number of loss targets, after the shift by one token."""
         return int(self.learn[1:].sum())
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """A row as tokens, cut to its length.
+class EncodedSample:
+    """The sample of a dataset row, cut to data.max_length.
 
     Attributes:
-        segments: what becomes rows of a batch (a pair has two), or pieces of a pack.
+        segments: each becomes a row of the batch (a pair has two), or a part of a packed one.
         meta: further values of the sample, which the cache stores as JSON. A sample with a meta is
             kept even without a target.
         truncated: whether something was cut off.
-        hides_reasoning: see `Example`.
+        hides_reasoning: see `TokenSegment`.
     """
 
-    segments: list[Example]
+    segments: list[TokenSegment]
     meta: dict[str, Any] | None = None
     truncated: bool = False
     hides_reasoning: bool = False
 
 
-Policy = Literal["error", "right", "left", "drop"]
+TruncationPolicy = Literal["error", "right", "left", "drop"]
 
 
 def truncate(
-    example: Example, max_length: int, policy: Policy, origin: str, unit: str = "tokens"
-) -> Example | None:
-    """Return an example cut to `max_length` tokens at its end (right) or start (left).
+    segment: TokenSegment,
+    max_length: int,
+    policy: TruncationPolicy,
+    origin: str,
+    unit: str = "tokens",
+) -> TokenSegment | None:
+    """Return a segment cut to `max_length` tokens at its end (right) or start (left).
 
     Args:
-        example: the example.
+        segment: the segment.
         max_length: the most tokens that are kept.
-        policy: what is done with a longer example.
+        policy: what is done with a longer segment.
         origin: the row's name in an error.
         unit: what is counted, for the message.
 
     Returns None if `policy` drops it. Raises DataError if it is too long under `error`.
     """
-    size = len(example.tokens)
+    size = len(segment.tokens)
     if size <= max_length:
-        return example
+        return segment
     if policy == "drop":
         return None
     if policy == "error":
@@ -118,7 +128,7 @@ def truncate(
     if policy == "left":
         start = size - max_length
     stop = start + max_length
-    return Example(example.tokens[start:stop], example.learn[start:stop])
+    return TokenSegment(segment.tokens[start:stop], segment.learn[start:stop])
 
 
 class Encoder:
@@ -137,18 +147,18 @@ class Encoder:
         # What the template knows is read from its text.
         text = _text_of_template(tokenizer.chat_template)
         self.shows_tools = "tools" in text
-        self.marks_turns = _GENERATION_MARK.search(text) is not None
+        self.has_generation_tags = _GENERATION_TAG.search(text) is not None
         self.special = special_ids(tokenizer)
         self.reasoning = data.reasoning
         self.knows_developers = "developer" in text
         # Keys that the template reads: message.reasoning or message['reasoning'].
         self.reasoning_keys = [key for key in REASONING if re.search(rf"[.'\"]{key}\b", text)]
 
-    def encode(self, row: Row) -> Example:
+    def encode(self, row: Row) -> TokenSegment:
         """Return the row as tokens, not yet truncated. Raises DataError that names the row."""
         values = row.values
         if "text" in values:
-            return self.plain("", values["text"], row.origin, answer=False)
+            return self.encode_without_template("", values["text"], row.origin, answer=False)
         self._require_shown(row)
         if "messages" in values:
             fix = "set model.chat_template to a Jinja file, or map prompt and completion, or text"
@@ -162,7 +172,7 @@ class Encoder:
             return self._encode_chat(before + answer, len(before), row)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             self.require_template("`prompt` and `completion` hold messages", row)
-        return self.plain(prompt, completion, row.origin)
+        return self.encode_without_template(prompt, completion, row.origin)
 
     def prompt(self, row: Row) -> tuple[str, list[int]]:
         """Return a row's prompt as text and as tokens. Raises DataError.
@@ -211,7 +221,9 @@ class Encoder:
             )
             raise DataError(what, where=row.origin, fix=fix)
 
-    def plain(self, prompt: str, text: str, origin: str, answer: bool = True) -> Example:
+    def encode_without_template(
+        self, prompt: str, text: str, origin: str, answer: bool = True
+    ) -> TokenSegment:
         """Return a prompt, a text and the end-of-sequence token as tokens, without a template.
 
         All but the prompt are targets. The tokenizer's BOS comes first if it adds one. Prompt and
@@ -244,7 +256,7 @@ class Encoder:
             learn[: len(before)] = 0
         if answer and self.reasoning == "mask" and "think>" in text:
             self._mask_plain_thoughts(text, after, learn[len(before) :], origin)
-        return Example(np.asarray(before + after, np.int32), learn)
+        return TokenSegment(np.asarray(before + after, np.int32), learn)
 
     def _mask_plain_thoughts(
         self, text: str, ids: list[int], learn: npt.NDArray[np.uint8], origin: str
@@ -286,7 +298,7 @@ class Encoder:
         )
         return list(encoded["input_ids"])
 
-    def _encode_chat(self, messages: Messages, first: int, row: Row) -> Example:
+    def _encode_chat(self, messages: Messages, first: int, row: Row) -> TokenSegment:
         """Return a conversation as tokens.
 
         Targets are the assistant turns from message `first` on; with `learn_all` everything. Turns
@@ -298,19 +310,19 @@ class Encoder:
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 answers.append(index)
-        learned = [index for index in answers if is_weighted[index] and index >= first]
+        target_turns = [index for index in answers if is_weighted[index] and index >= first]
         messages = [_without_keys(message, ["weight"]) for message in messages]
         messages = self._adapt_all(messages, row)
         messages, text = self._render_whole(messages, row)
         hides_reasoning = self._hides_reasoning(messages, text)
-        # The template marks all answers, so its marks only help if all of them are learned.
-        can_use_marks = self.marks_turns and not self.learn_all and learned == answers
-        if can_use_marks:
-            marked = self._render(messages, row, **_MARKED)
+        # The generation tags enclose all answers, so they only help if all answers are targets.
+        can_use_tags = self.has_generation_tags and not self.learn_all and target_turns == answers
+        if can_use_tags:
+            marked = self._render(messages, row, **_MASK_OPTIONS)
             learn = np.asarray(marked["assistant_masks"], np.uint8)
             if self.reasoning != "mask":
                 ids = np.asarray(marked["input_ids"], np.int32)
-                return Example(ids, learn, hides_reasoning)
+                return TokenSegment(ids, learn, hides_reasoning)
             tokens = Tokens(self.tokenizer, text)
         else:
             tokens = Tokens(self.tokenizer, text)
@@ -321,11 +333,11 @@ class Encoder:
                 self._set_turns(learn, 0, context, messages, tokens, row)
             else:
                 learn = np.zeros(len(tokens.ids), np.uint8)
-                self._set_turns(learn, 1, learned, messages, tokens, row)
+                self._set_turns(learn, 1, target_turns, messages, tokens, row)
         if self.reasoning == "mask":
             thoughts = self._thoughts_by_key(messages)
             mask_thoughts(tokens, learn, row.origin, not self.learn_all, thoughts)
-        return Example(np.asarray(tokens.ids, np.int32), learn, hides_reasoning)
+        return TokenSegment(np.asarray(tokens.ids, np.int32), learn, hides_reasoning)
 
     def _set_turns(
         self,
@@ -430,9 +442,9 @@ class Encoder:
         parts: list[_Part] = []
         for index, turn in enumerate(messages):
             parts += _omissible_parts(turn, index, text)
-        marked = self._render_with_marked_calls(messages, row, **options)
+        marked = self._render_with_probe_names(messages, row, **options)
         for part in parts:
-            if part.name == CALL and _call_mark(part.turn) in marked:
+            if part.name == CALL and _probe_name(part.turn) in marked:
                 continue
             rest = [*messages[: part.turn], *part.remainder, *messages[part.turn + 1 :]]
             try:
@@ -450,13 +462,13 @@ class Encoder:
                 raise DataError(what, where=row.origin, fix=FITTING)
         return text
 
-    def _render_with_marked_calls(self, messages: Messages, row: Row, **options: Any) -> str:
-        """Return the rendered conversation with a mark as the name of each turn's last call.
+    def _render_with_probe_names(self, messages: Messages, row: Row, **options: Any) -> str:
+        """Return the rendered conversation with `_probe_name` as the name of each turn's last call.
 
         So one rendering tells for all turns whether the template shows their calls. The text is
         empty if there are no calls, or if the template refuses it.
         """
-        marked = [_with_marked_call(turn, index) for index, turn in enumerate(messages)]
+        marked = [_with_probe_name(turn, index) for index, turn in enumerate(messages)]
         if marked == messages:
             return ""
         try:
@@ -471,29 +483,32 @@ class Encoder:
         The turn is an answer, or another whose `weight` is 0. Raises DataError if it is not found.
         """
         turn = messages[index]
-        # `through`: the conversation up to this turn, rendered alone.
+        # The conversation from its start up to and including this turn, rendered without the later
+        # turns.
         is_last = index == len(messages) - 1
         if is_last:
             start = self._usual_start(turn, text)
             if start is not None:
                 return start, len(text)
-            through = text
+            prefix_with_turn = text
         else:
-            through = self._render(messages[: index + 1], row)
-        head = self._head(messages, index, text, row)
+            prefix_with_turn = self._render(messages[: index + 1], row)
+        prefix_with_header = self._render_prefix_with_header(messages, index, text, row)
         wordings = _wordings(turn)
-        if self._stands_at_head(messages, index, text, head, through, row):
-            return len(head), len(through)
+        if self._is_between_prefixes(
+            messages, index, text, prefix_with_header, prefix_with_turn, row
+        ):
+            return len(prefix_with_header), len(prefix_with_turn)
         # The template lacks a generation prompt, or renders this turn differently here: search the
         # content.
-        if turn.get("tool_calls") and through.startswith(head):
+        if turn.get("tool_calls") and prefix_with_turn.startswith(prefix_with_header):
             # The template writes calls in its own format.
-            wordings = [_answer_alone(through[len(head) :])]
-        span = _find_wording(wordings, text, head, through)
+            wordings = [_answer_alone(prefix_with_turn[len(prefix_with_header) :])]
+        span = _find_wording(wordings, text, prefix_with_header, prefix_with_turn)
         if span is not None:
             # If not, the same words may have been found in another turn.
-            has_turns_before = text.startswith(head) or text.startswith(
-                self._before(messages, index, row)
+            has_turns_before = text.startswith(prefix_with_header) or text.startswith(
+                self._render_prefix(messages, index, row)
             )
             if has_turns_before:
                 return span
@@ -507,55 +522,64 @@ class Encoder:
             )
         raise DataError(what, where=row.origin, fix=fix)
 
-    def _stands_at_head(
-        self, messages: Messages, index: int, text: str, head: str, through: str, row: Row
+    def _is_between_prefixes(
+        self,
+        messages: Messages,
+        index: int,
+        text: str,
+        prefix_with_header: str,
+        prefix_with_turn: str,
+        row: Row,
     ) -> bool:
-        """Return whether a turn stands from the end of `head` to the end of `through` in `text`.
+        """Return whether the turn is the part of `text` between the ends of the two prefixes.
 
         Args:
             messages: the conversation.
             index: the turn.
             text: the conversation as it is rendered.
-            head: what should be before the turn's content, see `_head`.
-            through: the turns up to and with this one, as they are rendered alone.
+            prefix_with_header: what should be before the turn's content, see
+                `_render_prefix_with_header`.
+            prefix_with_turn: the turns up to and including this one, rendered without later turns.
             row: its row.
         """
-        if not (text.startswith(through) and text.startswith(head)):
+        if not (text.startswith(prefix_with_turn) and text.startswith(prefix_with_header)):
             return False
         wordings = _wordings(messages[index])
-        turn_text = through[len(head) :]
+        turn_text = prefix_with_turn[len(prefix_with_header) :]
         if wordings and not any(wording in turn_text for wording in wordings):
             return False
         # The usual header decides without another rendering, which would take a seventh of all
         # time.
         header = self._usual_header.strip()
-        if header and head.rstrip().endswith(header):
+        if header and prefix_with_header.rstrip().endswith(header):
             return True
-        # If the head is no more than the turns before, the template has written no header into it,
-        # and the turn's header would count as its content.
-        return head != self._before(messages, index, row)
+        # If the prefix has no more than the turns before, the template has written no header, and
+        # the turn's header would count as its content.
+        return prefix_with_header != self._render_prefix(messages, index, row)
 
-    def _before(self, messages: Messages, index: int, row: Row) -> str:
-        """Return the turns before `index` as they are rendered without a generation prompt."""
+    def _render_prefix(self, messages: Messages, index: int, row: Row) -> str:
+        """Return the rendered turns before `index`, without a generation prompt; may be empty."""
         if not index:
             return ""
         text: str = self._render(messages[:index], row)
         return text
 
-    def _head(self, messages: Messages, index: int, text: str, row: Row) -> str:
-        """Return the text before the content of turn `index`: the turns before it, and its header."""
+    def _render_prefix_with_header(
+        self, messages: Messages, index: int, text: str, row: Row
+    ) -> str:
+        """Return the rendered turns before `index`, and the header of the turn if it is an answer."""
         is_answer = messages[index]["role"] == "assistant"
         if not is_answer:
-            return self._before(messages, index, row)
+            return self._render_prefix(messages, index, row)
         if not index:
-            return self._first_head(text, row)
-        head: str = self._render(messages[:index], row, add_generation_prompt=True)
-        return head
+            return self._find_prefix_with_first_header(text, row)
+        prefix_with_header: str = self._render(messages[:index], row, add_generation_prompt=True)
+        return prefix_with_header
 
-    def _first_head(self, text: str, row: Row) -> str:
-        """Return the text before the content of an assistant turn that opens the conversation.
+    def _find_prefix_with_first_header(self, text: str, row: Row) -> str:
+        """Return the text before the content of an answer that is the first turn.
 
-        There is no earlier turn to render.
+        There is no earlier turn to render, so the header is searched in `text`; empty if not found.
         """
         header = self._header(row)
         start = text.find(header)
@@ -591,11 +615,11 @@ class Encoder:
         row = Row("", {})
         answer = {"role": "assistant", "content": "!"}
         try:
-            head = self._render([_QUESTION], row, add_generation_prompt=True)
+            prompt = self._render([_QUESTION], row, add_generation_prompt=True)
             text: str = self._render([_QUESTION, answer], row)
         except DataError:
             return None
-        answered = f"{head}!"
+        answered = f"{prompt}!"
         if text.startswith(answered):
             return text.removeprefix(answered)
         return None
@@ -649,7 +673,9 @@ class Encoder:
         Raises DataError if the template refuses the conversation.
         """
         arguments = {"tools": row.values.get("tools"), "tokenize": False, **options}
-        with judged("the chat template refuses this conversation", row.origin, DataError, FITTING):
+        with translate_exceptions(
+            "the chat template refuses this conversation", row.origin, DataError, FITTING
+        ):
             return self.tokenizer.apply_chat_template(messages, **arguments)
 
 
@@ -661,7 +687,7 @@ def _text_of_template(template: str | dict[str, str] | None) -> str:
 
 
 def _is_weighted(message: dict[str, Any], row: Row) -> bool:
-    """Return whether a message is learned, by its `weight` as in OpenAI's files.
+    """Return whether a message is a target, by its `weight` as in OpenAI's files.
 
     Raises DataError unless that is 0 or 1.
     """
@@ -777,13 +803,13 @@ def _omissible_parts(turn: dict[str, Any], index: int, text: str) -> Iterator[_P
             yield _Part(index, "what is said beside the calls of ", [without_speech])
 
 
-def _call_mark(index: int) -> str:
-    """Return the name that stands for that of a call of messages[index] in a trial rendering."""
+def _probe_name(index: int) -> str:
+    """Return the function name that a trial rendering gives to a call of messages[index]."""
     return f"call-{index}-"
 
 
-def _with_marked_call(turn: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return the turn with a mark for the name of the last of its calls."""
+def _with_probe_name(turn: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the turn with `_probe_name` as the function name of its last call."""
     calls = turn.get("tool_calls")
     if not isinstance(calls, list) or not calls:
         return turn
@@ -791,33 +817,33 @@ def _with_marked_call(turn: dict[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(call, dict):
         return turn
     function = call.get("function")
-    mark = {"name": _call_mark(index)}
+    probe = {"name": _probe_name(index)}
     if isinstance(function, dict):
-        marked = {**call, "function": {**function, **mark}}
+        marked = {**call, "function": {**function, **probe}}
     else:
-        marked = {**call, **mark}
+        marked = {**call, **probe}
     return {**turn, "tool_calls": [*calls[:-1], marked]}
 
 
 def _find_wording(
-    wordings: list[str], text: str, head: str, through: str
+    wordings: list[str], text: str, prefix_with_header: str, prefix_with_turn: str
 ) -> tuple[int, int] | None:
     """Return the characters [start, stop) of the first of some wordings in a text.
 
     Args:
         wordings: what may be in the text.
         text: the whole conversation.
-        head: the turns before this one, rendered alone.
-        through: the turns up to this one, rendered alone.
+        prefix_with_header: the turns before this one and its header, rendered without later turns.
+        prefix_with_turn: the turns up to and including this one, rendered without later turns.
     """
     # In the whole text the turns before this one may be rendered differently. The search begins at
-    # the first character that differs from `head`.
-    floor = _common_prefix(text, head)
+    # the first character that differs from `prefix_with_header`.
+    floor = _common_prefix(text, prefix_with_header)
     found = []
     for wording in wordings:
-        if text.startswith(through):
-            # The last one: the turn ends `through`, and turns before it may say the same.
-            start = text.rfind(wording, floor, len(through))
+        if text.startswith(prefix_with_turn):
+            # The last one: the turn is at the end, and turns before it may say the same.
+            start = text.rfind(wording, floor, len(prefix_with_turn))
         else:
             # The first one: a later turn may have the same content.
             start = text.find(wording, floor)

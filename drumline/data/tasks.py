@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from drumline.config.data import PAIR_FORMS, PROMPT_FORMS, Forms, TasksSource
-from drumline.data.files import Raw, as_json
+from drumline.data.files import Raw, json_round_trip
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import import_quietly
 
@@ -35,8 +35,8 @@ def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
     Raises DataError for a task that cannot be used, and EnvironmentFault without reasoning-gym.
     """
     sets = _open_tasks(source, forms)
-    most = max(task.rows for task in sets)
-    for number in range(most):
+    largest_size = max(task.rows for task in sets)
+    for number in range(largest_size):
         for task in sets:
             if number >= task.rows:
                 continue
@@ -82,7 +82,7 @@ def _require_json_entries(dataset: Any, where: str) -> None:
     answer = item["answer"]
     if not isinstance(answer, str):
         return
-    score_of_json = dataset.score_answer(answer, as_json(item))
+    score_of_json = dataset.score_answer(answer, json_round_trip(item))
     if score_of_json != dataset.score_answer(answer, item):
         raise DataError(
             "this task's verifier needs entries that JSON cannot hold",
@@ -102,7 +102,7 @@ def _task_row(
     if forms is PROMPT_FORMS:
         columns["answer"] = answer
         columns["options"] = source.tasks[task.name]
-        columns["entry"] = as_json(item)
+        columns["entry"] = json_round_trip(item)
         return columns
     if not isinstance(answer, str):
         raise DataError("this task has no written answer to learn", where=where, fix="leave it out")
@@ -141,12 +141,12 @@ def wrong_answer(dataset: Any, number: int, rows: int, seed: str, where: str) ->
     Raises DataError if no wrong answer is found.
     """
     item = dataset[number]
-    own = item["answer"]
-    best = dataset.score_answer(own, item)
+    right_answer = item["answer"]
+    best = dataset.score_answer(right_answer, item)
     draw = random.Random(f"{seed}/{number}")
-    for answer in _candidates(dataset, number, rows, own, draw):
+    for answer in _candidates(dataset, number, rows, right_answer, draw):
         text = answer.strip()
-        is_other = text and text != own.strip()
+        is_other = text and text != right_answer.strip()
         if is_other and dataset.score_answer(answer, item) < best:
             return answer
     raise DataError(
@@ -157,15 +157,15 @@ def wrong_answer(dataset: Any, number: int, rows: int, seed: str, where: str) ->
 
 
 def _candidates(
-    dataset: Any, number: int, rows: int, own: str, draw: random.Random
+    dataset: Any, number: int, rows: int, right_answer: str, draw: random.Random
 ) -> Iterator[str]:
-    """Yield answers of other rows, then variants of `own` with one character changed."""
+    """Yield answers of other rows, then variants of `right_answer` with one character changed."""
     for other in draw.sample(range(rows), min(rows, _ROWS_TRIED)):
         answer = dataset[other]["answer"]
         if other != number and isinstance(answer, str):
             yield answer
     for _ in range(_EDITS_TRIED):
-        yield _change_one_character(own, draw)
+        yield _change_one_character(right_answer, draw)
 
 
 def _change_one_character(answer: str, draw: random.Random) -> str:
@@ -173,15 +173,15 @@ def _change_one_character(answer: str, draw: random.Random) -> str:
 
     An answer without any gets a digit at its end.
     """
-    places = [index for index, character in enumerate(answer) if character.isalnum()]
-    if not places:
+    indices = [index for index, character in enumerate(answer) if character.isalnum()]
+    if not indices:
         return answer + draw.choice(_DIGITS)
-    place = draw.choice(places)
-    old = answer[place]
+    index = draw.choice(indices)
+    old = answer[index]
     alphabet = _LETTERS
     if old.isdigit():
         alphabet = _DIGITS
     new = draw.choice([character for character in alphabet if character != old.lower()])
     if old.isupper():
         new = new.upper()
-    return answer[:place] + new + answer[place + 1 :]
+    return answer[:index] + new + answer[index + 1 :]

@@ -70,7 +70,7 @@ def mask_thoughts(
     learn: npt.NDArray[np.uint8],
     origin: str,
     may_start_inside: bool = True,
-    from_keys: Sequence[str] = (),
+    key_reasoning: Sequence[str] = (),
 ) -> None:
     """Take reasoning out of the targets: set its tokens in `learn` to 0.
 
@@ -79,12 +79,13 @@ def mask_thoughts(
         learn: uint8[tokens], 1 for a target; changed in place.
         origin: the row's name in an error.
         may_start_inside: whether a range of targets may begin within reasoning.
-        from_keys: reasoning under keys of the messages, which the template may write without tags.
+        key_reasoning: the reasoning texts that messages have under keys of their own, with repeats.
+            The template may write them without tags.
 
     Raises DataError for reasoning that does not end, or cannot be found in the tokens.
     """
     # Most texts have no reasoning.
-    if "think>" not in tokens.text and not from_keys:
+    if "think>" not in tokens.text and not key_reasoning:
         return
     if tokens.starts is None:
         what = "this tokenizer gives no offsets to find the reasoning by"
@@ -92,7 +93,7 @@ def mask_thoughts(
             "use a model whose tokenizer has a fast version, or set data.reasoning to keep or drop"
         )
         raise DataError(what, where=origin, fix=fix)
-    untagged = _find_untagged(from_keys, tokens.text)
+    untagged = _find_untagged(key_reasoning, tokens.text)
     # Where each token starts in the text, and where the text ends.
     characters = np.append(tokens.starts, len(tokens.text))
     # The flags change at the start and at the stop of each range of targets.
@@ -102,7 +103,7 @@ def mask_thoughts(
         first_character = int(characters[start])
         stretch = tokens.text[characters[start] : characters[stop]]
         end_of_last = 0
-        for first, last in _find_spans(stretch, may_start_inside, from_keys, untagged):
+        for first, last in _find_spans(stretch, may_start_inside, key_reasoning, untagged):
             first_token = tokens.token_at(first_character + first, origin)
             stop_token = tokens.token_at(first_character + last, origin)
             # The first token of the reasoning may begin before the targets do.
@@ -114,26 +115,26 @@ def mask_thoughts(
             raise DataError(what, where=origin, fix=UNENDED)
 
 
-def _find_untagged(from_keys: Sequence[str], text: str) -> list[str]:
-    """Return those of `from_keys`, each once, that are in no tagged reasoning of `text`."""
+def _find_untagged(key_reasoning: Sequence[str], text: str) -> list[str]:
+    """Return those of `key_reasoning`, each once, that are in no tagged reasoning of `text`."""
     tagged = [match[0] for match in _THOUGHT.finditer(text)]
     untagged = []
-    for thought in dict.fromkeys(from_keys):
+    for thought in dict.fromkeys(key_reasoning):
         if not any(thought in each for each in tagged):
             untagged.append(thought)
     return untagged
 
 
 def _find_spans(
-    stretch: str, may_start_inside: bool, from_keys: Sequence[str], untagged: list[str]
+    stretch: str, may_start_inside: bool, key_reasoning: Sequence[str], untagged: list[str]
 ) -> list[tuple[int, int]]:
     """Return the characters [first, last) of each piece of reasoning in a stretch of targets.
 
     Args:
         stretch: the text of consecutive targets.
         may_start_inside: whether the stretch may begin within reasoning.
-        from_keys: reasoning under keys of the messages, with repeats.
-        untagged: those of `from_keys` that are in no tags, each once.
+        key_reasoning: see `mask_thoughts`.
+        untagged: the texts of `key_reasoning` that are in no tags, each once.
     """
     matches: list[re.Match[str]] = []
     if may_start_inside:
@@ -142,5 +143,5 @@ def _find_spans(
     for thought in untagged:
         # The text may have the same words elsewhere: take as many places as the row has thoughts.
         places = re.finditer(re.escape(thought), stretch)
-        matches += islice(places, from_keys.count(thought))
+        matches += islice(places, key_reasoning.count(thought))
     return [match.span() for match in matches]

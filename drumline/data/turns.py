@@ -16,8 +16,8 @@ from drumline.errors import DataError
 Messages = list[dict[str, Any]]
 
 
-class Talk(NamedTuple):
-    """The value of a column, read as a conversation if it holds one.
+class ParsedColumn(NamedTuple):
+    """The value of a column: messages if it holds a conversation, else the value unchanged.
 
     Attributes:
         format: how another tool wrote the conversation, sharegpt or transcript; empty for our own
@@ -53,8 +53,9 @@ ROLES = {
     "function_call": "assistant",
     "tool_call": "assistant",
 }
-# Columns whose texts may be JSON that is an answer by itself.
-ANSWERS = ("prompt", "completion", "chosen", "rejected")
+# In these columns a JSON text is only parsed as a conversation if each of its items is certainly a
+# turn. Otherwise it may be the text of a prompt or an answer that happens to be JSON.
+STRICT_JSON_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 # The keys of a turn that hold what is spoken or called.
 CONTENT_KEYS = {"content", "value", "text", "tool_calls", "function_call"}
 # Speakers, and kinds of parts, whose text is the JSON of a call.
@@ -62,7 +63,7 @@ CALLS = ("function_call", "tool_call")
 # Keys of LLaMA-Factory, Axolotl and other tools for whether a message is learned. `WEIGHT` may have
 # any number as its value, the others are true or false. The first key that a message has counts.
 WEIGHT = "loss_weight"
-MARKS = (WEIGHT, "train", "training", "loss")
+LOSS_KEYS = (WEIGHT, "train", "training", "loss")
 # A turn of Anthropic's hh-rlhf, and of datasets that are written as it is.
 TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
 # A turn of a conversation with calls, written as plain text.
@@ -86,8 +87,10 @@ def as_messages(value: str | Messages, role: str) -> Messages:
     return value
 
 
-def read_talks(columns: Mapping[str, Any], question: Any, origin: str) -> dict[str, Talk]:
-    """Return `read_talk` of each column that may hold a conversation.
+def parse_columns(
+    columns: Mapping[str, Any], question: Any, origin: str
+) -> dict[str, ParsedColumn]:
+    """Return column → its `parse_column`, for each column that may hold a conversation.
 
     An answer that is a JSON text by itself stays a text.
 
@@ -96,19 +99,19 @@ def read_talks(columns: Mapping[str, Any], question: Any, origin: str) -> dict[s
         question: the prompt of the row, perhaps under another name.
         origin: the row's name in an error.
     """
-    talks = {}
+    parsed = {}
     for name, value in columns.items():
-        talks[name] = read_talk(name, value, origin)
+        parsed[name] = parse_column(name, value, origin)
     prompt = question
-    if "prompt" in talks and talks["prompt"].value:
-        prompt = talks["prompt"].value
+    if "prompt" in parsed and parsed["prompt"].value:
+        prompt = parsed["prompt"].value
     for name in ("completion", "chosen", "rejected"):
-        if name in talks and _is_json_answer(columns[name], talks[name].value, prompt):
-            talks[name] = Talk("", columns[name])
-    return talks
+        if name in parsed and _is_json_answer(columns[name], parsed[name].value, prompt):
+            parsed[name] = ParsedColumn("", columns[name])
+    return parsed
 
 
-def read_talk(name: str, value: Any, origin: str) -> Talk:
+def parse_column(name: str, value: Any, origin: str) -> ParsedColumn:
     """Return the messages of a column that holds a conversation, and any other value as it is.
 
     Args:
@@ -118,15 +121,15 @@ def read_talk(name: str, value: Any, origin: str) -> Talk:
 
     Raises DataError for a turn of a conversation that cannot be read.
     """
-    unchanged = Talk("", value)
+    unchanged = ParsedColumn("", value)
     is_text = isinstance(value, str)
     found = value
     if is_text:
         if name == "prompt" and PROMPT.fullmatch(value):
             # The last turn is the assistant's header, which nothing follows.
-            return Talk("transcript", split_transcript(value)[:-1])
+            return ParsedColumn("transcript", split_transcript(value)[:-1])
         if name == "chat" and CHAT.match(value):
-            return Talk("transcript", split_transcript(value, CHAT))
+            return ParsedColumn("transcript", split_transcript(value, CHAT))
         # Most texts are no JSON: do not parse them to find that out.
         if not value.lstrip().startswith(("[{", "{")):
             return unchanged
@@ -138,15 +141,15 @@ def read_talk(name: str, value: Any, origin: str) -> Talk:
     turns = [found] if isinstance(found, Mapping) else found
     if not _are_turns(turns):
         return unchanged
-    if is_text and name in ANSWERS:
+    if is_text and name in STRICT_JSON_COLUMNS:
         # A model that is to answer in JSON may have keys called `role` or `from` in its answer.
-        is_talk = isinstance(found, list) and all(map(_is_certain_turn, turns))
-        if not is_talk:
+        is_conversation = isinstance(found, list) and all(map(_is_certain_turn, turns))
+        if not is_conversation:
             return unchanged
     if all(map(_is_message, turns)):
-        return Talk("", turns)
+        return ParsedColumn("", turns)
     messages = [_convert_turn(turn, origin) for turn in turns]
-    return Talk("sharegpt", messages)
+    return ParsedColumn("sharegpt", messages)
 
 
 def _are_turns(value: Any) -> bool:
@@ -374,19 +377,19 @@ def parse_calls(value: Any) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _require_calls(value: Any, label: str, origin: str) -> list[dict[str, Any]]:
-    """Return `parse_calls` of a value, which is called `label` in an error.
+def _require_calls(value: Any, location: str, origin: str) -> list[dict[str, Any]]:
+    """Return `parse_calls` of a value, which an error calls `location`.
 
     Raises DataError if it holds no calls.
     """
     calls = parse_calls(value)
     if calls is None:
-        what = f"{label} is no JSON of a call"
+        what = f"{location} is no JSON of a call"
         raise DataError(what, where=origin, fix="give {name, arguments}, or a list of them")
     return calls
 
 
-def parse_arguments(call: Any, label: str, origin: str) -> Any:
+def parse_arguments(call: Any, location: str, origin: str) -> Any:
     """Return a call with its arguments as an object.
 
     OpenAI's format has the arguments as JSON, and Llama's has them under `parameters`.
@@ -394,7 +397,7 @@ def parse_arguments(call: Any, label: str, origin: str) -> Any:
     Args:
         call: {name, arguments}, or {function: {name, arguments}, …}. Anything but a dictionary is
             returned as it is.
-        label: the part of the row that has the call, for messages.
+        location: the part of the row that has the call, for messages.
         origin: the row's name in an error.
 
     Raises DataError for a call without a name, or whose arguments are no JSON object.
@@ -403,9 +406,11 @@ def parse_arguments(call: Any, label: str, origin: str) -> Any:
         return call
     function = call.get("function")
     if isinstance(function, dict):
-        return {**call, "function": parse_arguments(function, label, origin)}
+        return {**call, "function": parse_arguments(function, location, origin)}
     if not call.get("name"):
-        raise DataError(f"{label}: a call has no name", where=origin, fix="give {name, arguments}")
+        raise DataError(
+            f"{location}: a call has no name", where=origin, fix="give {name, arguments}"
+        )
     arguments = call.get("arguments")
     has_arguments = arguments is not None
     if not has_arguments:
@@ -413,7 +418,7 @@ def parse_arguments(call: Any, label: str, origin: str) -> Any:
     if isinstance(arguments, str):
         arguments = _parse_json_object(arguments)
     if not isinstance(arguments, dict | None):
-        what = f"{label}: the arguments of the call {call.get('name')!r} are no JSON object"
+        what = f"{location}: the arguments of the call {call.get('name')!r} are no JSON object"
         fix = 'give {"name": value, …}, or a text that is such JSON'
         raise DataError(what, where=origin, fix=fix)
     parsed = dict(call)
@@ -435,23 +440,23 @@ def _parse_json_object(text: str) -> Any:
 
 
 def read_weight(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with a key of `MARKS` replaced by our `weight`.
+    """Return a message with a key of `LOSS_KEYS` replaced by our `weight`.
 
     If the message has a `weight` already that one stays. Without such a key the message is returned
     as it is.
     """
-    marks: dict[str, Any] = {}
-    for name in MARKS:
-        mark = message.get(name)
-        is_number = isinstance(mark, bool | int | float)
+    values: dict[str, Any] = {}
+    for name in LOSS_KEYS:
+        value = message.get(name)
+        is_number = isinstance(value, bool | int | float)
         # Under the keys other than `WEIGHT` numbers besides 0 and 1 mean something else.
-        if is_number and (name == WEIGHT or mark in (0, 1)):
-            marks[name] = mark
-    if not marks:
+        if is_number and (name == WEIGHT or value in (0, 1)):
+            values[name] = value
+    if not values:
         return message
-    first_mark = next(iter(marks.values()))
-    rest = {key: value for key, value in message.items() if key not in marks}
-    return {"weight": float(first_mark)} | rest
+    first_value = next(iter(values.values()))
+    rest = {key: value for key, value in message.items() if key not in values}
+    return {"weight": float(first_value)} | rest
 
 
 def _convert_turn(turn: Any, origin: str) -> dict[str, Any]:

@@ -82,13 +82,13 @@ def _read_arena(present: PresentColumns) -> TwoAnswers | None:
     needed = {"prompt", "response_a", "response_b", "winner_model_a", "winner_model_b"}
     if not needed <= present.keys():
         return None
-    talk_a = _parse_talk(present["prompt"], present["response_a"])
-    talk_b = _parse_talk(present["prompt"], present["response_b"])
-    if talk_a is None or talk_b is None:
+    conversation_a = _parse_conversation(present["prompt"], present["response_a"])
+    conversation_b = _parse_conversation(present["prompt"], present["response_b"])
+    if conversation_a is None or conversation_b is None:
         return None
     # Both flags are 0 in a tie, so `winner_tie` tells nothing more.
     winner = _compare(present["winner_model_a"], present["winner_model_b"])
-    columns = {"response_a": talk_a, "response_b": talk_b, "winner": winner}
+    columns = {"response_a": conversation_a, "response_b": conversation_b, "winner": winner}
     used = needed
     if "winner_tie" in present:
         used = needed | {"winner_tie"}
@@ -112,7 +112,7 @@ def _compare(score_a: Any, score_b: Any) -> str:
     return "a"
 
 
-def _parse_talk(questions: Any, answers: Any) -> list[dict[str, str]] | None:
+def _parse_conversation(questions: Any, answers: Any) -> list[dict[str, str]] | None:
     """Return the conversation of two JSON lists of as many texts; None for anything else.
 
     `questions` are those of the user, `answers` those of one model.

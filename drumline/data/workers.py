@@ -25,13 +25,13 @@ from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.data import DataConfig
 from drumline.config.model import ModelConfig
 from drumline.data.encode import RowEncoder
-from drumline.data.image_files import image_paths
+from drumline.data.image_files import image_paths_in_meta
 from drumline.data.overlap import PERMUTATIONS, EvaluationGrams, hash_bands, minhash, text_of
+from drumline.data.row_store import ROW, Chunk
 from drumline.data.sources import Row
-from drumline.data.stage import ROW, Chunk
-from drumline.data.targets import Encoded
+from drumline.data.targets import EncodedSample
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import content_of, finite_number, number_errors
+from drumline.foreign import content_of, finite_number, translate_number_errors
 from drumline.hardware.detect import usable_cores
 from drumline.system.process import worker_pool
 
@@ -45,8 +45,8 @@ IN_LINE_ROWS = 2000
 MOST_WORKERS = 8  # processes, if data.workers is not set
 CHUNK_ROWS = 256  # rows that a process gets at once
 WAITING_CHUNKS = 4  # per process; with more a fast source would fill the memory
-# Members of a job that are not pickled: each process makes its own.
-_MADE_IN_EACH_PROCESS = ("encoder", "tokenizer", "contaminated")
+# Members of a ChunkEncoder that are not pickled: each process makes its own.
+_MADE_IN_EACH_PROCESS = ("row_encoder", "tokenizer", "contains_evaluation_row")
 DIGEST_BYTES = 16  # of sha256 over a row
 # The caller handles these signals for all. A worker inherits them blocked, so that none of them
 # ends it during its imports.
@@ -54,8 +54,8 @@ _PARENTS_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 
 @dataclass(frozen=True)
-class Job:
-    """The settings that a worker encodes rows with; they are pickled.
+class ChunkEncoder:
+    """Encodes lists of rows to chunks. Only its settings are pickled, for the worker processes.
 
     Attributes:
         tokenizer_path: the folder of the tokenizer.
@@ -63,8 +63,8 @@ class Job:
         algorithm: the algorithm, which names the encoder of its rows.
         data: the settings of `data`.
         vision: the images of a vision-language model.
-        evaluation: the file with the grams of evaluation rows, see `overlap.EvaluationGrams`; None:
-            training rows are not compared with them.
+        evaluation: the file with the n-grams of evaluation rows, see `overlap.EvaluationGrams`;
+            None: rows are not compared with them.
     """
 
     tokenizer_path: str
@@ -84,17 +84,17 @@ class Job:
         return load_tokenizer(self.tokenizer_path, self.model)
 
     @cached_property
-    def encoder(self) -> RowEncoder:
+    def row_encoder(self) -> RowEncoder:
         """The algorithm's encoder of rows."""
-        encoder: RowEncoder = self.algorithm.encoder(self.tokenizer, self.data, self.vision)
-        return encoder
+        row_encoder: RowEncoder = self.algorithm.encoder(self.tokenizer, self.data, self.vision)
+        return row_encoder
 
     @cached_property
-    def contaminated(self) -> Callable[[Row], bool]:
-        """The test whether a row holds a row of data.eval."""
+    def contains_evaluation_row(self) -> Callable[[Row], bool]:
+        """The function that returns whether a row contains (overlaps) a row of data.eval."""
         if self.evaluation is None:
             return _is_never_contaminated
-        return EvaluationGrams.load(self.evaluation).is_held_by
+        return EvaluationGrams.load(self.evaluation).contains_evaluation_row
 
     @property
     def finds_near_copies(self) -> bool:
@@ -126,22 +126,22 @@ class Job:
             key: value for key, value in self.__dict__.items() if key not in _MADE_IN_EACH_PROCESS
         }
 
-    def encode_row(self, row: Row) -> Encoded | None:
+    def encode_row(self, row: Row) -> EncodedSample | None:
         """Encode a row, see `RowEncoder.encode`.
 
         Raises DataError that names the row, also for a number that is too large.
         """
-        with number_errors(row.origin, DataError):
-            return self.encoder.encode(row)
+        with translate_number_errors(row.origin, DataError):
+            return self.row_encoder.encode(row)
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """Encode rows, and count their outcomes, see `stage.Stage.counts`."""
+        """Encode rows, and count their outcomes, see `row_store.RowCounts.outcomes`."""
         counts: Counter[tuple[int, str]] = Counter()
-        kept_rows = []
+        encoded_rows = []
         samples = []
         for row in rows:
             counts[row.source, "read"] += 1
-            if self.contaminated(row):
+            if self.contains_evaluation_row(row):
                 counts[row.source, "contaminated"] += 1
                 continue
             encoded = self.encode_row(row)
@@ -149,18 +149,18 @@ class Job:
                 counts[row.source, "too_long"] += 1
                 continue
             # Samples with a meta, such as prompts and texts with a class, need no target.
-            has_targets = any(segment.learned for segment in encoded.segments)
+            has_targets = any(segment.target_count for segment in encoded.segments)
             if encoded.meta is None and not has_targets:
                 counts[row.source, "unlearned"] += 1
                 continue
             counts[row.source, "truncated"] += encoded.truncated
             counts[row.source, "hides_reasoning"] += encoded.hides_reasoning
-            kept_rows.append(row)
+            encoded_rows.append(row)
             samples.append(encoded)
-        return self._chunk(kept_rows, samples, counts)
+        return self._chunk(encoded_rows, samples, counts)
 
     def _chunk(
-        self, rows: list[Row], samples: list[Encoded], counts: Counter[tuple[int, str]]
+        self, rows: list[Row], samples: list[EncodedSample], counts: Counter[tuple[int, str]]
     ) -> Chunk:
         """Return the flat arrays of some rows and their samples."""
         segments = list(chain.from_iterable(encoded.segments for encoded in samples))
@@ -172,23 +172,23 @@ class Job:
         for segment in segments:
             tokens.append(segment.tokens)
             learn.append(segment.learn)
-            sizes.append((len(segment.tokens), segment.learned))
+            sizes.append((len(segment.tokens), segment.target_count))
         table = self._table(rows, samples, metas)
-        prints = {}
+        near = {}
         if self.finds_near_copies:
-            prints = self._prints(rows)
+            near = self._near_copy_arrays(rows)
         return Chunk(
             np.concatenate(tokens),
             np.concatenate(learn),
             table,
             np.asarray(sizes, np.int64).reshape(-1, 2),
             b"".join(metas),
-            prints,
+            near,
             counts,
         )
 
     def _table(
-        self, rows: list[Row], samples: list[Encoded], metas: list[bytes]
+        self, rows: list[Row], samples: list[EncodedSample], metas: list[bytes]
     ) -> npt.NDArray[Any]:
         """Return ROW[rows]: what each row is, and where its segments, tokens and meta lie."""
         digests = []
@@ -200,12 +200,12 @@ class Job:
         digest_words = np.frombuffer(b"".join(digests), "<u8")
         table["digest"] = digest_words.reshape(-1, 2)
         table["source"] = [row.source for row in rows]
-        table["segments"] = [len(encoded.segments) for encoded in samples]
-        table["first"] = _starts(table["segments"])
+        table["segment_count"] = [len(encoded.segments) for encoded in samples]
+        table["first_segment"] = _starts(table["segment_count"])
         table["meta_size"] = [len(meta) for meta in metas]
-        table["meta"] = _starts(table["meta_size"])
+        table["meta_offset"] = _starts(table["meta_size"])
         lengths_N = np.asarray(lengths, np.int64)
-        table["start"] = _starts(lengths_N)
+        table["first_token"] = _starts(lengths_N)
         curriculum = self.data.curriculum
         if curriculum is None:
             return table
@@ -215,25 +215,25 @@ class Job:
             table["value"] = [_number(row, curriculum.by) for row in rows]
         return table
 
-    def _digest(self, row: Row, encoded: Encoded) -> bytes:
+    def _digest(self, row: Row, encoded: EncodedSample) -> bytes:
         """Return `digest` of those parts of a row that must be equal for two rows to be copies."""
         images: list[str] = []
         if self.digests_images:
-            images = image_paths(encoded.meta or {})
+            images = image_paths_in_meta(encoded.meta or {})
         return digest(row, self.digests_all_columns, images)
 
-    def _prints(self, rows: list[Row]) -> dict[str, npt.NDArray[Any]]:
-        """Return the MinHash prints of rows, and their bands, by which near copies are found."""
-        prints = []
+    def _near_copy_arrays(self, rows: list[Row]) -> dict[str, npt.NDArray[Any]]:
+        """Return `Chunk.near` of rows: their MinHash signatures, and the hashes of their bands."""
+        signatures = []
         for row in rows:
             salt = b""
             if self.digests_all_columns:
                 # Prompts with different columns for the rewards are not alike, whatever their text.
                 salt = _hash(row.extra)[:8]
             text = text_of(row)
-            prints.append(minhash(text, salt))
-        prints_NP = np.asarray(prints, np.uint32).reshape(-1, PERMUTATIONS)
-        return {"prints": prints_NP, "bands": hash_bands(prints_NP)}
+            signatures.append(minhash(text, salt))
+        signatures_NP = np.asarray(signatures, np.uint32).reshape(-1, PERMUTATIONS)
+        return {"signatures": signatures_NP, "bands": hash_bands(signatures_NP)}
 
 
 def _is_never_contaminated(row: Row) -> bool:
@@ -241,7 +241,7 @@ def _is_never_contaminated(row: Row) -> bool:
     return False
 
 
-def _meta_bytes(encoded: Encoded) -> bytes:
+def _meta_bytes(encoded: EncodedSample) -> bytes:
     """Return the meta of a sample as JSON; empty without one."""
     if encoded.meta is None:
         return b""
@@ -292,11 +292,11 @@ def _hash(value: Any) -> bytes:
     return hashlib.sha256(data).digest()[:DIGEST_BYTES]
 
 
-def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[Chunk]:
+def encode_all(encoder: ChunkEncoder, rows: Iterator[Row], workers: int | None) -> Iterator[Chunk]:
     """Yield chunks of encoded rows, in order. Fewer than IN_LINE_ROWS are encoded in this process.
 
     Args:
-        job: the settings.
+        encoder: encodes each chunk.
         rows: the rows.
         workers: how many processes encode; None: one for each core that this process may use, at
             most MOST_WORKERS.
@@ -308,11 +308,11 @@ def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[C
     chunks = _chunks_of(chain(first, rows))
     if len(first) < IN_LINE_ROWS or count == 1:
         for chunk in chunks:
-            yield job.encode(chunk)
+            yield encoder.encode(chunk)
         return
     pool = worker_pool(count)
     try:
-        yield from _encode_in(pool, job, chunks, WAITING_CHUNKS * count)
+        yield from _encode_in(pool, encoder, chunks, WAITING_CHUNKS * count)
     except BrokenProcessPool as error:
         raise EnvironmentFault(
             "a process that tokenises died",
@@ -334,18 +334,18 @@ def _chunks_of(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 
 def _encode_in(
-    pool: ProcessPoolExecutor, job: Job, chunks: Iterator[list[Row]], most: int
+    pool: ProcessPoolExecutor, encoder: ChunkEncoder, chunks: Iterator[list[Row]], most: int
 ) -> Iterator[Chunk]:
     """Yield the encoded chunks, in order. At most `most` of them wait."""
-    pickled = pickle.dumps(job)
+    pickled = pickle.dumps(encoder)
     waiting: deque[Future[Chunk]] = deque()
     for chunk in chunks:
         # A worker that starts now inherits the blocked signals.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
         try:
             waiting.append(pool.submit(_work, pickled, chunk))
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         if len(waiting) >= most:
             yield waiting.popleft().result()
     while waiting:
@@ -353,13 +353,13 @@ def _encode_in(
 
 
 @lru_cache(maxsize=1)
-def _job(pickled: bytes) -> Job:
-    """Return the job, unpickled once in a worker. Its tokenizer uses one thread."""
+def _unpickle_encoder(pickled: bytes) -> ChunkEncoder:
+    """Return the ChunkEncoder, unpickled once in a worker. Its tokenizer uses one thread."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    job: Job = pickle.loads(pickled)  # noqa: S301 — our parent made it
-    return job
+    encoder: ChunkEncoder = pickle.loads(pickled)  # noqa: S301 — our parent made it
+    return encoder
 
 
 def _work(pickled: bytes, rows: list[Row]) -> Chunk:
     """Encode rows in a worker."""
-    return _job(pickled).encode(rows)
+    return _unpickle_encoder(pickled).encode(rows)

@@ -26,7 +26,7 @@ from drumline.config.model import MOST_MULTIPLE, ModelConfig
 from drumline.config.rollouts import HFGenerator as HFConfig
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, UserError
-from drumline.foreign import expanded, judged, read_object, require_package
+from drumline.foreign import expanded, read_object, require_package, translate_exceptions
 from drumline.models.adapters import CONFIG as ADAPTER
 from drumline.models.adapters import load_adapters, merge_loaded
 from drumline.models.build import build_model
@@ -303,7 +303,7 @@ def _open_folder(source: str, trust_remote_code: bool) -> Model:
     base_module = _read_pretrained(base, base_model)
     _grow_embeddings(base_module, Path(source), tokenizer)
     fix = "give a folder that PEFT wrote"
-    with judged("cannot be laid over its base", source, ModelError, fix):
+    with translate_exceptions("cannot be laid over its base", source, ModelError, fix):
         is_ours = (Path(source) / PROVENANCE).exists()
         merged = merge_loaded(load_adapters(base_module, Path(source), is_ours))
         return Model(_place_on_device(merged), tokenizer, f"{source} over {base}")
@@ -490,7 +490,9 @@ class Conversation:
         messages = list(turns)
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
-        with judged("the chat template refuses this conversation", self.model.origin, DataError):
+        with translate_exceptions(
+            "the chat template refuses this conversation", self.model.origin, DataError
+        ):
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )

@@ -63,16 +63,16 @@ class Pattern:
 class Documents(Pattern):
     """What a layer attends to. It is passed through the model instead of a mask.
 
-    `bounds_N`: int32[N + 1], where documents begin in all rows end to end; the last is B × T.
+    `cu_seqlens_N`: int32[N + 1], where documents begin in all rows end to end; the last is B × T.
     `longest`: tokens of the longest document, or of the longest padding. `kernel`: computes all
     documents of this batch in one call; None: each document is computed by itself.
     """
 
     def __init__(self, batch: Any, causal: bool, window: int | None) -> None:
         width = batch.input_ids_BT.shape[1]
-        branches = getattr(batch, "branches", False)
-        super().__init__(batch.documents, width, causal, window, branches)
-        self.bounds_N: Tensor = batch.bounds_N
+        branches = getattr(batch, "has_shared_prefix", False)
+        super().__init__(batch.document_lengths, width, causal, window, branches)
+        self.cu_seqlens_N: Tensor = batch.cu_seqlens_N
         self.longest = 0
         for row in self.lengths:
             padding = width - sum(row)
@@ -106,7 +106,7 @@ class Documents(Pattern):
         """
         # No kernel for variable lengths lets a document attend to another one, as branches do.
         is_usable = kernel != "documents" and not self.branches
-        if is_usable and _works(kernel, self.bounds_N.device, dtype, head_dim):
+        if is_usable and _works(kernel, self.cu_seqlens_N.device, dtype, head_dim):
             self.kernel = KERNELS[kernel]
         if self.kernel is None:
             self.lengths_BN  # noqa: B018 - computed now and kept
@@ -183,7 +183,7 @@ def model_inputs(
         inputs = batch.inputs()
     else:
         inputs = sequence.inputs(batch)
-    rows = getattr(batch, "documents", None)
+    rows = getattr(batch, "document_lengths", None)
     if rows is not None and by_documents(model):
         token = _batch.set(batch)
         try:
@@ -228,7 +228,7 @@ def documents_mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -
     if has_one_per_row and before == "sdpa" and is_within_window:
         return None
     # The type that queries will have.
-    dtype = _autocast_type(batch.bounds_N.device.type)
+    dtype = _autocast_type(batch.cu_seqlens_N.device.type)
     if dtype is None:
         dtype = options.get("dtype", torch.float32)
     documents.prepare(kernel, dtype, head_dim)
@@ -609,7 +609,7 @@ def varlen(
             queries_per_key = query.shape[1] // key.shape[1]
             key = key.repeat_interleave(queries_per_key, 1)
             value = value.repeat_interleave(queries_per_key, 1)
-    bounds = documents.bounds_N
+    bounds = documents.cu_seqlens_N
     longest = documents.longest
     q, k, v = _join_rows(query, key, value)
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
@@ -634,7 +634,7 @@ def flash(
         # This happens in the trial of the kernel: within a graph nothing can be imported.
         _packages[module] = import_module(module)
     package = _packages[module]
-    bounds = documents.bounds_N
+    bounds = documents.cu_seqlens_N
     longest = documents.longest
     options = {
         "softmax_scale": scale,
@@ -697,11 +697,11 @@ def block_mask(documents: Documents) -> Any:
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    bounds_N = documents.bounds_N
+    cu_seqlens_N = documents.cu_seqlens_N
     total = len(documents.lengths) * documents.width
-    places_T = torch.arange(total, device=bounds_N.device, dtype=bounds_N.dtype)
+    places_T = torch.arange(total, device=cu_seqlens_N.device, dtype=cu_seqlens_N.dtype)
     # The number of each token's document.
-    owner_T = torch.bucketize(places_T, bounds_N, right=True)
+    owner_T = torch.bucketize(places_T, cu_seqlens_N, right=True)
 
     def meet(_row: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         is_seen = owner_T[q] == owner_T[k]
@@ -712,7 +712,13 @@ def block_mask(documents: Documents) -> Any:
         return is_seen
 
     return create_block_mask(
-        meet, None, None, total, total, device=str(bounds_N.device), _compile=bounds_N.is_cuda
+        meet,
+        None,
+        None,
+        total,
+        total,
+        device=str(cu_seqlens_N.device),
+        _compile=cu_seqlens_N.is_cuda,
     )
 
 
@@ -759,8 +765,8 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
         tensor = torch.randn(2, 4, _TRIAL_WIDTH, head_dim, device=device, generator=generator)
         inputs.append(tensor.to(dtype).requires_grad_())
     batch = SimpleNamespace(
-        documents=_TRIAL_LENGTHS,
-        bounds_N=torch.tensor(_TRIAL_BOUNDS, dtype=torch.int32, device=device),
+        document_lengths=_TRIAL_LENGTHS,
+        cu_seqlens_N=torch.tensor(_TRIAL_BOUNDS, dtype=torch.int32, device=device),
         input_ids_BT=inputs[0][:, 0, :, 0],
     )
     documents = Documents(batch, causal=True, window=None)

@@ -306,7 +306,7 @@ def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
     `ids_BT`: one row of eight tokens, four of each document.
     """
     positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
-    pack = TrialTokens(ids_BT, positions, documents=((4, 4),))
+    pack = TrialTokens(ids_BT, positions, document_lengths=((4, 4),))
     with model_inputs(small, pack) as inputs:
         in_pack = small(**inputs, use_cache=False).logits[:, 4:]
     second = {"input_ids": ids_BT[:, 4:], "position_ids": positions[:, 4:]}
@@ -332,7 +332,9 @@ def _has_same_logits_behind_shared_prompt(small: Any, ids_BT: torch.Tensor) -> b
     """
     # Each completion continues the prompt: its positions begin at 4.
     positions_BT = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4]], device=ids_BT.device)
-    shared = TrialTokens(ids_BT, positions_BT, documents=((4, 3, 1),), branches=True)
+    shared = TrialTokens(
+        ids_BT, positions_BT, document_lengths=((4, 3, 1),), has_shared_prefix=True
+    )
     with model_inputs(small, shared) as inputs:
         together = small(**inputs, use_cache=False).logits
     first = small(input_ids=ids_BT[:, :7], use_cache=False).logits
@@ -402,7 +404,7 @@ def compute_outputs(
     if shared:
         # From the rows with shared prompts back to one row for each sample of the batch.
         hidden_ND = hidden_BTD.flatten(0, 1)
-        hidden_BTD = hidden_ND[shared.places_BT]
+        hidden_BTD = hidden_ND[shared.token_indices_BT]
     _, head = parts
     if head is score:
         return replace(known, hidden_BTD=hidden_BTD)

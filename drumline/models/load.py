@@ -19,7 +19,7 @@ from drumline.config.config import Adapter, LoRAConfig
 from drumline.config.model import Head, ModelConfig
 from drumline.config.registry import nearest
 from drumline.errors import ModelError
-from drumline.foreign import first_line, judged
+from drumline.foreign import first_line, translate_exceptions
 from drumline.models import adapters
 from drumline.models.attention import has_score_dropout, has_soft_caps
 from drumline.models.blocks import (
@@ -154,7 +154,9 @@ def _config_of_values(model: ModelConfig) -> Any:
 def _report_value_errors() -> AbstractContextManager[None]:
     """Turn errors within the context into a ModelError about the values of `model.config`."""
     what = "transformers does not take this"
-    return judged(what, "model.config", ModelError, "fix the values under model.config")
+    return translate_exceptions(
+        what, "model.config", ModelError, "fix the values under model.config"
+    )
 
 
 def _set_values(config: Any, values: dict[str, Any]) -> Any:
@@ -295,7 +297,7 @@ def _report_config_errors(config: Any) -> AbstractContextManager[None]:
     """Turn errors within the context into a ModelError about the config."""
     what = "its config describes no model that can be built"
     where = getattr(config, "name_or_path", None) or "model.config"
-    return judged(what, f"{where}", ModelError, "fix its config.json")
+    return translate_exceptions(what, f"{where}", ModelError, "fix its config.json")
 
 
 class _Experts(NamedTuple):

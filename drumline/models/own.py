@@ -14,7 +14,7 @@ from torch import nn
 
 from drumline.checkpoint.load import best_or_latest, check, load, read_pointer, read_state
 from drumline.config.model import ModelConfig
-from drumline.config.registry import find_function, imported
+from drumline.config.registry import find_function, run_user_code
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, ModelError
 from drumline.models.freeze import freeze
@@ -39,7 +39,7 @@ def own_build(plan: Plan) -> Callable[[], nn.Module]:
     """
     model = plan.config.model
     builder = partial(find_builder(model, Path(plan.base_dir)), **model.options)
-    return partial(imported, builder, model.builder or "", _where(model), doing="calling")
+    return partial(run_user_code, builder, model.builder or "", _where(model), doing="calling")
 
 
 def find_builder(model: ModelConfig, base_dir: Path) -> Callable[..., nn.Module]:

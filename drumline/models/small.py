@@ -15,7 +15,7 @@ import torch
 
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
-from drumline.foreign import judged
+from drumline.foreign import translate_exceptions
 from drumline.models.blocks import blocks
 from drumline.models.classes import is_vision_language, values_by_layer
 
@@ -33,24 +33,25 @@ class TrialTokens:
     """Token ids for trials, int64[B, T].
 
     `position_ids_BT`: int64[B, T]; None: 0, 1, 2, … `images`: further arguments of a
-    vision-language model. `documents`: lengths of the documents in each row; there is no padding.
-    `branches`: whether each document continues the first of its row.
+    vision-language model. `document_lengths`: lengths of the documents in each row; there is no
+    padding.
+    `has_shared_prefix`: whether each document continues the first of its row.
     """
 
     input_ids_BT: torch.Tensor
     position_ids_BT: Any = None
     images: dict[str, torch.Tensor] = field(default_factory=dict)
-    documents: tuple[tuple[int, ...], ...] | None = None
-    branches: bool = False
+    document_lengths: tuple[tuple[int, ...], ...] | None = None
+    has_shared_prefix: bool = False
 
     @property
-    def bounds_N(self) -> torch.Tensor:  # noqa: N802 - as the fields of batches are called
+    def cu_seqlens_N(self) -> torch.Tensor:  # noqa: N802 - as the fields of batches are called
         """int32[N + 1]: the place of each document's first token, and the end of the last one.
 
         All rows lie end to end.
         """
         sizes = [0]
-        for row in self.documents or ():
+        for row in self.document_lengths or ():
             sizes += row
         sizes_N = torch.tensor(sizes, device=self.input_ids_BT.device)
         return sizes_N.cumsum(0).to(torch.int32)
@@ -114,7 +115,7 @@ def try_small(
     products.allow_tf32 = False
     convolutions.allow_tf32 = False
     try:
-        with torch.no_grad(), judged(what, where, ModelError, fix):
+        with torch.no_grad(), translate_exceptions(what, where, ModelError, fix):
             return trial(small, ids_BT)
     finally:
         products.allow_tf32, convolutions.allow_tf32 = before

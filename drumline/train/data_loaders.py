@@ -21,9 +21,9 @@ import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.data.batches import FirstPassNumbers, pin_memory
-from drumline.data.blocks import BlockMaker, Blocks, hold, remove_older_blocks
+from drumline.data.blocks import BlockMaker, Blocks, remove_older_blocks, try_lock_stream
 from drumline.data.cache import TokenCache
-from drumline.data.make import Task
+from drumline.data.make import CacheBuild
 from drumline.data.order import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
 from drumline.data.samples import read_samples
 from drumline.dist.copies import copied_to
@@ -99,13 +99,13 @@ def open_blocks(plan: Plan, writes_blocks: bool, block_state: dict[str, Any]) ->
     assert plan.data is not None and config.data.stream is not None
     root = Path(plan.data.train_cache)
     maker: BlockMaker | None = None
-    # `hold` takes the folder's lock. It returns False if another process of this run has it.
-    if writes_blocks and hold(root, plan.run_dir):
+    # `try_lock_stream` takes the folder's lock. It returns False if another process of this run has it.
+    if writes_blocks and try_lock_stream(root, plan.run_dir):
         remove_older_blocks(root)
         vision = vision_of(config, plan.model_path, load_config(plan.model_path, config.model))
-        task = Task(config, config.data.train, root, None, vision)
+        build = CacheBuild(config, config.data.train, root, None, vision)
         tokenizer_path = config.model.tokenizer or plan.model_path or ""
-        maker = BlockMaker(task, tokenizer_path, Path(plan.base_dir))
+        maker = BlockMaker(build, tokenizer_path, Path(plan.base_dir))
     curriculum = config.data.curriculum
     seed: int | None = None
     if config.data.order == "shuffle" and curriculum is None:
@@ -115,8 +115,8 @@ def open_blocks(plan: Plan, writes_blocks: bool, block_state: dict[str, Any]) ->
         config.data.stream,
         maker,
         seed,
-        falling=curriculum is not None and curriculum.reverse,
-        known=block_state,
+        reverse=curriculum is not None and curriculum.reverse,
+        resume_state=block_state,
         # The global batches that are drawn ahead, the one that is trained on, and one more.
         margin=(config.data.prefetch + 2) * plan.batch.global_samples,
         weighted=any(source.weight is not None for source in config.data.train),
@@ -177,7 +177,7 @@ def build_data_loaders(
 
     The other arguments are for a streaming dataset (`data.stream`). `writes_blocks`: whether this
     rank tokenises rows into blocks; else it reads those of another rank of its host.
-    `block_state`: what `Blocks.state` returned for the checkpoint; None for a new run.
+    `block_state`: what `Blocks.checkpoint_state` returned for the checkpoint; None for a new run.
     """
     builder = DataLoaderBuilder(plan, data_rank, device)
     return builder.build(position, writes_blocks, block_state or {}, step)
@@ -253,9 +253,9 @@ class DataLoaderBuilder:
         its last one. "all": all samples, so only the first sample of the set is paired with the
         last one of the set.
         """
-        previous: Literal["none", "batch", "all"] = "none"
+        predecessor_scope: Literal["none", "batch", "all"] = "none"
         if self.plan.config.algorithm.pairs_with_previous:
-            previous = pairs_within
+            predecessor_scope = pairs_within
         return BatchStream(
             cache,
             order,
@@ -266,7 +266,7 @@ class DataLoaderBuilder:
             stop_position,
             self.copies.pin(self.collator(cache)),
             prefetch,
-            previous,
+            predecessor_scope,
         )
 
     def _copy_to_device(self, batches: BatchStream) -> Iterator[GlobalBatch]:
@@ -332,7 +332,9 @@ class FirstPass:
             global_samples, numbers_per_sample, dtype=torch.float64, device=self.device
         )
         if self.contributes:
-            for places, numbers_PK in zip(batch.places, numbers_of_micro_batches, strict=True):
+            for places, numbers_PK in zip(
+                batch.sample_indices, numbers_of_micro_batches, strict=True
+            ):
                 places_P = copied_to(self.device, torch.from_numpy(places))
                 table_GK[places_P] = numbers_PK.double()
         # Rows are chosen by number: with a mask the host would have to ask the device how many.
@@ -364,7 +366,7 @@ def add_first_numbers(batch: GlobalBatch, first: FirstPassNumbers, first_row: in
     rows_G = np.where(is_real_G, row_of_real_G, -1)
     device = first.numbers_NK.device
     micro_batches = []
-    for micro_batch, places in zip(batch.micro_batches, batch.places, strict=True):
+    for micro_batch, places in zip(batch.micro_batches, batch.sample_indices, strict=True):
         places_P = copied_to(device, torch.from_numpy(rows_G[places]))
         micro_batches.append(replace(micro_batch, first=first, places_P=places_P))
     return replace(batch, micro_batches=micro_batches)

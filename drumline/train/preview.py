@@ -28,7 +28,7 @@ from drumline.data.samples import read_samples
 from drumline.data.workers import digest
 from drumline.dist.seeds import Draws
 from drumline.errors import DataError, UserError
-from drumline.foreign import disk_errors, judged
+from drumline.foreign import disk_errors, translate_exceptions
 from drumline.models.files import resolve
 from drumline.models.load import load_config
 from drumline.models.vision import vision_of
@@ -264,7 +264,7 @@ def pack_first_rows(reader: Reader, options: Options, on_progress: OnProgress) -
         changed_data = data.model_copy(update=changes)
         config = reader.config.model_copy(update={"data": changed_data})
         prepared = prepare(
-            config, reader.job.tokenizer_path, reader.base_dir, on_progress, reader.vision
+            config, reader.chunk_encoder.tokenizer_path, reader.base_dir, on_progress, reader.vision
         )
         cache = TokenCache.open(prepared.train_cache)
         samples = []
@@ -294,7 +294,7 @@ class View:
         """Draw the counts, what colours or marks mean, and the first samples."""
         if self.options.row is None:
             self.show_counts(reader, rows, packs)
-        if reader.job.tokenizer is not None:
+        if reader.chunk_encoder.tokenizer is not None:
             self._show_legend()
         if packs is None:
             for seen in rows[: self.options.most]:
@@ -360,12 +360,12 @@ class View:
         # A prompt leaves room for the tokens that are generated after it.
         limit = reader.config.data.max_length - reader.config.algorithm.new_tokens
         self._show_number_of_rows(rows, usable)
-        filtered = reader.outcomes.total("filtered")
+        filtered = reader.counts.total("filtered")
         if packs is None and filtered:
             self.line(f"{filtered:,} more were left out by `where`")
         self._show_number_of_tokens(reader, usable, packs)
         self._show_conspicuous_rows(reader, rows, usable, limit)
-        if usable and reader.job.tokenizer is not None:
+        if usable and reader.chunk_encoder.tokenizer is not None:
             self.line("\ntokens of a row, before it is cut", "bold")
             for line in histogram([seen.tokens for seen in usable], limit):
                 self.line(line)
@@ -403,8 +403,8 @@ class View:
                     continue
                 for segment in seen.kept.segments:
                     tokens += len(segment.tokens)
-                    learned += segment.learned
-        if reader.job.tokenizer is None:
+                    learned += segment.target_count
+        if reader.chunk_encoder.tokenizer is None:
             return
         if learned:
             self.line(f"{learned:,} of {tokens:,} tokens are in the loss ({learned / tokens:.1%})")
@@ -507,7 +507,7 @@ class View:
             "bold",
         )
         for number in range(min(self.options.most, len(samples))):
-            with judged("cannot be read", f"sample {number + 1}", DataError):
+            with translate_exceptions("cannot be read", f"sample {number + 1}", DataError):
                 self.line(f"sample {number + 1}: {shape_of(samples[number])}")
 
 
@@ -556,7 +556,7 @@ def _title_of_row(reader: Reader, seen: PreviewedRow) -> str:
     title = f"row {seen.number}, {seen.row.origin}"
     if seen.row.format:
         title += f", read as {seen.row.format}"
-    if seen.full is not None and reader.job.tokenizer is not None:
+    if seen.full is not None and reader.chunk_encoder.tokenizer is not None:
         title += f": {seen.tokens:,} tokens"
         kept: list[Any] = []
         if seen.kept is not None:
@@ -567,7 +567,7 @@ def _title_of_row(reader: Reader, seen: PreviewedRow) -> str:
             cut_off = seen.tokens - longest
             if cut_off:
                 title += f", {cut_off:,} of them cut off"
-        learned = sum(segment.learned for segment in kept)
+        learned = sum(segment.target_count for segment in kept)
         if learned or seen.fate == "unlearned":
             title += f", {learned:,} in the loss"
     return title + FATES.get(seen.fate, "")

@@ -16,7 +16,7 @@ from tests.distributed.ranks import each_plan
 
 def measure(plan: Any, rank: int) -> dict[str, Any]:
     """{"held": [parameters, gradients, optimizer], "peaks": {phase: bytes}, "base": bytes}."""
-    from drumline.data.batches import TokenBatch, segment_bounds
+    from drumline.data.batches import TokenBatch, cumulative_lengths
     from drumline.engine.build import build_engine
     from drumline.telemetry.memory_tracker import LiveBytes
 
@@ -40,8 +40,8 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
         ids_BT = torch.randint(3, 300, (rows, length), generator=generator)
         positions_BT = torch.arange(each).repeat(rows, documents)
         known: dict[str, Any] = {
-            "documents": lengths,
-            "bounds_N": segment_bounds(lengths, length),
+            "document_lengths": lengths,
+            "cu_seqlens_N": cumulative_lengths(lengths, length),
             "learned_M": torch.arange(rows * length),
         }
         targets_BT = ids_BT.roll(-1, 1)

@@ -72,7 +72,7 @@ def build(kind: str) -> Any:
 def made_batch(packed: bool) -> Any:
     """Two rows of 16. Packed: documents of 5 + 11 and 9 + 7, which cross the places where parts
     meet."""
-    from drumline.data.batches import TokenBatch, segment_bounds
+    from drumline.data.batches import TokenBatch, cumulative_lengths
 
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 64, (2, 16), generator=draw)
@@ -87,8 +87,8 @@ def made_batch(packed: bool) -> Any:
         positions[1, 9:] -= 9
     learned = places_of_learned(targets)
     known: Sections = {
-        "documents": lengths,
-        "bounds_N": segment_bounds(lengths, 16),
+        "document_lengths": lengths,
+        "cu_seqlens_N": cumulative_lengths(lengths, 16),
         "learned_M": learned,
         "learned_on_host_M": learned.numpy(),
     }

@@ -261,7 +261,7 @@ def test_completions_behind_one_prompt_have_the_numbers_of_rows_of_their_own(kin
     model = build(kind)
 
     assert batch.shared is not None
-    assert batch.shared.documents == ((5, 4, 7), (9, 1, 6), (2, 3))
+    assert batch.shared.document_lengths == ((5, 4, 7), (9, 1, 6), (2, 3))
 
     attend_by_documents(model, layout())
     assert shares_prompts(model, "cpu")

@@ -17,7 +17,7 @@ from drumline.data.cache import describe_left_out
 from drumline.data.fingerprint import cache_key
 from drumline.data.sources import Row
 from drumline.data.targets import Encoder
-from drumline.data.workers import Job
+from drumline.data.workers import ChunkEncoder
 from drumline.errors import ConfigError, DataError, ModelError
 from drumline.models.templates import FOLDER, end_ids, set_template
 from drumline.models.tokenizer import load_tokenizer
@@ -187,7 +187,9 @@ def test_a_turn_that_a_template_drops_silently_is_refused() -> None:
     )
     quoted = [USES[0], {"role": "tool", "content": 'say "2"'}, USES[3]]
     assert (
-        encoder(tokenizer(template=json_of_tools)).encode(Row("r:1", {"messages": quoted})).learned
+        encoder(tokenizer(template=json_of_tools))
+        .encode(Row("r:1", {"messages": quoted}))
+        .target_count
     )
 
 
@@ -264,14 +266,16 @@ def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
         {"role": "assistant", "content": f"<think>{why}</think>Yes."} for why in ("first", "second")
     ]
     rows = [{"messages": [ASK, answers[0], ASK, answers[1]]}, {"messages": [ASK, answers[1]]}]
-    job = Job(
+    encoder_of_chunks = ChunkEncoder(
         "",
         ModelConfig(),
         make(AlgorithmSpec, "sft"),
         DataConfig(train=[FileSource(path="x")], max_length=512),
     )
-    job.__dict__["tokenizer"] = of
-    counts = job.encode([Row(f"r:{number}", row) for number, row in enumerate(rows)]).counts
+    encoder_of_chunks.__dict__["tokenizer"] = of
+    counts = encoder_of_chunks.encode(
+        [Row(f"r:{number}", row) for number, row in enumerate(rows)]
+    ).counts
     assert counts[0, "hides_reasoning"] == 1 and counts[0, "read"] == 2
     info = {"rows_read": 2, "limit": 512, "hides_reasoning": 1}
     (line,) = describe_left_out("train", info)

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from drumline.config.config import Config
 from drumline.data.batches import TokenBatch, collate
-from drumline.data.blocks import _POLL_SECONDS, BlockMaker, Blocks, hold, read_ledger
-from drumline.data.make import Task
+from drumline.data.blocks import _POLL_SECONDS, BlockMaker, Blocks, read_ledger, try_lock_stream
+from drumline.data.make import CacheBuild
 from drumline.data.order import BatchStream
 from drumline.data.prepare import find_prepared, prepare
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
@@ -75,8 +75,8 @@ class Streamed:
         data = self.config.data
         maker = None
         if makes:
-            task = Task(self.config, data.train, self.root, None)
-            maker = BlockMaker(task, str(self.base / "tokenizer"), self.base)
+            build = CacheBuild(self.config, data.train, self.root, None)
+            maker = BlockMaker(build, str(self.base / "tokenizer"), self.base)
 
         assert data.stream is not None
 
@@ -85,7 +85,7 @@ class Streamed:
             data.stream,
             maker,
             7,
-            known=known or {},
+            resume_state=known or {},
             margin=4 * SIZE,
             weighted=any(source.weight is not None for source in data.train),
         )
@@ -141,7 +141,7 @@ def test_positions_are_the_same_wherever_reading_begins(streamed: Streamed) -> N
     assert rows.count("a 69") == 1
     assert whole[:16] != sorted(whole[:16]), "shuffled"
 
-    known = first.state(90)
+    known = first.checkpoint_state(90)
     assert known == {"block": 5, "start": 80}
 
     first.close()
@@ -181,7 +181,7 @@ def test_a_block_ends_where_all_rows_have_come(tmp_path: Path) -> None:
     assert one != two, "each pass is shuffled"
     assert two != three
 
-    known = first.state(50)
+    known = first.checkpoint_state(50)
     assert known == {"block": 2, "start": 48, "rows": 24}
     assert made.on_disk() == ["00000000"]
 
@@ -270,7 +270,7 @@ def test_any_number_of_ranks_takes_the_same_samples_within_the_disk(
             assert part.sample_ids.tolist() == ids
             assert part.state == batches[0].state
 
-            assigned += part.sample_ids[part.places].ravel().tolist()
+            assigned += part.sample_ids[part.sample_indices].ravel().tolist()
 
         assert sorted(assigned) == sorted(ids)
         assert len(streamed.on_disk()) <= 6, "blocks of two prefetched batches, and those ahead"
@@ -376,8 +376,8 @@ def test_a_second_prepare_reads_no_row(streamed: Streamed) -> None:
 
 @pytest.mark.full
 def test_two_runs_do_not_share_blocks(tmp_path: Path) -> None:
-    code = "import sys, pathlib\nfrom drumline.data.blocks import hold\n"
-    code += "print(hold(pathlib.Path(sys.argv[1]), sys.argv[2]), flush=True)\ninput()"
+    code = "import sys, pathlib\nfrom drumline.data.blocks import try_lock_stream\n"
+    code += "print(try_lock_stream(pathlib.Path(sys.argv[1]), sys.argv[2]), flush=True)\ninput()"
     holder = subprocess.Popen(
         [sys.executable, "-c", code, tmp_path, "runs/one"],
         stdin=subprocess.PIPE,
@@ -388,14 +388,16 @@ def test_two_runs_do_not_share_blocks(tmp_path: Path) -> None:
     assert holder.stdout.readline() == "True\n"
 
     try:
-        assert not hold(tmp_path, "runs/one"), "another process of the same run makes them"
+        assert not try_lock_stream(tmp_path, "runs/one"), (
+            "another process of the same run makes them"
+        )
         says = "the run runs/one streams the same rows .* data.cache_dir of its own"
         with pytest.raises(EnvironmentFault, match=says):
-            hold(tmp_path, "runs/two")
+            try_lock_stream(tmp_path, "runs/two")
     finally:
         holder.communicate("\n", timeout=60)
 
-    assert hold(tmp_path, "runs/two"), "a run that has ended holds nothing"
+    assert try_lock_stream(tmp_path, "runs/two"), "a run that has ended holds nothing"
 
 
 @pytest.mark.parametrize(

@@ -713,9 +713,9 @@ def test_a_turn_of_weight_0_is_not_learned() -> None:
         encoder.encode(Row("r:1", {"messages": [ASK, {**SAY, "weight": w}, ASK, SAY]}))
         for w in (1, 0)
     )
-    assert (whole.tokens == without.tokens).all() and whole.learned == encoder.encode(
+    assert (whole.tokens == without.tokens).all() and whole.target_count == encoder.encode(
         Row("r:1", {"messages": twice})
-    ).learned
-    assert 0 < without.learned < whole.learned and (without.learn <= whole.learn).all()
+    ).target_count
+    assert 0 < without.target_count < whole.target_count and (without.learn <= whole.learn).all()
     with pytest.raises(DataError, match=r"the `weight` of a message is 0\.5"):
         encoder.encode(Row("r:1", {"messages": [ASK, {**SAY, "weight": 0.5}]}))

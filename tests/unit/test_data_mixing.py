@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from drumline.config.config import Config
 from drumline.config.mixing import Mixed, epoch_counts
-from drumline.data import places
+from drumline.data import file_locations
 from drumline.data.cache import TokenCache
 from drumline.data.order import MixedOrder
 from drumline.data.overlap import grams, minhash
@@ -171,7 +171,7 @@ def test_a_curriculum_rises_in_each_source_side_by_side(counts: list[int]) -> No
     firsts = np.cumsum([0, *sizes])
     size = sum(counts)
     rising = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2)
-    falling = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2, falling=True)
+    falling = MixedOrder(sizes, counts, seed=3, shuffle=True, curriculum_epochs=2, reverse=True)
 
     for start in (0, size):
         rising_ids = rising.ids(start, start + size)
@@ -492,9 +492,9 @@ def test_rows_that_hold_evaluation_rows_fall(workspace: Workspace) -> None:
     data = workspace.prepare(train, eval=[held_out], decontaminate=True, max_length=2000)
     assert data.sources[0].contaminated == 3
     assert texts(data) == kept
-    assert data.left_out == ("data.train: 3 of 6 rows left out: they hold rows of data.eval",)
+    assert data.left_out == ("data.train: 3 of 6 rows left out: they contain rows of data.eval",)
 
-    with pytest.raises(DataError, match=r"all rows hold rows of data.eval"):
+    with pytest.raises(DataError, match=r"all rows contain rows of data.eval"):
         workspace.prepare(held_out, eval=[held_out], decontaminate={"ngram": 5})
 
 
@@ -597,25 +597,25 @@ def test_the_hash_of_a_large_file_is_kept_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(places, "LARGE", 1)
-    monkeypatch.setattr(places, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(file_locations, "LARGE", 1)
+    monkeypatch.setattr(file_locations, "SETTLED_SECONDS", 0.0)
 
     path = tmp_path / "rows.jsonl"
     path.write_text("one")
-    first = places.hash_file(path)
+    first = file_locations.hash_file(path)
     (entry,) = (tmp_path / "cache" / "drumline" / "hashes").iterdir()
 
     stamp, _ = json.loads(entry.read_text())
     kept = json.dumps([stamp, "as kept"])
     entry.write_text(kept)
-    assert places.hash_file(path) == "as kept"
+    assert file_locations.hash_file(path) == "as kept"
 
     for damage in ("{", "3", "[]"):
         entry.write_text(damage)
-        assert places.hash_file(path) == first
+        assert file_locations.hash_file(path) == first
 
     entry.write_text(kept)
     path.write_text("two")
-    changed = places.hash_file(path)
+    changed = file_locations.hash_file(path)
     assert changed == hashlib.sha256(b"two").hexdigest()
     assert changed != first

@@ -24,9 +24,9 @@ from drumline.config.data import (
     PythonSource,
 )
 from drumline.data.cache import TokenCache
-from drumline.data.encode import PairRows
+from drumline.data.encode import PairRowEncoder
 from drumline.data.fingerprint import cache_key
-from drumline.data.image_files import image_path
+from drumline.data.image_files import resolve_image_path
 from drumline.data.sources import Row, read_rows
 from drumline.data.targets import Encoder
 from drumline.data.workers import digest
@@ -134,7 +134,7 @@ def test_a_question_that_both_sides_hold_is_said_once(tmp_path: Path, name: str)
 
 def test_blanks_around_a_question_make_no_second_one(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
-    encoder = PairRows(tokenizer, DataConfig(train=[{"kind": "file", "path": "-"}]))
+    encoder = PairRowEncoder(tokenizer, DataConfig(train=[{"kind": "file", "path": "-"}]))
     sides: Values = {"chosen": LIKED, "rejected": DISLIKED}
 
     rows = []
@@ -278,7 +278,7 @@ def test_colours_of_pictures(
     path = str(tmp_path / "a.png")
     picture.save(path)
 
-    for place in (path, image_path(picture, ORIGIN, tmp_path)):
+    for place in (path, resolve_image_path(picture, ORIGIN, tmp_path)):
         found = read_image(place, "x:1")
         assert found.getpixel((0, 0)) == (0, 0, 0)
         assert found.getpixel((1, 0)) == shown
@@ -288,13 +288,13 @@ def test_a_decoded_picture_is_turned_and_may_be_of_any_mode(tmp_path: Path) -> N
     red = (255, 0, 0)
     for mode in ("CMYK", "YCbCr", "HSV"):
         picture = Image.new("RGB", (3, 2), red).convert(mode)
-        path = image_path(picture, ORIGIN, tmp_path)
+        path = resolve_image_path(picture, ORIGIN, tmp_path)
         pixel = read_image(path, "x:1").getpixel((0, 0))
         assert np.allclose(pixel, red, atol=2), mode
 
     turned = Image.new("RGB", (3, 2))
     turned.getexif()[0x0112] = 6
-    path = image_path(turned, ORIGIN, tmp_path)
+    path = resolve_image_path(turned, ORIGIN, tmp_path)
     assert read_image(path, "x:1").size == (2, 3)
 
 
@@ -303,7 +303,7 @@ def test_a_picture_without_a_known_range_is_refused(tmp_path: Path, mode: str) -
     picture = Image.new(mode, (2, 1))
     says = "cannot be read: .* no fixed range"
     with pytest.raises(DataError, match=says):
-        image_path(picture, ORIGIN, tmp_path)
+        resolve_image_path(picture, ORIGIN, tmp_path)
 
     path = str(tmp_path / "a.tiff")
     picture.save(path)
@@ -314,7 +314,7 @@ def test_a_picture_without_a_known_range_is_refused(tmp_path: Path, mode: str) -
 def test_holdout_where_a_block_of_rows_has_none(
     tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.data.stage.BLOCK_ROWS", 8)
+    monkeypatch.setattr("drumline.data.row_store.GROUP_ROWS", 8)
     write_rows(tmp_path, 50)
     made = prepare(config(tmp_path, holdout=1), tokenizer_dir, tmp_path)
     assert made.eval is not None
@@ -422,7 +422,7 @@ def test_a_question_is_not_learned_without_what_it_is_about(
 )
 def test_the_system_in_a_column_of_its_own_heads_both_sides(tmp_path: Path, row: Values) -> None:
     tokenizer = tiny_tokenizer()
-    encoder = PairRows(tokenizer, DataConfig(train=["-"]))
+    encoder = PairRowEncoder(tokenizer, DataConfig(train=["-"]))
     pair = encoder.encode(read(tmp_path, {"system": "be kind", **row}, PAIR_FORMS))
     assert pair is not None
 

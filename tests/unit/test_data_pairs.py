@@ -14,10 +14,10 @@ from drumline.config.config import Config
 from drumline.config.data import PAIR_FORMS, DataConfig, TasksSource
 from drumline.data.batches import collate_pairs
 from drumline.data.cache import TokenCache
-from drumline.data.encode import PairRows
+from drumline.data.encode import PairRowEncoder
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
-from drumline.data.targets import Encoded, Example
+from drumline.data.targets import Encoded, TokenSegment
 from drumline.errors import ConfigError, DataError
 from tests.harness import write_rows
 from tests.tiny import CHATML, tiny_tokenizer
@@ -38,24 +38,24 @@ def said(*texts: str) -> Turns:
     return turns
 
 
-def encoder(template: str | None = CHATML, **data: Any) -> PairRows:
+def encoder(template: str | None = CHATML, **data: Any) -> PairRowEncoder:
     settings = {"train": [{"kind": "file", "path": "unused"}], "max_length": 64, **data}
     tokenizer = tiny_tokenizer(chat_template=template)
-    return PairRows(tokenizer, DataConfig.model_validate(settings))
+    return PairRowEncoder(tokenizer, DataConfig.model_validate(settings))
 
 
-def encode(using: PairRows, values: dict[str, Any]) -> Encoded | None:
+def encode(using: PairRowEncoder, values: dict[str, Any]) -> Encoded | None:
     return using.encode(Row("here:1", values))
 
 
-def parts(using: PairRows, **values: Any) -> list[tuple[str, str]]:
+def parts(using: PairRowEncoder, **values: Any) -> list[tuple[str, str]]:
     """(prompt, answer) of both sides, decoded."""
     encoded = encode(using, values)
     assert encoded is not None
     return [shown(using, side) for side in encoded.segments]
 
 
-def shown(using: PairRows, side: Example) -> tuple[str, str]:
+def shown(using: PairRowEncoder, side: TokenSegment) -> tuple[str, str]:
     """(prompt, answer) of a side, decoded: no token before the answer is learned."""
     decode = using.encoder.tokenizer.decode
     learned = side.learn.astype(bool)
@@ -218,9 +218,9 @@ def test_left_cuts_the_prompt_of_both_alike() -> None:
     assert cut.truncated
     for short, long in zip(cut.segments, whole.segments, strict=True):
         assert short.tokens.tolist() == long.tokens[3:].tolist()
-        assert short.learned == long.learned
+        assert short.target_count == long.target_count
 
-    longest = max(side.learned for side in whole.segments)
+    longest = max(side.target_count for side in whole.segments)
     without_prompt = encode_long(max_length=longest, truncation="left")
     assert without_prompt is None
 
@@ -234,7 +234,7 @@ def test_right_cuts_the_answers_and_drops_a_pair_that_it_would_leave_without() -
     assert cut is not None
     assert cut.truncated
     for side in cut.segments:
-        assert side.learned == 2
+        assert side.target_count == 2
 
     without_answers = encode_long(max_length=prompt, truncation="right")
     assert without_answers is None

@@ -22,8 +22,8 @@ from pydantic import TypeAdapter
 from drumline.config.config import Config
 from drumline.config.data import Source, kind_of_file
 from drumline.config.load import drafted, load, load_text, validated
+from drumline.data.file_locations import locate
 from drumline.data.fingerprint import cache_key
-from drumline.data.places import locate
 from drumline.data.sources import read_rows
 from drumline.errors import ConfigError, DataError, EnvironmentFault, UserError
 from tests import buckets
@@ -278,9 +278,9 @@ def test_urls(tmp_path: Path) -> None:
     there.rm("/feed/a.parquet")
     assert values("memory://feed", tmp_path) == ROWS
     (file,) = locate(source("memory://feed", tmp_path), tmp_path)
-    before = file.content()
+    before = file.content_hash()
     there.pipe("/feed/train.jsonl.gz", gzip.compress(LINES * 2))
-    assert file.content() != before, "a changed file is another one"
+    assert file.content_hash() != before, "a changed file is another one"
     assert "there is no such file" in complaint("memory://feed/gone.jsonl", tmp_path)
     assert "no file matches" in complaint("memory://feed/*.csv", tmp_path)
     assert "pip install gcsfs" in complaint("gs://bucket/a.jsonl", tmp_path, EnvironmentFault)
@@ -300,9 +300,9 @@ def test_a_web_server(tmp_path: Path, ranges: bool) -> None:
         for name in ("a.jsonl", "a.jsonl.gz", "a.parquet"):
             assert values(f"{address}/{name}", tmp_path) == ROWS
         (file,) = locate(source(f"{address}/a.jsonl", tmp_path), tmp_path)
-        before = file.content()
+        before = file.content_hash()
         (tmp_path / "a.jsonl").write_bytes(LINES * 2)
-        assert file.content() != before
+        assert file.content_hash() != before
         assert "there is no such file" in complaint(f"{address}/gone.jsonl", tmp_path)
         server.shutdown()
     assert "there is no such file, or it cannot be reached: " in complaint(

@@ -141,10 +141,10 @@ def test_unpacked_rows_in_order(tmp_path: Path, make: Make) -> None:
         assert tokens.dtype == np.uint16
         assert learn.dtype == np.uint8
         assert cache.lengths[sample] == len(tokens)
-        assert cache.learned[sample] == learn[1:].sum() > 0
+        assert cache.target_counts[sample] == learn[1:].sum() > 0
 
     assert cache.lengths.dtype == np.int32
-    assert cache.learned.dtype == np.int64
+    assert cache.target_counts.dtype == np.int64
     assert cache.info["rows"] == 10
     assert cache.info["samples"] == 10
     assert cache.info["tokens"] == cache.lengths.sum()
@@ -165,7 +165,7 @@ def test_packed_rows_are_all_there_once(tmp_path: Path, make: Make) -> None:
             length += len(tokens)
             learned += int(learn[1:].sum())
         assert cache.lengths[sample] == length
-        assert cache.learned[sample] == learned
+        assert cache.target_counts[sample] == learned
 
     efficiency = cache.info["efficiency"]
     assert efficiency == pytest.approx(cache.lengths.sum() / (200 * len(cache)))
@@ -199,7 +199,7 @@ def test_pretraining_packs_are_cut_exactly(tmp_path: Path, make: Make) -> None:
         assert (tokens[:-1] != 2).all(), "a segment ends where its document ends"
         learned += len(tokens) - 1
 
-    assert cache.learned.sum() == learned
+    assert cache.target_counts.sum() == learned
 
 
 COUNTS = ("rows", "rows_read", "truncated", "dropped", "dropped_too_long", "dropped_unlearned")

@@ -12,7 +12,7 @@ from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.config.data import PROMPT_FORMS, DataConfig, FileSource, TasksSource
 from drumline.config.load import load
 from drumline.config.rollouts import HFGenerator
-from drumline.data.encode import OWN_COLUMNS, PromptRows
+from drumline.data.encode import OWN_COLUMNS, PromptRowEncoder
 from drumline.data.sources import Row, domains, read_rows
 from drumline.errors import ConfigError, DataError, PlanError
 from tests.harness import write_config, write_rows
@@ -23,12 +23,12 @@ SOURCE = {"kind": "file", "path": "x.jsonl"}
 PROMPT = "<|im_start|>user\ntwo plus three<|im_end|>\n<|im_start|>assistant\n"
 
 
-def encoder(chat_template: str | None = CHATML, **data: Any) -> PromptRows:
+def encoder(chat_template: str | None = CHATML, **data: Any) -> PromptRowEncoder:
     tokenizer = tiny_tokenizer(chat_template=chat_template)
     algorithm = GRPOConfig(generator=HFGenerator(max_new_tokens=8))
     made = algorithm.encoder(tokenizer, DataConfig.model_validate({"train": [SOURCE], **data}))
 
-    assert isinstance(made, PromptRows)
+    assert isinstance(made, PromptRowEncoder)
 
     return made
 

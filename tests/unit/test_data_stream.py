@@ -266,7 +266,7 @@ def test_any_split_takes_the_same_samples_each_step(
         ids = expected[step]
         assert count_samples(parts) == Counter(ids.tolist())
         assert sum(part.tokens for part in parts) == cache.lengths[ids].sum()
-        assert total_weight(parts) == cache.learned[ids].sum()
+        assert total_weight(parts) == cache.target_counts[ids].sum()
 
         for part in parts:
             assert part.sample_ids.tolist() == ids.tolist()
@@ -301,7 +301,7 @@ def test_the_last_batch_is_filled_up(cache: TokenCache) -> None:
     batches = list(chain(*parts))
     once = Counter(range(SIZE))
     assert count_samples(batches) == once, "an evaluation takes each sample once"
-    assert total_weight(batches) == cache.learned.sum()
+    assert total_weight(batches) == cache.target_counts.sum()
 
 
 def test_a_rank_may_have_fillers_alone(cache: TokenCache) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from drumline.config.data import DataConfig
 from drumline.data.sources import Row
-from drumline.data.targets import Encoder, Example, truncate
+from drumline.data.targets import Encoder, TokenSegment, truncate
 from drumline.errors import DataError
 from tests.tiny import CHATML, tiny_tokenizer
 
@@ -396,16 +396,16 @@ def test_a_usual_answer_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_truncation() -> None:
-    example = Example(np.arange(6, dtype=np.int32), np.array([0, 0, 0, 1, 1, 1], np.uint8))
+    example = TokenSegment(np.arange(6, dtype=np.int32), np.array([0, 0, 0, 1, 1, 1], np.uint8))
     right, left = truncate(example, 4, "right", "a:1"), truncate(example, 4, "left", "a:1")
-    assert right is not None and right.tokens.tolist() == [0, 1, 2, 3] and right.learned == 1
-    assert left is not None and left.tokens.tolist() == [2, 3, 4, 5] and left.learned == 3
+    assert right is not None and right.tokens.tolist() == [0, 1, 2, 3] and right.target_count == 1
+    assert left is not None and left.tokens.tolist() == [2, 3, 4, 5] and left.target_count == 3
     assert truncate(example, 4, "drop", "a:1") is None
     assert truncate(example, 6, "error", "a:1") is example
     with pytest.raises(
         DataError, match=r"a:1: 6 tokens, longer than data.max_length 4 — raise data.max_length"
     ):
         truncate(example, 4, "error", "a:1")
-    assert Example(example.tokens[3:], example.learn[3:]).learned == 2, (
+    assert TokenSegment(example.tokens[3:], example.learn[3:]).target_count == 2, (
         "nothing predicts the first token"
     )

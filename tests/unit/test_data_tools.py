@@ -18,8 +18,8 @@ from drumline.config.data import (
     DataConfig,
     FileSource,
 )
-from drumline.data.encode import PairRows, PromptRows, TextRows
-from drumline.data.places import find
+from drumline.data.encode import PairRowEncoder, PromptRowEncoder, TextRowEncoder
+from drumline.data.file_locations import find
 from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError
 from tests.tiny import CHATML, tiny_tokenizer
@@ -66,7 +66,7 @@ def rows(
 def said(row: Row, template: str = TEMPLATE) -> tuple[str, str]:
     """What the model sees of a row, and what it learns of that."""
     tokenizer = tiny_tokenizer(chat_template=template)
-    encoded = TextRows(tokenizer, False, DATA).encode(row)
+    encoded = TextRowEncoder(tokenizer, False, DATA).encode(row)
     assert encoded is not None
     (example,) = encoded.segments
     return str(tokenizer.decode(example.tokens.tolist())), str(
@@ -237,7 +237,7 @@ def test_calls_and_words_beside_them_that_a_template_leaves_out_are_an_error(
         },
     )
     with pytest.raises(DataError, match=f"leaves out {part}"):
-        PromptRows(tiny_tokenizer(chat_template=TURN.replace("WORDS", turn)), 8, DATA).encode(
+        PromptRowEncoder(tiny_tokenizer(chat_template=TURN.replace("WORDS", turn)), 8, DATA).encode(
             *rows(tmp_path, forms=PROMPT_FORMS)
         )
 
@@ -302,13 +302,13 @@ def test_pairs_and_prompts_have_them_too(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(chat_template=TEMPLATE)
     write(tmp_path, {"prompt": "one", "chosen": "two", "rejected": "three", "functions": [TOOL]})
     (pair,) = rows(tmp_path, forms=PAIR_FORMS, tools="functions")
-    encoded = PairRows(tokenizer, DATA).encode(pair)
+    encoded = PairRowEncoder(tokenizer, DATA).encode(pair)
     assert encoded is not None and all(
         json.dumps(TOOL) in tokenizer.decode(side.tokens.tolist()) for side in encoded.segments
     )
     write(tmp_path, {"prompt": "one", "tools": [TOOL], "answer": "2"})
     (row,) = rows(tmp_path, forms=PROMPT_FORMS)
-    prompt = PromptRows(tokenizer, 8, DATA).encode(row)
+    prompt = PromptRowEncoder(tokenizer, 8, DATA).encode(row)
     assert prompt is not None and prompt.meta is not None
     assert (
         json.dumps(TOOL) in prompt.meta["prompt"]

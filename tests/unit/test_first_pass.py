@@ -74,7 +74,7 @@ def batches(
             rows = [row_of(ids[place], lengths[place]) for place in places_of_micro]
             micro_batches.append(collate(rows, 0, None))
 
-        yield GlobalBatch(micro_batches, ids, start + size, 0, places=places)
+        yield GlobalBatch(micro_batches, ids, start + size, 0, sample_indices=places)
 
 
 def first_pass(counts: bool = True) -> FirstPass:
@@ -104,7 +104,7 @@ def run_rank(
 
 def assert_own_numbers(batch: GlobalBatch) -> None:
     """Each row points to the numbers of its sample."""
-    for micro, places in zip(batch.micro_batches, batch.places, strict=True):
+    for micro, places in zip(batch.micro_batches, batch.sample_indices, strict=True):
         assert isinstance(micro.first, FirstPassNumbers)
         assert micro.places_P.shape == (len(places),)
 

@@ -124,10 +124,10 @@ def test_what_a_library_raises_is_one_line() -> None:
     ):
         with (
             pytest.raises(DataError, match=f"odd: {words}"),
-            foreign.judged("odd", "here", DataError),
+            foreign.translate_exceptions("odd", "here", DataError),
         ):
             raise raised
-    with pytest.raises(KeyboardInterrupt), foreign.judged("odd", "here", DataError):
+    with pytest.raises(KeyboardInterrupt), foreign.translate_exceptions("odd", "here", DataError):
         raise KeyboardInterrupt
 
 

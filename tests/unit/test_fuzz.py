@@ -26,7 +26,7 @@ from drumline import cli
 from drumline.config.config import Config
 from drumline.config.load import load, load_text, to_yaml
 from drumline.errors import ConfigError, DataError
-from drumline.foreign import judged, parse_json
+from drumline.foreign import parse_json, translate_exceptions
 from drumline.models import rendering
 from tests.tiny import CHATML, tiny_model_dir
 
@@ -383,7 +383,9 @@ def test_any_template(template: str) -> None:
     with alarm(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendering, "MOST_STEPS", 5_000)
         try:
-            with judged("the chat template refuses this conversation", "row", DataError):
+            with translate_exceptions(
+                "the chat template refuses this conversation", "row", DataError
+            ):
                 text = render_jinja_template(
                     [[{"role": "user", "content": "a"}]], chat_template=template
                 )[0][0]

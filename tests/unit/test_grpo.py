@@ -51,8 +51,8 @@ def episodes(normalize: Any) -> Episodes:
     for field, value in values.items():
         object.__setattr__(rollout, field, value * rollout.mask_NM)
 
-    counts_N = torch.ones(len(rollout), dtype=torch.bool)
-    return rollout.weighted(normalize, TRL["max_completion"], counts_N)
+    is_trained_N = torch.ones(len(rollout), dtype=torch.bool)
+    return rollout.weighted(normalize, TRL["max_completion"], is_trained_N)
 
 
 def made(beta: float = 0.0, **named: Any) -> GRPO:
@@ -192,8 +192,8 @@ def test_on_policy_is_a_ratio_of_one() -> None:
 def test_an_episode_that_does_not_count_changes_nothing() -> None:
     """One whose reward failed."""
     rollout = episodes("sequence")
-    counts_N = torch.tensor([True, True, False, True, True, True])
-    without = rollout.weighted("sequence", 8, counts_N)
+    is_trained_N = torch.tensor([True, True, False, True, True, True])
+    without = rollout.weighted("sequence", 8, is_trained_N)
     found = loss_and_gradient(made(), without, WHOLE)
     expected = loss_and_gradient(made(), rollout, [[0, 1, 3], [4, 5]])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drumline.config.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, DataConfig, FileSource, Forms
-from drumline.data.encode import PairRows, TextRows
+from drumline.data.encode import PairRowEncoder, TextRowEncoder
 from drumline.data.formats import convert_row
 from drumline.data.sources import read_rows
 from drumline.errors import DataError
@@ -240,7 +240,11 @@ def learned(path: Path, forms: Forms) -> list[str]:
     """The texts that are targets, and the questions before them."""
     tokenizer = tiny_tokenizer(chat_template=read_template("chatml"))
     data = DataConfig(train=[{"kind": "file", "path": str(path)}], max_length=4096)
-    encoder = PairRows(tokenizer, data) if forms == PAIR_FORMS else TextRows(tokenizer, False, data)
+    encoder = (
+        PairRowEncoder(tokenizer, data)
+        if forms == PAIR_FORMS
+        else TextRowEncoder(tokenizer, False, data)
+    )
     found = []
     for row in read_rows(FileSource(path=str(path)), path.parent, forms):
         encoded = encoder.encode(row)

@@ -24,7 +24,7 @@ from drumline.config.config import Config
 from drumline.config.data import JUDGED_FORMS, DataConfig, FileSource
 from drumline.data.batches import FirstPassNumbers
 from drumline.data.cache import TokenCache
-from drumline.data.encode import JudgedRows
+from drumline.data.encode import JudgedRowEncoder
 from drumline.data.judged import collate_mismatched, require_both_labels
 from drumline.data.pairs import split_pair
 from drumline.data.prepare import prepare
@@ -69,7 +69,7 @@ def config_of(algorithm: dict[str, Any], **sections: Any) -> Config:
 
 def batches(cuts: list[list[int]], before: dict[int, int] | None = None) -> list[Any]:
     """-1: a filler. The sample before the first is the last; `before` has others."""
-    encoder = JudgedRows(tokenizer(), data())
+    encoder = JudgedRowEncoder(tokenizer(), data())
     segments: list[Any] = []
     metas: list[Any] = []
     previous_of = {-1: -1}
@@ -249,14 +249,14 @@ BAD = [False, 0, "False", "0", "no"]
 @pytest.mark.parametrize("label", [*GOOD, *BAD], ids=repr)
 def test_labels(label: Any) -> None:
     row = Row("row 1", {**ROWS[0], "label": label})
-    encoded = JudgedRows(tokenizer(), data()).encode(row)
+    encoded = JudgedRowEncoder(tokenizer(), data()).encode(row)
     assert encoded.meta["good"] == (label in GOOD)
 
 
 def test_answers_to_a_prompt_share_its_digest_however_they_are_cut() -> None:
     content = ROWS[0]["completion"][0]["content"]
     longer = [{"role": "assistant", "content": content * 3}]
-    encoder = JudgedRows(tokenizer(), data(max_length=24, truncation="left"))
+    encoder = JudgedRowEncoder(tokenizer(), data(max_length=24, truncation="left"))
 
     def digest(row: dict[str, Any]) -> Any:
         return encoder.encode(Row("row", row)).meta["prompt"]
@@ -305,13 +305,13 @@ class OneLabel:
 
 
 def test_a_mistake_is_one_line() -> None:
-    encoder = JudgedRows(tokenizer(), data())
+    encoder = JudgedRowEncoder(tokenizer(), data())
     with pytest.raises(DataError, match="row 1: `label` is 'fine', true or false is wanted"):
         encoder.encode(Row("row 1", {**ROWS[0], "label": "fine"}))
     with pytest.raises(DataError, match="`completion` is empty"):
         encoder.encode(Row("row 1", {**ROWS[0], "completion": " "}))
     with pytest.raises(ConfigError, match=r"data\.learn_on"):
-        JudgedRows(tokenizer(), data(learn_on="all"))
+        JudgedRowEncoder(tokenizer(), data(learn_on="all"))
     with pytest.raises(DataError, match="are the same answer"):
         split_pair(
             {
@@ -451,7 +451,7 @@ def test_rows_and_pairs_are_judged_answers(shape: str, tmp_path: Path) -> None:
     row, wanted = SHAPES[shape]
     found = judged_rows(tmp_path, row)
     assert [each.values for each in found] == wanted
-    assert not any(each.plain for each in found)
+    assert not any(each.skip_template for each in found)
 
 
 def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
@@ -480,15 +480,15 @@ def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
     assert [row.values for row in named] == PAIR
 
     good, bad = judged_rows(tmp_path, {"chosen": "one two a", "rejected": "one two b"})
-    assert good.plain is True
-    assert bad.plain is True
+    assert good.skip_template is True
+    assert bad.skip_template is True
     assert good.values["prompt"] == bad.values["prompt"] == "one two"
     assert good.values["completion"] == " a"
     assert bad.values["completion"] == " b"
 
     # Such texts are taken as they are: the chat template's tokens are not among them.
     text = tokenizer()
-    encoded = JudgedRows(text, data()).encode(good)
+    encoded = JudgedRowEncoder(text, data()).encode(good)
     assert text.decode(encoded.segments[0].tokens[:-1]) == "one two a"
 
 

@@ -23,7 +23,7 @@ from drumline.algorithms.reward.spec import RewardModelConfig
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.data import DataConfig
 from drumline.data.batches import PairBatch, collate, pair_batch
-from drumline.data.encode import PairRows
+from drumline.data.encode import PairRowEncoder
 from drumline.data.sources import Row
 from drumline.models.head import ForwardWithObjective
 from tests.reference.pairs import MARGINS, gradients, model, rows, tokenizer
@@ -42,7 +42,7 @@ CLOSE = {"rel": 1e-5, "abs": 1e-6}
 def segments() -> list[Any]:
     source = {"kind": "file", "path": "unused"}
     data = DataConfig.model_validate({"train": [source], "max_length": 128})
-    encoder = PairRows(tokenizer(), data)
+    encoder = PairRowEncoder(tokenizer(), data)
     found = []
     for index, row in enumerate(rows()):
         pair = encoder.encode(Row(f"row {index}", row))

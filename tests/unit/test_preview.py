@@ -92,7 +92,7 @@ def test_what_is_marked_is_what_is_learned(
     values = load(config, []).config
     folder = config.parent
     cache = TokenCache.open(prepare(values, str(values.model.id), folder).train_cache)
-    tokenizer = Reader(values, str(values.model.id), folder, None).job.tokenizer
+    tokenizer = Reader(values, str(values.model.id), folder, None).chunk_encoder.tokenizer
     wanted = []
     for sample in range(len(cache)):
         for tokens, learn in cache.segments(sample):

@@ -232,7 +232,7 @@ def test_random_rows_have_the_form_that_is_learned(
     row = next(read_rows(tried.data.train[0], tmp_path, config.algorithm.forms))
     encoder = config.algorithm.encoder(tiny_tokenizer(), tried.data)
     for segment in encoder.encode(row).segments:
-        assert segment.learned > 0.8 * tried.data.max_length
+        assert segment.target_count > 0.8 * tried.data.max_length
 
 
 def test_prompts_cannot_be_made_up(answer: Answer, best: Candidate, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from drumline.config.config import Config
 from drumline.config.data import DataConfig, FileSource
 from drumline.config.model import ModelConfig
 from drumline.data.cache import TokenCache
-from drumline.data.image_files import image_path
+from drumline.data.image_files import resolve_image_path
 from drumline.data.images import (
     VisionBatch,
     collate_vision,
@@ -31,7 +31,7 @@ from drumline.data.images import (
 from drumline.data.images import cut_between_images as cut_images
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
-from drumline.data.targets import Example
+from drumline.data.targets import TokenSegment
 from drumline.errors import DataError, ModelError, PlanError, UserError
 from drumline.inference.evaluate import answers
 from drumline.models.build import build_model
@@ -285,18 +285,18 @@ def test_no_image_is_cut_in_two(
     size: int, left: bool, tokens: list[int], images: list[str]
 ) -> None:
     eyes = Vision("", ModelConfig(), token_id=9, merge=2)
-    short = Example(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
+    short = TokenSegment(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
     full = expand_placeholders(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
 
-    assert full.example.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
+    assert full.segment.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
 
     found = cut_images(full, size, left)
 
-    assert found.example.tokens.tolist() == tokens
+    assert found.segment.tokens.tolist() == tokens
     assert [path for path, _ in found.images] == images
 
     for start, stop in found.spans:
-        assert (found.example.tokens[start:stop] == 9).all()
+        assert (found.segment.tokens[start:stop] == 9).all()
 
 
 def placed(folder: Path, **values: Any) -> tuple[list[Any], list[str]]:
@@ -406,7 +406,7 @@ def test_images_that_rows_hold(tmp_path: Path, folder: Path) -> None:
     assert len(list((tmp_path / "images").iterdir())) == 1, "the same bytes are one file"
 
     image = Image.open(io.BytesIO(data))
-    loaded = Image.open(image_path(image, "hub/x row 1", tmp_path))
+    loaded = Image.open(resolve_image_path(image, "hub/x row 1", tmp_path))
 
     assert loaded.tobytes() == image.tobytes()
 

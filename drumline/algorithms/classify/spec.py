@@ -12,7 +12,7 @@ from drumline.config.model import Head
 from drumline.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from drumline.data.collators import Collator
+    from drumline.data.collators import CollatorFactory
     from drumline.data.encode import RowEncoder
 
 # k of top-k accuracy, which is informative only with at least twice as many classes.
@@ -71,11 +71,11 @@ class ClassifyConfig(AlgorithmSpec):
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         """Return what makes samples of rows: token ids and a label, or an image's path and a label."""
-        from drumline.data.encode import LabelledImages, LabelledTexts
+        from drumline.data.encode import LabelledImageEncoder, LabelledTextEncoder
 
         if self.modality == "text":
-            return LabelledTexts(tokenizer, self.labels, data)
-        return LabelledImages(self.labels, data)
+            return LabelledTextEncoder(tokenizer, self.labels, data)
+        return LabelledImageEncoder(self.labels, data)
 
     def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
         """Return the classes of the config, or else those of the training data."""
@@ -90,16 +90,16 @@ class ClassifyConfig(AlgorithmSpec):
         # The last one is the accuracy of the first five.
         return self.metrics[:-1]
 
-    def collator(self, plan: Plan, width: int | None) -> Collator:
+    def collator(self, plan: Plan, width: int | None) -> CollatorFactory:
         from drumline.data.collators import labelled_collator
 
         return labelled_collator(plan, width, self.image_size)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         """Return a batch for the planner's trace. `length`: tokens, or pixels of an image's side."""
-        from drumline.data.batches import placeholder_texts
-        from drumline.data.images import placeholder_images
+        from drumline.data.batches import placeholder_labelled_texts
+        from drumline.data.images import placeholder_labelled_images
 
         if self.modality == "text":
-            return placeholder_texts(plan, rows, length)
-        return placeholder_images(rows, length, channels)
+            return placeholder_labelled_texts(plan, rows, length)
+        return placeholder_labelled_images(rows, length, channels)

@@ -37,9 +37,9 @@ class SFTConfig(TextSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         if vision is None:
             return super().encoder(tokenizer, data)
-        from drumline.data.images import ImageRows
+        from drumline.data.images import VisionRowEncoder
 
-        return ImageRows(tokenizer, data, vision)
+        return VisionRowEncoder(tokenizer, data, vision)
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
         return {"prompt": random_text(1), "completion": random_text(length)}

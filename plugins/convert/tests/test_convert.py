@@ -570,7 +570,7 @@ def test_what_trl_would_do(command: str, wanted: dict[str, Any], says: str) -> N
 
 
 def test_talks_are_found_by_the_names_that_formats_have() -> None:
-    assert TALKS == formats.TALKS
+    assert TALKS == formats.CONVERSATION_COLUMNS
 
 
 AXOLOTL = "base_model: a/b\ndatasets: [{path: c/d, type: alpaca}]\nsequence_len: 64\nlearning_rate: 1e-4\n"

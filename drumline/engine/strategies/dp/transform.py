@@ -69,11 +69,11 @@ class Scattered(nn.Module):
             isinstance(self.over_devices, nn.DataParallel) and len(self.over_devices.device_ids) > 1
         )
         if is_cut and hasattr(batch, "learned_M"):
-            # `bounds_N` (where segments begin) and `learned_M` (the M targets with a loss) are
+            # `cu_seqlens_N` (where segments begin) and `learned_M` (the M targets with a loss) are
             # indices into all rows end to end, so they are wrong for a part of the rows. `_Rows`
             # makes the part's `learned_M` on the host: to make it on a device would mean to wait
             # for it.
-            batch = replace(batch, bounds_N=None, learned_M=None)
+            batch = replace(batch, cu_seqlens_N=None, learned_M=None)
         tensors = {}
         for field in fields(batch):
             value = getattr(batch, field.name)
@@ -103,7 +103,9 @@ class _Rows(nn.Module):
             device = part.targets_BT.device
             mine = rows_of_part(rows, device.index, torch.cuda.device_count())
             learned_M = torch.from_numpy(learned_of_rows(batch.learned_on_host_M, mine, width))
-            part = replace(part, documents=batch.documents[mine], learned_M=learned_M).to(device)
+            part = replace(
+                part, document_lengths=batch.document_lengths[mine], learned_M=learned_M
+            ).to(device)
         loss_sum, sums = self.module(part, objective)
         return loss_sum[None], {name: value[None] for name, value in sums.items()}
 

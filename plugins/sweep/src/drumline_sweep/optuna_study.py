@@ -12,7 +12,7 @@ from typing import Any
 
 from drumline.config.run import EvalConfig
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.foreign import judged
+from drumline.foreign import translate_exceptions
 from drumline_sweep.axes import Axis, Point
 from drumline_sweep.trials import Outcome
 
@@ -54,7 +54,7 @@ class Study:
         """Return Optuna's study in a folder. Raises ConfigError if it cannot be read."""
         storages = self.optuna.storages
         file = str(folder / FILE)
-        with judged("the study there cannot be read", file, ConfigError, FIX):
+        with translate_exceptions("the study there cannot be read", file, ConfigError, FIX):
             journal = storages.journal.JournalFileBackend(file)
             return self.optuna.create_study(
                 study_name="sweep",
@@ -82,7 +82,7 @@ class Study:
         for axis in self.axes:
             distributions[axis.key] = self._distribution(axis)
         for _ in range(self.number - len(known)):
-            with judged(OTHER_STUDY, FILE, ConfigError, FIX):
+            with translate_exceptions(OTHER_STUDY, FILE, ConfigError, FIX):
                 new = self.study.ask(distributions)
             yield self._point(new.params, new.number)
 

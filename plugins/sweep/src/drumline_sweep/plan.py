@@ -12,7 +12,7 @@ from drumline.config.config import Config
 from drumline.config.load import Loaded, refused
 from drumline.config.run import EvalConfig
 from drumline.errors import ConfigError, EnvironmentFault, UserError
-from drumline.foreign import judged, read_object
+from drumline.foreign import read_object, translate_exceptions
 from drumline.report.bars import notes
 from drumline.system.files import write_whole
 from drumline_sweep.axes import (
@@ -152,7 +152,7 @@ class Sweep:
         earlier = read_object(state, EnvironmentFault, FIX)
         if not earlier:
             return own_names
-        with judged("is not of this version", str(state), ConfigError, FIX):
+        with translate_exceptions("is not of this version", str(state), ConfigError, FIX):
             config = Config.model_validate(earlier.get("config"))
             names = dict[str, str](earlier.get("keys", {}))
         self._refuse_other_config(config)

@@ -1,4 +1,4 @@
-"""Finds the files of a source, opens them and hashes them.
+"""Locates the files of a source, opens them and hashes them.
 
 A source names a path, a glob or a folder of this machine, or a URL that fsspec reads. Its files may
 be compressed. A file is only copied to a temporary one if it must be read in any order and cannot
@@ -27,7 +27,7 @@ from typing import IO, Any, cast
 from drumline.config.data import COMPRESSED, KINDS_OF_FILES, FileSource, kind_of_file
 from drumline.config.urls import is_url
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import MIB, expanded, first_line, judged, open_plain
+from drumline.foreign import MIB, expanded, first_line, open_plain, translate_exceptions
 from drumline.hardware.detect import cache_dir
 from drumline.system.files import load_or_compute
 from drumline.system.redact import redact
@@ -93,20 +93,20 @@ class DataFile:
 
     Attributes:
         name: what messages call it.
-        place: its path, in `fs` if there is one.
+        path: its path, in `fs` if there is one.
         folder: the folder that paths in its rows are relative to.
         fs: a file system of fsspec; None: this machine's.
     """
 
     name: str
-    place: str
+    path: str
     folder: Path
     fs: Any = field(default=None, compare=False)
 
     @property
     def kind(self) -> str:
         """The file's ending, without that of a compression: `.jsonl`."""
-        return kind_of_file(self.place)
+        return kind_of_file(self.path)
 
     def open(self, random_access: bool = False) -> IO[bytes]:
         """Open the file for reading, decompressed.
@@ -114,16 +114,16 @@ class DataFile:
         With `random_access` its bytes can be read in any order. Raises DataError, also while it is
         read.
         """
-        ending = Path(self.place).suffix.lower()
+        ending = Path(self.path).suffix.lower()
         is_packed = ending in COMPRESSED
         if self.fs is None:
-            raw: Any = open_plain(Path(self.place), DataError)
+            raw: Any = open_plain(Path(self.path), DataError)
         else:
             with translate_errors(self.name):
-                raw = self.fs.open(self.place, "rb")
+                raw = self.fs.open(self.path, "rb")
         if self.fs is None and not is_packed:
             return cast("IO[bytes]", raw)
-        with judged("cannot be unpacked", self.name, DataError):
+        with translate_exceptions("cannot be unpacked", self.name, DataError):
             # Closing an unpacked stream leaves the packed one open.
             if is_packed:
                 stream = _Stream(_decompress(raw, ending), [raw], self.name)
@@ -152,16 +152,16 @@ class DataFile:
         whole.seek(0)
         return cast("IO[bytes]", whole)
 
-    def content(self) -> str:
-        """Return a hash that identifies the file's content.
+    def content_hash(self) -> str:
+        """Return a sha256, in hex, that identifies the file's content.
 
         For a remote file it is a hash of what its store says of it, so that nothing is read. Raises
         DataError.
         """
         if self.fs is None:
-            return hash_file(Path(self.place))
+            return hash_file(Path(self.path))
         with translate_errors(self.name):
-            info = self.fs.info(self.place)
+            info = self.fs.info(self.path)
         state = {}
         for key in _STATE:
             if info.get(key) is not None:
@@ -197,13 +197,13 @@ class _Stream(io.RawIOBase):
         return bool(self._file.seekable())
 
     def readinto(self, buffer: Any) -> int:
-        with judged("breaks off", self._name, DataError, BROKEN):
+        with translate_exceptions("breaks off", self._name, DataError, BROKEN):
             data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
     def seek(self, at: int, whence: int = 0) -> int:
-        with judged("cannot be read in any order", self._name, DataError):
+        with translate_exceptions("cannot be read in any order", self._name, DataError):
             return int(self._file.seek(at, whence))
 
     def tell(self) -> int:
@@ -369,22 +369,22 @@ def _locate_remote(source: FileSource, base_dir: Path) -> list[DataFile]:
     import fsspec
 
     with translate_errors(source.path):
-        fs, place = fsspec.core.url_to_fs(source.path, use_listings_cache=False)
-        if "*" in place or "[" in place:
-            places = sorted(fs.glob(place))
-        elif kind_of_file(place) in KINDS_OF_FILES or not fs.isdir(place):
-            places = [place]
+        fs, path = fsspec.core.url_to_fs(source.path, use_listings_cache=False)
+        if "*" in path or "[" in path:
+            paths = sorted(fs.glob(path))
+        elif kind_of_file(path) in KINDS_OF_FILES or not fs.isdir(path):
+            paths = [path]
         else:
-            by_name = {str(path)[len(place) :].lstrip("/"): path for path in fs.find(place)}
-            places = [by_name[name] for name in _select_files(sorted(by_name), source)]
-    if not places:
+            by_name = {str(file)[len(path) :].lstrip("/"): file for file in fs.find(path)}
+            paths = [by_name[name] for name in _select_files(sorted(by_name), source)]
+    if not paths:
         raise DataError("no file matches", where=source.path)
     files = []
-    for place in places:
-        name = place
-        if not is_url(place):
-            name = str(fs.unstrip_protocol(place))
-        files.append(DataFile(name, place, base_dir, fs))
+    for path in paths:
+        name = path
+        if not is_url(path):
+            name = str(fs.unstrip_protocol(path))
+        files.append(DataFile(name, path, base_dir, fs))
     return files
 
 
