@@ -17,7 +17,7 @@ from drumline.data.cache import TokenCache
 from drumline.data.encode import PairRowEncoder
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
-from drumline.data.targets import Encoded, TokenSegment
+from drumline.data.targets import EncodedSample, TokenSegment
 from drumline.errors import ConfigError, DataError
 from tests.harness import write_rows
 from tests.tiny import CHATML, tiny_tokenizer
@@ -44,7 +44,7 @@ def encoder(template: str | None = CHATML, **data: Any) -> PairRowEncoder:
     return PairRowEncoder(tokenizer, DataConfig.model_validate(settings))
 
 
-def encode(using: PairRowEncoder, values: dict[str, Any]) -> Encoded | None:
+def encode(using: PairRowEncoder, values: dict[str, Any]) -> EncodedSample | None:
     return using.encode(Row("here:1", values))
 
 
@@ -202,7 +202,7 @@ LONG = {
 }
 
 
-def encode_long(values: dict[str, str] = LONG, **data: Any) -> Encoded | None:
+def encode_long(values: dict[str, str] = LONG, **data: Any) -> EncodedSample | None:
     """Encode a row without a chat template."""
     return encode(encoder(None, **data), values)
 

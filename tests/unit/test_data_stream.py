@@ -435,7 +435,7 @@ def predecessors_in_stream(ranks: int, previous: Previous) -> set[tuple[int, int
             stop=11,
             collate=pairs,
             prefetch=0,
-            previous=previous,
+            predecessor_scope=previous,
         )
         for made in batches:
             found.update(*made.micro_batches)

@@ -289,4 +289,4 @@ def test_parts(view: View) -> None:
     assert len(histogram(list(range(1, 100)), 100)) == 8
 
     assert shape_of(([1, "a"], object())) == "([1, 'a'], object)"
-    assert not view.plain
+    assert not view.lacks_colors
