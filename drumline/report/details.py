@@ -35,7 +35,7 @@ from drumline.report.markup import (
     table,
 )
 from drumline.report.sections import Chart, Drawings
-from drumline.telemetry.truth import OFF, Comparison
+from drumline.telemetry.plan_accuracy import OFF, Comparison
 
 # Purposes of the seconds in a run_end's goodput.
 PURPOSES = ("productive", "recompute", "startup", "restore", "save", "eval", "other")

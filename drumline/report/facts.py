@@ -22,7 +22,7 @@ from drumline.system.files import numbered
 from drumline.system.redact import plain
 from drumline.telemetry import events
 from drumline.telemetry.damage import MOST
-from drumline.telemetry.truth import Comparison
+from drumline.telemetry.plan_accuracy import Comparison
 
 # The names of curves of evaluations begin with it.
 HELD_OUT = "held out: "
@@ -476,7 +476,7 @@ class RunFacts:
         Empty if nothing was measured, or if the estimate is of another version.
         """
         from drumline.plan.estimate import Estimate
-        from drumline.telemetry.truth import Measurement, compare
+        from drumline.telemetry.plan_accuracy import Measurement, compare
 
         measured = [event for event in self.of("measured") if event.get("memory")]
         if not measured:

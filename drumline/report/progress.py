@@ -221,7 +221,7 @@ class Progress:
         A damaged event, or one of another version, gives one line and never an error.
         """
         handler = getattr(self, f"_on_{event.kind}", None)
-        if not event.whole:
+        if not event.is_complete:
             if handler is not None:
                 self._print_damaged(event)
             return

@@ -30,7 +30,7 @@ from drumline.report.facts import (
 )
 from drumline.report.markup import Keyed, Pairs, Table, facts, format_seconds, shown, table
 from drumline.telemetry.events import has_groups
-from drumline.telemetry.truth import Comparison
+from drumline.telemetry.plan_accuracy import Comparison
 from drumline.telemetry.watched import ranks_named
 
 # Most columns for differing keys in the table of runs.

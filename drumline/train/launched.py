@@ -36,7 +36,7 @@ from drumline.system.output import verbosity
 from drumline.system.process import process
 from drumline.system.redact import withheld
 from drumline.system.signals import NOTHING_LOST, Interrupted
-from drumline.telemetry.events import last
+from drumline.telemetry.events import read_tail
 from drumline.telemetry.watched import Hang
 from drumline.train.entry import run
 from drumline.train.failure import OutOfMemory, exit_on_error, note, release_frames
@@ -264,7 +264,7 @@ def _require_no_stop(plan: Plan) -> None:
     """Raise TrainingStopped if the last start hung, and `health.on_hang` is stop."""
     if plan.config.health.on_hang != "stop":
         return
-    newest_events = last(Path(plan.run_dir) / "events.jsonl")[-2:]
+    newest_events = read_tail(Path(plan.run_dir) / "events.jsonl")[-2:]
     if any(isinstance(event, Hang) for event in newest_events):
         raise TrainingStopped(
             "the run hung, and health.on_hang is stop",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from drumline.telemetry import devices
-from drumline.telemetry.devices import NAMES, Meter, Packages
+from drumline.telemetry.devices import NAMES, CpuEnergy, Meter
 from drumline.telemetry.events import EventLog, read
 from drumline.telemetry.trackers import metrics
 from drumline.telemetry.watched import Devices
@@ -130,13 +130,13 @@ def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     zone(tmp_path, "intel-rapl:0:0", "core", 5)
     whole = zone(tmp_path, "intel-rapl:2", "psys", 5)
-    packages = Packages(tmp_path)
+    packages = CpuEnergy(tmp_path)
     first.write_text("1000000"), second.write_text("500000"), whole.write_text("9000000")
     assert packages.joules() == 2.5, "the first counter began again"
     second.write_text("1500000")
     assert packages.joules() == 3.5
     monkeypatch.setattr(devices, "POWERCAP", tmp_path)
     second.unlink()
-    assert math.isnan(packages.joules()) and math.isnan(Packages(tmp_path / "none").joules())
+    assert math.isnan(packages.joules()) and math.isnan(CpuEnergy(tmp_path / "none").joules())
     second.write_text("1700000")
     assert packages.joules() == 3.7, "one unreadable moment loses nothing"

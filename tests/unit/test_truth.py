@@ -16,7 +16,7 @@ from drumline.plan.plan import Plan, Predicted
 from drumline.planner.report.check import check, only_shown
 from drumline.telemetry.events import EventLog, Measured
 from drumline.telemetry.measure import HostPeak, planned
-from drumline.telemetry.truth import Comparison, Measurement, compare, notes
+from drumline.telemetry.plan_accuracy import Comparison, Measurement, compare, notes
 from tests.unit.test_loop import loop, of, plan
 from tests.unit.test_report_progress import START, told
 
