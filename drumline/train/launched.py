@@ -27,7 +27,7 @@ from drumline.launch.environment import launched_by
 from drumline.launch.lease import Lease, has_lease
 from drumline.launch.local import resume_of_restart
 from drumline.plan.plan import Plan
-from drumline.report.bars import aside, notes
+from drumline.report.bars import notes, stderr_bars
 from drumline.report.opening import opening
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
@@ -125,7 +125,7 @@ def _plan_and_publish(
     """Make the plan, claim the run folder, and hand the plan to the other ranks."""
     request = make_request(ranks.world_size)
     _require_as_launched(request, ranks)
-    with aside(display) as on_progress:
+    with stderr_bars(display) as on_progress:
         plan = make_plan(request, on_progress=on_progress)
     notes(plan.data.notes if plan.data else ())
     run_dir = Path(plan.run_dir)
