@@ -57,6 +57,7 @@ ROLLOUT = {
     "reward": "reward",
     "length": "tokens of a completion",
     "ended": "part of completions that ended",
+    # In nats: difference of log-probs between the generator and the policy.
     "sampler_gap": "sampler gap",
 }
 # A group is all completions of one prompt.
@@ -235,7 +236,7 @@ class Attempt:
 
     @property
     def seconds_by_purpose(self) -> dict[str, float]:
-        """Return purpose (productive, save, eval, …) → seconds, as rank 0 wrote them at its end.
+        """Return purpose (productive, save, …) → seconds, as rank 0 wrote them at its end.
 
         Empty if it wrote none.
         """

@@ -125,7 +125,7 @@ class Progress:
         phase_durations: PhaseDurations | None = None,
         *,
         verbosity: Verbosity = Verbosity.VERBOSE,
-        opening: Iterable[str] = (),
+        start_banner: Iterable[str] = (),
     ) -> None:
         """Show nothing yet; the events of the run come to `on_event`.
 
@@ -135,13 +135,13 @@ class Progress:
                 evaluation.
             phase_durations: What the ranks do between steps, and how long that takes.
             verbosity: How much is printed.
-            opening: The lines about the plan that are printed first. Without them the run's first
-                event gives one line.
+            start_banner: The lines about the plan that are printed first. Without them the run's
+                first event gives one line.
         """
         self.console = console
         self.is_quiet = verbosity is Verbosity.QUIET
         self.is_verbose = verbosity is Verbosity.VERBOSE
-        self.opening = list(opening)
+        self.start_banner = list(start_banner)
         # The page about the run that was written at its end.
         self.page: Path | None = None
         self.phase_durations = phase_durations or PhaseDurations()
@@ -178,10 +178,10 @@ class Progress:
         self.live: Live | None = None
 
     def __enter__(self) -> Progress:
-        """Print the opening, and start the live display on a terminal that can move its cursor."""
-        for line in self.opening:
+        """Print the start banner, and start the live display on a terminal that can move its cursor."""
+        for line in self.start_banner:
             self._print(line)
-        if self.opening:
+        if self.start_banner:
             self._print("")
         has_panel = self.console.is_terminal and not self.console.is_dumb_terminal
         if has_panel and not self.is_quiet:
@@ -257,9 +257,9 @@ class Progress:
     # Handlers, one for each kind of event that the display shows.
 
     def _on_run_start(self, event: events.RunStart) -> None:
-        """Print the plan in a line, unless the opening has told it. A restart prints nothing."""
+        """Print the plan in a line, unless the start banner has it. A restart prints nothing."""
         if not self.start:
-            if self.is_verbose or not self.opening:
+            if self.is_verbose or not self.start_banner:
                 self._print(f"plan: {event.plan_line}")
             # None in runs of older versions.
             unadapted = event.unadapted or []

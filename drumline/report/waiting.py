@@ -65,7 +65,7 @@ class PhaseDurations:
         # Runs of one kind take about as long. Empty until the run has started.
         self.kind = ""
         # Phase → seconds that it took the last time.
-        self.last: dict[str, float] = {}
+        self.last_seconds: dict[str, float] = {}
 
     def note(self, event: events.Event) -> None:
         """Learn from an event how long a phase took."""
@@ -73,13 +73,13 @@ class PhaseDurations:
             self.kind = f"{event.parameters} {event.strategy} {event.world_size} {event.device}"
             earlier = self._read().get(self.kind, {})
             # What this run has measured itself counts for more.
-            self.last = {**earlier, **self.last}
+            self.last_seconds = {**earlier, **self.last_seconds}
         elif isinstance(event, events.Started):
-            self.last["startup"] = _seconds_of_loading(event)
-            self.last["compile"] = event.seconds.get("first step", 0.0)
+            self.last_seconds["startup"] = _seconds_of_loading(event)
+            self.last_seconds["compile"] = event.seconds.get("first step", 0.0)
         elif isinstance(event, events.Eval | events.Save | events.Export):
             phase = PHASE_OF_EVENT[event.kind]
-            self.last[phase] = event.seconds
+            self.last_seconds[phase] = event.seconds
 
     def save_history(self) -> None:
         """Keep the durations for the next run of this kind, if the disk can be written."""
@@ -88,7 +88,7 @@ class PhaseDurations:
         kinds = self._read()
         # The newest kind is the last one, so that the oldest are dropped.
         kinds.pop(self.kind, None)
-        kinds[self.kind] = self.last
+        kinds[self.kind] = self.last_seconds
         newest = list(kinds.items())[-MOST_KINDS:]
         text = json.dumps(dict(newest))
         with suppress(OSError):
@@ -120,14 +120,14 @@ class PhaseDurations:
         longest = max(waiting, key=itemgetter("seconds"))
         phase = longest["phase"]
         seconds = longest["seconds"]
-        before = self.last.get(phase)
-        if before is None:
+        last_seconds = self.last_seconds.get(phase)
+        if last_seconds is None:
             left = "no ETA: it is the first of its kind"
-        elif seconds > before:
+        elif seconds > last_seconds:
             # It takes longer than before, so when it ends cannot be said.
-            left = f"the last one took {duration(before)}"
+            left = f"the last one took {duration(last_seconds)}"
         else:
-            remaining = duration(before - seconds)
+            remaining = duration(last_seconds - seconds)
             left = f"ETA {remaining}, as last time"
         label = LABELS[phase]
         so_far = duration(seconds)

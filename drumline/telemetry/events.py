@@ -35,7 +35,8 @@ MOST_EVENTS = 2**33
 LAST_BYTES = 2**18
 # Unix seconds: a larger number is no time.
 MOST_TIME = 2**40
-# Name on disk → class, in the order in which the classes are declared.
+# Name on disk → class, in the order in which the classes are declared. The kinds of
+# `telemetry.watched` are among them as soon as that module is imported.
 KINDS: dict[str, type[Event]] = {}
 # JSON has no NaN, which is null here, and no infinity, which is a string.
 Number = float | str | None

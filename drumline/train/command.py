@@ -32,9 +32,9 @@ from drumline.plan.explain import default_run_dir, explain, plan_line
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import default_processes
 from drumline.report.bars import bars, notes, stderr_bars
-from drumline.report.opening import opening
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
+from drumline.report.start_banner import banner_lines
 from drumline.report.waiting import PhaseDurations
 from drumline.system.output import verbosity
 from drumline.system.process import uncollected
@@ -295,7 +295,7 @@ def launch_ranks(
                     past,
                     phase_durations(run_dir),
                     verbosity=verbosity(),
-                    opening=opening(plan),
+                    start_banner=banner_lines(plan),
                 )
             )
             on_event = progress.on_event

@@ -28,9 +28,9 @@ from drumline.launch.lease import Lease, has_lease
 from drumline.launch.local import resume_of_restart
 from drumline.plan.plan import Plan
 from drumline.report.bars import notes, stderr_bars
-from drumline.report.opening import opening
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
+from drumline.report.start_banner import banner_lines
 from drumline.system.files import write_whole
 from drumline.system.output import verbosity
 from drumline.system.process import process
@@ -90,7 +90,9 @@ def train_rank(plan: Plan, start: Resume | None, display: bool) -> None:
         if rank != 0 or not display:
             run(plan, resume)
             return
-        with Progress(Console(), verbosity=verbosity(), opening=opening(plan)) as progress:
+        with Progress(
+            Console(), verbosity=verbosity(), start_banner=banner_lines(plan)
+        ) as progress:
             run(plan, resume, progress.on_event)
     except OutOfMemory as error:
         # Another launcher decides whether it goes on; what to change is reported all the same, and

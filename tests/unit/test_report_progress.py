@@ -164,7 +164,7 @@ def lines_at(verbosity: Verbosity) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=80)
     opening = ["  model      tiny"]
-    with Progress(console, verbosity=verbosity, opening=opening) as progress:
+    with Progress(console, verbosity=verbosity, start_banner=opening) as progress:
         see(progress, START)
         see(progress, step(1, 6.23))
         see(progress, step(20, 12.5))
