@@ -238,7 +238,7 @@ def has_groups(prompts: float | None, episodes: float | None) -> bool:
 
 
 class Rollout(Event, kind="rollout"):
-    """Episodes were sampled, for steps to learn from.
+    """Episodes were sampled, for steps to train on.
 
     `metrics` are reward/DOMAIN, and those of the KL penalty.
     """
@@ -264,11 +264,11 @@ class Rollout(Event, kind="rollout"):
     generate_s: float  # seconds that sampling took on rank 0, waiting for others included
     reward_s: float  # seconds of scoring
     infer_s: float  # seconds for log-probs, values and the reference's log-probs
-    train_s: float  # seconds of the steps that learned from it
+    train_s: float  # seconds of the steps that trained on it
     # Mean difference of log-probs (nats) between the generator and the policy, on a probe after the
     # weights were sent; null if the policy itself samples, or a server keeps its own weights.
     sampler_gap: float | None = None
-    # Whether steps learned from it. If its rewards end the run, `step` is not reached.
+    # Whether steps trained on it. If its rewards end the run, none does and `step` is not reached.
     trained: bool = True
 
 

@@ -265,15 +265,17 @@ def notes(measured: Measurement) -> list[str]:
     """Return what is missing from a measurement, and why, in sentences."""
     remarks = []
     if not measured.memory:
-        remarks.append("too short to be measured: a step is counted after the first two")
+        remarks.append("too short to be measured: the step after the first two is instrumented")
     elif measured.by == "tracker" and measured.width < 1.0:
         share = f"{measured.width:.0%} of the planned tokens of a micro-batch"
         remarks.append(f"the peak was seen at {share}; predicted is scaled to them")
     if measured.memory and not measured.timed:
-        remarks.append("too short to be timed: seconds are those of steps after the counted one")
+        remarks.append(
+            "too short to be timed: seconds are those of steps after the instrumented one"
+        )
     if measured.by == "tracker" and measured.timed and "counted" in measured.seconds:
         # Under the tracker a step takes several times as long.
         counted = measured.seconds["counted"]
         total = measured.seconds["total"]
-        remarks.append(f"the counted step took {counted:.3g} s, the others {total:.3g} s")
+        remarks.append(f"the instrumented step took {counted:.3g} s, the others {total:.3g} s")
     return remarks

@@ -144,6 +144,6 @@ class Stragglers:
         return slow
 
 
-def _medians_by_rank(work_s: list[list[float]]) -> list[float]:
-    """Return each rank's median over steps. `work_s`: seconds of each rank, for each step."""
-    return [statistics.median(of_rank) for of_rank in zip(*work_s, strict=True)]
+def _medians_by_rank(work_seconds: list[list[float]]) -> list[float]:
+    """Return each rank's median over steps. `work_seconds`: seconds of each rank, for each step."""
+    return [statistics.median(of_rank) for of_rank in zip(*work_seconds, strict=True)]

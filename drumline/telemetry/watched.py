@@ -32,7 +32,7 @@ class Completions(Event, kind="completions"):
     # Each has `prompt` (a text or messages), `text` (the first 4,000 characters), `reward` (null
     # where it failed), `domain`, `ended` and `tokens`.
     completions: list[dict[str, Any]]
-    trained: bool = True  # whether steps learned from it; else `step` is not reached
+    trained: bool = True  # whether steps trained on it; if not, `step` is not reached
 
 
 class Devices(Event, kind="devices"):

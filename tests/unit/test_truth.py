@@ -175,7 +175,7 @@ def test_notes_say_what_is_missing() -> None:
         assert words in first
 
     slow_count = measured_with(seconds={"total": 0.5, "counted": 2.0})
-    assert notes(slow_count) == ["the counted step took 2 s, the others 0.5 s"]
+    assert notes(slow_count) == ["the instrumented step took 2 s, the others 0.5 s"]
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop

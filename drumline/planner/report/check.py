@@ -74,7 +74,7 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
         raise UserError(
             f"the run measured nothing in {max(steps, default=0)} steps",
             where=str(run),
-            fix="train for four steps or more: a step is counted after two",
+            fix="train for four steps or more: the third is instrumented",
         )
     return plan, measured
 
