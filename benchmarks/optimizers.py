@@ -64,7 +64,7 @@ def compare(
     forms: list[str], seeds: list[int], overrides: list[str], folder: Path
 ) -> dict[str, Any]:
     """Forms in turn for each seed."""
-    from drumline.telemetry.events import last_measurement, read
+    from drumline.telemetry.events import newest_measurement, read
 
     losses: dict[str, list[float]] = {form: [] for form in forms}
     taken: dict[str, int] = {}
@@ -74,7 +74,7 @@ def compare(
             run = train(CONFIG, seed, folder / form, [*FORMS[form], *overrides])
             events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
             losses[form].append([event["loss"] for event in events if event["kind"] == "eval"][-1])
-            measured = last_measurement(read(run / "events.jsonl"))
+            measured = newest_measurement(read(run / "events.jsonl"))
             taken[form] = (
                 0
                 if measured is None

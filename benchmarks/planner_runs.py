@@ -180,7 +180,7 @@ def timed(rounds: int, names: Sequence[str] = TIMED) -> Iterator[dict[str, Any]]
     rank; the prediction is by this machine's calibration."""
     from drumline.launch.local import launch_trial
     from drumline.plan.plan import Plan
-    from drumline.telemetry.events import last_measurement, read
+    from drumline.telemetry.events import newest_measurement, read
 
     found: dict[str, dict[str, Any]] = {}
     chosen = [run for run in RUNS if run.name in names]
@@ -191,7 +191,7 @@ def timed(rounds: int, names: Sequence[str] = TIMED) -> Iterator[dict[str, Any]]
                 plan = Plan.load(path)
                 assert plan.predicted.estimate is not None
                 code = launch_trial(plan, path, run.name, lambda *_: None)
-                measured = last_measurement(read(path.with_name("events.jsonl")))
+                measured = newest_measurement(read(path.with_name("events.jsonl")))
                 assert code == 0 and measured is not None, (run.name, code)
                 estimate = plan.predicted.estimate
                 each = found.setdefault(
@@ -274,8 +274,8 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
     pipeline, the fullest; where two are nearly as full, another may have had the highest peak, so states are those of the rank that is
     nearest to the plan's."""
     from drumline.plan.plan import Plan
-    from drumline.telemetry.events import last_measurement, read
-    from drumline.telemetry.truth import compare
+    from drumline.telemetry.events import newest_measurement, read
+    from drumline.telemetry.plan_accuracy import compare
     from drumline.train.replan import planning_question
     from drumline.train.setup import predict
 
@@ -286,7 +286,7 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
     known = planning_question(plan)
     estimate = predict(plan, known.facts, known.cluster).predicted.estimate
     assert estimate is not None
-    measured = last_measurement(read(plan_path.with_name("events.jsonl")))
+    measured = newest_measurement(read(plan_path.with_name("events.jsonl")))
     assert measured is not None and measured.final
     rows = {
         row.category: {"predicted": row.predicted, "measured": row.measured}

@@ -31,7 +31,7 @@ from drumline.errors import (
 from drumline.plan.batch import resolve_batch
 from drumline.plan.out_of_memory import memory_errors
 from drumline.plan.plan import Plan
-from drumline.report.bars import OnProgress, aside
+from drumline.report.bars import OnProgress, stderr_bars
 from drumline.telemetry import events
 
 # Strategies that are compared by default with four processes or more, besides those whose section has
@@ -178,7 +178,7 @@ def compare(
     folder = None
     if keep is not None:
         folder = Path(keep)
-    with aside(display) as on_progress, _open_folder(folder) as place:
+    with stderr_bars(display) as on_progress, _open_folder(folder) as place:
         root = Path(place)
         common = [*changes, *_shared_overrides(read(changes).config, nproc, steps, on_progress)]
         reference = read([*common, *_one_process(root / "reference")])

@@ -39,7 +39,7 @@ from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vocabulary import Growth, grow_whole
 from drumline.plan.out_of_memory import memory_errors
 from drumline.plan.plan import Plan
-from drumline.report.bars import OnProgress, aside, bars
+from drumline.report.bars import OnProgress, bars, stderr_bars
 from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
 from drumline.system.process import uncollected
 from drumline.system.signals import CtrlC
@@ -79,7 +79,7 @@ def load(
         plan = Plan.load(path, trust_remote_code)
         if plan.config.plain:
             return _load_own_module(plan, path.parent, str(where), trust_remote_code)
-    with aside(display) as on_progress:
+    with stderr_bars(display) as on_progress:
         return open_model(os.fspath(where), on_progress, trust_remote_code)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.system.redact import plain
-from drumline.telemetry.flight import LEFT_OUT, Entry, blame, describe, first_difference
+from drumline.telemetry.flight import SKIPPED_ONE, Entry, blame, describe, first_difference
 
 MAX_FRAMES = 6  # of each thread in a report
 MAX_STACK_LINES = 16
@@ -271,7 +271,7 @@ def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
         # Ranks may begin the same collectives at different lines of code, so a difference in lines
         # counts only if nothing else explains the hang.
         by_line = first_difference(collectives, lines=True)
-        if by_line and (not behind or LEFT_OUT in blame(by_line, collectives)[1]):
+        if by_line and (not behind or SKIPPED_ONE in blame(by_line, collectives)[1]):
             different = by_line
     if different is not None:
         ranks, why = blame(different, collectives)

@@ -31,8 +31,8 @@ from drumline.telemetry.events import (
     RunEnd,
     RunStart,
     Step,
-    last,
-    last_start,
+    last_start_offset,
+    read_tail,
     tail,
 )
 
@@ -112,7 +112,7 @@ def _state_elsewhere(note: Path) -> State:
 
 def _state(run: Path, holder: lease.Holder | None) -> State:
     """Return the state of a run, with the step of its newest event that has one."""
-    events = last(run / "events.jsonl")
+    events = read_tail(run / "events.jsonl")
     step: int | None = None
     for event in events:
         number = getattr(event, "step", None)
@@ -286,7 +286,7 @@ def follow(run: Path, on_event: Emit) -> int:
     if submitted is not None:
         return submitted.follow()
     path = run / "events.jsonl"
-    start = last_start(path)
+    start = last_start_offset(path)
     job = queue.queued_job(run)
     if job is not None:
         return queue.follow(run, job, on_event, start)
@@ -298,7 +298,7 @@ def follow(run: Path, on_event: Emit) -> int:
     if signals.number:
         return LEFT
     exit_code = queue.end_of(run)
-    events = last(path)
+    events = read_tail(path)
     if exit_code is None:
         newest = _newest_of_state(events)
         if isinstance(newest, RunEnd):

@@ -16,7 +16,7 @@ from drumline.planner.search.advice import nothing_fits_error, smallest_changes
 from drumline.planner.search.answer import Answer, Candidate, Refused
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
-from drumline.report.bars import aside
+from drumline.report.bars import stderr_bars
 from drumline.system.yaml_lines import write_yaml
 
 
@@ -115,7 +115,7 @@ def plan(
         price=price,
     )
     loaded = load_with_flags(config, overrides_of(overrides), flags)
-    with aside(display) as on_progress:
+    with stderr_bars(display) as on_progress:
         found = build_request(loaded, on_progress)
     answer, _ = heuristic_first(search(found.question))
     plans = []

@@ -42,7 +42,7 @@ TITLES = {
 
 
 @contextmanager
-def aside(display: bool) -> Iterator[OnProgress]:
+def stderr_bars(display: bool) -> Iterator[OnProgress]:
     """Give a callback that draws bars on standard error, as long as the context is open.
 
     If `display` is false, or the process is quiet, the callback shows nothing.
@@ -80,7 +80,7 @@ def title_of(phase: str, rows: int | None) -> str:
 
 @contextmanager
 def notify_if_slow(tell: Callable[[], None], seconds: float = 2.0) -> Iterator[None]:
-    """Call `tell` if what is inside takes longer than some seconds."""
+    """Call `tell` once if the `with` block takes longer than `seconds`."""
     timer = threading.Timer(seconds, tell)
     timer.daemon = True
     timer.start()
@@ -95,7 +95,7 @@ def notify_if_slow(tell: Callable[[], None], seconds: float = 2.0) -> Iterator[N
 def line_if_slow(
     console: Console, phase: str, seconds: float = 2.0
 ) -> AbstractContextManager[None]:
-    """Print a line that work goes on if what is inside takes longer than some seconds."""
+    """Print the title of a phase, with …, if the `with` block takes longer than `seconds`."""
 
     def tell() -> None:
         console.print(f"{title_of(phase, None)} …", highlight=False)

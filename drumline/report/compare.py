@@ -24,7 +24,7 @@ from drumline.config.load import flat
 from drumline.config.mistakes import kind_of, models_at
 from drumline.errors import UserError, printable
 from drumline.report.bars import notes
-from drumline.report.facts import FOLDER_KEYS, HELD_OUT, RunFacts, Trace, short_names
+from drumline.report.facts import FOLDER_KEYS, HELD_OUT, RawPoints, RunFacts, short_names
 from drumline.report.sections import short
 from drumline.system.redact import redact
 
@@ -63,15 +63,15 @@ HIGHER = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CurveComparison:
     """The comparison of one curve."""
 
     name: str
     # The final value of each run of side A and of side B; NaN if a run ended without a number.
     values: tuple[list[float], list[float]]
-    # -1 if lower is better, 1 if higher is better, 0 if that is not known.
-    better: int
-    # Of Welch's test; None if no test is possible.
+    # -1 if lower values are better, 1 if higher ones are, 0 if that is not known.
+    better_direction: int
+    # p of Welch's test; None if no test is possible.
     p: float | None
 
     @property
@@ -97,17 +97,17 @@ class Verdict:
 
     @property
     def winner(self) -> str:
-        """Return the text of the column "better".
+        """Return the text of the column "winner".
 
         It is the letter of a side only if the difference is significant. Without enough seeds for a
         test it says which side is ahead, and that this is untested.
         """
-        if self.better == 0:
+        if self.better_direction == 0:
             return "–"
         # How much better B is than A, whichever direction is better.
-        ahead = self.difference * self.better
+        ahead = self.difference * self.better_direction
         if math.isnan(ahead):
-            return self._winner_by_numbers()
+            return self._winner_if_nan()
         if self.p is None and self.differs_by_rounding:
             return "alike"
         name = "B" if ahead > 0 else "A"
@@ -115,10 +115,10 @@ class Verdict:
             return f"{name} ahead, untested"
         if self.p < SIGNIFICANT:
             return name
-        return "not shown"
+        return "not significant"
 
-    def _winner_by_numbers(self) -> str:
-        """Return which side wins because the other has a run without a number."""
+    def _winner_if_nan(self) -> str:
+        """Return the winner if a run of at least one side ended with NaN: the side without NaN."""
         is_a_lost = any(math.isnan(value) for value in self.values[0])
         is_b_lost = any(math.isnan(value) for value in self.values[1])
         if is_a_lost and is_b_lost:
@@ -145,21 +145,21 @@ def compare(folders: list[Path]) -> None:
         console.print(_table(["key", "A", "B"], keys))
     else:
         console.print("\nno key of the config differs\n")
-    verdicts, last_step = judge(a, b)
-    if not verdicts:
+    comparisons, last_step = judge(a, b)
+    if not comparisons:
         console.print("no curve is in both, so nothing can be compared")
         return
     common_steps = f"curves up to step {last_step:,}, which all have"
     final_value = f"the mean of the last {LAST:.0%} of its points"
     console.print(f"{common_steps}: {final_value}; ± one standard deviation of runs")
-    not_compared = _names_without_common_steps(a, b, verdicts)
+    not_compared = _names_without_common_steps(a, b, comparisons)
     if not_compared:
         names = ", ".join(not_compared)
         notes([f"not compared, as no step after the first has them in all runs: {names}"])
-    rows = [_row(verdict) for verdict in verdicts]
-    headers = ["curve", "A", "B", "B − A", "p", "better"]
+    rows = [_row(comparison) for comparison in comparisons]
+    headers = ["curve", "A", "B", "B − A", "p", "winner"]
     console.print(_table(headers, rows))
-    method = _method(_seed_count(a), _seed_count(b), len(verdicts))
+    method = _method(_seed_count(a), _seed_count(b), len(comparisons))
     console.print(method)
 
 
@@ -176,13 +176,13 @@ def _print_side(console: Console, side_name: str, runs: list[RunFacts]) -> None:
 
 
 def _names_without_common_steps(
-    a: list[RunFacts], b: list[RunFacts], verdicts: list[Verdict]
+    a: list[RunFacts], b: list[RunFacts], comparisons: list[CurveComparison]
 ) -> list[str]:
-    """Return the held-out curves that all runs have, but of which no verdict could be given."""
-    judged = {verdict.name for verdict in verdicts}
+    """Return the held-out curves that all runs have, but that cannot be compared."""
+    judged = {comparison.name for comparison in comparisons}
     runs = [*a, *b]
     names = []
-    for name in a[0].traces:
+    for name in a[0].raw_curves:
         if not name.startswith(HELD_OUT) or name in judged:
             continue
         if all(name in run.curves for run in runs):
@@ -190,19 +190,19 @@ def _names_without_common_steps(
     return names
 
 
-def _row(verdict: Verdict) -> tuple[str, ...]:
-    """Return the cells of one curve: name, A, B, difference, p, and which side is better."""
+def _row(comparison: CurveComparison) -> tuple[str, ...]:
+    """Return the cells of one curve: name, A, B, difference, p, and the winner."""
     p = ""
-    if verdict.p is not None:
-        p = f"{verdict.p:.2g}"
-    values_a, values_b = verdict.values
+    if comparison.p is not None:
+        p = f"{comparison.p:.2g}"
+    values_a, values_b = comparison.values
     return (
-        verdict.name,
-        _mean(values_a),
-        _mean(values_b),
-        _change(verdict),
+        comparison.name,
+        _format_mean(values_a),
+        _format_mean(values_b),
+        _format_change(comparison),
         p,
-        verdict.winner,
+        comparison.winner,
     )
 
 
@@ -222,7 +222,7 @@ def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
     groups: dict[str, list[RunFacts]] = {}
     for runs in runs_by_folder:
         for run in runs:
-            groups.setdefault(run.group, []).append(run)
+            groups.setdefault(run.config_identity, []).append(run)
     if len(groups) != 2:
         if len(groups) == 1:
             what = "all of them are one run, or differ in run.seed only"
@@ -296,8 +296,9 @@ def _values(key: str, side: list[RunFacts]) -> list[str]:
 def _differing_section(key: str, a: list[RunFacts], b: list[RunFacts]) -> str | None:
     """Return the section that stands for a differing key in the table; None: the key itself does.
 
-    It is the outermost section around the key that has another kind on each side, or that one side
-    has not set. Only a key that one side lacks, or that is a `kind`, has such a section.
+    It is the outermost section around the key that has another kind on each side, or that is null
+    or empty in a run. Only a key that one side lacks, or that is a `kind`, has such a section. With
+    `adapter: null` against `adapter.kind: lora`, `adapter` stands for all keys below it.
     """
     runs = [*a, *b]
     is_absent = [ABSENT] in (_values(key, a), _values(key, b))
@@ -309,9 +310,9 @@ def _differing_section(key: str, a: list[RunFacts], b: list[RunFacts]) -> str | 
             kinds_differ = _values(kind, a) != _values(kind, b)
             if kinds_differ:
                 return section
-        # A section that is null or empty is itself a key of the flat config and has none below it.
-        is_unset = any(section in run.config for run in runs)
-        if is_unset and is_absent:
+        # `flat` keeps a section as a key only if it is null or {}.
+        is_null_or_empty_in_a_run = any(section in run.config for run in runs)
+        if is_null_or_empty_in_a_run and is_absent:
             return section
     # The key may be such a section: null in one run, and filled with keys in another.
     if is_absent and any(_has_keys_below(run, key) for run in runs):
@@ -390,16 +391,16 @@ def _defaults(section: str, kind: Any) -> dict[str, Any]:
     return flat(values.model_dump(mode="json"))
 
 
-def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
-    """Return a verdict for each curve that all runs have, and the last step that all runs reached.
+def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[CurveComparison], int]:
+    """Return a comparison of each curve that all runs have, and the last step that all reached.
 
     Runs that never finished a step do not count for the last step.
     """
     runs = [*a, *b]
-    reached = [run.reached for run in runs if run.reached]
+    reached = [run.last_step for run in runs if run.last_step]
     # A run that went further would otherwise win only because it trained for longer.
     last_step = min(reached, default=0)
-    verdicts = []
+    comparisons = []
     for name in _common_names(runs):
         finals = _final_values(name, runs, last_step)
         if finals is None:
@@ -410,18 +411,18 @@ def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
         means_b = _mean_by_seed(b, finals_b)
         p = welch(means_a, means_b)
         better = _direction(name, runs[0])
-        verdicts.append(Verdict(name, (finals_a, finals_b), better, p))
-    return verdicts, last_step
+        comparisons.append(CurveComparison(name, (finals_a, finals_b), better, p))
+    return comparisons, last_step
 
 
 def _common_names(runs: list[RunFacts]) -> list[str]:
     """Return the names of curves that all runs have, in the order of the page."""
     names = []
-    for name in runs[0].traces:
+    for name in runs[0].raw_curves:
         # Every run measures a loss, though it may never have been a number. Any other curve
         # without a number was not measured.
         if name == "loss":
-            having = [run for run in runs if name in run.traces]
+            having = [run for run in runs if name in run.raw_curves]
         else:
             having = [run for run in runs if name in run.curves]
         if len(having) == len(runs):
@@ -434,31 +435,31 @@ def _final_values(name: str, runs: list[RunFacts], last_step: int) -> list[float
 
     A value is NaN if the run measured the curve, but it was no number in the end.
     """
-    traces = [run.traces[name] for run in runs]
+    curves = [run.raw_curves[name] for run in runs]
     if name.startswith(HELD_OUT):
         # An evaluation before the others', or before training, does not tell which run is better.
-        traces = _at_common_steps(traces)
+        curves = _at_common_steps(curves)
     values = []
-    for trace in traces:
-        value = _final_value(trace, last_step)
+    for points in curves:
+        value = _final_value(points, last_step)
         if value is None:
             return None
         values.append(value)
     return values
 
 
-def _at_common_steps(traces: list[Trace]) -> list[Trace]:
-    """Return the points of the steps after step 0 that all traces have."""
-    steps_by_trace = []
-    for trace in traces:
-        steps = {step for step, _ in trace}
-        steps_by_trace.append(steps)
-    common = set.intersection(*steps_by_trace)
+def _at_common_steps(curves: list[RawPoints]) -> list[RawPoints]:
+    """Return the points of the steps after step 0 that all curves have."""
+    steps_by_curve = []
+    for points in curves:
+        steps = {step for step, _ in points}
+        steps_by_curve.append(steps)
+    common = set.intersection(*steps_by_curve)
     common.discard(0)
     filtered = []
-    for trace in traces:
-        points = [(step, value) for step, value in trace if step in common]
-        filtered.append(points)
+    for points in curves:
+        common_points = [(step, value) for step, value in points if step in common]
+        filtered.append(common_points)
     return filtered
 
 
@@ -482,12 +483,12 @@ def _seed_count(runs: list[RunFacts]) -> int:
     return len(seeds)
 
 
-def _final_value(trace: Trace, last_step: int) -> float | None:
-    """Return the mean of the last part of a trace up to `last_step`.
+def _final_value(points: RawPoints, last_step: int) -> float | None:
+    """Return the mean of the last part of a curve up to `last_step`.
 
     NaN if that part has no number, None if nothing was measured up to then.
     """
-    values = [value for step, value in trace if step <= last_step]
+    values = [value for step, value in points if step <= last_step]
     if not values:
         return None
     length = max(1, round(LAST * len(values)))
@@ -558,7 +559,7 @@ def welch(one: list[float], other: list[float]) -> float | None:
     return float(p)
 
 
-def _mean(values: list[float]) -> str:
+def _format_mean(values: list[float]) -> str:
     """Return the mean and the standard deviation as text, or how many values are no number."""
     total = len(values)
     lost = sum(math.isnan(value) for value in values)
@@ -574,15 +575,15 @@ def _mean(values: list[float]) -> str:
     return text
 
 
-def _change(verdict: Verdict) -> str:
+def _format_change(comparison: CurveComparison) -> str:
     """Return B minus A as text, also relative to A; empty if a side has no number."""
-    difference = verdict.difference
+    difference = comparison.difference
     if math.isnan(difference):
         return ""
     text = f"{difference:+.3g}"
-    if verdict.mean_a == 0:
+    if comparison.mean_a == 0:
         return text
-    share = difference / abs(verdict.mean_a)
+    share = difference / abs(comparison.mean_a)
     if abs(share) < LARGEST_SHARE:
         text += f" ({share:+.1%})"
     return text
@@ -598,11 +599,11 @@ def _method(a: int, b: int, curves: int) -> str:
         advice = "Two seeds or more of each side (run.seed=1, …) tell a difference from chance."
         return f"no test is possible: {side} has one seed. {advice}"
     test = f"p: Welch's t-test, two-sided, n = {a} and {b} seeds."
-    meaning = f"“not shown”: p ≥ {SIGNIFICANT}."
+    meaning = f"“not significant”: p ≥ {SIGNIFICANT}."
     warning = ""
     if curves > 1:
-        # p is not corrected for the number of curves, and 0.05 is one of twenty.
-        warning = f"{curves} curves are each tested by itself: of twenty, one is below by chance."
+        correction = f"{curves} curves are tested without correction for multiple comparisons"
+        warning = f"{correction}: about 1 in 20 has p < {SIGNIFICANT} by chance."
     return f"{test} {meaning} {warning}"
 
 

@@ -24,25 +24,26 @@ FEWEST = 60
 # Bands of a chart. If there are more groups of runs, only their means are drawn.
 MOST_BANDS = 12
 
-# What draw.js draws, as JSON.
-Chart = dict[str, Any]
-# A line of a chart, as JSON.
+# All that draw.js needs to draw a chart, as JSON: kind, title, series, note and marks.
+ChartSpec = dict[str, Any]
+# A line of a chart, as JSON: name, color, the points of `thin_out` or `band`, and whether it is one
+# run of a group of seeds (`is_group_member`).
 Series = dict[str, Any]
 
 
 def thin_out(points: Points, most: int) -> Series:
     """Return a curve with at most `most` points, for draw.js.
 
-    The result has the keys `x` (steps), `y` (values) and `of`, the number of points that the curve
-    had. A curve with more than `most` points is cut into bins of equal size. Then `y` is the mean
-    of a bin and `x` its last step, and there are also the bin's `low` and `high`, and `size`, the
-    number of points of a bin.
+    The result has the keys `x` (steps), `y` (values) and `total_points`, the number of points that
+    the curve had. A curve with more than `most` points is cut into bins of equal size. Then `y` is
+    the mean of a bin and `x` its last step, and there are also `low` and `high`, the least and the
+    most value of the bin, and `bin_size`, the number of points of a bin.
     """
     total = len(points)
     if total <= most:
         steps = [step for step, _ in points]
         values = [_round(value) for _, value in points]
-        return {"x": steps, "y": values, "of": total}
+        return {"x": steps, "y": values, "total_points": total}
     size = _ceil_div(total, most)
     bins = _Bins()
     for start in range(0, total, size):
@@ -54,8 +55,8 @@ def thin_out(points: Points, most: int) -> Series:
         high = max(values)
         bins.add(last_step, mean, low, high)
     thinned = bins.series()
-    thinned["of"] = total
-    thinned["size"] = size
+    thinned["total_points"] = total
+    thinned["bin_size"] = size
     return thinned
 
 
@@ -93,8 +94,9 @@ def band(repeated: list[Points], most: int) -> Series:
         most: How many points the mean may have. More steps are cut into bins as in `thin_out`.
 
     Returns:
-        `x`, `y`, `of` and `size` as in `thin_out`; `low` and `high`, one standard deviation of a
-        sample (n - 1) below and above the mean; and `seeds`, the number of runs.
+        `x`, `y`, `total_points` and `bin_size` as in `thin_out`; `low` and `high`, here one
+        standard deviation of a sample (n - 1) below and above the mean; and `seed_count`, the
+        number of runs.
     """
     runs = [dict(points) for points in repeated]
     common = set(runs[0])
@@ -117,13 +119,13 @@ def band(repeated: list[Points], most: int) -> Series:
         deviation = statistics.stdev(means)
         bins.add(last_step, mean, mean - deviation, mean + deviation)
     averaged = bins.series()
-    averaged["of"] = len(steps)
-    averaged["size"] = size
-    averaged["seeds"] = len(repeated)
+    averaged["total_points"] = len(steps)
+    averaged["bin_size"] = size
+    averaged["seed_count"] = len(repeated)
     return averaged
 
 
-def groups(runs: list[RunFacts]) -> list[list[int]]:
+def seed_groups(runs: list[RunFacts]) -> list[list[int]]:
     """Return groups of runs that differ in their seed alone and have different seeds.
 
     Each run is given by its place in `runs`. A repeat of a seed begins another group, so that no
@@ -134,15 +136,15 @@ def groups(runs: list[RunFacts]) -> list[list[int]]:
     for place, run in enumerate(runs):
         seed = str(run.config.get("run.seed"))
         # Repeats of one seed are not independent, so a mean with a band must not count them twice.
-        repeat = runs_of_seed[run.group, seed]
-        runs_of_seed[run.group, seed] += 1
-        group = (run.group, repeat)
+        repeat = runs_of_seed[run.config_identity, seed]
+        runs_of_seed[run.config_identity, seed] += 1
+        group = (run.config_identity, repeat)
         places = places_by_group.setdefault(group, [])
         places.append(place)
     return list(places_by_group.values())
 
 
-def charts(runs: list[RunFacts], names: list[str]) -> list[Chart]:
+def charts(runs: list[RunFacts], names: list[str]) -> list[ChartSpec]:
     """Return one chart for each name of a curve, with the curves of all runs that have it.
 
     `names`: what each run is called in a legend, in the order of `runs`.
@@ -153,11 +155,11 @@ def charts(runs: list[RunFacts], names: list[str]) -> list[Chart]:
         curve_names.update(dict.fromkeys(run.curves))
     if len(runs) == 1:
         return _charts_of_one_run(runs[0], curve_names)
-    seed_groups = groups(runs)
-    return [_chart(name, runs, names, seed_groups) for name in curve_names]
+    groups = seed_groups(runs)
+    return [_chart(name, runs, names, groups) for name in curve_names]
 
 
-def _charts_of_one_run(run: RunFacts, names: Iterable[str]) -> list[Chart]:
+def _charts_of_one_run(run: RunFacts, names: Iterable[str]) -> list[ChartSpec]:
     """Return the charts of one run, in the order of `names`.
 
     A score of several evaluation sets is one chart, with a line for each set beside that of all
@@ -179,24 +181,22 @@ def _charts_of_one_run(run: RunFacts, names: Iterable[str]) -> list[Chart]:
     return made
 
 
-def _chart(
-    name: str, runs: list[RunFacts], names: list[str], seed_groups: list[list[int]]
-) -> Chart:
+def _chart(name: str, runs: list[RunFacts], names: list[str], groups: list[list[int]]) -> ChartSpec:
     """Return the chart of one curve.
 
     Args:
         name: The curve, which is also the title of the chart.
         runs: The runs of the page. Those without this curve have no line.
         names: What each run is called in the legend.
-        seed_groups: Places of runs that have one color, as `groups` returns them.
+        groups: Places of runs that have one color, as `seed_groups` returns them.
     """
     having = sum(name in run.curves for run in runs)
     # The points of a chart are shared out among its curves.
     share = MOST_IN_ALL // max(1, having)
     most = max(FEWEST, min(MOST_POINTS, share))
-    is_crowded = len(seed_groups) > MOST_BANDS
+    is_crowded = len(groups) > MOST_BANDS
     series: list[Series] = []
-    for color, places in enumerate(seed_groups):
+    for color, places in enumerate(groups):
         curves = {}
         for place in places:
             points = runs[place].curves.get(name)
@@ -244,13 +244,13 @@ def _series_of_group(
     if has_mean and is_crowded:
         return series
     for place, points in curves.items():
-        line: Series = {"name": names[place], "color": color, "member": has_mean}
+        line: Series = {"name": names[place], "color": color, "is_group_member": has_mean}
         line.update(thin_out(points, most))
         series.append(line)
     return series
 
 
-def _chart_of_sets(name: str, run: RunFacts, sets: list[str]) -> Chart:
+def _chart_of_sets(name: str, run: RunFacts, sets: list[str]) -> ChartSpec:
     """Return the chart of a curve of one run, with the curves of the evaluation sets beside it.
 
     `sets`: the names of the sets' curves; empty if the curve is not a score of several sets.
@@ -264,7 +264,7 @@ def _chart_of_sets(name: str, run: RunFacts, sets: list[str]) -> Chart:
     # Color 0 is that of all sets together.
     for color, curve in enumerate(sets, 1):
         set_name, _, _ = curve.removeprefix(HELD_OUT).rpartition("/")
-        line: Series = {"name": set_name, "color": color, "member": False}
+        line: Series = {"name": set_name, "color": color, "is_group_member": False}
         line.update(thin_out(run.curves[curve], MOST_POINTS))
         lines.append(line)
     return chart
@@ -285,19 +285,19 @@ def _note(series: list[Series]) -> str:
     means = []
     thinned = []
     for line in series:
-        if "seeds" in line:
+        if "seed_count" in line:
             means.append(line)
-        elif line.get("size", 1) > 1:
+        elif line.get("bin_size", 1) > 1:
             thinned.append(line)
     parts = []
     if means:
         parts.append(_note_of_means(means))
     if thinned:
         # One line stands for all: its bins are the largest.
-        longest = max(thinned, key=itemgetter("of"))
-        points = longest["of"]
+        longest = max(thinned, key=itemgetter("total_points"))
+        points = longest["total_points"]
         drawn = len(longest["x"])
-        size = longest["size"]
+        size = longest["bin_size"]
         note = f"{points:,} points drawn as {drawn:,} means of {size}"
         if len(series) == 1:
             note += ", the band from the least to the most of each"
@@ -307,7 +307,7 @@ def _note(series: list[Series]) -> str:
 
 def _note_of_means(means: list[Series]) -> str:
     """Return how many seeds the means of a chart have, and what their bands are."""
-    seeds = sorted({line["seeds"] for line in means})
+    seeds = sorted({line["seed_count"] for line in means})
     numbers = " or ".join(map(str, seeds))
     spread = ""
     if any("low" in line for line in means):

@@ -28,14 +28,14 @@ from drumline.report.markup import (
     ABSENT,
     Pairs,
     Table,
-    facts,
     format_bytes,
     format_seconds,
     format_time,
     table,
+    without_empty,
 )
-from drumline.report.sections import Chart, Drawings
-from drumline.telemetry.truth import OFF, Comparison
+from drumline.report.sections import ChartRegistry, ChartSlot
+from drumline.telemetry.plan_accuracy import OFF, Comparison
 
 # Purposes of the seconds in a run_end's goodput.
 PURPOSES = ("productive", "recompute", "startup", "restore", "save", "eval", "other")
@@ -68,20 +68,20 @@ MOST_RANKS = 8
 class Times:
     """What the seconds of a run were spent on."""
 
-    charts: list[Chart]
+    charts: list[ChartSlot]
     # How long the first step took to come, and what that time was spent on; None if not known.
     first_step: str | None
 
 
-def times(run: RunFacts, drawings: Drawings) -> Times | None:
+def times(run: RunFacts, registry: ChartRegistry) -> Times | None:
     """Return goodput of each attempt, seconds of a step, and the heat map of ranks and phases.
 
-    `drawings`: the charts of the page, to which those of this section are added.
+    `registry`: the charts of the page, to which those of this section are added.
     """
     charts = [
-        *_draw_goodput(run, drawings),
-        *_draw_phases(run, drawings),
-        *_draw_step_seconds(run, drawings),
+        *_add_goodput_chart(run, registry),
+        *_add_phases_chart(run, registry),
+        *_add_step_seconds_chart(run, registry),
     ]
     first_step = None
     started = as_numbers(run.last("started").get("seconds"))
@@ -95,18 +95,18 @@ def times(run: RunFacts, drawings: Drawings) -> Times | None:
     return Times(charts, first_step)
 
 
-def _draw_goodput(run: RunFacts, drawings: Drawings) -> list[Chart]:
-    """Draw the seconds by purpose of each attempt that wrote them."""
+def _add_goodput_chart(run: RunFacts, registry: ChartRegistry) -> list[ChartSlot]:
+    """Add the chart of seconds by purpose of each attempt that wrote them."""
     # The rows of the chart, and for each purpose the seconds of every row.
     names = []
     seconds_by_purpose: dict[str, list[float]] = {purpose: [] for purpose in PURPOSES}
     for number, attempt in enumerate(run.attempts):
-        goodput = attempt.goodput
-        if not goodput:
+        seconds_of_attempt = attempt.seconds_by_purpose
+        if not seconds_of_attempt:
             continue
         names.append(f"attempt {number}")
         for purpose, seconds in seconds_by_purpose.items():
-            seconds.append(goodput.get(purpose, 0.0))
+            seconds.append(seconds_of_attempt.get(purpose, 0.0))
     if not names:
         return []
     series = []
@@ -119,11 +119,11 @@ def _draw_goodput(run: RunFacts, drawings: Drawings) -> list[Chart]:
         # A rank writes its seconds when it ends, which one that is killed cannot do.
         note = f"{lost} of {attempts} attempts ended before they could write theirs"
     title = "Seconds of rank 0 by purpose"
-    return [drawings.add("bars", title, note, rows=names, series=series)]
+    return [registry.add("bars", title, note, rows=names, series=series)]
 
 
-def _draw_phases(run: RunFacts, drawings: Drawings) -> list[Chart]:
-    """Draw the heat map of seconds by phase and rank, without phases that took no time."""
+def _add_phases_chart(run: RunFacts, registry: ChartRegistry) -> list[ChartSlot]:
+    """Add the heat map of seconds by phase and rank, without phases that took no time."""
     names = []
     seconds_of_phases = []
     for phase, seconds in run.phases.items():
@@ -140,14 +140,14 @@ def _draw_phases(run: RunFacts, drawings: Drawings) -> list[Chart]:
         values.append([*seconds, *missing])
     title = "Seconds by phase and rank"
     note = (
-        "by the clock of the host: on a GPU, whose work is queued,"
-        " its time is in the phase that waits for it"
+        "by the host's clock; GPU kernels run asynchronously,"
+        " so their time appears in the phase that synchronises"
     )
-    return [drawings.add("heat", title, note, rows=names, values=values)]
+    return [registry.add("heat", title, note, rows=names, values=values)]
 
 
-def _draw_step_seconds(run: RunFacts, drawings: Drawings) -> list[Chart]:
-    """Draw what the seconds of a step were spent on.
+def _add_step_seconds_chart(run: RunFacts, registry: ChartRegistry) -> list[ChartSlot]:
+    """Add the chart of what the seconds of a step were spent on.
 
     Without a measured time of waiting for other ranks, which counts as computing then, the chart
     has a note about it.
@@ -162,7 +162,7 @@ def _draw_step_seconds(run: RunFacts, drawings: Drawings) -> list[Chart]:
     note = "means over ranks"
     if len(lines) < len(STEP_SECONDS):
         note += "; waiting for others is not measured apart, and counts as compute"
-    return [drawings.add("lines", "Seconds of a step", note, series=lines)]
+    return [registry.add("lines", "Seconds of a step", note, series=lines)]
 
 
 def _line(name: str, color: int, points: Points) -> Series:
@@ -176,24 +176,24 @@ def _line(name: str, color: int, points: Points) -> Series:
 class Memory:
     """Planned against measured memory."""
 
-    charts: list[Chart]
+    charts: list[ChartSlot]
     # A row for each category that was both planned and measured; None: nothing was measured.
     comparison: Table | None
     # What a device has and what was planned, in a sentence; None if one of both is not known.
     verdict: str | None
 
 
-def memory(run: RunFacts, drawings: Drawings) -> Memory | None:
+def memory(run: RunFacts, registry: ChartRegistry) -> Memory | None:
     """Return predicted against measured memory by category, and that of each rank over the steps.
 
-    `drawings`: the charts of the page, to which those of this section are added.
+    `registry`: the charts of the page, to which those of this section are added.
     """
     event = run.last("planned")
     planned = as_numbers(event.get("memory"))
     comparisons = run.comparisons
     charts = [
-        *_draw_memory_by_category(planned, comparisons, drawings),
-        *_draw_memory_of_ranks(run, drawings),
+        *_add_memory_by_category_chart(planned, comparisons, registry),
+        *_add_memory_of_ranks_chart(run, registry),
     ]
     comparison = None
     if comparisons:
@@ -211,10 +211,10 @@ def memory(run: RunFacts, drawings: Drawings) -> Memory | None:
     return Memory(charts, comparison, verdict)
 
 
-def _draw_memory_by_category(
-    planned: dict[str, float], comparisons: list[Comparison], drawings: Drawings
-) -> list[Chart]:
-    """Draw planned and measured bytes of each category that was planned."""
+def _add_memory_by_category_chart(
+    planned: dict[str, float], comparisons: list[Comparison], registry: ChartRegistry
+) -> list[ChartSlot]:
+    """Add the chart of planned and measured bytes of each category that was planned."""
     names = [name for name in MEMORY_CATEGORIES if planned.get(name)]
     if not names:
         return []
@@ -230,7 +230,7 @@ def _draw_memory_by_category(
         {"name": "planned", "x": planned_bytes},
         {"name": "measured", "x": measured_bytes},
     ]
-    chart = drawings.add(
+    chart = registry.add(
         "bars",
         "Memory of the fullest rank",
         "activations, logits and buffers are measured as a part of the peak",
@@ -242,8 +242,8 @@ def _draw_memory_by_category(
     return [chart]
 
 
-def _draw_memory_of_ranks(run: RunFacts, drawings: Drawings) -> list[Chart]:
-    """Draw the memory of ranks over the steps."""
+def _add_memory_of_ranks_chart(run: RunFacts, registry: ChartRegistry) -> list[ChartSlot]:
+    """Add the chart of the memory of ranks over the steps."""
     lines = _memory_by_rank(run)
     if not lines:
         return []
@@ -253,7 +253,7 @@ def _draw_memory_of_ranks(run: RunFacts, drawings: Drawings) -> list[Chart]:
     else:
         measured_by = "the process's resident set, with Python and its libraries"
     title = "Memory of each rank"
-    chart = drawings.add("lines", title, measured_by, unit="bytes", series=lines)
+    chart = registry.add("lines", title, measured_by, unit="bytes", series=lines)
     return [chart]
 
 
@@ -312,7 +312,7 @@ def _memory_by_step(run: RunFacts) -> dict[int, list[float]]:
     return sizes_by_step
 
 
-def communication(run: RunFacts, drawings: Drawings) -> Pairs | None:
+def communication(run: RunFacts, registry: ChartRegistry) -> Pairs | None:
     """Return bytes by kind of collective, and the share of time in which ranks waited for others.
 
     None if the run neither planned nor sent anything.
@@ -329,18 +329,19 @@ def communication(run: RunFacts, drawings: Drawings) -> Pairs | None:
             pairs.append((f"planned: {collective}", size))
     if sent:
         _, newest = sent[-1]
-        total, about = _total_of_steps(run, sent)
-        pairs.append(("counted, a step", format_bytes(newest)))
-        pairs.append(("sent by a rank in all", f"{about}{format_bytes(total)}"))
+        total, prefix = _total_of_steps(run, sent)
+        pairs.append(("sent per rank, last step", format_bytes(newest)))
+        pairs.append(("sent per rank, all steps", f"{prefix}{format_bytes(total)}"))
     waiting = _share_of_waiting(run)
     pairs.append(("waiting for other ranks", waiting))
-    return facts(pairs)
+    return without_empty(pairs)
 
 
 def _total_of_steps(run: RunFacts, points: Points) -> tuple[float, str]:
-    """Return the sum of a value over all steps, and `about ` if not all of them have an event.
+    """Return the sum of a value over all steps, and what to write before it: `about ` or nothing.
 
-    With `run.log_every` above 1 the steps without an event count with the mean of the others.
+    It is `about ` if not all steps have an event, as with `run.log_every` above 1: the others count
+    with the mean. Steps of a folder that the run continues count, too.
     """
     steps = as_number(run.last("step").get("step"))
     total = sum(value for _, value in points)
@@ -369,7 +370,7 @@ class Attempts:
     troubles: list[Pairs]
 
 
-def faults(run: RunFacts, drawings: Drawings) -> Attempts | None:
+def faults(run: RunFacts, registry: ChartRegistry) -> Attempts | None:
     """Return each attempt and how it ended, and what else went wrong.
 
     None if the run never started.
@@ -393,7 +394,7 @@ def faults(run: RunFacts, drawings: Drawings) -> Attempts | None:
         for event in run.of(kind):
             why = event.get("why")
             step = event.get("step")
-            troubles.append(facts([(label, why), ("after step", step)]))
+            troubles.append(without_empty([(label, why), ("after step", step)]))
     return Attempts(table(headers, rows), troubles)
 
 
@@ -406,13 +407,13 @@ def _attempt_row(attempt: Attempt) -> list[Any]:
         last = steps[-1]
         reach = f"{first:,} – {last:,}"
     done_again = None
-    recompute = attempt.goodput.get("recompute")
+    recompute = attempt.seconds_by_purpose.get("recompute")
     if recompute:
         done_again = format_seconds(recompute)
     log = None
     if attempt.fault is not None:
         log = attempt.fault.get("log")
-    began = format_time(attempt.start["t"])
+    began = format_time(attempt.start_event["t"])
     took = format_seconds(attempt.seconds)
     return [began, took, reach, done_again, attempt.outcome, log]
 
@@ -426,7 +427,7 @@ class Data:
     sources: Table | None
 
 
-def data(run: RunFacts, drawings: Drawings) -> Data | None:
+def data(run: RunFacts, registry: ChartRegistry) -> Data | None:
     """Return the samples, the tokens in the loss, and the sources of the training rows.
 
     None if the plan does not say how many samples there are.
@@ -451,33 +452,33 @@ def data(run: RunFacts, drawings: Drawings) -> Data | None:
     if passes is not None:
         pairs.append(("passes over the data", f"{passes:.3g}"))
     if tokens:
-        trained_tokens, about = _total_of_steps(run, run.points("step", "tokens"))
+        trained_tokens, prefix = _total_of_steps(run, run.points("step", "tokens"))
         if trained_tokens:
-            pairs.append(("tokens trained on", f"{about}{trained_tokens:,.0f}"))
+            pairs.append(("tokens trained on", f"{prefix}{trained_tokens:,.0f}"))
     sources = _dictionaries(planned.get("sources"))
     table_of_sources = None
     if len(sources) > 1:
         table_of_sources = _source_table(sources)
-    return Data(facts(pairs), table_of_sources)
+    return Data(without_empty(pairs), table_of_sources)
 
 
 def _source_table(sources: list[dict[str, Any]]) -> Table:
-    """Return a row for each source: how many rows were left out, and how many an epoch has."""
+    """Return a row for each source: how many rows were read, dropped and made into samples."""
     rows = []
     for source in sources:
         counts: dict[str, int] = {}
         for key, value in as_numbers(source).items():
             counts[key] = int(value)
-        left_out = 0
+        dropped_rows = 0
         for name in LEFT_OUT:
-            left_out += counts.get(name, 0)
+            dropped_rows += counts.get(name, 0)
         # Without a mixture of sources it is 0, which means nothing.
         per_epoch = counts.get("per_epoch") or None
         rows.append(
             [
                 str(source.get("name")),
                 counts.get("read"),
-                left_out,
+                dropped_rows,
                 counts.get("tokens"),
                 counts.get("samples"),
                 per_epoch,
@@ -494,7 +495,7 @@ def _source_table(sources: list[dict[str, Any]]) -> Table:
     return table(headers, rows)
 
 
-def evaluations(run: RunFacts, drawings: Drawings) -> Table | None:
+def evaluations(run: RunFacts, registry: ChartRegistry) -> Table | None:
     """Return a row for each evaluation, and a last one with the change from the first to the last.
 
     None if no evaluation has a score.
@@ -544,10 +545,10 @@ class Card:
     reward: str = ""
 
 
-def samples(run: RunFacts, drawings: Drawings) -> list[Card] | None:
-    """Return what the weights wrote on the same held-out prompts, first and last.
+def samples(run: RunFacts, registry: ChartRegistry) -> list[Card] | None:
+    """Return what the model generated for the same held-out prompts, first and last.
 
-    None if the run has no samples.
+    These are the events of `eval.samples`. None if the run has none.
     """
     # Each is (step, samples).
     written = []
@@ -598,11 +599,11 @@ class Rollouts:
 
     # The newest first.
     episodes: list[Card]
-    # A sentence that says which episodes are shown.
-    left_out: str
+    # A sentence that says which of the recorded episodes are shown.
+    shown_note: str
 
 
-def rollouts(run: RunFacts, drawings: Drawings) -> Rollouts | None:
+def rollouts(run: RunFacts, registry: ChartRegistry) -> Rollouts | None:
     """Return episodes with their rewards, the newest first; page.js filters them.
 
     None if the run recorded none.
@@ -613,13 +614,13 @@ def rollouts(run: RunFacts, drawings: Drawings) -> Rollouts | None:
             episodes.append(Episode(event, values))
     if not episodes:
         return None
-    left_out = "The first episodes of each rollout."
+    shown_note = "The first episodes of each rollout."
     if len(episodes) > MOST_EPISODES:
         half = MOST_EPISODES // 2
-        left_out = f"The first and last {half} of {len(episodes):,} recorded episodes."
+        shown_note = f"The first and last {half} of {len(episodes):,} recorded episodes."
         episodes = [*episodes[:half], *episodes[-half:]]
     cards = [_episode_card(episode) for episode in reversed(episodes)]
-    return Rollouts(cards, left_out)
+    return Rollouts(cards, shown_note)
 
 
 def _episode_card(episode: Episode) -> Card:
@@ -632,10 +633,10 @@ def _episode_card(episode: Episode) -> Card:
         worth = f"reward {reward:.4g}"
         # Exact, since the filter compares it with what the reader enters.
         filter_key = repr(reward)
-    step = f"to step {episode.event['step']:,}"
+    step = f"for steps up to {episode.event['step']:,}"
     # Older versions do not write it; only False means that no step learned from the rollout.
     if episode.event.get("trained") is False:
-        step += " (not reached)"
+        step += " (not trained on)"
     tokens = values.get("tokens")
     length = f"{tokens} tokens"
     if not values.get("ended"):
@@ -682,15 +683,15 @@ def _message_text(value: Any) -> str:
 class Devices:
     """What the devices did."""
 
-    charts: list[Chart]
+    charts: list[ChartSlot]
     # The energy that they took, as text; None if no counter could be read.
     kwh: str | None
 
 
-def devices(run: RunFacts, drawings: Drawings) -> Devices | None:
+def devices(run: RunFacts, registry: ChartRegistry) -> Devices | None:
     """Return utilisation, temperature and power of each rank's GPU, and the energy of all devices.
 
-    None if nothing of it was read. `drawings`: the charts of the page, to which those of this
+    None if nothing of it was read. `registry`: the charts of the page, to which those of this
     section are added.
     """
     charts = []
@@ -699,7 +700,7 @@ def devices(run: RunFacts, drawings: Drawings) -> Devices | None:
         for rank, points in sorted(_device_points(run, name).items()):
             lines.append(_line(f"rank {rank}", rank, points))
         if lines:
-            chart = drawings.add("lines", f"GPU: {label}", series=lines)
+            chart = registry.add("lines", f"GPU: {label}", series=lines)
             charts.append(chart)
     # In kWh. Each start counts its own, so that they are added up.
     energies = []
@@ -751,7 +752,7 @@ class Checkpoints:
     export: Exported | None
 
 
-def checkpoints(run: RunFacts, drawings: Drawings) -> Checkpoints | None:
+def checkpoints(run: RunFacts, registry: ChartRegistry) -> Checkpoints | None:
     """Return a row for each checkpoint that was saved, and what was exported.
 
     None if the run did neither.
@@ -793,9 +794,9 @@ def _checkpoint_state(row: dict[str, Any]) -> str:
 
     `row`: as `RunFacts.checkpoints` has it.
     """
-    if row["whole"]:
+    if row["is_readable"]:
         return "whole"
-    if row["there"]:
+    if row["exists"]:
         return "damaged"
     return row.get("error") or "removed"
 
@@ -809,7 +810,7 @@ class Environment:
     command: str | None
 
 
-def environment(run: RunFacts, drawings: Drawings) -> Environment:
+def environment(run: RunFacts, registry: ChartRegistry) -> Environment:
     """Return the host and the versions of a run, and the command that repeats it."""
     start = run.last("run_start")
     recorded = as_mapping(start.get("environment"))
@@ -819,7 +820,7 @@ def environment(run: RunFacts, drawings: Drawings) -> Environment:
     if parameters:
         number = as_number(parameters) or 0
         pairs.append(("parameters", count(number)))
-    return Environment(facts(pairs), repeat(run))
+    return Environment(without_empty(pairs), repeat(run))
 
 
 def repeat(run: RunFacts) -> str | None:
@@ -844,9 +845,9 @@ def repeat(run: RunFacts) -> str | None:
 
 
 # The title of each section, and the function that returns what it shows. Templates and page.py know
-# a section by its title. The drawings are the charts of the page, to which a section adds its own;
-# sections of tables and texts alone leave them as they are.
-OF_A_RUN: dict[str, Callable[[RunFacts, Drawings], Any]] = {
+# a section by its title. A section adds its charts to the registry of the page; sections of tables and
+# texts alone leave it as it is.
+OF_A_RUN: dict[str, Callable[[RunFacts, ChartRegistry], Any]] = {
     "Time": times,
     "Memory": memory,
     "Devices": devices,

@@ -136,7 +136,7 @@ function lineTraces(chart, series) {
   const isMany = chart.series.length > MOST_IN_LEGEND;
   const isOneOfSome = chart.series.length > 1;
   const traces = [];
-  if (series.low && (series.seeds || !isOneOfSome)) {
+  if (series.low && (series.seed_count || !isOneOfSome)) {
     const band = { x: series.x, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
     const common = { ...band, showlegend: false, legendgroup: group };
     const fillcolor = withAlpha(color, 0.18);
@@ -146,7 +146,7 @@ function lineTraces(chart, series) {
   const text = chart.unit === "bytes" ? series.y.map(bytes) : undefined;
   const value = text ? "%{text}" : "%{y:.5~g}";
   const hoverName = isOneOfSome ? plain(series.name).slice(0, 60) : "";
-  const isMarked = series.x.length < FEW_POINTS && !series.member;
+  const isMarked = series.x.length < FEW_POINTS && !series.is_group_member;
   traces.push({
     x: series.x,
     y: series.y,
@@ -156,11 +156,11 @@ function lineTraces(chart, series) {
     mode: isMarked ? "lines+markers" : "lines",
     marker: { size: 4 },
     line: {
-      color: series.member ? withAlpha(color, 0.45) : color,
-      width: series.member ? 1 : 1.7,
+      color: series.is_group_member ? withAlpha(color, 0.45) : color,
+      width: series.is_group_member ? 1 : 1.7,
     },
     opacity: isMany ? 0.6 : 1,
-    showlegend: !series.member && !isMany && isOneOfSome,
+    showlegend: !series.is_group_member && !isMany && isOneOfSome,
     hovertemplate: `step %{x:,}: ${value}<extra>${hoverName}</extra>`,
   });
   return traces;

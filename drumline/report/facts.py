@@ -22,9 +22,9 @@ from drumline.system.files import numbered
 from drumline.system.redact import plain
 from drumline.telemetry import events
 from drumline.telemetry.damage import MOST
-from drumline.telemetry.truth import Comparison
+from drumline.telemetry.plan_accuracy import Comparison
 
-# The names of curves of evaluations begin with it.
+# Prefix of the names of evaluations' curves.
 HELD_OUT = "held out: "
 # Fields of a step event and the names of their curves, in the order of the page. What an algorithm
 # measures besides comes after the losses.
@@ -35,9 +35,10 @@ RATES = {
     "mfu": "model FLOPs utilisation",
 }
 SAMPLES_PER_S = "samples/s"
-# Fields of a step event that every step has and that have no curve of their own, or one by another
-# name. All other numbers of a step are metrics of an algorithm, each with a curve.
-NOT_CURVES = {
+# Fields that every step event has. Those of RATES have a curve by the name that is there, the rest
+# have none. All other numbers of a step are metrics of an algorithm; each has a curve of its own
+# name.
+STANDARD_STEP_FIELDS = {
     "tokens",
     "samples",
     "samples_per_s",
@@ -56,8 +57,10 @@ ROLLOUT = {
     "reward": "reward",
     "length": "tokens of a completion",
     "ended": "part of completions that ended",
+    # In nats: difference of log-probs between the generator and the policy.
     "sampler_gap": "sampler gap",
 }
+# A group is all completions of one prompt.
 GROUPS_ALIKE = "share of groups whose rewards do not differ"
 # The order of curves; "" stands for what an algorithm measures besides.
 ORDER = (
@@ -72,8 +75,8 @@ ORDER = (
 )
 # Keys of folders, which change no number of a run.
 FOLDER_KEYS = ("run.dir", "data.cache_dir")
-# Runs that differ in these keys alone are repetitions.
-APART = ("run.seed", *FOLDER_KEYS)
+# Runs that differ in these keys alone are repetitions of one config.
+KEYS_IGNORED_IN_GROUPS = ("run.seed", *FOLDER_KEYS)
 # What a page shows of a fault that ended a run: label and field of the event.
 FAILURE = {
     "reason": "error",
@@ -88,8 +91,8 @@ FAILURE = {
 RESTARTS = ("restart", "replan")
 # Each is (step, value).
 Points = list[tuple[int, float]]
-# Each is (step, value). None: what was measured is no finite number.
-Trace = list[tuple[int, float | None]]
+# Each is (step, value). None: the value was NaN or infinite.
+RawPoints = list[tuple[int, float | None]]
 
 
 def as_number(value: Any) -> float | None:
@@ -141,7 +144,7 @@ def curve_values(event: dict[str, Any]) -> dict[str, float | None]:
     if event["kind"] == "eval":
         return _evaluation_curves(values)
     if event["kind"] == "rollout":
-        # The policy itself sampled if there is no gap, so there is no curve of it.
+        # None: the policy itself sampled, so there is no gap in log-probs to another generator.
         if event.get("sampler_gap") is None:
             values.pop("sampler_gap", None)
         return _rollout_curves(values)
@@ -161,11 +164,11 @@ def speed_unit(step: Mapping[str, Any]) -> str:
 
 def _step_curves(values: dict[str, float | None]) -> dict[str, float | None]:
     """Return a step's numbers by the names of their curves."""
-    # If samples have no tokens, a token is a sample, and the speed is one of samples.
+    # Samples without tokens are counted as one token each, so tokens_per_s then means samples/s.
     names = {**RATES, "tokens_per_s": speed_unit(values)}
     curves = {}
     for key, value in values.items():
-        if key in names or key not in NOT_CURVES:
+        if key in names or key not in STANDARD_STEP_FIELDS:
             curves[names.get(key, key)] = value
     return curves
 
@@ -211,19 +214,19 @@ def curve_order(name: str) -> int:
 class Attempt:
     """One start of the ranks, by its events. Times are in unix seconds."""
 
-    # Its run_start.
-    start: dict[str, Any]
-    # What came after the run_start, the end and the fault included.
+    # Its run_start event.
+    start_event: dict[str, Any]
+    # The events after the run_start, its end and its fault included.
     events: list[dict[str, Any]] = field(default_factory=list)
-    # Its run_end, which rank 0 writes; None if it was killed, or is still running.
+    # Its run_end event, which rank 0 writes; None if it was killed, or is still running.
     end: dict[str, Any] | None = None
-    # What went wrong, as its launcher saw it.
+    # Its fault event, which the launcher writes.
     fault: dict[str, Any] | None = None
 
     @property
     def seconds(self) -> float:
         """Return the seconds between the first and the last event."""
-        times = [event["t"] for event in (self.start, *self.events)]
+        times = [event["t"] for event in (self.start_event, *self.events)]
         return max(times) - min(times)
 
     @property
@@ -232,8 +235,11 @@ class Attempt:
         return [event["step"] for event in self.events if event["kind"] == "step"]
 
     @property
-    def goodput(self) -> dict[str, float]:
-        """Return the seconds by purpose that rank 0 wrote at its end; empty if it wrote none."""
+    def seconds_by_purpose(self) -> dict[str, float]:
+        """Return purpose (productive, save, …) → seconds, as rank 0 wrote them at its end.
+
+        Empty if it wrote none.
+        """
         if self.end is None:
             return {}
         return as_numbers(self.end.get("goodput"))
@@ -298,13 +304,13 @@ class RunFacts:
         """Read the events that have a time, and count the damaged lines."""
         lines = events.examine(self.folder / "events.jsonl")
         damaged = 0
-        for _, event, is_sound in lines:
+        for _, event, are_fields_valid in lines:
             if event is None or not event.t:
                 damaged += 1
                 continue
             self.events.append(event.values())
             # Some fields are damaged; the others are kept.
-            if not is_sound:
+            if not are_fields_valid:
                 damaged += 1
         if damaged:
             share = f"{damaged:,} of {len(lines):,} lines of events.jsonl"
@@ -340,10 +346,10 @@ class RunFacts:
         return points
 
     @cached_property
-    def traces(self) -> dict[str, Trace]:
-        """Return every curve by its name, in the order of the page.
+    def raw_curves(self) -> dict[str, RawPoints]:
+        """Return name of a curve → its points, in the order of the page.
 
-        A trace has each step once, by the last event of it, also if that has no finite number.
+        There is one value a step, from the step's last event; None if it was NaN or infinite.
         """
         values_by_name: dict[str, dict[int, float | None]] = {}
         for event in self.events:
@@ -351,25 +357,25 @@ class RunFacts:
             for name, value in points.items():
                 values = values_by_name.setdefault(name, {})
                 values[event["step"]] = value
-        traces = {}
+        raw_curves = {}
         for name in sorted(values_by_name, key=curve_order):
             values = values_by_name[name]
-            traces[name] = sorted(values.items())
-        return traces
+            raw_curves[name] = sorted(values.items())
+        return raw_curves
 
     @cached_property
     def curves(self) -> dict[str, Points]:
-        """Return the points of each trace that are numbers; traces without any are left out."""
+        """Return `raw_curves` without None; a curve that has no number at all is left out."""
         curves = {}
-        for name, trace in self.traces.items():
-            points = [(step, value) for step, value in trace if value is not None]
+        for name, raw_points in self.raw_curves.items():
+            points = [(step, value) for step, value in raw_points if value is not None]
             if points:
                 curves[name] = points
         return curves
 
     @property
-    def reached(self) -> int:
-        """Return the last step that was done, whatever it measured; 0 if there was none."""
+    def last_step(self) -> int:
+        """Return the number of the last step that was done; 0 if there was none."""
         steps = [event["step"] for event in self.of("step")]
         return max(steps, default=0)
 
@@ -408,21 +414,26 @@ class RunFacts:
         return "planned"
 
     @cached_property
-    def group(self) -> str:
+    def config_identity(self) -> str:
         """Return a text that is equal for runs that differ in their seed and folders alone.
 
         A run without a plan has one of its own.
         """
         if not self.config:
             return str(self.folder)
-        values = [(key, value) for key, value in self.config.items() if key not in APART]
+        values = [
+            (key, value) for key, value in self.config.items() if key not in KEYS_IGNORED_IN_GROUPS
+        ]
         # By key alone: values of different types cannot be compared.
         values.sort(key=itemgetter(0))
         return repr(values)
 
     @property
-    def before(self) -> int:
-        """Return how many steps were done in another folder, which this run continues."""
+    def initial_step(self) -> int:
+        """Return the step of the checkpoint that the run was started from; 0 for a fresh run.
+
+        These steps were done in another folder.
+        """
         for event in self.events:
             if event["kind"] == "restore":
                 return int(event["step"])
@@ -432,7 +443,7 @@ class RunFacts:
 
     @property
     def goodput(self) -> float | None:
-        """Return the part of `seconds` that went into steps, each step counted once.
+        """Return the fraction (0–1) of `seconds` that went into steps, each step counted once.
 
         It is the mean time of a step times the number of steps done here, over `seconds`: what a
         fault made the run do again is not productive. None if the run took no time.
@@ -446,7 +457,7 @@ class RunFacts:
         last_step, _ = step_seconds[-1]
         mean = fmean(value for _, value in step_seconds)
         # Not the sum of the seconds: a run may log only some of its steps.
-        productive = mean * (last_step - self.before)
+        productive = mean * (last_step - self.initial_step)
         return min(1.0, productive / seconds)
 
     @property
@@ -476,7 +487,7 @@ class RunFacts:
         Empty if nothing was measured, or if the estimate is of another version.
         """
         from drumline.plan.estimate import Estimate
-        from drumline.telemetry.truth import Measurement, compare
+        from drumline.telemetry.plan_accuracy import Measurement, compare
 
         measured = [event for event in self.of("measured") if event.get("memory")]
         if not measured:
@@ -498,7 +509,7 @@ class RunFacts:
         """Return a row for each checkpoint that was saved, in order of their steps.
 
         It has the fields of its save event, `step`, `metric` (of its manifest; None if it has
-        none), `there` (its folder exists) and `whole` (its manifest can be read).
+        none), `exists` (its folder does) and `is_readable` (its manifest).
         """
         manifests = {}
         folders = numbered(self.folder / "checkpoints", "step-")
@@ -513,8 +524,8 @@ class RunFacts:
             row = dict(saves.get(step, {}))
             row["step"] = step
             row["metric"] = as_number(manifest.get("metric"))
-            row["there"] = step in manifests
-            row["whole"] = bool(manifest)
+            row["exists"] = step in manifests
+            row["is_readable"] = bool(manifest)
             rows.append(row)
         return rows
 
@@ -528,17 +539,18 @@ class RunFacts:
     def seconds(self) -> float:
         """Return the seconds that the run was running.
 
-        These are its attempts, and the time between a fault and the restart that the launcher made.
-        The time until somebody resumed the run does not count.
+        These are its attempts, and the downtime before restarts that the launcher made. The
+        downtime before somebody resumed the run does not count.
         """
         total = sum(attempt.seconds for attempt in self.attempts)
         for before, after in pairwise(self.attempts):
             if before.fault is None:
                 continue
             if before.fault.get("action") in RESTARTS:
-                idle = after.start["t"] - before.start["t"] - before.seconds
+                began_after = after.start_event["t"] - before.start_event["t"]
+                restart_downtime = began_after - before.seconds
                 # Not below zero, if the clocks of two hosts disagree.
-                total += max(0.0, idle)
+                total += max(0.0, restart_downtime)
         return total
 
     @property

@@ -1,7 +1,7 @@
 """Values as the templates of HTML show them: texts, tables, and names with their values.
 
-All that a template shows goes through `shown`: it is formatted and redacted there, and escaped by
-Jinja2.
+All that a template shows goes through `format_value`: it is formatted and redacted there, and
+escaped by Jinja2.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Pairs = list[tuple[str, Any]]
 class Keyed(str):
     """A text of a table's cell, with the number that its row is sorted by."""
 
-    def __new__(cls, shown: str, key: float) -> Keyed:
-        keyed = super().__new__(cls, shown)
+    def __new__(cls, text: str, key: float) -> Keyed:
+        keyed = super().__new__(cls, text)
         keyed.key = key
         return keyed
 
@@ -71,7 +71,7 @@ class Table:
 @cache
 def html_environment() -> Environment:
     """Return the environment of the package's templates of HTML."""
-    return environment(autoescape=True, finalize=shown)
+    return environment(autoescape=True, finalize=format_value)
 
 
 def render(template: str, **values: Any) -> str:
@@ -79,7 +79,7 @@ def render(template: str, **values: Any) -> str:
     return html_environment().get_template(template).render(values)
 
 
-def shown(value: Any) -> Any:
+def format_value(value: Any) -> Any:
     """Return any value as the text that a page shows, redacted. HTML is returned as it is."""
     from markupsafe import Markup
 
@@ -152,8 +152,8 @@ def _class_of_column(values: Iterable[Any]) -> str | None:
     return None
 
 
-def facts(pairs: Iterable[tuple[str, Any]]) -> Pairs:
-    """Return the names that have a value, with it."""
+def without_empty(pairs: Iterable[tuple[str, Any]]) -> Pairs:
+    """Return the pairs whose value is not empty."""
     return [(name, value) for name, value in pairs if value not in (None, "", [], {})]
 
 

@@ -27,8 +27,8 @@ from drumline.report.picture import draw
 from drumline.system.files import whole_file
 from drumline.version import __version__
 
-# Runs whose details are on one page. Curves and the table have all runs.
-MOST_DETAILED = 12
+# Runs whose details are on one page, at most. Curves and the table have all runs.
+MAX_RUNS_WITH_DETAILS = 12
 # Bytes of events, some 100,000 steps. The page of more would keep a terminal waiting.
 MOST_AT_END = 2**26
 PAGE = "report.html"
@@ -130,36 +130,36 @@ class PageSection:
 def page(runs: list[RunFacts]) -> str:
     """Return the whole HTML of one or more runs."""
     names = short_names(runs)
-    drawings = sections.Drawings()
+    registry = sections.ChartRegistry()
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
-    # Before `drawings.made` is read, since the sections draw their charts into it.
-    shown = _page_sections(runs, names, drawings)
+    # Before `registry.specs` is read, since the sections add their charts to it.
+    page_sections = _page_sections(runs, names, registry)
     script = asset("draw.js") + asset("page.js")
     return document(
         "page.html.jinja",
         title,
-        {"charts": drawings.made},
+        {"charts": registry.specs},
         script,
-        detailed=names[:MOST_DETAILED],
-        sections=shown,
+        detailed_names=names[:MAX_RUNS_WITH_DETAILS],
+        sections=page_sections,
         version=__version__,
         made_at=time.strftime("%Y-%m-%d %H:%M"),
     )
 
 
 def _page_sections(
-    runs: list[RunFacts], names: list[str], drawings: sections.Drawings
+    runs: list[RunFacts], names: list[str], registry: sections.ChartRegistry
 ) -> list[PageSection]:
     """Return the sections of a page that have something to show, in their order.
 
     The first runs alone have details.
     """
-    detailed = runs[:MOST_DETAILED]
-    curves = [drawings.add(**chart) for chart in charts(runs, names)]
+    detailed_runs = runs[:MAX_RUNS_WITH_DETAILS]
+    curves = [registry.add(**chart) for chart in charts(runs, names)]
     details = []
     last = []
     for title, make_view in OF_A_RUN.items():
-        views = [make_view(run, drawings) for run in detailed]
+        views = [make_view(run, registry) for run in detailed_runs]
         # A section without anything in any run is left out.
         if not any(views):
             continue
@@ -168,11 +168,11 @@ def _page_sections(
             last.append(section)
         else:
             details.append(section)
-    made = [PageSection("Summary", sections.summary(runs, names, len(detailed)))]
+    made = [PageSection("Summary", sections.summary(runs, names, len(detailed_runs)))]
     if curves:
         made.append(PageSection("Curves", curves))
     made += details
-    configuration = sections.configuration(detailed, names)
+    configuration = sections.configuration(detailed_runs, names)
     if configuration is not None:
         made.append(PageSection("Configuration", configuration))
     return [*made, *last]

@@ -72,7 +72,7 @@ def _draw(runs: list[RunFacts], path: Path) -> None:
         axes.set_title(_printable(chart["title"]), loc="left", fontsize=10, parse_math=False)
         for series in chart["series"]:
             # A member of a group of seeds is drawn on the page alone; here are their means.
-            if not series.get("member"):
+            if not series.get("is_group_member"):
                 _draw_line(axes, series)
         # The charts of several runs have the same colors, so one legend is enough.
         needs_legend = place == 0 or len(runs) == 1

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drumline.errors import printable
-from drumline.report.waiting import Waits, duration
+from drumline.report.waiting import PhaseDurations, duration
 from drumline.system.output import Verbosity, plural
 from drumline.system.redact import redact
 from drumline.telemetry import events, watched
@@ -122,10 +122,10 @@ class Progress:
         self,
         console: Console,
         past: Iterable[events.Event] = (),
-        waits: Waits | None = None,
+        phase_durations: PhaseDurations | None = None,
         *,
         verbosity: Verbosity = Verbosity.VERBOSE,
-        opening: Iterable[str] = (),
+        start_banner: Iterable[str] = (),
     ) -> None:
         """Show nothing yet; the events of the run come to `on_event`.
 
@@ -133,18 +133,18 @@ class Progress:
             console: The terminal or file to print to.
             past: Events of the run before this process, so that a resumed run knows its first
                 evaluation.
-            waits: What the ranks do between steps.
+            phase_durations: What the ranks do between steps, and how long that takes.
             verbosity: How much is printed.
-            opening: The lines about the plan that are printed first. Without them the run's first
-                event gives one line.
+            start_banner: The lines about the plan that are printed first. Without them the run's
+                first event gives one line.
         """
         self.console = console
         self.is_quiet = verbosity is Verbosity.QUIET
         self.is_verbose = verbosity is Verbosity.VERBOSE
-        self.opening = list(opening)
+        self.start_banner = list(start_banner)
         # The page about the run that was written at its end.
         self.page: Path | None = None
-        self.waits = waits or Waits()
+        self.phase_durations = phase_durations or PhaseDurations()
         # The newest event of each kind.
         self.start: events.RunStart | None = None
         self.step: events.Step | None = None
@@ -171,17 +171,17 @@ class Progress:
         # Bytes that a rank sent in a step, of the steps for which this is known.
         self.sent: list[float] = []
         self.restarts = 0
-        # The step after which the run goes on.
-        self.restored = 0
+        # Step of the checkpoint from which the run goes on; 0 for a fresh run.
+        self.restored_step = 0
         # Unix seconds of the first start.
         self.began = 0.0
         self.live: Live | None = None
 
     def __enter__(self) -> Progress:
-        """Print the opening, and start the live display on a terminal that can move its cursor."""
-        for line in self.opening:
+        """Print the start banner, and start the live display on a terminal that can move its cursor."""
+        for line in self.start_banner:
             self._print(line)
-        if self.opening:
+        if self.start_banner:
             self._print("")
         has_panel = self.console.is_terminal and not self.console.is_dumb_terminal
         if has_panel and not self.is_quiet:
@@ -198,7 +198,7 @@ class Progress:
         # The live display first: while it is on, it would be drawn below each printed line.
         if self.live is not None:
             self.live.__exit__(*arguments)
-        self.waits.keep()
+        self.phase_durations.save_history()
         if self.end and self.end.status == "finished":
             self._print_finished(self.end)
         elif self.page is not None:
@@ -221,14 +221,14 @@ class Progress:
         A damaged event, or one of another version, gives one line and never an error.
         """
         handler = getattr(self, f"_on_{event.kind}", None)
-        if not event.whole:
+        if not event.is_complete:
             if handler is not None:
                 self._print_damaged(event)
             return
         # Values inside of an event's lists and dictionaries are not checked when it is read, so any
         # of them may be of another type than a handler expects.
         try:
-            self.waits.note(event)
+            self.phase_durations.note(event)
             if handler is not None:
                 handler(event)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -257,9 +257,9 @@ class Progress:
     # Handlers, one for each kind of event that the display shows.
 
     def _on_run_start(self, event: events.RunStart) -> None:
-        """Print the plan in a line, unless the opening has told it. A restart prints nothing."""
+        """Print the plan in a line, unless the start banner has it. A restart prints nothing."""
         if not self.start:
-            if self.is_verbose or not self.opening:
+            if self.is_verbose or not self.start_banner:
                 self._print(f"plan: {event.plan_line}")
             # None in runs of older versions.
             unadapted = event.unadapted or []
@@ -299,8 +299,8 @@ class Progress:
         if not self.is_verbose:
             return self._short_step_line(event)
         steps = self._steps() or "?"
-        loss = _number(event.loss, ".4f")
-        norm = _number(event.grad_norm)
+        loss = _format_number(event.loss, ".4f")
+        norm = _format_number(event.grad_norm)
         newest = self._newest_losses()
         if newest:
             mean = _mean(newest)
@@ -310,9 +310,9 @@ class Progress:
             f"loss {loss}",
             f"lr {event.lr:.3g}",
             f"|g| {norm}",
-            _speed(event),
+            _format_speed(event),
             f"ETA {self._eta()}",
-            f"memory {self._memory()}",
+            f"memory {self._format_memory()}",
         ]
         if event.sent_bytes:
             sent = size(event.sent_bytes)
@@ -330,8 +330,8 @@ class Progress:
         position = f"{event.step}/{steps}"
         # As wide as the position of the last step: two numbers and the slash.
         width = 2 * len(str(steps)) + 1
-        loss = _number(event.loss, ".4f")
-        norm = _number(event.grad_norm, ".3g")
+        loss = _format_number(event.loss, ".4f")
+        norm = _format_number(event.grad_norm, ".3g")
         speed = f"{event.samples_per_s:.4g} samples/s"
         if events.has_tokens(event.tokens, event.samples):
             speed = f"{event.tokens_per_s:,.0f} tok/s"
@@ -348,7 +348,7 @@ class Progress:
     def _on_eval(self, event: events.Eval) -> None:
         """Print the scores of an evaluation, and what its rewards failed at."""
         self.evals.append(event)
-        metrics = _metrics(event)
+        metrics = _format_metrics(event)
         samples = plural(event.samples, "sample")
         self._print(f"Held out at step {event.step}: {metrics} ({samples})", "cyan")
         # None if no reward failed, or if the evaluation has no rewards.
@@ -419,7 +419,7 @@ class Progress:
         self.profile = event
         if not self.is_verbose:
             return
-        for line in _operators(event):
+        for line in _operator_lines(event):
             self._print(line)
 
     def _on_save(self, event: events.Save) -> None:
@@ -458,7 +458,7 @@ class Progress:
             self._print(f"Resuming after step {event.step} from {event.path}")
         else:
             self._print("There is no checkpoint yet: starting at the first step")
-        self.restored = event.step
+        self.restored_step = event.step
         # The run may go on by another plan, whose steps take another time.
         self.recent.clear()
         # Steps after the checkpoint are done again. Until then their old losses would count as the
@@ -469,19 +469,19 @@ class Progress:
 
     def _on_nonfinite(self, event: events.Nonfinite) -> None:
         """Print a step whose loss or gradient is not finite, and its first samples."""
-        loss = _number(event.loss)
-        norm = _number(event.grad_norm)
-        samples = _sample_ids(event.sample_ids)
+        loss = _format_number(event.loss)
+        norm = _format_number(event.grad_norm)
+        samples = _format_sample_ids(event.sample_ids)
         line = f"step {event.step}: loss {loss}, gradient norm {norm}"
         line += f" — {event.policy} ({samples})"
         self._print(line, "yellow")
 
     def _on_spike(self, event: watched.Spike) -> None:
         """Print a loss that is far above those before it, and its first samples."""
-        loss = _number(event.loss)
+        loss = _format_number(event.loss)
         limit = f"{event.limit:.4g}"
         mean = f"{event.mean:.4g}"
-        samples = _sample_ids(event.sample_ids)
+        samples = _format_sample_ids(event.sample_ids)
         line = f"step {event.step}: loss {loss} jumps above {limit} (mean before {mean})"
         line += f" — {event.policy} ({samples})"
         self._print(line, "yellow")
@@ -554,9 +554,9 @@ class Progress:
         if self.sent:
             mean = size(_mean(self.sent))
             steps = plural(len(self.sent), "step")
-            lines.append(f"  sent    {mean} a rank and step, mean of {steps}")
+            lines.append(f"  sent    {mean} per rank and step, mean of {steps}")
         if self.profile:
-            lines += _operators(self.profile)
+            lines += _operator_lines(self.profile)
         return lines
 
     def _lines_of_results(self) -> list[str]:
@@ -570,7 +570,7 @@ class Progress:
                 line += "  (load it with transformers' from_pretrained)"
             lines.append(line)
         if self.step:
-            memory = self._memory()
+            memory = self._format_memory()
             lines.append(f"  memory  {memory} at the peak")
         if self.page is not None:
             lines.append(f"  page    {self.page}")
@@ -585,13 +585,13 @@ class Progress:
             # A rank knows the seconds of its own start alone.
             restarts = plural(self.restarts, "restart")
             since = f"after {restarts}; since the last one"
-        spent = end.goodput
+        seconds = end.goodput
         steps = plural(end.step, "step")
-        elapsed = duration(spent.get("elapsed", 0))
+        elapsed = duration(seconds.get("elapsed", 0))
         line = f"Finished {steps} {since} {elapsed}"
-        productive = spent.get("productive")
+        productive = seconds.get("productive")
         if productive:
-            share = productive / spent["elapsed"]
+            share = productive / seconds["elapsed"]
             line += f", {share:.0%} of it in training steps"
         return f"{line}."
 
@@ -610,8 +610,8 @@ class Progress:
             name = "loss".ljust(NAME_WIDTH)
             lines.append(f"  training {name} {change}  (means of {MEAN_STEPS} steps)")
         if len(self.rewards) > 1:
-            first = _number(self.rewards[0], ".4f")
-            last = _number(self.rewards[-1], ".4f")
+            first = _format_number(self.rewards[0], ".4f")
+            last = _format_number(self.rewards[-1], ".4f")
             lines.append(f"  reward  {first} → {last}  (the first and the last rollout)")
         if len(self.evals) > 1:
             lines += self._lines_of_evaluations()
@@ -626,8 +626,8 @@ class Progress:
         width = max([NAME_WIDTH, *map(len, names)])
         lines = []
         for name in names:
-            first = _score(name, before[name], ".4f")
-            last = _score(name, after[name], ".4f")
+            first = _format_score(name, before[name], ".4f")
+            last = _format_score(name, after[name], ".4f")
             padded_name = name.ljust(width)
             lines.append(f"  held-out {padded_name} {first} → {last}")
         return lines
@@ -659,7 +659,7 @@ class Progress:
         """
         if not self.start:
             return Text("Starting the ranks …", style="dim")
-        step = self.restored
+        step = self.restored_step
         if self.step:
             step = self.step.step
         # A run may end with its data, and not after a number of steps.
@@ -711,17 +711,17 @@ class Progress:
             table.add_row("loss", Text(loss_line, style="green"))
         if self.evals:
             newest = self.evals[-1]
-            metrics = _metrics(newest)
+            metrics = _format_metrics(newest)
             # Names of metrics come from the user's config, so they go through `_text`.
             table.add_row("held out", _text(f"{metrics} (step {newest.step})"))
         table.add_row("speed", _speed_line(now))
         table.add_row("time", _time_line(now))
         if self.sent:
             mean = size(_mean(self.sent))
-            table.add_row("sent", f"{mean} a rank and step")
-        norm = _number(now.grad_norm)
+            table.add_row("sent", f"{mean} per rank and step")
+        norm = _format_number(now.grad_norm)
         table.add_row("rate", _text(f"lr {now.lr:.3g} · gradient norm {norm}"))
-        table.add_row("memory", self._memory())
+        table.add_row("memory", self._format_memory())
         if self.save:
             table.add_row("saved", _saved_line(self.save))
         return table
@@ -753,7 +753,7 @@ class Progress:
         # While steps come at their usual pace there is nothing to wait for.
         may_wait = not self.step or is_last or self._is_late(self.step)
         if may_wait:
-            line = self.waits.line()
+            line = self.phase_durations.line()
             if line is not None:
                 return Text(line, style="dim")
         if not self.step:
@@ -791,7 +791,7 @@ class Progress:
             return "RUN"
         return self.start.run_dir
 
-    def _memory(self) -> str:
+    def _format_memory(self) -> str:
         """Return the memory of each rank at the newest step, or the least and the most of many."""
         bytes_of_ranks = [0]
         if self.step and self.step.memory_bytes:
@@ -828,18 +828,18 @@ def _one_line(value: Any) -> str:
     return " ".join(str(value).split())
 
 
-def _metrics(event: events.Eval) -> str:
+def _format_metrics(event: events.Eval) -> str:
     """Return all metrics of an evaluation with their names."""
     parts = []
     for name, value in event.metrics.items():
-        score = _score(name, value)
+        score = _format_score(name, value)
         parts.append(f"{name} {score}")
     return " · ".join(parts)
 
 
 def _rollout_line(event: events.Rollout) -> str:
     """Return the line of a rollout: rewards, lengths, and what its seconds were spent on."""
-    rewarded = _rewarded(event)
+    rewarded = _format_reward(event)
     domains = _rewards_of_domains(event)
     # The reward of the only domain is the reward of the rollout.
     if len(domains) > 1:
@@ -855,13 +855,13 @@ def _rollout_line(event: events.Rollout) -> str:
     parts.append(f"length {event.length:.1f}")
     parts.append(f"ended {event.ended:.0%}")
     if event.sampler_gap is not None:
-        parts.append(f"sampler off by {event.sampler_gap:.2g}")
+        parts.append(f"sampler off by {event.sampler_gap:.2g} nats")
     parts.append(_rollout_seconds(event))
     numbers = " · ".join(parts)
-    head = f"rollout, to step {event.step}"
+    head = f"rollout for steps up to {event.step}"
     # Older versions do not write it; only False means that no step learned from the rollout.
     if event.trained is False:
-        head += " (not reached)"
+        head += " (not trained on)"
     return f"{head}: {numbers}"
 
 
@@ -871,7 +871,7 @@ def _rewards_of_domains(event: events.Rollout) -> list[str]:
     for key, value in event.metrics.items():
         if key.startswith("reward/"):
             domain = key.removeprefix("reward/")
-            score = _score(key, value)
+            score = _format_score(key, value)
             domains.append(f"{domain} {score}")
     return domains
 
@@ -887,11 +887,11 @@ def _rollout_seconds(event: events.Rollout) -> str:
     return "seconds " + ", ".join(parts)
 
 
-def _rewarded(event: events.Rollout) -> str:
+def _format_reward(event: events.Rollout) -> str:
     """Return the mean reward of a rollout and its spread, or why it has none."""
     if event.reward is not None:
-        mean = _number(event.reward)
-        deviation = _number(event.reward_std, ".3g")
+        mean = _format_number(event.reward)
+        deviation = _format_number(event.reward_std, ".3g")
         return f"reward {mean} ± {deviation}"
     episodes = event.episodes
     failed_episodes = episodes - event.left_out
@@ -902,7 +902,7 @@ def _rewarded(event: events.Rollout) -> str:
     return f"no reward ({failed_episodes} of {episodes} episodes failed, and none applies to the others)"
 
 
-def _operators(event: events.Profiled) -> list[str]:
+def _operator_lines(event: events.Profiled) -> list[str]:
     """Return the files of a profile, and a table of the operators that took longest, as lines."""
     steps = f"step {event.step}"
     if event.steps != 1:
@@ -929,7 +929,7 @@ def _operator_row(name: str, calls: str, seconds: str, share: str) -> str:
     return f"  {padded_name} {calls:>7} {seconds:>9} {share:>6}"
 
 
-def _sample_ids(ids: list[int]) -> str:
+def _format_sample_ids(ids: list[int]) -> str:
     """Return the first samples of a batch as text."""
     shown = ", ".join(map(str, ids[:SAMPLE_IDS_SHOWN]))
     if len(ids) > SAMPLE_IDS_SHOWN:
@@ -937,7 +937,7 @@ def _sample_ids(ids: list[int]) -> str:
     return f"samples {shown}"
 
 
-def _score(name: str, value: Any, form: str = ".4g") -> str:
+def _format_score(name: str, value: Any, form: str = ".4g") -> str:
     """Return a metric as text.
 
     A mean reward is null if no episode has a reward, and is shown as `none`. Any other null is NaN.
@@ -946,10 +946,10 @@ def _score(name: str, value: Any, form: str = ".4g") -> str:
     is_reward = "reward" in name.split("/")
     if value is None and is_reward:
         return "none"
-    return _number(value, form)
+    return _format_number(value, form)
 
 
-def _number(value: Any, form: str = ".4g") -> str:
+def _format_number(value: Any, form: str = ".4g") -> str:
     """Return a number of an event as text: null is NaN there, and inf a string."""
     if value is None:
         return "NaN"
@@ -958,7 +958,7 @@ def _number(value: Any, form: str = ".4g") -> str:
     return str(value)
 
 
-def _speed(step: events.Step) -> str:
+def _format_speed(step: events.Step) -> str:
     """Return the speed in tokens, or in samples if these have no tokens."""
     if events.has_tokens(step.tokens, step.samples):
         return f"{step.tokens_per_s:,.0f} tokens/s"
@@ -967,7 +967,7 @@ def _speed(step: events.Step) -> str:
 
 def _speed_line(step: events.Step) -> str:
     """Return the speed in tokens, in samples, and as the share of the devices' peak (MFU)."""
-    parts = [_speed(step)]
+    parts = [_format_speed(step)]
     # Without tokens `_speed` is the samples already.
     if events.has_tokens(step.tokens, step.samples):
         parts.append(f"{step.samples_per_s:.2f} samples/s")

@@ -21,16 +21,24 @@ from drumline.report.facts import (
     HELD_OUT,
     RATES,
     SAMPLES_PER_S,
+    RawPoints,
     RunFacts,
-    Trace,
     as_mapping,
     as_number,
     as_numbers,
     differences,
 )
-from drumline.report.markup import Keyed, Pairs, Table, facts, format_seconds, shown, table
+from drumline.report.markup import (
+    Keyed,
+    Pairs,
+    Table,
+    format_seconds,
+    format_value,
+    table,
+    without_empty,
+)
 from drumline.telemetry.events import has_groups
-from drumline.telemetry.truth import Comparison
+from drumline.telemetry.plan_accuracy import Comparison
 from drumline.telemetry.watched import ranks_named
 
 # Most columns for differing keys in the table of runs.
@@ -62,35 +70,36 @@ RESOLVED = (
 
 
 @dataclass(frozen=True)
-class Chart:
-    """The place of a chart on a page."""
+class ChartSlot:
+    """The placeholder of a chart on a page, into which draw.js draws."""
 
-    # draw.js finds the drawing by it.
+    # Index of its spec in `ChartRegistry.specs`.
     number: int
     title: str
     # What stands beside the title; may be empty.
     note: str
 
 
-class Drawings:
-    """The charts of a page. draw.js finds each by its place in `made`."""
+class ChartRegistry:
+    """Collects what draw.js draws on a page. Nothing is drawn here."""
 
     def __init__(self) -> None:
-        self.made: list[dict[str, Any]] = []
+        # As `curves.ChartSpec`; the page has them as JSON.
+        self.specs: list[dict[str, Any]] = []
 
-    def add(self, kind: str, title: str, note: str = "", **drawing: Any) -> Chart:
-        """Add a chart and return what the page says about it.
+    def add(self, kind: str, title: str, note: str = "", **content: Any) -> ChartSlot:
+        """Add a chart and return its placeholder.
 
         Args:
             kind: What draw.js draws: `lines` (from `series` and `marks`), `bars` (from `rows` and
                 `series`) or `heat` (from `rows` and `values`).
             title: The title.
             note: What stands beside the title.
-            drawing: What is drawn, as JSON.
+            content: The fields of the spec that the kind needs, as JSON.
         """
-        number = len(self.made)
-        self.made.append({"kind": kind, "title": title, **drawing})
-        return Chart(number, title, note)
+        number = len(self.specs)
+        self.specs.append({"kind": kind, "title": title, **content})
+        return ChartSlot(number, title, note)
 
 
 @dataclass(frozen=True)
@@ -99,9 +108,9 @@ class Summary:
 
     # The lines that a reader must not miss.
     remarks: list[str]
-    # Lines about the keys and the details that are left out; None: all are there.
-    left_out_keys: str | None = None
-    left_out_details: str | None = None
+    # Lines that say which keys and which runs' details are not on the page; None: all are there.
+    hidden_keys_note: str | None = None
+    hidden_details_note: str | None = None
     # The plan of the only run in words, its key numbers by name, and what ended it badly.
     plan: str | None = None
     tiles: dict[str, Any] | None = None
@@ -110,30 +119,30 @@ class Summary:
     runs: Table | None = None
 
 
-def summary(runs: list[RunFacts], names: list[str], detailed: int) -> Summary:
+def summary(runs: list[RunFacts], names: list[str], detail_count: int) -> Summary:
     """Return the summary of a page.
 
-    `names`: what each run is called. `detailed`: how many of the runs have details on the page.
+    `names`: what each run is called. `detail_count`: how many of the runs have details on the page.
     """
     remarks = _remarks_of_all(runs, names)
     if len(runs) == 1:
         run = runs[0]
         plan = run.last("run_start").get("plan_line")
-        failure = facts(run.failure.items())
+        failure = without_empty(run.failure.items())
         return Summary(remarks, plan=plan, tiles=_key_numbers(run), failure=failure)
     keys = differences(runs)
-    left_out_keys = None
+    hidden_keys_note = None
     if len(keys) > MOST_COLUMNS:
         more = len(keys) - MOST_COLUMNS
-        left_out_keys = f"{more} more keys differ: see “Configuration”."
-    left_out_details = None
-    if len(runs) > detailed:
-        which = f"the first {detailed} of {len(runs)} runs"
-        left_out_details = (
+        hidden_keys_note = f"{more} more keys differ: see “Configuration”."
+    hidden_details_note = None
+    if len(runs) > detail_count:
+        which = f"the first {detail_count} of {len(runs)} runs"
+        hidden_details_note = (
             f"Details and configuration are of {which}; drumline report RUN has another's."
         )
     table_of_runs = _table_of_runs(runs, names, keys[:MOST_COLUMNS])
-    return Summary(remarks, left_out_keys, left_out_details, runs=table_of_runs)
+    return Summary(remarks, hidden_keys_note, hidden_details_note, runs=table_of_runs)
 
 
 def _table_of_runs(runs: list[RunFacts], names: list[str], keys: list[str]) -> Table:
@@ -171,17 +180,17 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
     training_curve = "loss"
     if "reward" in run.curves:
         training_curve = "reward"
-    training = run.traces.get(training_curve, [])
+    training = run.raw_curves.get(training_curve, [])
     metric = run.config.get("eval.metric")
-    held_out = run.traces.get(f"{HELD_OUT}{metric}", [])
-    planned_steps = shown(run.last("run_start").get("steps") or "?")
+    held_out = run.raw_curves.get(f"{HELD_OUT}{metric}", [])
+    planned_steps = format_value(run.last("run_start").get("steps") or "?")
     return {
         "status": run.status,
-        "steps": Keyed(f"{run.reached:,} of {planned_steps}", run.reached),
+        "steps": Keyed(f"{run.last_step:,} of {planned_steps}", run.last_step),
         "training": _first_and_last(training_curve, training),
         "held out": _first_and_last(str(metric), held_out),
         "speed, median": _speed(run),
-        "peak a rank": _peak(run.comparisons),
+        "peak per rank": _peak(run.comparisons),
         "goodput": _goodput(run),
         "restarts": run.restarts,
         "time": _duration(run),
@@ -189,7 +198,7 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
 
 
 def _speed(run: RunFacts) -> str | None:
-    """Return the median speed of the logged steps with its unit, sorted by the number.
+    """Return the median speed of the logged steps as text, with the number as the sort key.
 
     None if no step was logged.
     """
@@ -208,21 +217,27 @@ def _speed(run: RunFacts) -> str | None:
     return Keyed(f"{number} {unit}", median)
 
 
-def _first_and_last(name: str, trace: Trace) -> str | None:
-    """Return the first and the last value of a curve, sorted by the last; None without a number."""
-    numbers = [value for _, value in trace if value is not None]
+def _first_and_last(name: str, points: RawPoints) -> str | None:
+    """Return the first and the last value of a curve as text, with the last as the sort key.
+
+    Without a last number there is no sort key; None if the curve has no number at all.
+    """
+    numbers = [value for _, value in points if value is not None]
     if not numbers:
         return None
     first = numbers[0]
     # Not the last number: a run that has diverged must not look well.
-    _, last = trace[-1]
+    _, last = points[-1]
     if last is None:
         return f"{name} {first:.4g} → no number"
     return Keyed(f"{name} {first:.4g} → {last:.4g}", last)
 
 
 def _peak(comparisons: list[Comparison]) -> str | None:
-    """Return the measured and the planned peak of memory, sorted by the first; None without it."""
+    """Return the measured and the planned peak of memory as text; the measured is the sort key.
+
+    None if none was measured.
+    """
     for row in comparisons:
         if row.category == "peak":
             measured = row.show(row.measured)
@@ -232,7 +247,7 @@ def _peak(comparisons: list[Comparison]) -> str | None:
 
 
 def _goodput(run: RunFacts) -> str | None:
-    """Return the goodput in percent, sorted by the number; None if nothing is known of it."""
+    """Return the goodput in percent as text, with the fraction as the sort key; None if unknown."""
     goodput = run.goodput
     if goodput is None:
         return None
@@ -240,11 +255,11 @@ def _goodput(run: RunFacts) -> str | None:
 
 
 def _duration(run: RunFacts) -> str | None:
-    """Return how long the run was running, sorted by the seconds."""
-    shown = format_seconds(run.seconds)
-    if shown is None:
+    """Return how long the run was running as text, with the seconds as the sort key."""
+    text = format_seconds(run.seconds)
+    if text is None:
         return None
-    return Keyed(shown, run.seconds)
+    return Keyed(text, run.seconds)
 
 
 def _remarks(run: RunFacts) -> list[str]:
@@ -253,7 +268,7 @@ def _remarks(run: RunFacts) -> list[str]:
     lines += _not_finite(run)
     lines += _never_differed(run)
     lines += _without_reward(run)
-    lines += _left_out(run)
+    lines += _unrewarded_episodes(run)
     for kind, remark in REMARKS.items():
         first_events = run.of(kind)[:MOST_REMARKS]
         for event in first_events:
@@ -342,13 +357,13 @@ def _without_reward(run: RunFacts) -> list[str]:
     return [f"no episode got a reward in {without:,} of {len(rollouts):,} rollouts"]
 
 
-def _left_out(run: RunFacts) -> list[str]:
+def _unrewarded_episodes(run: RunFacts) -> list[str]:
     """Return the line that counts the episodes to which no reward applies."""
-    left_out = sum(value for _, value in run.points("rollout", "left_out"))
-    if not left_out:
+    unrewarded = sum(value for _, value in run.points("rollout", "left_out"))
+    if not unrewarded:
         return []
     episodes = sum(value for _, value in run.points("rollout", "episodes"))
-    share = f"{left_out:,.0f} of {episodes:,.0f} episodes"
+    share = f"{unrewarded:,.0f} of {episodes:,.0f} episodes"
     return [f"no reward applied to {share}: they were left out"]
 
 
@@ -413,23 +428,24 @@ class Configuration:
 def configuration(runs: list[RunFacts], names: list[str]) -> Configuration | None:
     """Return the keys with their values in each run, or None if no run has a config.
 
-    Buttons above them choose the keys that differ between runs, those that the user set, or all.
+    Buttons above them choose the keys that differ between runs, those that are not at their
+    defaults, or all.
     """
     keys = _keys_of(runs)
     if not keys:
         return None
     differing = set(differences(runs))
-    given = _set_keys_of_any(runs)
+    non_default = _non_default_keys_of_any(runs)
     choices = []
     if len(runs) > 1:
         choices.append(Choice("differs", f"differences ({len(differing)})"))
-    if given is not None:
-        choices.append(Choice("set", f"not default ({len(given)})"))
+    if non_default is not None:
+        choices.append(Choice("set", f"not default ({len(non_default)})"))
     choices.append(Choice("", f"all ({len(keys)})"))
     rows = []
     for key in keys:
-        is_given = given is None or key in given
-        rows.append(_key_row(key, runs, is_given, key in differing))
+        is_non_default = non_default is None or key in non_default
+        rows.append(_key_row(key, runs, is_non_default, key in differing))
     first = runs[0]
     why = first.plan.get("why")
     if not isinstance(why, list):
@@ -445,11 +461,11 @@ def _keys_of(runs: list[RunFacts]) -> list[str]:
     return list(keys)
 
 
-def _key_row(key: str, runs: list[RunFacts], is_given: bool, is_differing: bool) -> KeyRow:
+def _key_row(key: str, runs: list[RunFacts], is_non_default: bool, is_differing: bool) -> KeyRow:
     """Return a key of the config with its value in each run."""
     # By the buttons of `configuration`.
     classes = []
-    if is_given:
+    if is_non_default:
         classes.append("set")
     if is_differing:
         classes.append("differs")
@@ -460,25 +476,25 @@ def _key_row(key: str, runs: list[RunFacts], is_given: bool, is_differing: bool)
             value = short(run.config[key])
         values.append(value)
     title = None
-    if not is_given:
+    if not is_non_default:
         default = short(runs[0].config.get(key))
         title = f"default: {default}"
     class_ = " ".join(classes) or None
     return KeyRow(key, values, class_, is_differing, title)
 
 
-def _set_keys_of_any(runs: list[RunFacts]) -> set[str] | None:
-    """Return the keys whose value is not the default in one of the runs; None if not known."""
-    given: set[str] = set()
+def _non_default_keys_of_any(runs: list[RunFacts]) -> set[str] | None:
+    """Return the keys whose value is not the default in any of the runs; None if not known."""
+    non_default: set[str] = set()
     for run in runs:
-        given_here = _set_keys(run)
-        if given_here is None:
+        non_default_here = _non_default_keys(run)
+        if non_default_here is None:
             return None
-        given |= given_here
-    return given
+        non_default |= non_default_here
+    return non_default
 
 
-def _set_keys(run: RunFacts) -> set[str] | None:
+def _non_default_keys(run: RunFacts) -> set[str] | None:
     """Return the keys whose value is not the default.
 
     None if the config cannot be read here: another version wrote it, or a plug-in is not installed.
@@ -490,13 +506,13 @@ def _set_keys(run: RunFacts) -> set[str] | None:
         config = Config.model_validate(values, context=context)
     except (ValueError, DrumlineError):
         return None
-    given = set()
+    non_default = set()
     for name in _changed_fields(config):
         inside = f"{name}."
         for key in run.config:
             if key == name or key.startswith(inside):
-                given.add(key)
-    return given
+                non_default.add(key)
+    return non_default
 
 
 def _changed_fields(section: BaseModel, prefix: str = "") -> list[str]:
@@ -550,7 +566,7 @@ def _resolved_values(run: RunFacts) -> Pairs:
         if value:
             label = _with_spaces(name)
             pairs.append((f"data: {label}", value))
-    return facts(pairs)
+    return without_empty(pairs)
 
 
 def _with_spaces(name: str) -> str:

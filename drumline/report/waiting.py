@@ -16,7 +16,7 @@ from typing import Any
 from drumline.system.files import write_whole
 from drumline.telemetry import events
 
-# Phases of a rank's heartbeat that a person waits for. `done`: rank 0 exports.
+# Phases of a rank's heartbeat that a person waits for. In `done` steps are over and rank 0 exports.
 LABELS = {
     "startup": "loading the model",
     "compile": "compiling",
@@ -25,7 +25,7 @@ LABELS = {
     "rollout": "sampling",
     "done": "exporting",
 }
-# The phase of an event that a rank writes at the end of it.
+# Kind of event → the phase that ends when the event is written.
 PHASE_OF_EVENT = {"eval": "eval", "save": "save", "export": "done"}
 # Parts of a start that are not loading. The first step counts as compiling.
 NOT_STARTUP = ("imports and plan", "first step")
@@ -42,27 +42,30 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{seconds:02}"
 
 
-class Waits:
-    """How long the phases between steps take.
+class PhaseDurations:
+    """Knows how long the phases between steps took, and gives an ETA of the present one.
 
     It is learned from this run and from earlier ones of its kind.
     """
 
     def __init__(
-        self, ranks: Callable[[], list[dict[str, Any]]] = list, memory: Path | None = None
+        self,
+        read_rank_phases: Callable[[], list[dict[str, Any]]] = list,
+        history_file: Path | None = None,
     ) -> None:
         """Know nothing yet; the events of the run come to `note`.
 
         Args:
-            ranks: Returns what each rank does now, as `launch.rank_phases.rank_phases` does.
-            memory: The file that keeps the durations of earlier runs; None keeps nothing.
+            read_rank_phases: Returns what each rank does now, as
+                `launch.rank_phases.rank_phases` does.
+            history_file: JSON file with the durations of earlier runs; None keeps nothing.
         """
-        self.ranks = ranks
-        self.memory = memory
+        self.read_rank_phases = read_rank_phases
+        self.history_file = history_file
         # Runs of one kind take about as long. Empty until the run has started.
         self.kind = ""
         # Phase → seconds that it took the last time.
-        self.last: dict[str, float] = {}
+        self.last_seconds: dict[str, float] = {}
 
     def note(self, event: events.Event) -> None:
         """Learn from an event how long a phase took."""
@@ -70,35 +73,35 @@ class Waits:
             self.kind = f"{event.parameters} {event.strategy} {event.world_size} {event.device}"
             earlier = self._read().get(self.kind, {})
             # What this run has measured itself counts for more.
-            self.last = {**earlier, **self.last}
+            self.last_seconds = {**earlier, **self.last_seconds}
         elif isinstance(event, events.Started):
-            self.last["startup"] = _seconds_of_loading(event)
-            self.last["compile"] = event.seconds.get("first step", 0.0)
+            self.last_seconds["startup"] = _seconds_of_loading(event)
+            self.last_seconds["compile"] = event.seconds.get("first step", 0.0)
         elif isinstance(event, events.Eval | events.Save | events.Export):
             phase = PHASE_OF_EVENT[event.kind]
-            self.last[phase] = event.seconds
+            self.last_seconds[phase] = event.seconds
 
-    def keep(self) -> None:
+    def save_history(self) -> None:
         """Keep the durations for the next run of this kind, if the disk can be written."""
-        if self.memory is None or not self.kind:
+        if self.history_file is None or not self.kind:
             return
         kinds = self._read()
         # The newest kind is the last one, so that the oldest are dropped.
         kinds.pop(self.kind, None)
-        kinds[self.kind] = self.last
+        kinds[self.kind] = self.last_seconds
         newest = list(kinds.items())[-MOST_KINDS:]
         text = json.dumps(dict(newest))
         with suppress(OSError):
-            self.memory.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.memory, text, shared=True)
+            self.history_file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.history_file, text, shared=True)
 
     def _read(self) -> dict[str, dict[str, float]]:
         """Return the durations of earlier runs by kind; empty without a file, or if it is damaged."""
-        if self.memory is None:
+        if self.history_file is None:
             return {}
         kinds = {}
         with suppress(OSError, ValueError):
-            content = json.loads(self.memory.read_text())
+            content = json.loads(self.history_file.read_text())
             for kind, seconds in content.items():
                 # Of a file that something else has changed, only what is whole is used.
                 are_floats = all(type(each) is float for each in seconds.values())
@@ -111,20 +114,20 @@ class Waits:
 
         None while steps go on, or if it is not known what ranks do.
         """
-        waits = [rank for rank in self.ranks() if rank["phase"] in LABELS]
-        if not waits:
+        waiting = [rank for rank in self.read_rank_phases() if rank["phase"] in LABELS]
+        if not waiting:
             return None
-        longest = max(waits, key=itemgetter("seconds"))
+        longest = max(waiting, key=itemgetter("seconds"))
         phase = longest["phase"]
         seconds = longest["seconds"]
-        before = self.last.get(phase)
-        if before is None:
+        last_seconds = self.last_seconds.get(phase)
+        if last_seconds is None:
             left = "no ETA: it is the first of its kind"
-        elif seconds > before:
+        elif seconds > last_seconds:
             # It takes longer than before, so when it ends cannot be said.
-            left = f"the last one took {duration(before)}"
+            left = f"the last one took {duration(last_seconds)}"
         else:
-            remaining = duration(before - seconds)
+            remaining = duration(last_seconds - seconds)
             left = f"ETA {remaining}, as last time"
         label = LABELS[phase]
         so_far = duration(seconds)

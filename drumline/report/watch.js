@@ -2,7 +2,7 @@
 // The page of `drumline watch`: it shows runs while they go on, from the messages of watch.py. It
 // follows draw.js.
 
-// A curve with more points comes again, thinned out.
+// Of a curve with more points the page asks for the whole curve again, which watch.py thins out.
 const MOST_POINTS = 4000;
 const MOST_RANKS = 64;
 const MOST_LINES = 300;
@@ -264,6 +264,7 @@ function take(message) {
     document.title = `${state.step || 0} of ${state.steps || "?"} · ${data.names[0]}`;
   }
   drawNew();
+  // A new stream begins with all curves, thinned out by the server.
   if (longest > MOST_POINTS) {
     connect();
   }

@@ -65,8 +65,8 @@ ADDRESS_IN_USE = 98
 LATEST_TIME = 1e11
 
 
-class Live:
-    """The news of one run for one browser.
+class BrowserFeed:
+    """What one browser has not been sent yet of one run.
 
     The thread that reads the run's events calls `add`. The thread of the browser calls `message`,
     which returns what has come since the last message. A lock protects both.
@@ -79,20 +79,22 @@ class Live:
         self.text = io.StringIO()
         console = Console(file=self.text, width=160, no_color=True, highlight=False)
         self.progress = Progress(console)
-        # Points by curve, and lines, that the browser has not got yet.
+        # Name of a curve → points, and lines, that were not sent yet.
         self.points: dict[str, Points] = {}
         self.lines: deque[str] = deque(maxlen=MOST_LINES)
-        # Texts that the browser has not got yet, by kind of event.
-        self.fresh: dict[str, Any] = {}
+        # Kind of event → texts that were not sent yet.
+        self.unsent_texts: dict[str, Any] = {}
         # Seconds of each step; the last event of a step counts.
         self.seconds: dict[int, float] = {}
-        # Steps that were done in another folder; None until that is known.
-        self.before: int | None = None
+        # Step of the checkpoint that the run was started from, as `RunFacts.initial_step`; None
+        # until it is known.
+        self.initial_step: int | None = None
         # Unix seconds of the first event and of the newest one.
-        self.began = 0.0
-        self.last = 0.0
-        # Seconds between a stop and the next start.
-        self.idle = 0.0
+        self.first_event_time = 0.0
+        self.last_event_time = 0.0
+        # Seconds of downtime before somebody resumed the run, which goodput does not count.
+        # Downtime before an automatic restart counts.
+        self.excluded_downtime = 0.0
         # Values that the browser gets with each message.
         self.state: dict[str, Any] = {"status": "planned", "restarts": 0}
 
@@ -105,36 +107,36 @@ class Live:
                 if value is not None:
                     points = self.points.setdefault(name, [])
                     points.append((values["step"], value))
-            self._note(values)
+            self._update_state(values)
             self.progress.on_event(event)
             self._keep_lines()
 
     def _keep_lines(self) -> None:
         """Move what the display has written to the lines for the browser, with the time."""
-        clock = time.strftime("%H:%M:%S", time.localtime(self.last))
+        clock = time.strftime("%H:%M:%S", time.localtime(self.last_event_time))
         written = self.text.getvalue()
         for line in written.splitlines():
             self.lines.append(f"{clock}  {line}")
         self.text.seek(0)
         self.text.truncate()
 
-    def _note(self, event: dict[str, Any]) -> None:
+    def _update_state(self, event: dict[str, Any]) -> None:
         """Update the state by an event's values."""
-        before = self.last
+        previous_event_time = self.last_event_time
         seconds = as_number(event["t"]) or 0.0
         # Within the times that `localtime` can convert.
-        self.last = min(max(seconds, 0.0), LATEST_TIME)
-        if not self.began:
-            self.began = self.last
+        self.last_event_time = min(max(seconds, 0.0), LATEST_TIME)
+        if not self.first_event_time:
+            self.first_event_time = self.last_event_time
         kind = event["kind"]
         if kind == "run_start":
-            self._note_start(event, before)
+            self._note_start(event, previous_event_time)
         elif kind == "planned":
             self._note_plan(event)
         elif kind == "restore":
             # Only before the first step: a later one is of this folder's own checkpoints.
-            if self.before is None:
-                self.before = event["step"]
+            if self.initial_step is None:
+                self.initial_step = event["step"]
         elif kind == "step":
             self._note_step(event)
         elif kind == "fault":
@@ -142,7 +144,7 @@ class Live:
         elif kind == "run_end":
             self.state["status"] = event.get("status")
         elif kind in ("samples", "completions"):
-            self.fresh[kind] = {"step": event.get("step"), "shown": event.get(kind)}
+            self.unsent_texts[kind] = {"step": event.get("step"), "shown": event.get(kind)}
 
     def _note_plan(self, event: dict[str, Any]) -> None:
         """Update the state by the plan: a device's memory, and how much of it is needed."""
@@ -150,12 +152,16 @@ class Live:
         self.state["limit"] = as_number(event.get("limit"))
         self.state["planned"] = as_number(memory.get("reserved"))
 
-    def _note_start(self, event: dict[str, Any], before: float) -> None:
-        """Update the state by a run_start. `before`: unix seconds of the event before it, or 0."""
+    def _note_start(self, event: dict[str, Any], previous_event_time: float) -> None:
+        """Update the state by a run_start.
+
+        `previous_event_time`: unix seconds of the event before it; 0 if there is none.
+        """
         state = self.state
-        # The time until somebody resumes a run is no loss; the time until a restart is.
-        if before and state["status"] != "starting again":
-            self.idle += max(0.0, self.last - before)
+        is_automatic_restart = state["status"] == "starting again"
+        if previous_event_time and not is_automatic_restart:
+            downtime = self.last_event_time - previous_event_time
+            self.excluded_downtime += max(0.0, downtime)
         state["status"] = "starting"
         state["steps"] = event.get("steps")
         state["plan"] = event.get("plan_line")
@@ -164,9 +170,9 @@ class Live:
         """Update the state by a step."""
         state = self.state
         step = event["step"]
-        if self.before is None:
+        if self.initial_step is None:
             # No restore came before it, so the run began here.
-            self.before = 0
+            self.initial_step = 0
         # A step that is done again becomes the newest one: `_eta` goes by the last steps.
         self.seconds.pop(step, None)
         self.seconds[step] = as_number(event.get("seconds")) or 0.0
@@ -195,13 +201,13 @@ class Live:
 
         None before the first step.
         """
-        spent = self.last - self.began - self.idle
+        spent = self.last_event_time - self.first_event_time - self.excluded_downtime
         if not self.seconds or spent <= 0:
             return None
         mean = sum(self.seconds.values()) / len(self.seconds)
         last_step = max(self.seconds)
-        steps_before = self.before or 0
-        steps_here = last_step - steps_before
+        initial_step = self.initial_step or 0
+        steps_here = last_step - initial_step
         return min(1.0, mean * steps_here / spent)
 
     def _eta(self) -> float | None:
@@ -232,10 +238,10 @@ class Live:
                 "state": state,
                 "points": points,
                 "lines": list(self.lines),
-                **self.fresh,
+                **self.unsent_texts,
             }
             self.points = {}
-            self.fresh = {}
+            self.unsent_texts = {}
             self.lines.clear()
         return message
 
@@ -328,7 +334,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self._head(200, "text/event-stream")
             with ExitStack() as stack:
-                runs = [Live(folder) for folder in server.folders]
+                runs = [BrowserFeed(folder) for folder in server.folders]
                 for run in runs:
                     # From the start of the file: a new browser gets all that has happened.
                     following = tail(run.folder / "events.jsonl", run.add, 0)
@@ -343,7 +349,7 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             server.browsers.release()
 
-    def _send_message(self, runs: list[Live], is_first: bool) -> None:
+    def _send_message(self, runs: list[BrowserFeed], is_first: bool) -> None:
         """Send what came of each run since the last message, as one server-sent event.
 
         `is_first`: the browser has nothing yet, and drops what it may have of an earlier stream.

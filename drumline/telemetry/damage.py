@@ -20,7 +20,7 @@ MOST = 1e100
 SHORT_WHOLE = 19
 
 
-def _float(text: str) -> float | str:
+def _parse_float(text: str) -> float | str:
     """Return a number, or the start of its text if it is too large for any use."""
     value = float(text)
     if abs(value) < MOST:
@@ -28,7 +28,7 @@ def _float(text: str) -> float | str:
     return text[:MOST_DIGITS]
 
 
-def _whole(text: str) -> int | str:
+def _parse_int(text: str) -> int | str:
     """Return a whole number, or the start of its text if it is too large."""
     if len(text) < SHORT_WHOLE:
         return int(text)
@@ -41,8 +41,8 @@ def _whole(text: str) -> int | str:
 # What JSON has no word for, but Python's encoder writes nevertheless.
 _CONSTANTS = {"NaN": None, "Infinity": "inf", "-Infinity": "-inf"}
 _JSON = json.JSONDecoder(
-    parse_float=_float,
-    parse_int=_whole,
+    parse_float=_parse_float,
+    parse_int=_parse_int,
     parse_constant=_CONSTANTS.__getitem__,
 )
 

@@ -80,25 +80,25 @@ class Gpu:
         ]
 
 
-class Packages:
-    """The energy of all CPU packages of this host, by the kernel's powercap folders.
+class CpuEnergy:
+    """The energy of all CPU sockets of this host, by RAPL (the kernel's powercap folders).
 
     The counters wrap around: they are read often enough.
     """
 
     def __init__(self, root: Path = POWERCAP) -> None:
-        # Folder of a package → its counter at the last reading, in microjoules.
+        # Powercap folder of a socket → its counter at the last reading, in microjoules.
         self.zones: dict[Path, float] = {}
         for zone in sorted(root.glob("intel-rapl:*")):
-            # intel-rapl:0 is a package (of AMD's too), intel-rapl:0:0 a part of it; `psys` has the
-            # packages in it.
-            is_package = zone.name.count(":") == 1
-            if is_package and self._text(zone / "name") != "psys":
+            # intel-rapl:0 is a socket (of AMD's too), intel-rapl:0:0 a part of it; `psys` includes
+            # the sockets.
+            is_socket = zone.name.count(":") == 1
+            if is_socket and self._text(zone / "name") != "psys":
                 self.zones[zone] = self._number(zone / "energy_uj")
         self.microjoules = 0.0
 
     def joules(self) -> float:
-        """Return the energy since the beginning.
+        """Return the joules since this object was made.
 
         NaN if any counter cannot be read, since a part would be taken for all. The next reading
         then has what was used meanwhile.
@@ -137,20 +137,21 @@ class Meter:
     Without the library or the driver of GPUs it reads nothing of them, and says so once.
     """
 
-    def __init__(self, uuid: str | None, counts: bool, first_of_host: bool) -> None:
+    def __init__(self, uuid: str | None, reports_energy: bool, first_of_host: bool) -> None:
         """Find the counters of a rank.
 
         Args:
             uuid: Of the rank's GPU, None on a CPU.
-            counts: No other rank with the same GPU reports its energy.
+            reports_energy: Whether this rank reports the energy of its GPU. Of ranks that share a
+                GPU only one does.
             first_of_host: This rank reads the CPUs' energy, too.
         """
         self.gpu: Gpu | None = None
-        self.counts = counts
-        # Seconds of the last reading, and of the last event.
+        self.reports_energy = reports_energy
+        # Seconds of the monotonic clock at the last reading, and at the last event.
         self.read_at = -math.inf
         self.shown_at = -math.inf
-        self.packages = Packages() if first_of_host else None
+        self.cpu_energy = CpuEnergy() if first_of_host else None
         # The values of the last reading.
         self.last = [math.nan] * len(NAMES)
         if uuid is None:
@@ -182,11 +183,11 @@ class Meter:
         values = [math.nan] * len(NAMES)
         if self.gpu is not None:
             values[:-1] = self.gpu.values()
-        if not self.counts:
+        if not self.reports_energy:
             # Another rank reports the energy of the same GPU.
             values[NAMES.index("joules")] = math.nan
-        if self.packages is not None:
-            values[-1] = self.packages.joules()
+        if self.cpu_energy is not None:
+            values[-1] = self.cpu_energy.joules()
         return values
 
     def event(self, step: int, values: list[list[float]], now: bool = False) -> Devices | None:

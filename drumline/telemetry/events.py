@@ -26,16 +26,17 @@ from drumline.foreign import open_plain, read_bytes
 from drumline.system.files import following
 from drumline.system.redact import plain
 from drumline.telemetry.damage import fits, parse, types_of
-from drumline.telemetry.truth import Measurement
+from drumline.telemetry.plan_accuracy import Measurement
 
 MOVE = "move it away: a run writes its events there"
 # Bytes of a file of events: about ten million steps.
 MOST_EVENTS = 2**33
-# What `last` reads of a file's end.
+# Bytes of a file's end that `read_tail` reads.
 LAST_BYTES = 2**18
 # Unix seconds: a larger number is no time.
 MOST_TIME = 2**40
-# Name on disk → class, in the order in which the classes are declared.
+# Name on disk → class, in the order in which the classes are declared. The kinds of
+# `telemetry.watched` are among them as soon as that module is imported.
 KINDS: dict[str, type[Event]] = {}
 # JSON has no NaN, which is null here, and no infinity, which is a string.
 Number = float | str | None
@@ -99,7 +100,7 @@ class Event:
         return cls(t=values.get("t", 0.0), metrics=metrics, **known)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether each field without a default has a value.
 
         An event of another version, or a damaged one, may lack some.
@@ -131,10 +132,9 @@ class RunStart(Event, kind="run_start"):
     run_dir: str
     resumed_from: str | None  # the argument of --resume; null for a fresh start
     plan_line: str  # the plan in words
-    left_out: list[str]  # how many rows of the data were cut, dropped or skipped
-    writes: bool = (
-        False  # whether the model writes text, so that `drumline chat RUN` can talk to it
-    )
+    left_out: list[str]  # a line each on rows of the data that were cut, dropped or skipped
+    # Whether the model can generate text, so that `drumline chat RUN` can talk to it.
+    writes: bool = False
     # Large weights that `all-linear` does not adapt or QLoRA does not pack, in words.
     unadapted: list[str] = field(default_factory=list)
     # Rank 0's host, system and devices, and the versions of what trains.
@@ -147,7 +147,8 @@ class Planned(Event, kind="planned"):
     # Bytes by category, on the fullest rank, as in plan.estimate.Memory; `phase` is that of the
     # peak.
     memory: dict[str, Any]
-    host: dict[str, int]  # bytes of one host, all its ranks: {load, train, save}
+    # Peak bytes of host memory, all ranks of one host together: {load, train, save}.
+    host: dict[str, int]
     seconds: dict[str, float]  # of a step, by category, and their `total`
     # Bytes that a rank sends in a step, by kind of collective, and their `total`.
     traffic: dict[str, float]
@@ -198,8 +199,8 @@ class Step(Event, kind="step"):
     seconds: float  # of the step, waiting for data included
     data_s: float  # seconds waiting for data, mean over ranks
     compute_s: float  # what is left of the seconds, mean over ranks
-    # Seconds waiting for other ranks, mean over ranks; null if they are not measured and so are a
-    # part of `compute_s`.
+    # Seconds that a rank waits for other ranks, by the host's clock, mean over ranks; null if they
+    # are not measured and so are a part of `compute_s`.
     comm_s: float | None
     # Bytes that a rank sends to others in such a step, mean over ranks; null until they are
     # counted. The collectives of one step of each kind are counted with the ring algorithm's
@@ -237,24 +238,25 @@ def has_groups(prompts: float | None, episodes: float | None) -> bool:
 
 
 class Rollout(Event, kind="rollout"):
-    """Episodes were sampled, for steps to learn from.
+    """Episodes were sampled, for steps to train on.
 
     `metrics` are reward/DOMAIN, and those of the KL penalty.
     """
 
-    step: int  # number of steps after those that learn from it
-    prompts: int
-    # Number of prompts that were sampled; more than `prompts` if dynamic sampling left some out.
+    step: int  # number of optimizer steps once all that train on this rollout are done
+    prompts: int  # prompts that are trained on
+    # Prompts that were sampled; more than `prompts` if dynamic sampling dropped some.
     drawn: int
     episodes: int
     reward: Number  # mean over its episodes; null if none has one
     reward_std: Number  # standard deviation over its episodes; null if none has a reward
     groups_differ: Number  # part of the groups whose rewards are not all alike; null if no episode has a reward
-    left_out: int = 0  # episodes to which no reward applies
-    # Mean values by reward, without its weight, as last sampled.
+    left_out: int = 0  # number of episodes to which no reward applies
+    # Name of a reward → its mean over the episodes, not multiplied by its weight. With dynamic
+    # sampling, of the last draw of prompts alone.
     rewards: Mapping[str, Number]
     shares: dict[str, float]  # share of the episodes by domain
-    # Number of episodes without a reward, by reward and reason, as last sampled.
+    # Name of a reward → reason → number of episodes for which it failed, of the same draw.
     failures: Mapping[str, Mapping[str, int]]
     length: float  # mean tokens of a completion
     length_max: float  # tokens of the longest completion
@@ -262,11 +264,11 @@ class Rollout(Event, kind="rollout"):
     generate_s: float  # seconds that sampling took on rank 0, waiting for others included
     reward_s: float  # seconds of scoring
     infer_s: float  # seconds for log-probs, values and the reference's log-probs
-    train_s: float  # seconds of the steps that learned from it
+    train_s: float  # seconds of the steps that trained on it
     # Mean difference of log-probs (nats) between the generator and the policy, on a probe after the
     # weights were sent; null if the policy itself samples, or a server keeps its own weights.
     sampler_gap: float | None = None
-    # Whether steps learned from it. If its rewards end the run, `step` is not reached.
+    # Whether steps trained on it. If its rewards end the run, none does and `step` is not reached.
     trained: bool = True
 
 
@@ -278,7 +280,7 @@ class Save(Event, kind="save"):
     seconds: float  # until it was whole on disk
     bytes: int  # that all ranks wrote
     blocked_seconds: float  # for which training stood still
-    error: str | None  # why it failed, or what else was lost
+    error: str | None  # why it failed, or a warning about a checkpoint that was saved
 
 
 class Reference(Event, kind="reference"):
@@ -286,7 +288,7 @@ class Reference(Event, kind="reference"):
 
     data: str  # train or eval
     pairs: int
-    found: bool  # whether they were computed before, and only read
+    found: bool  # whether they were read from a file of an earlier run, and not computed
     path: str  # file with the log-probabilities
     seconds: float  # that this took
 
@@ -405,11 +407,12 @@ class RunEnd(Event, kind="run_end"):
     goodput: dict[str, float]
 
 
-COUNTED = tuple(each.kind for each in (Step, Eval, Save, Restore, Rollout, Preempt, RunEnd))
+# Events of these kinds must have a step from 0 on.
+KINDS_WITH_STEP = tuple(each.kind for each in (Step, Eval, Save, Restore, Rollout, Preempt, RunEnd))
 Emit = Callable[[Event], object]
 
 
-def last_measurement(events: list[Event]) -> Measurement | None:
+def newest_measurement(events: list[Event]) -> Measurement | None:
     """Return the newest measurement that has memory; None if the run was too short.
 
     Raises ValueError for a run of another version.
@@ -423,8 +426,9 @@ def last_measurement(events: list[Event]) -> Measurement | None:
 class EventLog:
     """Appends events to a file.
 
-    If a run was killed in the middle of a line, the next event begins a new line. A full disk loses
-    no event and stops no run: the bytes wait in memory, and are written with the next event.
+    If a run was killed in the middle of a line, the next event begins a new line. A full disk stops
+    no run: the bytes wait in memory and are written with the next event. They are lost only if the
+    process ends while the disk is still full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -458,26 +462,26 @@ class EventLog:
 
 
 def read(path: Path) -> list[Event]:
-    """Return all whole events of a file, in order; none if there is no file.
+    """Return the events of all lines that can be parsed, in order; none if there is no file.
 
-    A line torn by a kill is left out.
+    A line torn by a kill is left out. An event may still lack fields, see `Event.is_complete`.
     """
     return [event for _, event, _ in examine(path) if event is not None]
 
 
 def examine(path: Path) -> list[tuple[int, Event | None, bool]]:
-    """Return the number (from 1), event and soundness of each line of a file of events.
+    """Return (number from 1, event, whether all fields are valid) of each line of a file of events.
 
-    The event is None for a line that is torn by a kill, or damaged. A line is not sound, either, if
-    a field of its event is of another type than its kind declares.
+    The event is None for a line that is torn by a kill, or damaged. Fields are not all valid,
+    either, if one of them was dropped since its type is not the one that the kind declares.
     """
     text = _bytes(path).decode("utf-8", errors="replace")
     lines = []
     # Not `splitlines`, which also splits at letters that a text in an event may have.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            event, is_sound = _parse_line(line)
-            lines.append((number, event, is_sound))
+            event, are_fields_valid = _parse_line(line)
+            lines.append((number, event, are_fields_valid))
     return lines
 
 
@@ -515,7 +519,7 @@ def _has_valid_step(values: dict[str, Any]) -> bool:
 
     Events of kinds that need none may have -1, which is before the first step.
     """
-    if values["kind"] in COUNTED:
+    if values["kind"] in KINDS_WITH_STEP:
         step = values.get("step")
         least = 0
     else:
@@ -524,8 +528,8 @@ def _has_valid_step(values: dict[str, Any]) -> bool:
     return type(step) is int and step >= least
 
 
-def last(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
-    """Return the newest whole events of a file, as many as lie in its last bytes.
+def read_tail(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
+    """Return the newest events of a file, as many as lie in its last `bytes_` bytes.
 
     The list is empty if there is no file, or it cannot be read.
     """
@@ -546,8 +550,8 @@ def last(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
     return events
 
 
-def last_start(path: Path) -> int:
-    """Return the byte at which the newest start of a run begins in its file of events; 0 for none.
+def last_start_offset(path: Path) -> int:
+    """Return the offset in bytes of the newest run_start in a file of events; 0 if it has none.
 
     Raises EnvironmentFault if the file cannot be read.
     """

@@ -20,8 +20,9 @@ RECENT = 200
 # Operations to which ranks may bring different sizes: one of them has all, or each as much as it
 # has.
 UNEVEN = {"all_to_all", "alltoall", "alltoall_base", "gather", "scatter", "reduce"}
-LEFT_OUT = "has left one out"
-# A collective, as JSON: id, library, group, number, op, sizes, dtypes, line, waits.
+SKIPPED_ONE = "has left one out"
+# A collective, as JSON: id, library, group, number, op, sizes, dtypes, line, and `waits`, whether it
+# is not completed yet.
 Entry = dict[str, Any]
 
 
@@ -31,7 +32,7 @@ def recent(after: Mapping[str, int] | None = None, most: int = RECENT) -> list[E
     It may be called from any thread, also while another waits in a collective.
 
     Args:
-        after: Library → the `id` of an entry, as `newest` returns them. Only later collectives are
+        after: Library → the `id` of an entry, as `largest_ids` returns them. Only later collectives are
             returned.
         most: How many collectives are returned, at most.
     """
@@ -61,11 +62,11 @@ def recent(after: Mapping[str, int] | None = None, most: int = RECENT) -> list[E
                 timed.append((raw["time_created_ns"], entry))
     # By time: each library has a recorder of its own, which numbers its entries.
     timed.sort(key=itemgetter(0))
-    kept = timed[-most:]
-    return [entry for _, entry in kept]
+    newest = timed[-most:]
+    return [entry for _, entry in newest]
 
 
-def newest(entries: Iterable[Entry]) -> dict[str, int]:
+def largest_ids(entries: Iterable[Entry]) -> dict[str, int]:
     """Return for each library the largest `id` among its entries."""
     ids: dict[str, int] = {}
     for entry in entries:
@@ -90,7 +91,7 @@ def _entry(raw: dict[str, Any], torch_folder: str) -> Entry:
     # Its name and its description, which may be the same.
     group = " ".join(dict.fromkeys(raw["process_group"]))
     if library == "nccl":
-        # The group's half for tensors on the host counts for itself.
+        # A group with a CPU (gloo) and a CUDA (NCCL) backend has a sequence number for each of them.
         group = f"{group}, NCCL"
     return {
         "id": raw["record_id"],
@@ -173,7 +174,7 @@ def blame(
     """Return the ranks to blame for different collectives, and a line on what each rank has begun.
 
     These are the ranks that differ from most (all of them without a majority), or the one that has
-    left a collective out.
+    skipped a collective.
 
     Args:
         found: The entries of a collective by rank, as `first_difference` returns them.
@@ -184,11 +185,11 @@ def blame(
         begun.append(f"rank {rank}: {describe(entry)}")
     listed = "; ".join(begun)
     what = f"the ranks begin different collectives: {listed}"
-    # Before ranks are counted: one that left a collective out is to blame even in the majority.
+    # Before ranks are counted: one that skipped a collective is to blame even in the majority.
     for rank, entry in found.items():
         for other, peer_entry in found.items():
-            if _has_left_out(entry, peer_entry, by_rank[other]):
-                return [rank], f"rank {rank} {LEFT_OUT}; {what}"
+            if _has_skipped_one(entry, peer_entry, by_rank[other]):
+                return [rank], f"rank {rank} {SKIPPED_ONE}; {what}"
     form_of_rank = {rank: _signature_and_line(entry) for rank, entry in found.items()}
     forms = Counter(form_of_rank.values()).most_common()
     most_common, count = forms[0]
@@ -203,8 +204,8 @@ def blame(
     return sorted(blamed), what
 
 
-def _has_left_out(entry: Entry, peer_entry: Entry, peer_entries: Iterable[Entry]) -> bool:
-    """Return whether a rank has left out a collective, since its entry is the next of another rank.
+def _has_skipped_one(entry: Entry, peer_entry: Entry, peer_entries: Iterable[Entry]) -> bool:
+    """Return whether a rank has skipped a collective: its number k is number k + 1 of another rank.
 
     Args:
         entry: The collective of the rank.

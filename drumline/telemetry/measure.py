@@ -1,9 +1,9 @@
 """Measure what a run takes, to compare it with its plan: memory by category, seconds, bytes sent.
 
 A run has two `measured` events: one as soon as enough steps are timed, and one at its end. One step
-of each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on a
-CPU telemetry.memory_tracker). It is slower, and its seconds are reported separately. Everything
-else is read between operators. No result changes.
+of each type (see `Strategy.step_kind`) is instrumented: it runs under dispatch modes that see each
+operator (telemetry.traffic, and on a CPU telemetry.memory_tracker). It is slower, and its seconds
+are reported separately, as `counted`. Everything else is read between operators. No result changes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from drumline.plan.rule import plain
 from drumline.system import heartbeat
 from drumline.telemetry.events import Emit, Measured, Planned
 from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
+from drumline.telemetry.plan_accuracy import Measurement, compare, notes
 from drumline.telemetry.traffic import Traffic
-from drumline.telemetry.truth import Measurement, compare, notes
 
 # Steps that are timed before the first report. The median of three is not changed by one step that
 # something else disturbed.
 TIMED = 3
+# Categories of the seconds of a step; `counted` is the seconds of the instrumented step.
 SECONDS = ("total", "data", "communication", "optimizer", "counted")
-STATES = ("parameters", "gradients", "optimizer")
+STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 # proc(5): "reset the peak resident set size to the process's current resident set size value".
 RESET_PEAK = "5"
-COUNTS = ("VmSize", "VmData", "VmRSS", "VmHWM")
+# Fields of /proc/self/status, in KiB.
+PROC_FIELDS = ("VmSize", "VmData", "VmRSS", "VmHWM")
 log = logging.getLogger(__name__)
 
 
@@ -75,7 +77,7 @@ def process_bytes() -> dict[str, int]:
         name, value = line.split(":", 1)
         fields[name] = value
     counts = {}
-    for name in COUNTS:
+    for name in PROC_FIELDS:
         # "12345 kB", which are KiB.
         kib = fields[name].split()[0]
         counts[name] = int(kib) * 1024
@@ -83,15 +85,15 @@ def process_bytes() -> dict[str, int]:
 
 
 class HostPeak:
-    """Peak bytes of host memory: while weights load, in training, and from the first checkpoint."""
+    """Peak bytes of host memory by period: `load`, `train`, and `save` from the first checkpoint."""
 
     def __init__(self) -> None:
         """Begin with the memory until now, which counts as loading."""
         self.bytes_ = dict.fromkeys(("load", "train", "save"), 0)
         self.end("load")
 
-    def end(self, phase: str) -> None:
-        """Count the memory since the last call as that of `phase`."""
+    def end(self, period: str) -> None:
+        """Count the peak since the last call as that of `period`."""
         counts = process_bytes()
         try:
             CLEAR.write_text(RESET_PEAK)
@@ -101,14 +103,15 @@ class HostPeak:
             # The peak cannot be reset and would be that of all phases: the present memory replaces
             # it.
             peak = counts["VmRSS"]
-        self.bytes_[phase] = max(self.bytes_[phase], peak)
+        self.bytes_[period] = max(self.bytes_[period], peak)
 
 
 class Measure:
     """Measures one rank.
 
-    All ranks call the same methods at the same steps, since some of these are collective. `traffic`
-    decides which steps are counted.
+    The training loop calls `watch` around the parts of each step, then `end_step` and
+    `note_seconds`, and `finish` once after the last step. All ranks call them at the same steps,
+    since some are collective. `traffic` decides which steps are instrumented.
     """
 
     def __init__(
@@ -124,108 +127,115 @@ class Measure:
         self.gather = gather
         self.emit = emit
         self.traffic = traffic
-        self.host = HostPeak()
-        # Bytes of the counted step, by category.
+        self.host_peak = HostPeak()
+        # Bytes of parameters, gradients and optimizer in the instrumented step.
         self.stats: dict[str, int] = {}
-        # Bytes at the peak of a step: on a CPU of the counted steps, on a GPU of all steps.
+        # Bytes at the peak of a step: on a CPU of the instrumented steps, on a GPU of all steps.
         self.peak = 0
         self.reserved = 0
-        # Tokens of the widest micro-batch of the same steps.
-        self.width = 0
+        # Tokens, padding included, of the largest micro-batch of the same steps.
+        self.max_tokens = 0
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.reported = False
         self._tracker: LiveBytes | None = None
         self._optimizer_seconds = 0.0
 
     @contextlib.contextmanager
-    def watch(self, step: int, phase: Phase | None = None) -> Iterator[None]:
-        """Watch a part of a step within the context.
+    def watch(self, steps_done: int, phase: Phase | None = None) -> Iterator[None]:
+        """Measure a part of a step within the context.
 
         Args:
-            step: Number of steps before this one.
-            phase: None for forward and backward, then `clip` for the norm, and `step` for the
-                update.
+            steps_done: Number of steps before this one.
+            phase: The part of the step: None for forward and backward, `clip` for the gradient
+                norm, `step` for the optimizer's update.
         """
-        is_counted = self.traffic.due(step)
+        is_instrumented = self.traffic.due(steps_done)
         began = time.time()
-        if is_counted and phase == "clip":
+        if is_instrumented and phase == "clip":
             # At the end of backward.
             self.stats = self.memory_stats()._asdict()
         if self.plan.device == "cuda" and phase is None:
             # The peak between steps (loading, evaluation, rollouts) does not belong to a step.
             torch.cuda.reset_peak_memory_stats()
-        if is_counted and self.plan.place == "cpu":
+        # `place`, since `device` is "cpu" also for the tensors of an mps device.
+        if is_instrumented and self.plan.place == "cpu":
             if self._tracker is None:
                 self._tracker = LiveBytes()
             self._tracker.phase = phase
-        with self.traffic.watch(step), self._tracker or contextlib.nullcontext():
+        with self.traffic.watch(steps_done), self._tracker or contextlib.nullcontext():
             yield
         if phase == "step":
             self._optimizer_seconds = time.time() - began
 
     def end_step(
-        self, step: int, micro_batches: list[Any], copies: int, whole: bool, **waits: float
+        self,
+        steps_done: int,
+        micro_batches: list[Any],
+        staging_bytes: int,
+        made_update: bool,
+        **wait_seconds: float,
     ) -> tuple[int | None, str | None]:
-        """End a step, and return the bytes that it sent and the name for `note_seconds`.
+        """End a step. Return the bytes that a rank sends in such a step, and a key of SECONDS.
 
-        Collective if the step was counted. The bytes are None if they are not known. The name is
-        None for a step that is neither counted nor timed.
+        Collective if the step was instrumented. The bytes are None until a step of this type was
+        instrumented. `note_seconds` files the step's time under the key: `counted` for an
+        instrumented step, None for the first steps, which are not timed, and else `total`.
 
         Args:
-            step: Number of steps before this one.
+            steps_done: Number of steps before this one.
             micro_batches: The micro-batches of the step, whose tokens are counted.
-            copies: Bytes of the copies in host memory that checkpoints are written from.
-            whole: False if a counted step made no update.
-            waits: Seconds of waiting for `data` (before the step) and for other ranks
+            staging_bytes: Bytes of the host buffers from which checkpoints are written.
+            made_update: False if an instrumented step made no update.
+            wait_seconds: Seconds of waiting for `data` (before the step) and for other ranks
                 (`communication`, NaN if it is not measured).
         """
         # Before `end_step` of the traffic, which counts the step as done.
-        is_counted = self.traffic.due(step)
+        is_instrumented = self.traffic.due(steps_done)
         is_early = self.traffic.steps < self.traffic.FIRST
-        sent = self.traffic.end_step(step, whole)
-        if is_counted or self.plan.device == "cuda":
+        sent = self.traffic.end_step(steps_done, made_update)
+        if is_instrumented or self.plan.device == "cuda":
             for micro_batch in micro_batches:
-                self.width = max(self.width, _tokens(micro_batch))
-        self.host.end("save" if copies else "train")
+                self.max_tokens = max(self.max_tokens, _tokens(micro_batch))
+        self.host_peak.end("save" if staging_bytes else "train")
         if self._tracker is not None:
-            # The copies are host memory wherever the model lies; on a CPU the tracker counts them
-            # too.
-            self.peak = max(self.peak, self._tracker.peak - copies)
+            # Staging buffers are host memory wherever the model lies; on a CPU the tracker counts
+            # them too.
+            self.peak = max(self.peak, self._tracker.peak - staging_bytes)
             self._tracker = None
         elif self.plan.device == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
-        if is_counted:
+        if is_instrumented:
             return sent, "counted"
         if is_early:
             return sent, None
         self.seconds["optimizer"].append(self._optimizer_seconds)
-        for name, value in waits.items():
+        for name, value in wait_seconds.items():
             self.seconds[name].append(value)
         return sent, "total"
 
-    def note_seconds(self, step: int, name: str | None, seconds: float) -> None:
+    def note_seconds(self, step_number: int, timing_key: str | None, seconds: float) -> None:
         """Note the seconds of a step, and report once enough steps are timed. Collective.
 
         Args:
-            step: Number of steps with this one.
-            name: The name that `end_step` returned.
+            step_number: Number of the step, from 1.
+            timing_key: The key of SECONDS that `end_step` returned.
             seconds: Seconds that the step took on this rank, without waiting for data.
         """
-        if name is not None:
-            self.seconds[name].append(seconds)
+        if timing_key is not None:
+            self.seconds[timing_key].append(seconds)
         is_timed = len(self.seconds["total"]) == TIMED
         if not self.reported and self.stats and is_timed:
-            self._report(step, final=False)
+            self._report(step_number, final=False)
 
-    def finish(self, step: int) -> None:
+    def finish(self, steps_done: int) -> None:
         """Report after the last step and what follows it. Collective."""
-        self.host.end("save")
-        self._report(step, final=True)
+        self.host_peak.end("save")
+        self._report(steps_done, final=True)
 
-    def _report(self, step: int, final: bool) -> None:
+    def _report(self, steps_done: int, final: bool) -> None:
         """Emit the event of all measurements, compared with the plan. Collective."""
-        measurement = self._measurement(step, final)
+        measurement = self._measurement(steps_done, final)
         estimate = self.plan.predicted.estimate
         rows = []
         if estimate is not None:
@@ -255,7 +265,7 @@ class Measure:
                 log.warning("the plan was wrong: %s", warning)
         self.reported = True
 
-    def _measurement(self, step: int, final: bool) -> Measurement:
+    def _measurement(self, steps_done: int, final: bool) -> Measurement:
         """Return what all ranks measured, the same on every rank. Collective."""
         by_rank = self._gathered_numbers()
         seconds = {}
@@ -265,7 +275,7 @@ class Measure:
                 # The slowest rank sets the pace.
                 seconds[name] = max(of_ranks)
         memory = {}
-        for name in (*STATES, "peak", "reserved"):
+        for name in (*STATE_CATEGORIES, "peak", "reserved"):
             of_ranks = by_rank[name]
             if _are_known(of_ranks):
                 memory[name] = [int(value) for value in of_ranks]
@@ -280,14 +290,14 @@ class Measure:
         most_memory = {}
         for name, sizes in memory.items():
             most_memory[name] = max(sizes[rank] for rank in fullest_ranks)
-        hosts = _ranks_by_host(by_rank["host"])
-        # Tokens as a fraction of the planned ones; samples without tokens count as planned.
-        width = 1.0
-        most_tokens = max(by_rank["width"])
-        if most_tokens:
-            width = most_tokens / self._planned_tokens()
+        hosts = _ranks_by_host(by_rank["host_id"])
+        # As a fraction of the planned tokens; samples without tokens count as planned.
+        token_fill = 1.0
+        max_tokens = max(by_rank["max_tokens"])
+        if max_tokens:
+            token_fill = max_tokens / self._planned_tokens()
         return Measurement(
-            step=step,
+            step=steps_done,
             final=final,
             by=self._source_of_peak(memory),
             memory=most_memory,
@@ -298,8 +308,10 @@ class Measure:
             phases=phases,
             timed=len(self.seconds["total"]),
             traffic=self._mean_traffic(),
+            # Weights and gradients are sent whole; activations, which other parallelism sends,
+            # grow with the tokens.
             grows=not plain(self.plan.mesh),
-            width=width,
+            width=token_fill,
         )
 
     def _gathered_numbers(self) -> dict[str, list[float]]:
@@ -340,32 +352,32 @@ class Measure:
     def _fullest_host(
         self, by_rank: dict[str, list[float]], hosts: list[list[int]]
     ) -> dict[str, int]:
-        """Return the host memory of all ranks of the fullest host, in bytes by phase.
+        """Return the host memory of all ranks of the fullest host, in bytes by period.
 
         Args:
             by_rank: As `_gathered_numbers` returns it.
             hosts: The ranks of each host.
         """
-        bytes_of_phases = {}
-        for phase in self.host.bytes_:
-            of_ranks = by_rank[phase]
+        bytes_of_periods = {}
+        for period in self.host_peak.bytes_:
+            of_ranks = by_rank[period]
             if not _are_known(of_ranks):
                 continue
             of_hosts = []
             for ranks in hosts:
                 bytes_ = sum(int(of_ranks[rank]) for rank in ranks)
                 of_hosts.append(bytes_)
-            bytes_of_phases[phase] = max(of_hosts)
-        return bytes_of_phases
+            bytes_of_periods[period] = max(of_hosts)
+        return bytes_of_periods
 
     def _mean_traffic(self) -> float | None:
-        """Return the mean bytes that a rank sends in a step; None until all kinds are counted."""
+        """Return the mean bytes that a rank sends in a step; None until all types are counted."""
         known = self.traffic.known
-        # Kind of step → its part of the steps of a long run.
+        # Type of step → its share of the steps of a long run.
         shares = self.plan.config.strategy.step_shares()
         if not shares.keys() <= known.keys():
             return None
-        return sum(share * known[kind] for kind, share in shares.items())
+        return sum(share * known[step_type] for step_type, share in shares.items())
 
     def _planned_tokens(self) -> int:
         """Return the tokens of a micro-batch that were planned for."""
@@ -376,11 +388,11 @@ class Measure:
     def _numbers(self) -> dict[str, float | None]:
         """Return what this rank measured; None for what it does not know."""
         numbers: dict[str, float | None] = {}
-        for name in STATES:
+        for name in STATE_CATEGORIES:
             numbers[name] = self.stats.get(name)
         numbers["peak"] = self.peak or None
         numbers["reserved"] = self.reserved or None
-        numbers["width"] = self.width
+        numbers["max_tokens"] = self.max_tokens
         for name in SECONDS:
             median = None
             values = self.seconds.get(name)
@@ -393,18 +405,18 @@ class Measure:
             numbers["optimizer_s"] = None
         for phase, seconds in heartbeat.seconds().items():
             numbers[f"in {phase}"] = seconds
-        # Only numbers are gathered, so the host's name becomes a number.
-        numbers["host"] = zlib.crc32(socket.gethostname().encode())
-        for phase, bytes_ in self.host.bytes_.items():
-            numbers[phase] = bytes_ or None
+        # Only numbers are gathered, so a checksum stands for the host's name.
+        numbers["host_id"] = zlib.crc32(socket.gethostname().encode())
+        for period, bytes_ in self.host_peak.bytes_.items():
+            numbers[period] = bytes_ or None
         return numbers
 
 
-def _ranks_by_host(host_of_rank: list[float]) -> list[list[int]]:
-    """Return the ranks of each host. `host_of_rank`: a number for the host of each rank."""
+def _ranks_by_host(id_of_rank: list[float]) -> list[list[int]]:
+    """Return the ranks of each host. `id_of_rank`: a number for the host of each rank."""
     ranks_by_host: dict[float, list[int]] = {}
-    for rank, host in enumerate(host_of_rank):
-        ranks = ranks_by_host.setdefault(host, [])
+    for rank, host_id in enumerate(id_of_rank):
+        ranks = ranks_by_host.setdefault(host_id, [])
         ranks.append(rank)
     return list(ranks_by_host.values())
 

@@ -78,8 +78,9 @@ class LiveBytes(TorchDispatchMode):
         self.peaks: dict[Phase, int] = {}
         # Bytes by the address of the storage's object, while that lives.
         self._sizes: dict[int, int] = {}
-        # Bytes of storages that existed before they were seen, and are not in `current` yet.
-        self._unknown: dict[int, int] = {}
+        # Bytes of storages that were first seen as an argument of an operator, so they were
+        # allocated earlier or inside a kernel. They are not in `current` yet, see `_settle`.
+        self._preexisting: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._depth = 0
         self._has_searched = False
@@ -135,7 +136,7 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                self._follow(leaf, unknown=True)
+                self._follow(leaf, is_argument=True)
         result = func(*args, **(kwargs or {}))
         # Arguments again: some operators give them another size.
         for leaf in tree_leaves((result, args)):
@@ -144,12 +145,13 @@ class LiveBytes(TorchDispatchMode):
         self._note()
         return result
 
-    def _follow(self, tensor: torch.Tensor, unknown: bool = False) -> None:
+    def _follow(self, tensor: torch.Tensor, is_argument: bool = False) -> None:
         """Count the storage of a tensor.
 
         Args:
             tensor: The tensor.
-            unknown: Whether a storage that was not followed yet existed before and was not seen.
+            is_argument: Whether it is an argument of an operator. A storage that is first seen there
+                was allocated earlier.
         """
         for part in plain_parts(tensor):
             if isinstance(part, FakeTensor):
@@ -163,16 +165,16 @@ class LiveBytes(TorchDispatchMode):
                 key = id(storage)
                 if key not in self._references:
                     self._references[key] = weakref.ref(storage, partial(self._freed, key))
-                    if unknown:
-                        self._unknown[key] = 0
+                    if is_argument:
+                        self._preexisting[key] = 0
                 # An int: torch caches the sizes of fakes across modes, and a compiled function may
                 # have made a symbol of one.
                 self._resized(key, int(storage.nbytes()))
 
     def _resized(self, key: int, bytes_: int) -> None:
         """Note the size of a storage."""
-        if key in self._unknown:
-            self._unknown[key] = bytes_
+        if key in self._preexisting:
+            self._preexisting[key] = bytes_
         else:
             self.current += bytes_ - self._sizes.get(key, 0)
             self._sizes[key] = bytes_
@@ -180,18 +182,18 @@ class LiveBytes(TorchDispatchMode):
     def _freed(self, key: int, _: Any) -> None:
         """Forget a storage that was freed."""
         del self._references[key]
-        if self._unknown.pop(key, None) is None:
+        if self._preexisting.pop(key, None) is None:
             self.current -= self._sizes.pop(key)
 
     def _settle(self) -> None:
-        """Count the storages that Python could not find, and that were seen when they were used.
+        """Add the storages that were first seen as arguments to all counts, if they still exist.
 
-        Storages that still exist, such as DDP's buckets, existed all the time. Freed ones belonged
-        to a kernel, such as gloo's buffers.
+        Those that still exist, such as DDP's buckets, existed all the time. Those that were freed,
+        such as gloo's buffers, belonged to a kernel and are ignored.
         """
-        more = sum(self._unknown.values())
-        self._sizes |= self._unknown
-        self._unknown.clear()
+        more = sum(self._preexisting.values())
+        self._sizes |= self._preexisting
+        self._preexisting.clear()
         self.base += more
         self.current += more
         self.peak += more
@@ -210,9 +212,9 @@ class LiveBytes(TorchDispatchMode):
 def existing_tensors() -> list[torch.Tensor]:
     """Return all tensors that Python's garbage collector knows.
 
-    Another thread may be filling a tuple now. When it resizes it, CPython raises SystemError there
-    if anybody else has a reference to the tuple, as the list of all objects has. So other threads
-    wait while that list exists, which is for less than SEARCH_SECONDS.
+    `gc.get_objects()` takes a reference to every tuple. If another thread is still growing one,
+    CPython raises SystemError in that thread. So other threads wait while the list of all objects
+    exists, for less than SEARCH_SECONDS.
     """
     ids = {id(cls) for cls in _with_subclasses(torch.Tensor)}
     gc.collect()

@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 from drumline.plan.plan import Plan
 from drumline.telemetry.events import Emit, Profiled
 
-# Operators of the event, the most expensive ones.
-DEAREST = 10
+# Number of operators in the event: those with the most seconds of their own.
+TOP_OPERATORS = 10
 # Events of the allocator that a snapshot keeps, at most.
 MOST_MEMORY_EVENTS = 200_000
-NO_SNAPSHOT = "none: only the allocator of a GPU keeps what one is made of"
+NO_SNAPSHOT = "none: memory snapshots need a GPU"
 
 
 class Profile:
@@ -32,7 +32,7 @@ class Profile:
 
     def __init__(self, plan: Plan, rank: int, emit: Emit) -> None:
         options = plan.config.run.profile
-        # Numbers of steps done before each step that is profiled.
+        # The steps to profile, each as the number of steps before it.
         self.steps = range(0)
         if options is not None and rank in options.ranks:
             first = options.at - 1
@@ -43,9 +43,9 @@ class Profile:
         self.on_gpu = plan.device == "cuda"
         self.profiler: Any = None
 
-    def before(self, step: int) -> None:
-        """Start the profiler if the step after `step` steps is the first one to profile."""
-        if self.profiler is not None or step not in self.steps:
+    def before(self, steps_done: int) -> None:
+        """Start the profiler if the step after `steps_done` steps is the first one to profile."""
+        if self.profiler is not None or steps_done not in self.steps:
             return
         activities = [ProfilerActivity.CPU]
         if self.on_gpu:
@@ -53,18 +53,18 @@ class Profile:
 
             activities.append(ProfilerActivity.CUDA)
             record_memory_history(max_entries=MOST_MEMORY_EVENTS)
-        self.first = step + 1
+        self.first = steps_done + 1
         self.profiler = profile(activities=activities, profile_memory=True, acc_events=True)
         self.profiler.start()
 
-    def after(self, step: int, last: bool = False) -> None:
+    def after(self, steps_done: int, last: bool = False) -> None:
         """Stop the profiler and write its files if the last step to profile is done.
 
         Args:
-            step: Number of steps that are done.
+            steps_done: Number of steps that are done.
             last: Whether no more steps follow.
         """
-        if self.profiler is None or (step < self.steps.stop and not last):
+        if self.profiler is None or (steps_done < self.steps.stop and not last):
             return
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -81,15 +81,15 @@ class Profile:
             snapshot = str(self.folder / f"rank-{self.rank}.memory.pickle")
             dump_memory_snapshot(snapshot)
             record_memory_history(enabled=None)
-        dearest = operators(done, self.on_gpu)
+        top_operators = operators(done, self.on_gpu)
         self.emit(
             Profiled(
                 rank=self.rank,
                 step=self.first,
-                steps=step - self.first + 1,
+                steps=steps_done - self.first + 1,
                 trace=str(trace),
                 snapshot=snapshot,
-                operators=dearest,
+                operators=top_operators,
             )
         )
 
@@ -98,7 +98,7 @@ def operators(done: Any, on_gpu: bool) -> list[dict[str, Any]]:
     """Return the most expensive operators of a finished profiler.
 
     They are sorted by their own seconds, on a GPU those of the device. Each is {name, calls,
-    seconds, share of all, bytes taken and kept}.
+    seconds, share of all seconds, net bytes allocated}.
     """
     device = "device" if on_gpu else "cpu"
     timed = []
@@ -108,7 +108,7 @@ def operators(done: Any, on_gpu: bool) -> list[dict[str, Any]]:
     total = sum(seconds for seconds, _ in timed) or 1.0
     timed.sort(key=itemgetter(0), reverse=True)
     result = []
-    for seconds, operator in timed[:DEAREST]:
+    for seconds, operator in timed[:TOP_OPERATORS]:
         result.append(
             {
                 "name": operator.key,

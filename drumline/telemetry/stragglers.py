@@ -38,7 +38,7 @@ class _Step(NamedTuple):
 class Stragglers:
     """Finds ranks that hold up the others.
 
-    All ranks call `add` after the same steps, with the same numbers.
+    The training loop calls `add` after each step, on all ranks with the same numbers.
     """
 
     def __init__(self, gather: Gather, emit: Emit, ratio: float) -> None:
@@ -51,16 +51,16 @@ class Stragglers:
         device = "cpu"
         if gather.exact_on != "cpu":
             device = f"{gather.device} {torch.cuda.get_device_name(gather.device)}"
-        # Host and device of each rank.
-        self.places = from_all((socket.gethostname(), device))
-        # For each step of the window, the seconds of own work of each rank.
-        self.own: list[list[float]] = []
+        # Names of the host and the device of each rank.
+        self.hosts_and_devices = from_all((socket.gethostname(), device))
+        # Step of the window → rank → seconds of the rank's own work, without waits for other ranks.
+        self.work_seconds: list[list[float]] = []
         self.steps: list[_Step] = []
         self.slow: set[int] = set()
 
     def add(
         self,
-        step: int,
+        step_number: int,
         seconds: float,
         tokens: int,
         data: Sequence[float],
@@ -69,55 +69,55 @@ class Stragglers:
         """Add a step, and report slow ranks at the end of a window.
 
         Args:
-            step: Number of steps with this one.
+            step_number: Number of the step, from 1.
             seconds: Seconds that the step took.
             tokens: Tokens of its global batch.
             data: Seconds that each rank waited for its own data.
             communication: Seconds that each rank waited for other ranks. They are NaN if not
-                measured, since models that are cut, and FSDP2 and ZeRO on a GPU, wait within their
-                computation. Then only the seconds of `data` are compared.
+                measured: under model parallelism, and under FSDP2 and ZeRO on a GPU, ranks wait within
+                their computation. Then only the seconds of `data` are compared.
         """
         if len(data) == 1:
             # A single rank holds up nobody.
             return
-        own = []
+        work_s = []
         for data_seconds, communication_seconds in zip(data, communication, strict=True):
             if math.isnan(communication_seconds):
-                own.append(data_seconds)
+                work_s.append(data_seconds)
             else:
-                own.append(seconds - communication_seconds)
-        self.own.append(own)
+                work_s.append(seconds - communication_seconds)
+        self.work_seconds.append(work_s)
         self.steps.append(_Step(seconds, tokens))
         window_seconds = sum(each.seconds for each in self.steps)
-        if len(self.own) >= WINDOW and window_seconds >= WINDOW_SECONDS:
-            self._report(step)
-            self.own.clear()
+        if len(self.work_seconds) >= WINDOW and window_seconds >= WINDOW_SECONDS:
+            self._report(step_number)
+            self.work_seconds.clear()
             self.steps.clear()
 
-    def _report(self, step: int) -> None:
+    def _report(self, step_number: int) -> None:
         """Emit an event for each rank that has become slow in this window."""
-        medians = _medians_by_rank(self.own)
+        medians = _medians_by_rank(self.work_seconds)
         seconds = statistics.median(each.seconds for each in self.steps)
         tokens = statistics.fmean(each.tokens for each in self.steps)
         tokens_per_s = tokens / seconds
         # A rank that is slow in only one half was slow by chance.
-        half = len(self.own) // 2
-        first_medians = _medians_by_rank(self.own[:half])
-        last_medians = _medians_by_rank(self.own[half:])
+        half = len(self.work_seconds) // 2
+        first_medians = _medians_by_rank(self.work_seconds[:half])
+        last_medians = _medians_by_rank(self.work_seconds[half:])
         slow = self._slow_ranks(medians, seconds)
         slow &= self._slow_ranks(first_medians, seconds)
         slow &= self._slow_ranks(last_medians, seconds)
         # Without a slow rank the slowest of the rest would set the pace.
-        rest = [own for rank, own in enumerate(medians) if rank not in slow]
+        rest = [work_s for rank, work_s in enumerate(medians) if rank not in slow]
         slowest_of_rest = max(rest, default=0)
         # A rank that stays slow is reported once, and again if it was fast in between.
         newly_slow = slow - self.slow
         for rank in sorted(newly_slow):
-            host, device = self.places[rank]
+            host, device = self.hosts_and_devices[rank]
             saved = min(medians[rank] - slowest_of_rest, seconds * MOST_SAVED)
             lost_tokens_per_s = tokens_per_s * saved / (seconds - saved)
             event = Straggler(
-                step=step,
+                step=step_number,
                 rank=rank,
                 host=host,
                 device=device,
@@ -136,14 +136,14 @@ class Stragglers:
         # The lower of the two middle values: of two ranks it is that of the fast one.
         typical = statistics.median_low(medians)
         slow = set()
-        for rank, own in enumerate(medians):
-            is_longer = own > self.ratio * typical
-            is_worth_a_line = own - typical > LEAST * seconds
+        for rank, work_s in enumerate(medians):
+            is_longer = work_s > self.ratio * typical
+            is_worth_a_line = work_s - typical > LEAST * seconds
             if is_longer and is_worth_a_line:
                 slow.add(rank)
         return slow
 
 
-def _medians_by_rank(own: list[list[float]]) -> list[float]:
-    """Return each rank's median over steps. `own`: seconds of each rank, for each step."""
-    return [statistics.median(of_rank) for of_rank in zip(*own, strict=True)]
+def _medians_by_rank(work_seconds: list[list[float]]) -> list[float]:
+    """Return each rank's median over steps. `work_seconds`: seconds of each rank, for each step."""
+    return [statistics.median(of_rank) for of_rank in zip(*work_seconds, strict=True)]

@@ -51,7 +51,7 @@ class Library(NamedTuple):
     hint: str
 
 
-# run.report_to → library.
+# run.report_to → library. Names that are not here are trackers of the user's own, see `maker_of`.
 LIBRARIES = {
     "tensorboard": Library(
         "tensorboard",
@@ -79,21 +79,21 @@ HOOKS = {
 }
 # Ranks that each have a chart of their own, at most.
 MOST_RANKS = 8
-# The file with the trackers' ids of the run.
-MEMORY = "trackers.json"
+# The file of a run folder with the id that each tracker gave the run.
+IDS_FILE = "trackers.json"
 # Columns of a table of samples.
 SHOWN = ("set", "prompt", "text", "answer")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as trackers know it."""
+    """What a tracker is told of a run when it opens it."""
 
     folder: Path
     name: str
     # What a tracker shows of the config, redacted.
     config: dict[str, Any]
-    # The tracker's own id of the run, if an earlier process has begun it.
+    # The tracker's own id of the run, if an earlier process has opened it; else None.
     known: str | None
     # `run.tracker` of the config.
     options: TrackerConfig = field(default_factory=TrackerConfig)
@@ -109,7 +109,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker's run, by the functions that write to it."""
+    """A run that is open in a tracker, as the functions that write to it."""
 
     # The tracker's own id of the run, by which a later process finds it again.
     id: str
@@ -124,7 +124,7 @@ class Tracker:
 
 
 class Sink:
-    """One tracker.
+    """Passes events on to one tracker.
 
     A tracker that fails during the run is reported once and not used again; training goes on.
     """
@@ -233,15 +233,15 @@ def maker_of(name: str, base_dir: Path) -> Callable[[Run], Tracker]:
     `name`: one of LIBRARIES, of an installed package, or `file.py:function` of the user's own.
     Raises ConfigError if there is no such function.
     """
-    own = {
+    built_in = {
         "tensorboard": _tensorboard,
         "wandb": _wandb,
         "mlflow": _mlflow,
         "trackio": _trackio,
         "swanlab": _swanlab,
     }
-    if name in own:
-        return own[name]
+    if name in built_in:
+        return built_in[name]
     fix = "install it, or take it out of the list"
     return find_function(name, "trackers", base_dir, "run.report_to", "the tracker", fix)
 
@@ -280,13 +280,13 @@ def open_sinks(
             ids[kind] = str(tracker.id)
         sinks.append(Sink(kind, tracker))
     if sinks:
-        write_whole(run_dir / MEMORY, json.dumps(ids))
+        write_whole(run_dir / IDS_FILE, json.dumps(ids))
     return sinks
 
 
 def _known_ids(run_dir: Path) -> dict[str, str]:
     """Return tracker → its id of this run, from an earlier process; {} if there is none."""
-    path = run_dir / MEMORY
+    path = run_dir / IDS_FILE
     # ValueError: it is no JSON. AttributeError: it is no object.
     try:
         ids = json.loads(path.read_text())

@@ -2,8 +2,9 @@
 
 All collectives (of DDP's C++ reducer, FSDP2, DTensor, pipelines, DeepSpeed) go through torch's
 dispatcher as operators of c10d, and a dispatch mode sees them with their tensors. A mode costs
-microseconds for each operator, so only one step of each kind is counted, and its bytes stand for
-all steps of that kind.
+microseconds for each operator, so only one step of each type is counted, and its bytes stand for
+all steps of that type. Local SGD, for example, has steps that average the weights and steps that
+do not (`Strategy.step_kind`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from drumline.dist.reduce import sum_over_ranks
 from drumline.vendor.torch import TorchDispatchMode, resolve_process_group
 
 
-class _RingShare(NamedTuple):
-    """Operators that send the same share of a tensor."""
+class _RingCost(NamedTuple):
+    """Operators that send the same number of bytes for each byte of their argument."""
 
-    # Returns for a number of ranks how often the bytes of the tensor leave each rank.
-    share: Callable[[int], float]
+    # Number of ranks → bytes that each rank sends, divided by the bytes of the sent argument.
+    sent_factor: Callable[[int], float]
     # Which argument of c10d's operators is sent.
     sent_argument: int
     # Names of c10d's operators.
@@ -35,13 +36,13 @@ class _RingShare(NamedTuple):
 
 # By the ring algorithm (Thakur et al. 2005), which is NCCL's and gloo's for large tensors.
 _RING = (
-    _RingShare(
+    _RingCost(
         lambda n: 2 * (n - 1) / n,
         0,
         ("allreduce_", "allreduce_coalesced_"),
         ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
     ),
-    _RingShare(
+    _RingCost(
         lambda n: n - 1,
         1,
         (
@@ -56,7 +57,7 @@ _RING = (
             "all_gather_into_tensor_out",
         ),
     ),
-    _RingShare(
+    _RingCost(
         lambda n: (n - 1) / n,
         1,
         ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
@@ -66,22 +67,22 @@ _RING = (
             "reduce_scatter_tensor_out",
         ),
     ),
-    # Mean over ranks: of a gather all but the root send their part; of a scatter the root alone has
-    # inputs, and keeps one.
-    _RingShare(
+    # Mean over ranks. Gather: each rank but the root sends its tensor. Scatter: the root sends n - 1
+    # of its n inputs.
+    _RingCost(
         lambda n: (n - 1) / n,
         1,
         ("alltoall_", "alltoall_base_", "gather_", "scatter_"),
         ("all_to_all_single",),
     ),
     # A broadcast or a reduction to one rank is passed on by all ranks but one.
-    _RingShare(
+    _RingCost(
         lambda n: (n - 1) / n,
         0,
         ("broadcast_", "reduce_"),
         ("broadcast", "broadcast_"),
     ),
-    _RingShare(lambda n: 1, 0, ("send",)),
+    _RingCost(lambda n: 1, 0, ("send",)),
 )
 _BY_C10D_NAME = {name: collective for collective in _RING for name in collective.c10d}
 _BY_FUNCTIONAL_NAME = {name: collective for collective in _RING for name in collective.functional}
@@ -90,8 +91,8 @@ _BY_FUNCTIONAL_NAME = {name: collective for collective in _RING for name in coll
 class CommunicatedBytes(TorchDispatchMode):
     """A mode that counts the bytes that this rank sends, in `total`.
 
-    It sees the collectives of this thread and of its backward. The share of a collective that
-    leaves a rank is that of the ring algorithm.
+    It sees the collectives of this thread and of its backward. What a rank sends of a collective
+    is computed by the ring algorithm.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ def _volume(func: Any, args: tuple[Any, ...]) -> float:
     name = func.overloadpacket.__name__
     if func.namespace == "c10d" and name in _BY_C10D_NAME:
         collective = _BY_C10D_NAME[name]
-        # The first such argument is the group. The operator of a reduction comes after it.
+        # The first ScriptObject is the ProcessGroup. A ReduceOp, if there is one, comes after it.
         script_object = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(script_object)
         sent = args[collective.sent_argument]
@@ -133,8 +134,8 @@ def _volume(func: Any, args: tuple[Any, ...]) -> float:
         sent = args[0]
     else:
         return 0.0
-    share = collective.share(group.size())
-    return share * _bytes(sent)
+    factor = collective.sent_factor(group.size())
+    return factor * _bytes(sent)
 
 
 def _bytes(tensors: Any) -> int:
@@ -147,59 +148,59 @@ def _bytes(tensors: Any) -> int:
 class Traffic:
     """Counts the bytes that each step sends, mean over ranks.
 
-    One step of each kind is counted, and its bytes stand for all steps of that kind.
+    One step of each type is counted, and its bytes stand for all steps of that type.
     """
 
     # The first steps of a process are not counted: DDP arranges its buckets in them.
     FIRST = 2
 
-    def __init__(self, kind: Callable[[int], str], device: str) -> None:
+    def __init__(self, step_type: Callable[[int], str], device: str) -> None:
         """Make a counter that knows nothing yet.
 
         Args:
-            kind: Returns the kind of the step after so many steps. Steps of one kind send the same
-                bytes.
+            step_type: Returns the type of a step by the number of steps before it, as
+                `Strategy.step_kind` does. Steps of one type send the same bytes.
             device: Device of the tensors in which ranks add up their bytes.
         """
-        self.kind = kind
+        self.step_type = step_type
         self.device = device
-        # Bytes by kind of step, for the kinds that were counted.
+        # Bytes that a rank sends by type of step, for the types that were counted.
         self.known: dict[str, float] = {}
         # Number of steps of this process.
         self.steps = 0
         self._mode: CommunicatedBytes | None = None
 
-    def due(self, step: int) -> bool:
-        """Return whether the step after `step` steps is counted."""
-        return self.steps >= self.FIRST and self.kind(step) not in self.known
+    def due(self, steps_done: int) -> bool:
+        """Return whether the step after `steps_done` steps is counted."""
+        return self.steps >= self.FIRST and self.step_type(steps_done) not in self.known
 
-    def watch(self, step: int) -> contextlib.AbstractContextManager[Any]:
+    def watch(self, steps_done: int) -> contextlib.AbstractContextManager[Any]:
         """Return a context that counts the collectives of a part of a step, which may have several."""
-        if not self.due(step) or not dist.is_initialized():
+        if not self.due(steps_done) or not dist.is_initialized():
             return contextlib.nullcontext()
         if self._mode is None:
             self._mode = CommunicatedBytes()
         return self._mode
 
-    def end_step(self, step: int, whole: bool) -> int | None:
-        """End the step after `step` steps, and return the bytes that it sent.
+    def end_step(self, steps_done: int, made_update: bool) -> int | None:
+        """End a step, and return the bytes that a rank sends in a step of its type.
 
-        Collective. The bytes are None if they are not known yet. `whole` is False for a step that
-        was interrupted, which is not counted.
+        Collective. None until a step of this type was counted, and for a step without an update,
+        which sends less and is not counted; 0 without torch.distributed.
         """
-        kind = self.kind(step)
-        is_counted = self.due(step) and whole
+        step_type = self.step_type(steps_done)
+        is_counted = self.due(steps_done) and made_update
         mode = self._mode
         self._mode = None
         self.steps += 1
         if is_counted and mode is None:
             # A single process, or a step without any watched part.
-            self.known[kind] = 0.0
+            self.known[step_type] = 0.0
         elif is_counted and mode is not None:
             of_all_ranks = sum_over_ranks([mode.total], self.device)[0]
-            self.known[kind] = of_all_ranks / dist.get_world_size()
+            self.known[step_type] = of_all_ranks / dist.get_world_size()
         if not dist.is_initialized():
             return 0
-        if not whole or kind not in self.known:
+        if not made_update or step_type not in self.known:
             return None
-        return round(self.known[kind])
+        return round(self.known[step_type])

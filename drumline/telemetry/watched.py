@@ -13,7 +13,7 @@ class Samples(Event, kind="samples"):
     The texts are not trusted, so they must be escaped.
     """
 
-    step: int  # steps done before it
+    step: int  # number of steps before it
     when: str  # before (step 0), during, or after the last step
     # Each has `set` (name of the evaluation set, or ""), `prompt`, `text` (special tokens left
     # out), `answer` (what the row has; null where it has none), `ended` (false: cut at the most new
@@ -28,11 +28,11 @@ class Completions(Event, kind="completions"):
     The texts are not trusted, so they must be escaped.
     """
 
-    step: int  # steps done after those that learn from it
+    step: int  # number of optimizer steps once all that train on this rollout are done
     # Each has `prompt` (a text or messages), `text` (the first 4,000 characters), `reward` (null
     # where it failed), `domain`, `ended` and `tokens`.
     completions: list[dict[str, Any]]
-    trained: bool = True  # whether steps learned from it; else `step` is not reached
+    trained: bool = True  # whether steps trained on it; if not, `step` is not reached
 
 
 class Devices(Event, kind="devices"):
@@ -107,9 +107,9 @@ class Hang(Event, kind="hang"):
     seconds: float  # that the rank has been in the phase
     limit: float  # seconds that the phase may take
     why: str  # in words
-    waits: list[str]  # a line for each rank that waits, with what it waits in
+    waits: list[str]  # a line for each waiting rank, with the collective that it waits in
     # The collective that the others wait in: operation, types and shapes, number, group, code line.
     collective: str | None
-    position: int  # position in the order of the run at which the samples of the step begin
+    position: int  # index, in the run's sample order, of the first sample of the step
     sample_ids: list[int] | None  # samples of that step, if a rank could still tell them
     stack: list[str]  # of the rank to blame, innermost first; empty if it could not be read

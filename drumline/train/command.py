@@ -31,11 +31,11 @@ from drumline.launch.tasks import (
 from drumline.plan.explain import default_run_dir, explain, plan_line
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import default_processes
-from drumline.report.bars import aside, bars, notes
-from drumline.report.opening import opening
+from drumline.report.bars import bars, notes, stderr_bars
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
-from drumline.report.waiting import Waits
+from drumline.report.start_banner import banner_lines
+from drumline.report.waiting import PhaseDurations
 from drumline.system.output import verbosity
 from drumline.system.process import uncollected
 from drumline.system.yaml_lines import write_yaml
@@ -277,7 +277,7 @@ def launch_ranks(
             from drumline.train.replan import Replanner
             from drumline.train.setup import claim_run_dir, keep_learning_rate, make_plan
 
-        with aside(display) as on_progress:
+        with stderr_bars(display) as on_progress:
             plan = make_plan(request, on_progress=on_progress)
             plan = change(plan)
         notes(plan.data.notes if plan.data else ())
@@ -303,9 +303,9 @@ def launch_ranks(
                 Progress(
                     Console(),
                     past,
-                    waits(run_dir),
+                    phase_durations(run_dir),
                     verbosity=verbosity(),
-                    opening=opening(plan),
+                    start_banner=banner_lines(plan),
                 )
             )
             on_event = progress.on_event
@@ -324,9 +324,9 @@ def _ignore(event: Event) -> None:
     """Do nothing with an event: there is no display."""
 
 
-def waits(run_dir: Path) -> Waits:
+def phase_durations(run_dir: Path) -> PhaseDurations:
     """Return what the display shows between the steps of a run on this machine."""
-    return Waits(partial(rank_phases, run_dir), cache_dir() / "stages.json")
+    return PhaseDurations(partial(rank_phases, run_dir), cache_dir() / "stages.json")
 
 
 def prepare(config_path: Path, overrides: list[str]) -> None:

@@ -275,7 +275,7 @@ class CollectiveCheck:
         mine = recorder.recent(self.seen, most=COMPARED_COLLECTIVES)
         ranks = dict(enumerate(from_all(mine)))
         # Read again, so that the next check does not compare the collective of this comparison.
-        self.seen |= recorder.newest(recorder.recent(self.seen, most=COMPARED_COLLECTIVES))
+        self.seen |= recorder.largest_ids(recorder.recent(self.seen, most=COMPARED_COLLECTIVES))
         difference = recorder.first_difference(ranks)
         if difference:
             _, what = recorder.blame(difference, ranks)

@@ -27,16 +27,16 @@ from drumline.launch.environment import launched_by
 from drumline.launch.lease import Lease, has_lease
 from drumline.launch.local import resume_of_restart
 from drumline.plan.plan import Plan
-from drumline.report.bars import aside, notes
-from drumline.report.opening import opening
+from drumline.report.bars import notes, stderr_bars
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
+from drumline.report.start_banner import banner_lines
 from drumline.system.files import write_whole
 from drumline.system.output import verbosity
 from drumline.system.process import process
 from drumline.system.redact import withheld
 from drumline.system.signals import NOTHING_LOST, Interrupted
-from drumline.telemetry.events import last
+from drumline.telemetry.events import read_tail
 from drumline.telemetry.watched import Hang
 from drumline.train.entry import run
 from drumline.train.failure import OutOfMemory, exit_on_error, record_failure, release_frames
@@ -90,7 +90,9 @@ def train_rank(plan: Plan, resume: Resume | None, display: bool) -> None:
         if rank != 0 or not display:
             run(plan, option)
             return
-        with Progress(Console(), verbosity=verbosity(), opening=opening(plan)) as progress:
+        with Progress(
+            Console(), verbosity=verbosity(), start_banner=banner_lines(plan)
+        ) as progress:
             run(plan, option, progress.on_event)
     except OutOfMemory as error:
         # The other launcher decides on a restart. We still print what to change. Computing that
@@ -125,7 +127,7 @@ def _plan_and_publish(
     """Make the plan, claim the run folder, and hand the plan to the other ranks."""
     request = make_request(ranks.world_size)
     _require_as_launched(request, ranks)
-    with aside(display) as on_progress:
+    with stderr_bars(display) as on_progress:
         plan = make_plan(request, on_progress=on_progress)
     notes(plan.data.notes if plan.data else ())
     run_dir = Path(plan.run_dir)
@@ -267,7 +269,7 @@ def _require_no_stop(plan: Plan) -> None:
     """Raise TrainingStopped if the last start hung, and `health.on_hang` is stop."""
     if plan.config.health.on_hang != "stop":
         return
-    newest_events = last(Path(plan.run_dir) / "events.jsonl")[-2:]
+    newest_events = read_tail(Path(plan.run_dir) / "events.jsonl")[-2:]
     if any(isinstance(event, Hang) for event in newest_events):
         raise TrainingStopped(
             "the run hung, and health.on_hang is stop",

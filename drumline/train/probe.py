@@ -18,7 +18,7 @@ from drumline.errors import EnvironmentFault
 from drumline.planner.search.answer import Answer, Candidate, correct_answer, require_here
 from drumline.planner.search.correction import Probe
 from drumline.report.bars import OnProgress
-from drumline.telemetry.events import last_measurement, read
+from drumline.telemetry.events import newest_measurement, read
 
 # Two steps to settle, one that is counted, two that are timed.
 STEPS = 5
@@ -110,7 +110,7 @@ def _run_candidate(
     run_dir.mkdir(parents=True, exist_ok=True)
     plan.measured_only().save(run_dir / "plan.json")
     code = launch_trial(plan, run_dir / "plan.json", f"probe {name}", on_progress)
-    measured = last_measurement(read(run_dir / "events.jsonl"))
+    measured = newest_measurement(read(run_dir / "events.jsonl"))
     if code or measured is None:
         return Probe(
             name=name,

@@ -13,8 +13,8 @@ from drumline.plan.plan import Plan
 from drumline.planner.cost.memory import part_of_pp_rank, state_of
 from drumline.planner.cost.terms import State
 from drumline.planner.cost.traffic import flows
-from drumline.telemetry.events import last_measurement, read
-from drumline.telemetry.truth import Measurement
+from drumline.telemetry.events import newest_measurement, read
+from drumline.telemetry.plan_accuracy import Measurement
 from tests.harness import column
 
 
@@ -32,7 +32,7 @@ def states_of(plan: Plan, facts: ModelFacts) -> list[State]:
 
 
 def measurement_of(run: Path) -> Measurement:
-    measured = last_measurement(read(run / "events.jsonl"))
+    measured = newest_measurement(read(run / "events.jsonl"))
     assert measured is not None
     return measured
 

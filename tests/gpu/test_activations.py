@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.telemetry.events import last_measurement, read
+from drumline.telemetry.events import newest_measurement, read
 from tests.gpu.runs import same_losses
 from tests.gpu.stand_in import NEEDS_CUDA, size
 from tests.harness import Sections, run_drumline, write_config
@@ -57,7 +57,7 @@ def test_same_losses(runs: dict[str, Path], name: str) -> None:
 def test_less_memory(runs: dict[str, Path]) -> None:
     peaks = {}
     for name, run in runs.items():
-        measured = last_measurement(read(run / "events.jsonl"))
+        measured = newest_measurement(read(run / "events.jsonl"))
         assert measured is not None
         peaks[name] = measured.memory["peak"]
     print(peaks)

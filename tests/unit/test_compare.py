@@ -10,8 +10,8 @@ import pytest
 
 from drumline.config.load import load_text
 from drumline.errors import UserError
-from drumline.report.compare import Verdict, compare, judge, sides, welch
-from drumline.report.curves import groups
+from drumline.report.compare import CurveComparison, compare, judge, sides, welch
+from drumline.report.curves import seed_groups
 from drumline.report.facts import RunFacts
 from drumline.report.sections import _key_numbers
 from drumline.telemetry.events import Eval, Event
@@ -21,7 +21,7 @@ Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
 
-def find_verdict(verdicts: list[Verdict], name: str) -> Verdict:
+def find_verdict(verdicts: list[CurveComparison], name: str) -> CurveComparison:
     (found,) = [verdict for verdict in verdicts if verdict.name == name]
     return found
 
@@ -54,7 +54,7 @@ def test_welch() -> None:
 
 def test_rounding_has_no_winner() -> None:
     def winner(other: float) -> str:
-        return Verdict("loss", ([2.0], [other]), -1, None).winner
+        return CurveComparison("loss", ([2.0], [other]), -1, None).winner
 
     assert winner(2.0) == "alike"
     assert winner(2.0 + 1.9e-5) == "alike"
@@ -164,7 +164,7 @@ def test_no_name_breaks_inside_a_word(tmp_path: Path, capsys: Capture, monkeypat
 
     shown = capture_comparison(80, sides, capsys, monkeypatch)
     assert "a_metric_of_a_long_name" in shown
-    assert "not shown" in " ".join(shown.split())
+    assert "not significant" in " ".join(shown.split())
     assert "optimizer.lr" in shown
     assert_width(shown, 80)
 
@@ -217,10 +217,10 @@ def test_repeats_of_a_seed_are_one_value(tmp_path: Path) -> None:
     for verdict in verdicts:
         assert verdict.p is None, "no test of one seed"
 
-    assert groups(one) == [[0], [1]]
+    assert seed_groups(one) == [[0], [1]]
 
     another_seed = RunFacts(write_run(tmp_path / "c", seed=1))
-    assert groups([*one, another_seed]) == [[0, 2], [1]]
+    assert seed_groups([*one, another_seed]) == [[0, 2], [1]]
 
 
 def test_runs_without_steps_and_wrong_sides(tmp_path: Path, capsys: Capture) -> None:
@@ -256,7 +256,7 @@ def diverged(
     return events
 
 
-def judged_loss(a: Path, b: Path) -> Verdict:
+def judged_loss(a: Path, b: Path) -> CurveComparison:
     verdicts, last = judge([RunFacts(a)], [RunFacts(b)])
     assert last == 10
     return find_verdict(verdicts, "loss")

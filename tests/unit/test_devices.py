@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from drumline.telemetry import devices
-from drumline.telemetry.devices import NAMES, Meter, Packages
+from drumline.telemetry.devices import NAMES, CpuEnergy, Meter
 from drumline.telemetry.events import EventLog, read
 from drumline.telemetry.trackers import metrics
 from drumline.telemetry.watched import Devices
@@ -59,7 +59,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_gpu(nvml: Any, tmp_path: Path) -> None:
-    meter = Meter("0a-1", counts=True, first_of_host=False)
+    meter = Meter("0a-1", reports_energy=True, first_of_host=False)
     values = dict(zip(NAMES, meter.values(), strict=True))
     assert values.pop("memory_mhz") != values.pop("cpu_joules")  # both are NaN
     assert values == {
@@ -71,7 +71,7 @@ def test_a_gpu(nvml: Any, tmp_path: Path) -> None:
     }
     assert meter.values() is meter.last and nvml.joules == 5200, "it is not read again at once"
     assert meter.values(now=True)[5] == 200
-    other = Meter("0a-1", counts=False, first_of_host=False).values()
+    other = Meter("0a-1", reports_energy=False, first_of_host=False).values()
     event = meter.event(3, [[a, b] for a, b in zip(meter.last, other, strict=True)])
     assert (
         event is not None
@@ -95,7 +95,7 @@ def test_a_gpu(nvml: Any, tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_nvml_does_not_know(nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    meter = Meter("other", counts=True, first_of_host=False)
+    meter = Meter("other", reports_energy=True, first_of_host=False)
     assert (
         all(map(math.isnan, meter.values()))
         and meter.event(1, [[value] for value in meter.values()]) is None
@@ -107,7 +107,9 @@ def test_without_the_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert all(map(math.isnan, Meter("0a-1", counts=True, first_of_host=True).values()[:-1]))
+    assert all(
+        map(math.isnan, Meter("0a-1", reports_energy=True, first_of_host=True).values()[:-1])
+    )
     assert "pip install nvidia-ml-py" in capsys.readouterr().err
 
 
@@ -130,13 +132,13 @@ def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     zone(tmp_path, "intel-rapl:0:0", "core", 5)
     whole = zone(tmp_path, "intel-rapl:2", "psys", 5)
-    packages = Packages(tmp_path)
+    packages = CpuEnergy(tmp_path)
     first.write_text("1000000"), second.write_text("500000"), whole.write_text("9000000")
     assert packages.joules() == 2.5, "the first counter began again"
     second.write_text("1500000")
     assert packages.joules() == 3.5
     monkeypatch.setattr(devices, "POWERCAP", tmp_path)
     second.unlink()
-    assert math.isnan(packages.joules()) and math.isnan(Packages(tmp_path / "none").joules())
+    assert math.isnan(packages.joules()) and math.isnan(CpuEnergy(tmp_path / "none").joules())
     second.write_text("1700000")
     assert packages.joules() == 3.7, "one unreadable moment loses nothing"

@@ -67,9 +67,9 @@ LATE = "import sys; from drumline.system.output import let_go_of_output; sys.std
 BY_ALL = """
 import sys
 from drumline.system.output import let_go_of_output, lossy, nobody_reads
-from drumline.report.bars import aside
+from drumline.report.bars import stderr_bars
 from rich.console import Console
-with aside(True) as on_progress:
+with stderr_bars(True) as on_progress:
     on_progress("model", 0, 1)
 with lossy():
     for _ in range(2):

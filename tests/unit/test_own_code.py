@@ -41,7 +41,7 @@ from drumline.errors import (
 from drumline.plan.explain import explain, plan_line
 from drumline.plan.plan import Plan
 from drumline.telemetry.events import Eval, Event, Step
-from drumline.telemetry.trackers import MEMORY, open_sinks
+from drumline.telemetry.trackers import IDS_FILE, open_sinks
 from drumline.train.command import prepare
 from drumline.train.data_loaders import open_samples
 from drumline.train.setup import Request, make_plan
@@ -406,7 +406,7 @@ def test_trackers_that_are_none(tmp_path: Path) -> None:
     ):
         open_sinks(["own_code_of_a_test.py:nothing"], tmp_path, {}, "name", tmp_path)
     open_sinks(["own_code_of_a_test.py:works"], tmp_path, {}, "name", tmp_path)
-    assert (tmp_path / MEMORY).read_text().endswith('7"}')
+    assert (tmp_path / IDS_FILE).read_text().endswith('7"}')
 
 
 def test_a_config_whose_plug_in_is_gone(tmp_path: Path) -> None:

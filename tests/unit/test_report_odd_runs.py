@@ -18,7 +18,7 @@ from drumline.report.details import _memory_by_rank, _total_of_steps, repeat
 from drumline.report.facts import RunFacts
 from drumline.report.progress import Progress
 from drumline.report.sections import _key_numbers
-from drumline.report.watch import Live
+from drumline.report.watch import BrowserFeed
 from drumline.telemetry.events import Event, EventLog, Fault, Restore, RunEnd, examine
 from drumline.telemetry.watched import Hang
 from tests.unit.report_runs import start, step, write_run
@@ -84,7 +84,7 @@ def test_a_module_without_tokens_is_counted_in_samples(
     assert _key_numbers(RunFacts(folder))["speed, median"] == speed
     unit = speed.partition(" ")[2]
     assert unit in RunFacts(folder).curves
-    live = Live(folder)
+    live = BrowserFeed(folder)
     live.add(Event.of(at(steps[0], 0)))
     assert live.state["speed_unit"] == unit
 
@@ -110,7 +110,7 @@ def test_steps_of_another_folder_are_no_work_of_this_run(tmp_path: Path) -> None
         at(RunEnd(status="finished", exit_code=0, step=1000, goodput={}), 160),
     ]
     assert run_of(tmp_path / "run", *logged).goodput == pytest.approx(100 / 160)
-    live = Live(tmp_path / "run")
+    live = BrowserFeed(tmp_path / "run")
     for values in logged:
         live.add(Event.of(values))
     assert live.message([])["state"]["goodput"] == pytest.approx(100 / 160)
@@ -140,7 +140,7 @@ def test_the_time_between_a_stop_and_the_next_start_is_no_loss(
     ]
     logged = [at(start(), 0), *steps[:5], at(end, 10), at(start(), 1010), *steps[5:]]
     logged.append(at(RunEnd(status="finished", exit_code=0, step=10, goodput={}), 1020))
-    live = Live(tmp_path / "run")
+    live = BrowserFeed(tmp_path / "run")
     for values in logged:
         live.add(Event.of(values))
     facts = run_of(tmp_path / "run", *logged)

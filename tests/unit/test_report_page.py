@@ -22,7 +22,7 @@ from drumline.report.details import samples
 from drumline.report.facts import RunFacts, differences, short_names
 from drumline.report.markup import Keyed, html_environment, table
 from drumline.report.picture import draw
-from drumline.report.sections import Drawings, configuration
+from drumline.report.sections import ChartRegistry, configuration
 from drumline.telemetry import watched
 from drumline.telemetry.events import Eval, Fault, Rollout, RunEnd
 from tests.harness import ROOT
@@ -99,7 +99,7 @@ def test_thinned_out_curves_keep_means_and_ends(tmp_path: Path) -> None:
     made = thin_out(points, MOST_POINTS)
     assert len(made["x"]) == MOST_POINTS
     assert made["x"][-1] == 10_000
-    assert made["of"] == 10_000
+    assert made["total_points"] == 10_000
 
     # Of 1 to 10, modulo 7.
     first_mean = statistics.fmean([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
@@ -121,7 +121,7 @@ def test_seeds_are_one_band_and_differences_are_marked(tmp_path: Path) -> None:
 
     chart = charts(runs, short_names(runs))[0]
     mean = chart["series"][0]
-    assert mean["seeds"] == 3
+    assert mean["seed_count"] == 3
     assert [each["color"] for each in chart["series"]] == [0, 0, 0, 0, 1]
     # 3, 4, 5: a deviation of 1.
     assert mean["y"][0] == pytest.approx(4.0)
@@ -359,7 +359,7 @@ def test_samples_are_matched_by_their_prompts(tmp_path: Path) -> None:
     last = watched.Samples(step=4, when="after", samples=after, seconds=0.1)
 
     run = run_of(tmp_path / "x", first, step(1), last)
-    cards = str(samples(run, Drawings())).split("new ")
+    cards = str(samples(run, ChartRegistry())).split("new ")
     assert "old EASY" in cards[0]
     assert "old" not in cards[1]
     assert "old HARD" in cards[2]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from drumline.report.progress import Progress, trend
-from drumline.report.waiting import Waits
+from drumline.report.waiting import PhaseDurations
 from drumline.system.output import Verbosity
 from drumline.telemetry.events import Event
 
@@ -164,7 +164,7 @@ def lines_at(verbosity: Verbosity) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=80)
     opening = ["  model      tiny"]
-    with Progress(console, verbosity=verbosity, opening=opening) as progress:
+    with Progress(console, verbosity=verbosity, start_banner=opening) as progress:
         see(progress, START)
         see(progress, step(1, 6.23))
         see(progress, step(20, 12.5))
@@ -264,7 +264,8 @@ def test_between_steps_it_says_what_ranks_do_and_how_long_that_took_the_last_tim
     memory = tmp_path / "cache" / "stages.json"
     for left in ("no ETA", "ETA 0:06, as last time"):
         with Progress(
-            Console(file=io.StringIO(), width=80), waits=Waits(lambda: ranks, memory)
+            Console(file=io.StringIO(), width=80),
+            phase_durations=PhaseDurations(lambda: ranks, memory),
         ) as progress:
             see(progress, start)
             assert f"loading the model · 0:04 · {left}" in picture(progress, 80)
@@ -284,7 +285,7 @@ def test_between_steps_it_says_what_ranks_do_and_how_long_that_took_the_last_tim
     assert "loading the model · 0:11 · the last one took 0:10" in picture(progress, 80)
     memory.write_text('{"torn": ')
     assert (
-        Waits(lambda: [], memory).line() is None
-        and Waits(lambda: ranks, memory).line()
+        PhaseDurations(lambda: [], memory).line() is None
+        and PhaseDurations(lambda: ranks, memory).line()
         == "loading the model · 0:11 · no ETA: it is the first of its kind"
     )

@@ -163,7 +163,7 @@ ROLLOUT: dict[str, Any] = {
 )
 def test_a_rollout_without_any_reward_is_described_in_words(left_out: int, reason: str) -> None:
     text = told(START, {**ROLLOUT, "left_out": left_out})[1]
-    assert f"rollout, to step 3: no reward ({reason}) · length" in text
+    assert f"rollout for steps up to 3: no reward ({reason}) · length" in text
     assert "NaN" not in text and "±" not in text and "without a difference" not in text
     older = {**ROLLOUT, "reward_std": 0.0, "groups_differ": 0.0}
     del older["trained"]
@@ -212,4 +212,4 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
     ]
     assert (events[0].reward_std, events[0].groups_differ) == (None, None)
     text = told(START, plain(events[0].values()))[1]
-    assert "rollout, to step 4 (not reached): no reward (all 2 episodes failed)" in text
+    assert "rollout for steps up to 4 (not trained on): no reward (all 2 episodes failed)" in text

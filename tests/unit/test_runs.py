@@ -22,8 +22,8 @@ from drumline.telemetry.events import (
     Fault,
     RunEnd,
     RunStart,
-    last,
-    last_start,
+    last_start_offset,
+    read_tail,
     tail,
 )
 from tests.faults.live import kill, wait_for
@@ -160,18 +160,18 @@ def kinds_of(logged: list[Event]) -> list[str]:
 def test_the_newest_events(tmp_path: Path) -> None:
     run = write_run(tmp_path, "run", START, PREEMPTED, START, FINISHED)
     path = run / "events.jsonl"
-    assert kinds_of(last(path)) == ["run_start", "run_end"] * 2
-    assert last(path, 100) == []
+    assert kinds_of(read_tail(path)) == ["run_start", "run_end"] * 2
+    assert read_tail(path, 100) == []
 
     tailed: list[Event] = []
-    with tail(path, tailed.append, last_start(path)):
+    with tail(path, tailed.append, last_start_offset(path)):
         pass
     assert kinds_of(tailed) == ["run_start", "run_end"]
     assert getattr(tailed[1], "exit_code", None) == 0
 
     none = tmp_path / "none"
-    assert last(none) == []
-    assert last_start(none) == 0
+    assert read_tail(none) == []
+    assert last_start_offset(none) == 0
 
 
 def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ def named(*windows: Times, steps: int = WINDOW, scale: float = 1.0) -> list[dict
         said.append(event.values())
 
     stragglers = Stragglers(Gather(0, 3, "cpu"), emit, 1.3)
-    stragglers.places *= 3
+    stragglers.hosts_and_devices *= 3
     step = 0
     for data, communication in windows:
         waited = [value * scale for value in data]

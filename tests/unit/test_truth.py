@@ -16,7 +16,7 @@ from drumline.plan.plan import Plan, Predicted
 from drumline.planner.report.check import check, only_shown
 from drumline.telemetry.events import EventLog, Measured
 from drumline.telemetry.measure import HostPeak, planned
-from drumline.telemetry.truth import Comparison, Measurement, compare, notes
+from drumline.telemetry.plan_accuracy import Comparison, Measurement, compare, notes
 from tests.unit.test_loop import loop, of, plan
 from tests.unit.test_report_progress import START, told
 
@@ -175,7 +175,7 @@ def test_notes_say_what_is_missing() -> None:
         assert words in first
 
     slow_count = measured_with(seconds={"total": 0.5, "counted": 2.0})
-    assert notes(slow_count) == ["the counted step took 2 s, the others 0.5 s"]
+    assert notes(slow_count) == ["the instrumented step took 2 s, the others 0.5 s"]
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop

@@ -21,7 +21,14 @@ from drumline.errors import EnvironmentFault, UserError
 from drumline.launch.lease import Lease
 from drumline.launch.rank_phases import rank_phases
 from drumline.report.facts import RunFacts
-from drumline.report.watch import MOST_BROWSERS, Live, Server, serve_new_run, serve_page, watch
+from drumline.report.watch import (
+    MOST_BROWSERS,
+    BrowserFeed,
+    Server,
+    serve_new_run,
+    serve_page,
+    watch,
+)
 from drumline.system.heartbeat import NUMBER, PHASE, PID, SINCE, SLOT, STEP, new_board
 from drumline.telemetry.events import EventLog, Fault, read
 from tests.unit.report_runs import HOSTILE, start, step, write_run
@@ -172,7 +179,7 @@ def test_who_gets_in(run: Path) -> None:
         assert other.split("token=")[1] != token
 
 
-class CountedGoodput(Live):
+class CountedGoodput(BrowserFeed):
     """Counts how often goodput is worked out."""
 
     count = 0

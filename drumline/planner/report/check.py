@@ -14,7 +14,7 @@ from drumline.plan.explain import plan_line
 from drumline.plan.plan import Plan
 from drumline.planner.report.table import group_names
 from drumline.planner.search.correction import Factors, Probe
-from drumline.telemetry.truth import OFF, Comparison, Measurement, compare, notes
+from drumline.telemetry.plan_accuracy import OFF, Comparison, Measurement, compare, notes
 
 # A factor that differs from 1 by less is printed as 1.
 NEGLIGIBLE = 5e-3
@@ -57,12 +57,12 @@ def _print_json(rows: list[Comparison], measured: Measurement) -> None:
 
 def read_run(run: Path) -> tuple[Plan, Measurement]:
     """Return the plan of a run's folder, with its estimate, and the run's last measurement. Raise UserError."""
-    from drumline.telemetry.events import Step, last_measurement, read
+    from drumline.telemetry.events import Step, newest_measurement, read
 
     try:
         plan = Plan.load(run / "plan.json")
         events = read(run / "events.jsonl")
-        measured = last_measurement(events)
+        measured = newest_measurement(events)
     except ValueError:
         raise UserError(
             "events.jsonl is not one of this version", where=str(run), fix=TRAIN
@@ -74,7 +74,7 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
         raise UserError(
             f"the run measured nothing in {max(steps, default=0)} steps",
             where=str(run),
-            fix="train for four steps or more: a step is counted after two",
+            fix="train for four steps or more: the third is instrumented",
         )
     return plan, measured
 

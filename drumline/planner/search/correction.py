@@ -10,7 +10,7 @@ from pydantic import Field
 from drumline.config.section import Frozen
 from drumline.plan.estimate import Estimate, Memory
 from drumline.planner.cost.fitted import PROBED
-from drumline.telemetry.truth import Measurement, compare
+from drumline.telemetry.plan_accuracy import Measurement, compare
 
 # Categories of memory that exist between steps, and those that exist only within a step.
 STATES = ("parameters", "gradients", "optimizer")

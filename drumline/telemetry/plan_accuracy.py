@@ -18,14 +18,14 @@ from drumline.plan.explain import size
 # A category that differs by more than this share of the prediction gets a warning.
 OFF = 0.15
 # A step with less than this share of the planned tokens is too small to compare its peak.
-NARROW = 0.75
+LOW_TOKEN_FILL = 0.75
 # For a category of fewer bytes the difference in bytes counts, and not its share.
 SMALL = 2**30
 # Bytes of host memory for each rank that no plan counts: the interpreter, the libraries and what
 # malloc keeps are a few hundred MiB.
 HOST_SLACK = 2**29
-# A measurement of more than ten times the prediction is written as a factor.
-TEN_TIMES = 9
+# `Comparison.off` above which the difference is written as a factor: 9 is ten times as much.
+FACTOR_FROM = 9
 ROWS_WERE_SHORT = "rows were much shorter than planned"
 MEMORY = ("parameters", "gradients", "optimizer", "peak", "reserved")
 
@@ -35,7 +35,7 @@ class Measurement(Frozen):
 
     step: int = Field(description="Steps done.")
     final: bool = Field(
-        description="At the end of the run; before it, as soon as a step was counted and some were timed."
+        description="At the end of the run; before it, as soon as a step was instrumented and some were timed."
     )
     by: Literal["allocator", "tracker"] | None = Field(
         description="What saw the peak: torch's allocator on a GPU, over the whole run; on a CPU a tracker of tensors, in one step."
@@ -52,22 +52,24 @@ class Measurement(Frozen):
     ranks_per_host: int = Field(description="Ranks of the fullest host.")
     seconds: dict[str, float] = Field(
         description="Of a step, the slowest rank's median over the timed ones: total (without waiting for data), data, communication"
-        " (waiting for other ranks, where it is measured), optimizer (on a CPU), counted (the one step under the tracker)."
+        " (waiting for other ranks, where it is measured), optimizer (on a CPU), counted (the instrumented step, which is slower)."
     )
     phases: dict[str, list[float]] = Field(
         default_factory=dict,
-        description="Phase → seconds of each rank in it since the rank began, by the host's clock: on a GPU, whose work is queued, its time"
-        " is in the phase that waits for it. Empty where no launcher watches the ranks.",
+        description="Phase → seconds of each rank in it since the rank began, by the host's clock. GPU kernels run"
+        " asynchronously, so their time appears in the phase that synchronises. Empty if no launcher watches the ranks.",
     )
     timed: int = Field(
-        description="Steps that were timed: all but the first two and the counted one."
+        description="Steps that were timed: all but the first two and the instrumented one."
     )
     traffic: float | None = Field(
         description="Bytes that a rank sends in a step, mean over ranks and over the steps of a long run."
     )
-    grows: bool = Field(False, description="What is sent grows with the tokens of a micro-batch.")
+    grows: bool = Field(
+        False, description="Whether the bytes that are sent grow with the tokens of a micro-batch."
+    )
     width: float = Field(
-        description="Tokens of the widest micro-batch where the peak was seen, as a part of those that were planned for."
+        description="Tokens of the largest micro-batch where the peak was measured, as a fraction of the planned tokens."
     )
 
 
@@ -124,7 +126,7 @@ class Comparison(Frozen):
             return "as predicted"
         if math.isinf(off):
             return "none predicted"
-        if off > TEN_TIMES:
+        if off > FACTOR_FROM:
             times = 1 + off
             return f"{times:.0f} times as much"
         percent = abs(off) * 100
@@ -172,19 +174,20 @@ def _compare_memory(estimate: Estimate, measured: Measurement) -> list[Compariso
     if is_peak_unseen and of_steps:
         peak = max(of_steps)
         growing = max(0, peak - memory.parameters - memory.gradients - memory.optimizer)
-    # It is planned for the longest rows; shorter ones came.
+    # The peak is planned for the longest rows. Its part that grows with tokens is scaled down to the
+    # rows that came.
     missing_share = max(0.0, 1.0 - measured.width)
     spared = growing * missing_share
     predicted["peak"] = peak - spared
     # An allocator does not see the overhead, which is outside of it.
     predicted["reserved"] = memory.reserved - memory.overhead - spared
-    is_narrow = measured.width < NARROW
+    is_low_fill = measured.width < LOW_TOKEN_FILL
     rows = []
     for name, bytes_ in measured.memory.items():
         note = ""
         grows_with_rows = name in ("peak", "reserved")
         # More than was planned for the longest rows is a warning, however short the rows were.
-        if is_narrow and grows_with_rows and bytes_ <= getattr(memory, name):
+        if is_low_fill and grows_with_rows and bytes_ <= getattr(memory, name):
             note = ROWS_WERE_SHORT
         rows.append(
             Comparison(
@@ -204,13 +207,13 @@ def _compare_host_memory(estimate: Estimate, measured: Measurement) -> list[Comp
     slack = HOST_SLACK * measured.ranks_per_host
     # On a CPU the host's memory holds the activations, which are planned for the longest rows.
     is_host_the_device = measured.by == "tracker"
-    is_narrow = measured.width < NARROW
+    is_low_fill = measured.width < LOW_TOKEN_FILL
     rows = []
     for phase, bytes_ in measured.host.items():
         predicted = getattr(estimate.host, phase)
         note = ""
         grows_with_rows = is_host_the_device and phase != "load"
-        if is_narrow and grows_with_rows and bytes_ <= predicted:
+        if is_low_fill and grows_with_rows and bytes_ <= predicted:
             note = ROWS_WERE_SHORT
         rows.append(
             Comparison(
@@ -262,15 +265,17 @@ def notes(measured: Measurement) -> list[str]:
     """Return what is missing from a measurement, and why, in sentences."""
     remarks = []
     if not measured.memory:
-        remarks.append("too short to be measured: a step is counted after the first two")
+        remarks.append("too short to be measured: the step after the first two is instrumented")
     elif measured.by == "tracker" and measured.width < 1.0:
         share = f"{measured.width:.0%} of the planned tokens of a micro-batch"
         remarks.append(f"the peak was seen at {share}; predicted is scaled to them")
     if measured.memory and not measured.timed:
-        remarks.append("too short to be timed: seconds are those of steps after the counted one")
+        remarks.append(
+            "too short to be timed: seconds are those of steps after the instrumented one"
+        )
     if measured.by == "tracker" and measured.timed and "counted" in measured.seconds:
         # Under the tracker a step takes several times as long.
         counted = measured.seconds["counted"]
         total = measured.seconds["total"]
-        remarks.append(f"the counted step took {counted:.3g} s, the others {total:.3g} s")
+        remarks.append(f"the instrumented step took {counted:.3g} s, the others {total:.3g} s")
     return remarks

@@ -6,7 +6,7 @@ from drumline.plan.explain import describe_data, named_model, size, strategy_nam
 from drumline.plan.plan import Plan
 
 
-def opening(plan: Plan) -> list[str]:
+def banner_lines(plan: Plan) -> list[str]:
     """Return the lines of the block: model, data, strategy, steps, memory, and the run folder."""
     config = plan.config
     algorithm = config.algorithm.kind
