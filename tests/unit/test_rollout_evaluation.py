@@ -167,7 +167,7 @@ def test_a_rollout_without_any_reward_is_described_in_words(left_out: int, reaso
     assert "NaN" not in text and "±" not in text and "without a difference" not in text
     older = {**ROLLOUT, "reward_std": 0.0, "groups_differ": 0.0}
     del older["trained"]
-    assert "to step 3: no reward (all 32 episodes failed) · length" in told(START, older)[1]
+    assert "up to 3: no reward (all 32 episodes failed) · length" in told(START, older)[1]
 
 
 def test_a_domain_or_an_evaluation_without_any_reward_has_none() -> None:
