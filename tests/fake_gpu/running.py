@@ -16,10 +16,11 @@ import pytest
 
 from drumline.config.load import load
 from drumline.hardware.detect import Device, Machine
-from drumline.train.setup import Request, claim_run_dir, make_plan
+from drumline.train.setup import Request
 from tests.distributed.ranks import free_port
+from tests.distributed.setups import claim
 from tests.fake_gpu.environment import PYTHON, environment
-from tests.harness import Finished, Sections
+from tests.harness import Finished
 
 NEEDS_STAND_IN = pytest.mark.skipif(
     not PYTHON.exists(), reason="needs the CUDA build of torch: make fake-gpu"
@@ -34,21 +35,7 @@ def machine(devices: int) -> Machine:
 
 def claim_plan(path: Path, world_size: int, host: Machine | None) -> Path:
     """Return the plan, in a run folder of its own, of the run of a config. None: for this host."""
-    request = Request(load(path, []), world_size=world_size, machine=host)
-    plan, _ = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
-    return plan
-
-
-def merge(*layers: Sections) -> Sections:
-    """Lay sections over sections, key by key."""
-    merged: Sections = {}
-    for layer in layers:
-        for name, values in layer.items():
-            before = merged.get(name)
-            if isinstance(values, dict) and isinstance(before, dict):
-                values = {**before, **values}
-            merged[name] = values
-    return merged
+    return claim(Request(load(path, []), world_size=world_size, machine=host))
 
 
 @contextlib.contextmanager

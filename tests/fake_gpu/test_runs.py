@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.setups import merge
 from tests.fake_gpu.environment import PYTHON, environment
 from tests.fake_gpu.running import (
     NEEDS_STAND_IN,
     drumline,
     end,
     free_port,
-    merge,
     run_ranks,
     said,
     shared_memory,

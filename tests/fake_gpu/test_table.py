@@ -16,8 +16,9 @@ import pytest
 
 from tests.distributed.ranks import run_plans
 from tests.distributed.rows import engine_of
+from tests.distributed.setups import merge
 from tests.fake_gpu.ledger_file import LedgerFile, ledger_path
-from tests.fake_gpu.running import NEEDS_STAND_IN, claim_plan, machine, merge, run_ranks
+from tests.fake_gpu.running import NEEDS_STAND_IN, claim_plan, machine, run_ranks
 from tests.fake_gpu.table import (
     BY_NAME,
     PAGEABLE,
