@@ -87,7 +87,7 @@ SHOWN = ("set", "prompt", "text", "answer")
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told of a run when it opens it."""
+    """What a tracker gets to know of a run when it opens it."""
 
     folder: Path
     name: str

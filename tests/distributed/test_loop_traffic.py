@@ -79,42 +79,49 @@ class Ledger(TorchDispatchMode):
         return within
 
 
-def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[int, str]]:
-    """The ledger of this rank over a run."""
+def spread_loop(built: Any, model: str, strategy: str, degrees: dict[str, int]) -> None:
+    """Have a loop of tests.unit.test_loop train a model by a strategy, and save nothing."""
     import torch.distributed as dist
 
     from drumline.config.config import Config
     from drumline.config.mesh import Mesh
     from drumline.data.batches import collate, learned_segment
-    from drumline.dist.reduce import Gather, Gathered
+    from drumline.dist.reduce import Gather
     from drumline.engine.build import build_engine
+
+    values = {
+        "data": {"train": [{"kind": "file", "path": "x"}]},
+        "run": {"log_every": 100},
+        "checkpoint": {"every": None},
+        "strategy": strategy,
+        "model": {"id": model},
+    }
+    how = {
+        "config": Config.model_validate(values),
+        "mesh": Mesh(**degrees),
+        "data_parallel": strategy,
+        "steps": STEPS,
+        "model_path": model,
+    }
+    built.plan = built.plan.model_copy(update=how)
+    built.engine = build_engine(built.plan, "cpu")
+    gather = Gather(dist.get_rank(), dist.get_world_size(), "cpu")
+    built.gather = built.measure.gather = gather
+    built.save = built._save_last = lambda *_: None
+    pack = collate([[learned_segment(10), learned_segment(14)]], 0, 24)
+    changes: dict[str, Any] = {"micro_batches": [pack] * 2, "totals": (88.0, 96)}
+    built.batches = [replace(batch, **changes) for batch in built.batches]
+
+
+def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[int, str]]:
+    """The ledger of this rank over a run."""
+    from drumline.dist.reduce import Gathered
     from tests.unit.test_loop import loop
 
     ledger = Ledger()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         built, said = loop(Path(folder), steps=range(STEPS), held_out=False)
-        values = {
-            "data": {"train": [{"kind": "file", "path": "x"}]},
-            "run": {"log_every": 100},
-            "checkpoint": {"every": None},
-            "strategy": strategy,
-            "model": {"id": model},
-        }
-        how = {
-            "config": Config.model_validate(values),
-            "mesh": Mesh(**degrees),
-            "data_parallel": strategy,
-            "steps": STEPS,
-            "model_path": model,
-        }
-        built.plan = built.plan.model_copy(update=how)
-        built.engine = build_engine(built.plan, "cpu")
-        gather = Gather(dist.get_rank(), dist.get_world_size(), "cpu")
-        built.gather = built.measure.gather = gather
-        built.save = built._save_last = lambda *_: None  # type: ignore[method-assign]
-        pack = collate([[learned_segment(10), learned_segment(14)]], 0, 24)
-        changes: dict[str, Any] = {"micro_batches": [pack] * 2, "totals": (88.0, 96)}
-        built.batches = [replace(batch, **changes) for batch in built.batches]
+        spread_loop(built, model, strategy, degrees)
         for name in ("forward_backward", "grad_norm", "step"):
             method = getattr(built.engine, name)
             patch.setattr(built.engine, name, ledger.engine(method))

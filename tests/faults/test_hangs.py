@@ -52,7 +52,7 @@ def require_order(said: str, *parts: str) -> None:
 
 
 def the_hang(run: Path, said: str) -> dict[str, Any]:
-    """Return the run's only hang, which is told and followed by a restart."""
+    """Return the run's only hang, which is reported and followed by a restart."""
     (hang,) = events(run, "hang")
     the_event(run, "fault", rank=hang["rank"], action="restart")
     # Culprit, who waits, stack: in this order.

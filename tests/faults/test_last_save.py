@@ -1,5 +1,5 @@
 """A disk that is full when a run ends or is asked to stop: what was trained waits for room, goes
-elsewhere, or is told of; never redone."""
+elsewhere, or is reported; never redone."""
 
 from __future__ import annotations
 

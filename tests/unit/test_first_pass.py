@@ -1,6 +1,6 @@
 """The pass without gradients over a global batch.
 
-What an objective is told there does not depend on how the batch is cut.
+What an objective gets there does not depend on how the batch is cut.
 """
 
 from __future__ import annotations

@@ -445,7 +445,7 @@ def test_width_of_batches_and_products_in_fp8(
     assert has_aligned_tokens(planned) is not pads_products
 
 
-def read_model(folder: Path) -> Any:
+def stand_in_for_model(folder: Path) -> Any:
     """Return what stands for a model of a folder: its config."""
     from transformers import AutoConfig
 
@@ -453,9 +453,9 @@ def read_model(folder: Path) -> Any:
 
 
 def test_patches_are_tokens_that_no_width_aligns(tmp_path: Path) -> None:
-    """A batch without images has one of zeros, so the rows of a model that sees images never count."""
+    """A batch of text has an image of zeros for a vision model, so its tokens are not all inputs."""
     planned = plan(TWO_H100, 1, precision="fp8")
-    sees = read_model(tiny_vision_dir(tmp_path / "sees"))
-    reads = read_model(tiny_model_dir(tmp_path / "reads"))
+    sees = stand_in_for_model(tiny_vision_dir(tmp_path / "sees"))
+    reads = stand_in_for_model(tiny_model_dir(tmp_path / "reads"))
     assert has_only_token_inputs(reads, planned)
     assert not has_only_token_inputs(sees, planned)

@@ -1,6 +1,6 @@
 """Every name that a library keeps for itself and we use is there in the installed version.
 
-One that is not is told in one line.
+One that is not is named in one line.
 """
 
 from __future__ import annotations

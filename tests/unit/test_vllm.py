@@ -371,7 +371,7 @@ class FakeLLM:
 
 
 def answer_with(tokens: list[int]) -> Any:
-    """Return an output of vLLM with these tokens, of log-probs that are told from them."""
+    """Return an output of vLLM with these tokens, whose log-probs follow from them."""
     log_probs = [{token: SimpleNamespace(logprob=-token / 8)} for token in tokens]
     output = SimpleNamespace(token_ids=tuple(tokens), logprobs=log_probs, finish_reason="stop")
     return SimpleNamespace(outputs=[output])
