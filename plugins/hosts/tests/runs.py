@@ -17,7 +17,8 @@ import pytest
 
 from drumline_hosts.timing import SILENT_SECONDS
 from tests.faults.live import wait_for
-from tests.faults.test_launch import end, toy
+from tests.faults.test_launch import require_end as require_code
+from tests.faults.test_launch import toy
 from tests.forks import Forked
 from tests.harness import ENV, ROOT, events, losses, same_weights, write_config
 from tests.hosts.namespaces import Host, ended
@@ -76,13 +77,6 @@ def stop_after_restart(run: Path, process: Forked) -> None:
     wait_for(run, "eval", again["step"] + 1, process, after=again["t"])
     process.send_signal(signal.SIGTERM)
     require_code(process, 75)
-
-
-def require_code(process: Forked, code: int) -> str:
-    """Assert that a forked process ends with an exit code, and return its output."""
-    found, out = end(process)
-    assert found == code, out
-    return out
 
 
 def read_rank(run: Path, rank: int) -> psutil.Process:

@@ -14,7 +14,6 @@ import pytest
 from plugins.hosts.tests.runs import (
     PACE,
     read_rank,
-    require_code,
     require_fault,
     start_endless,
     start_launcher,
@@ -24,6 +23,7 @@ from plugins.hosts.tests.runs import (
 from tests.faults.live import gone, kill, wait_for
 from tests.faults.test_hangs import WORKER as HANGS
 from tests.faults.test_hangs import plan_of
+from tests.faults.test_launch import require_end
 from tests.forks import Forked
 from tests.harness import ENV, ROOT, column, events, write_config
 from tests.tiny import tiny_model_dir
@@ -36,7 +36,7 @@ def test_a_killed_rank_is_named_with_its_host_and_the_run_goes_on(tmp_path: Path
     run = tmp_path / "run"
     behave = {"steps": 12, "kills": [[1, 7]]}
     process = start_stepping(run, behave, **HOSTS, max_restarts=1)
-    out = require_code(process, 0)
+    out = require_end(process, 0)
 
     require_fault(run, rank=1, host="127.0.0.1", signal="SIGKILL", step=7)
     assert "rank 1 on host 127.0.0.1: killed by SIGKILL" in out
@@ -63,7 +63,7 @@ def test_a_host_waits_for_one_that_is_at_work_longer_than_a_step_may_take(tmp_pa
     run = tmp_path / "run"
     behave = {"steps": 30, "how": "report", "rank": 0, "at": 20}
     plan = plan_of(run, behave, **HOSTS, max_restarts=0)
-    require_code(start_launcher(plan, HANGS), 0)
+    require_end(start_launcher(plan, HANGS), 0)
     assert not events(run, "hang")
     assert column(run, "step", "eval")[-1] == 30
 
@@ -94,7 +94,7 @@ def test_a_host_that_is_told_to_end_leaves_an_elastic_run(tmp_path: Path) -> Non
             agents.append(child)
     agents[-1].send_signal(signal.SIGTERM)
 
-    out = require_code(process, 0)
+    out = require_end(process, 0)
     assert "goes on without host 127.0.0.1: it was asked to end, and has saved" in out
     assert column(run, "step") == list(range(1, 25)), "no step was lost or taken twice"
     assert column(run, "world_size", "run_start") == [2, 1]

@@ -12,13 +12,13 @@ import pytest
 
 from plugins.hosts.tests.runs import (
     read_rank,
-    require_code,
     require_fault,
     start_endless,
     start_stepping,
     stop_after_restart,
 )
 from tests.faults.live import gone, kill
+from tests.faults.test_launch import require_end
 from tests.harness import ENV, column, losses, run_drumline, write_config
 from tests.tiny import tiny_model_dir
 
@@ -85,7 +85,7 @@ def test_a_killed_rank_is_named_with_its_node_and_the_run_goes_on(
 ) -> None:
     behave = {"steps": 12, "kills": [[1, 7]]}
     process = start_stepping(run, behave, **launch, max_restarts=1)
-    require_code(process, 0)
+    require_end(process, 0)
 
     fault = require_fault(run, rank=1, signal="SIGKILL", step=7)
     _, _, node = fault["host"].partition("/")
