@@ -89,7 +89,3 @@ def engine_spec(strategy: StrategyConfig) -> EngineSpec[Any]:
     """
     spec: EngineSpec[Any] = part_class(strategy.engine_class)(strategy)
     return spec
-
-
-# The old name, for plug-ins.
-StrategyEngine = EngineSpec

@@ -70,7 +70,3 @@ class DDPSpec(EngineSpec[DDPStrategy]):
                 "use strategy=fsdp2",
                 where,
             )
-
-
-# The old name, for plug-ins.
-DDPEngine = DDPSpec

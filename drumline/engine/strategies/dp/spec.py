@@ -48,7 +48,3 @@ class DPSpec(EngineSpec[DPStrategy]):
         from drumline.engine.strategies.dp.transform import spread
 
         return spread(plan, model, roots[0][0], values)
-
-
-# The old name, for plug-ins.
-DPEngine = DPSpec

@@ -54,7 +54,3 @@ class FSDP2Spec(EngineSpec[FSDP2Strategy]):
         from drumline.engine.strategies.fsdp2.transform import spread
 
         return spread(self.strategy, plan, world_mesh, model, roots, values)
-
-
-# The old name, for plug-ins.
-FSDP2Engine = FSDP2Spec

@@ -18,7 +18,3 @@ class PeriodicAveragingSpec(EngineSpec[A]):
         from drumline.engine.strategies.local_sgd.engine import LocalEngine
 
         return prepare(plan, model, values, LocalEngine, **options)
-
-
-# The old name, for plug-ins.
-ApartEngine = PeriodicAveragingSpec

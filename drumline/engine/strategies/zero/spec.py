@@ -117,8 +117,3 @@ class Zero3Spec(ZeroSpec[Zero3Strategy]):
                 "use the number of GPUs of one host",
                 "strategy.zeropp.hierarchical_partition",
             )
-
-
-# The old names, for plug-ins.
-ZeroEngine = ZeroSpec
-Zero3Engine = Zero3Spec
