@@ -98,6 +98,25 @@ def apply_experts(
     module.forward = forward
 
 
+def cast_experts_under_autocast(model: nn.Module) -> None:
+    """Let experts multiply in the type of autocast, as linear layers do, in place.
+
+    Autocast does not know torch's grouped products, which would multiply fp32 weights in fp32, one
+    expert after another. Call it before experts are cut: a cast is of a rank's own experts.
+    """
+    for name in expert_modules(model):
+        module: Any = model.get_submodule(name)
+        module.forward = forward_with_replaced_weights(module, module.forward, _cast_as_autocast)
+
+
+def _cast_as_autocast(weight: Tensor) -> Tensor:
+    """Return a weight in the type of autocast; unchanged if autocast is off."""
+    device_type = weight.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return weight
+    return weight.to(torch.get_autocast_dtype(device_type))
+
+
 def is_expert_shard(parameter: Any) -> bool:
     """Return whether a parameter holds some of a layer's experts: it is cut over the axis `ep`."""
     if not isinstance(parameter, DTensor):
@@ -144,9 +163,8 @@ class _LocalExperts(NamedTuple):
         # for the most rows that may come would spare the wait, but send and multiply up to `ranks`
         # times the rows.
         #
-        # If weights are not bf16 (under autocast they are fp32), torch's grouped products wait as
-        # well, two in a forward and four in a backward: they then multiply expert by expert, and
-        # the host reads the bounds.
+        # With fp32 weights torch's grouped products wait as well, two in a forward and four in a
+        # backward: they then multiply expert by expert, and the host reads the bounds.
         rows_each_way = torch.stack([sent_RE.sum(1), arriving_RE.sum(1)])
         sends, arrives = rows_each_way.tolist()
         sent_SD = hidden_ND[order_S // experts_per_token]

@@ -37,7 +37,7 @@ from drumline.engine.engine import (
     sum_on_device,
     sum_to_host,
 )
-from drumline.engine.experts import apply_expert_parallelism
+from drumline.engine.experts import apply_expert_parallelism, cast_experts_under_autocast
 from drumline.engine.fp8 import apply_fp8, compute_gather_scales
 from drumline.engine.norms import LossScale, global_norm, local, total_norm
 from drumline.engine.optimizer import (
@@ -66,6 +66,7 @@ from drumline.engine.transforms import (
     apply_sync_batchnorm,
     batch_norms,
     compile_step,
+    computes_under_autocast,
 )
 from drumline.engine.user_module import UserModule, modes_kept
 from drumline.errors import ModelError, PlanError
@@ -121,7 +122,7 @@ def prepare(
     # FSDP2 is also used by a single process, to keep its weights in host memory.
     has_mesh = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
     mesh = device_mesh(plan.mesh, plan.device) if has_mesh else None
-    _apply_to_layers(plan, model, mesh)
+    _apply_to_layers(plan, model, mesh, is_user_module=plain)
     module: UserModule | ForwardWithObjective
     if plain:
         module = UserModule(model, plan.batch)
@@ -146,9 +147,13 @@ def prepare(
     return engine(plan, model, wrapper, forward_context, **options)
 
 
-def _apply_to_layers(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> None:
+def _apply_to_layers(
+    plan: Plan, model: nn.Module, mesh: DeviceMesh | None, is_user_module: bool
+) -> None:
     """Apply the transforms that replace or cut layers. `mesh`: None for one process alone."""
     apply_fp8(model, plan)
+    if not is_user_module and computes_under_autocast(plan):
+        cast_experts_under_autocast(model)
     # A stage of a pipeline may have no layer that is cut.
     if plan.mesh.tp > 1 and (plan.mesh.pp == 1 or tensor_plan(model)):
         assert mesh is not None

@@ -29,7 +29,7 @@ from drumline.engine.engine import (
     sum_on_device,
     sum_to_host,
 )
-from drumline.engine.experts import apply_expert_parallelism
+from drumline.engine.experts import apply_expert_parallelism, cast_experts_under_autocast
 from drumline.engine.native import (
     ForwardEngine,
     NativeEngine,
@@ -45,7 +45,12 @@ from drumline.engine.stages import (
     weights_of_first_and_last_stage,
 )
 from drumline.engine.tensor_parallel import apply_tp
-from drumline.engine.transforms import apply_compile, apply_memory, gather_dtype
+from drumline.engine.transforms import (
+    apply_compile,
+    apply_memory,
+    computes_under_autocast,
+    gather_dtype,
+)
 from drumline.models import adapters
 from drumline.models.shards import Values, all_tensors, tied_names
 from drumline.plan.plan import Plan
@@ -85,6 +90,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     model_part = rank_part(model, split_points, local_layers, dtype)
     if not next(model_part.parameters()).is_meta:
         model_part.to(values.device)
+    if computes_under_autocast(plan):
+        cast_experts_under_autocast(model_part)
     if plan.mesh.tp > 1:
         is_sequence_parallel = plan.stream_parts > 1
         keeps_parts = plan.activation_checkpointing == "none"

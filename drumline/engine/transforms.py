@@ -29,6 +29,7 @@ from drumline.config.strategy import CopyOptions
 from drumline.engine.offload import ActivationOffload
 from drumline.models import losses
 from drumline.models.blocks import blocks
+from drumline.models.containers import LOW_PRECISION
 from drumline.plan.plan import Plan
 from drumline.plan.rules import NO_CHUNKS, NO_RECOMPUTING
 from drumline.vendor.torch import BatchNorm, TorchDispatchMode, foreach_copy_, tree_map_only
@@ -483,6 +484,14 @@ def gather_dtype(plan: Plan, is_user_module: bool = False) -> torch.dtype | None
     if low is None:
         return None
     return DTYPES[low]
+
+
+def computes_under_autocast(plan: Plan) -> bool:
+    """Return whether a model keeps fp32 weights that autocast casts to a lower type at each use.
+
+    For models of transformers. What is cast otherwise: pure low precision, or weights as gathered.
+    """
+    return plan.precision in LOW_PRECISION and not plan.pure and gather_dtype(plan) is None
 
 
 def apply_ddp(

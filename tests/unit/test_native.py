@@ -33,7 +33,7 @@ from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.vendor.torch import TorchDispatchMode
 from tests.plans import small_config, small_plan
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,31 @@ def test_same_losses_in_every_mode(
     for name, tensor in made.tensors().items():
         if name.startswith("model."):
             assert tensor.dtype == torch.float32, f"the master weights of {name} stay fp32"
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Records the dtypes of all factors of grouped products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.dtypes |= {factor.dtype for factor in args[:2]}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_experts_multiply_in_the_precision_of_the_run(tmp_path: Path, precision: str) -> None:
+    """Autocast alone leaves torch's grouped products in fp32: slow, and a wait for the host."""
+    made = engine(tiny_architecture_dir(tmp_path / "model", "mixtral"), precision)
+    with _GroupedProducts() as products:
+        backward(made)
+    experts = made.model.get_submodule("model.layers.0.mlp.experts")
+    gradients = {parameter.grad.dtype for parameter in experts.parameters()}
+    assert products.dtypes == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert gradients == {torch.float32}
 
 
 def test_clipping_scales_the_gradient(model_dir: Path) -> None:

@@ -846,19 +846,9 @@ def _add_attention(block: Block, setup: Setup, saved: float) -> float:
 
 def _saved_by_routing(block: Block, setup: Setup) -> float:
     """Return what a mixture keeps: rows in the order of experts, what experts give, and the orders."""
-    rows = 2 * _expert_entry_bytes(block, setup) * block.hidden
+    rows = 2 * setup.entry_bytes * block.hidden
     orders = ORDERS_OF_A_CHOICE * INT64_BYTES
     return block.experts_per_token / setup.tp * (rows + orders)
-
-
-def _expert_entry_bytes(block: Block, setup: Setup) -> int:
-    """Return bytes of an entry of experts' products.
-
-    Under autocast they have the type of the weights.
-    """
-    if setup.kind == "autocast" and block.is_trainable:
-        return FP32_BYTES
-    return setup.entry_bytes
 
 
 def _saved_by_feed_forward(facts: ModelFacts, block: Block, setup: Setup) -> float:
@@ -872,10 +862,7 @@ def _saved_by_feed_forward(facts: ModelFacts, block: Block, setup: Setup) -> flo
     # Compiled code makes the input of the last layer again out of the activation's.
     if block.keeps_input_of("down") and not setup.is_compiled:
         tensors += 1
-    bytes_per_entry = setup.entry_bytes
-    if block.experts_per_token:
-        bytes_per_entry = _expert_entry_bytes(block, setup)
-    return bytes_per_entry * (block.feed_width / setup.tp) * tensors
+    return setup.entry_bytes * (block.feed_width / setup.tp) * tensors
 
 
 def _activation_tensors(facts: ModelFacts, block: Block, setup: Setup) -> int:
