@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 SCORE_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 # The batch that the model runs on now, see `model_inputs`.
 _batch: ContextVar[Any] = ContextVar("batch")
+# Whether documents attend one by one, whatever the kernel; see `without_kernels`.
+_has_no_kernels: ContextVar[bool] = ContextVar("has_no_kernels", default=False)
 
 
 @dataclass(eq=False)
@@ -105,7 +107,7 @@ class Documents(Pattern):
         `kernel`: the kernel that the plan has chosen. `dtype`, `head_dim`: those of queries.
         """
         # No kernel for variable lengths lets a document attend to another one, as branches do.
-        is_usable = kernel != "documents" and not self.branches
+        is_usable = kernel != "documents" and not self.branches and not _has_no_kernels.get()
         if is_usable and _works(kernel, self.cu_seqlens_N.device, dtype, head_dim):
             self.kernel = KERNELS[kernel]
         if self.kernel is None:
@@ -199,6 +201,19 @@ def model_inputs(
             inputs = dict(inputs)
             del inputs["position_ids"]
     yield inputs
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Let documents attend one by one in this context, whatever kernel was chosen.
+
+    For trials in fp32, which most kernels do not take: each would be refused with a warning.
+    """
+    token = _has_no_kernels.set(True)
+    try:
+        yield
+    finally:
+        _has_no_kernels.reset(token)
 
 
 def documents_mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:

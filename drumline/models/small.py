@@ -16,6 +16,7 @@ import torch
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.foreign import translate_exceptions
+from drumline.models.attention import without_kernels
 from drumline.models.blocks import blocks
 from drumline.models.classes import is_vision_language, values_by_layer
 
@@ -115,7 +116,8 @@ def try_small(
     products.allow_tf32 = False
     convolutions.allow_tf32 = False
     try:
-        with torch.no_grad(), translate_exceptions(what, where, ModelError, fix):
+        trial_errors = translate_exceptions(what, where, ModelError, fix)
+        with torch.no_grad(), without_kernels(), trial_errors:
             return trial(small, ids_BT)
     finally:
         products.allow_tf32, convolutions.allow_tf32 = before

@@ -722,6 +722,14 @@ def test_a_kernel_that_does_not_work_is_not_used(caplog: pytest.LogCaptureFixtur
     assert "each document by itself instead" in caplog.text
 
 
+def test_a_small_copy_in_fp32_tries_no_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    """Most kernels take 16 bits alone, and a warning about the copy would be taken for the run's."""
+    model = build_by_documents("llama", attention="varlen")
+    require_next_token(model, "cpu", packed=True)
+
+    assert "does not work here" not in caplog.text
+
+
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_a_kernel_is_tried_within_a_block_that_is_computed_again(
     checkpointing: Any, monkeypatch: pytest.MonkeyPatch
