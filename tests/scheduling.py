@@ -10,6 +10,7 @@ from tests.distributed.rows import LOW, ROWS, group_of
 
 # Folders of few and long tests. They come first: at the end one worker would wait for the other.
 LONG = (
+    "tests/fake_gpu/",
     "plugins/diloco/",
     "plugins/hosts/",
     "plugins/kubernetes/",
