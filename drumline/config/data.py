@@ -114,7 +114,9 @@ class SourceSpec(Spec, Mixed):
                 return {**value, "kind": kind}
         path = value.get("path")
         if isinstance(path, str):
-            return {**value, **_source_of_text(path, base_dir)}
+            # The text may stand for a source that has no path, such as a dataset of the hub.
+            other_keys = {key: inner for key, inner in value.items() if key != "path"}
+            return {**other_keys, **_source_of_text(path, base_dir)}
         if path:
             return {**value, "kind": "file"}
         return {**value}

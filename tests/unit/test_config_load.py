@@ -525,6 +525,11 @@ def test_an_override_goes_into_a_short_form(tmp_path: Path) -> None:
             "train",
             [{"kind": "hub", "id": "no/such", "limit": 3}],
         ),
+        (
+            ["data.train=[{path: no/such, limit: 3}]"],
+            "train",
+            [{"kind": "hub", "id": "no/such", "limit": 3}],
+        ),
     ],
 )
 def test_sources_of_an_override_are_those_of_a_yaml(
