@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from drumline.config.mixing import CurriculumKey, DecontaminateKey, DuplicatesKey, Mixed, StreamKey
-from drumline.config.registry import Registered, Spec, find_object, run_user_code
+from drumline.config.registry import Registered, Spec, find_object, nearest, run_user_code
 from drumline.config.section import MOST_SEED, Amount, Part, PathText, Section, Short, Steps
 from drumline.config.urls import is_url, secret_mistake
 from drumline.errors import ConfigError
@@ -402,11 +402,9 @@ DATA_ALONE = Short(
 def _sources_of_sets(value: Any, base_dir: Path | None = None) -> Any:
     """Return the sources of `data.eval` as one list.
 
-    Of {NAME: sources} each source gets the name of its evaluation set. A section that is itself one
-    source has one of a source's keys.
+    Of {NAME: sources} each source gets the name of its evaluation set.
     """
-    is_one_source = isinstance(value, Mapping) and value.keys() & {"kind", "path", *KIND_OF_KEY}
-    if not isinstance(value, Mapping) or is_one_source:
+    if not isinstance(value, Mapping) or _is_one_source(value):
         return _as_list(value)
     named_sources = list[Any]()
     for name, sources in value.items():
@@ -421,6 +419,21 @@ def _sources_of_sets(value: Any, base_dir: Path | None = None) -> Any:
                 source = {**source, "set": name}
             named_sources.append(source)
     return named_sources
+
+
+def _is_one_source(section: Mapping[Any, Any]) -> bool:
+    """Return whether `data.eval` is the section of one source, and not {NAME: sources}.
+
+    A source has a kind, a path, or a key that only one kind has. An evaluation set may have the
+    name of such a key, as in {id: id.jsonl, ood: ood.jsonl}. Then the names of other sets beside it
+    are not keys of a source, not even misspelt ones.
+    """
+    if "kind" in section or "path" in section:
+        return True
+    if not section.keys() & KIND_OF_KEY.keys():
+        return False
+    known = {*HubSource.model_fields, *SqlSource.model_fields, *TasksSource.model_fields}
+    return all(nearest(str(key), known) is not None for key in section)
 
 
 SETS = Short(_sources_of_sets, {"type": ["string", "object"]})

@@ -511,6 +511,14 @@ def test_an_override_goes_into_a_short_form(tmp_path: Path) -> None:
             [{"kind": "file", "path": "sub/rows", "set": "x"}],
         ),
         (
+            ["data.eval={id: a.jsonl, ood: b.jsonl}"],
+            "eval",
+            [
+                {"kind": "file", "path": "a.jsonl", "set": "id"},
+                {"kind": "file", "path": "b.jsonl", "set": "ood"},
+            ],
+        ),
+        (
             ["data=b.jsonl", "data.train.0.limit=3"],
             "train",
             [{"kind": "file", "path": "b.jsonl", "limit": 3}],
