@@ -52,6 +52,8 @@ MOST_GUESSES = 3
 MOST_CHARACTERS = 60
 # How similar a key must be to a name of another tool (difflib's ratio) to be taken for it.
 SIMILARITY = 0.85
+# Parts of the place of a section that lies deep inside of others, such as cluster.devices.NAME.
+DEEP = 3
 # How pydantic names a member of a union.
 TYPE = re.compile(r"(constrained-)?(str|int|float|bool|none)|[\w-]+\[.*\]")
 
@@ -503,13 +505,21 @@ SYNONYMS = by_word(
 def models_at(place: Place) -> list[type[BaseModel]]:
     """Return the sections that may stand at a place, each once; more than one for a union."""
     models: list[type[BaseModel]] = [Config]
+    # The sections one level below, if there the user gives the names: cluster.devices.NAME.
+    named_models: list[type[BaseModel]] = []
     for key in place:
+        if named_models:
+            models = named_models
+            named_models = []
+            continue
         if key.isdigit():
             continue
         inner: list[type[BaseModel]] = []
         for model in models:
             if key in model.model_fields:
-                inner += _sections(model.model_fields[key].annotation)
+                annotation = model.model_fields[key].annotation
+                inner += _sections(annotation)
+                named_models += _named_sections(annotation)
         models = list(dict.fromkeys(inner))
     return models
 
@@ -529,6 +539,14 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     for part in get_args(annotation):
         sections += _sections(part)
     return sections
+
+
+def _named_sections(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a dictionary has as values; none for any other type of a key."""
+    if get_origin(annotation) is not dict:
+        return []
+    _, value_type = get_args(annotation)
+    return _sections(value_type)
 
 
 def kind_of(model: type[BaseModel]) -> str | None:
@@ -649,7 +667,9 @@ def meant(key: str, place: Place, kind: str | None = None) -> list[str]:
     synonym = _synonym(word, place, known)
     if synonym:
         return synonym
-    if word in Config.model_fields:
+    # Nobody puts a section of the top so far inside of another one.
+    is_deep = len(place) >= DEEP
+    if word in Config.model_fields and not is_deep:
         return [word]
     close = nearest(word, known)
     if close:

@@ -62,6 +62,16 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ),
     (DATA + "adapter: {kind: lora, rank: 8}\n", [], ["adapter.rank", "did you mean 'r'?"]),
     (DATA + "strategy: {kind: ddp, rank: 8}\n", [], ["did you mean 'strategy.compression.rank'?"]),
+    (
+        DATA + "cluster: {links: {fast: {gb: 3}}}\n",
+        [],
+        ["cluster.links.fast.gb: unknown key 'gb'", "did you mean 'gb_s'?", "(and 1 more mistake)"],
+    ),
+    (
+        DATA + "adapter: {kind: lora, more: {a: {memory: 3, alpha: null}}}\n",
+        [],
+        ["adapter.more.a.memory", "known here: alpha, dropout"],
+    ),
     (DATA + "zzz: 3\n", [], ["unknown key 'zzz'", "known here: adapter, algorithm"]),
     (DATA + "run: {foo: 1, bar: 2}\n", [], ["and 1 more mistake)"]),
     (DATA + "1: 2\n", [], ["c.yaml:2: 1", "the key 1 is no text"]),
