@@ -420,11 +420,12 @@ def _unknown_key(place: Place, kind: str | None) -> Mistake:
 
 def _refusal_of_key(key: str, section: Place, kind: str | None) -> Any:
     """Return why a kind of section has no such key, if the kind gives a reason; else None."""
+    place = dotted((*section, key))
     for model in models_at(section):
         if kind_of(model) != kind:
             continue
         for refusal in getattr(model, "lacks", ()):
-            if refusal.name == key:
+            if place == refusal.where:
                 return refusal
     return None
 

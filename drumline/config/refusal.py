@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from drumline.errors import PlanError
 
 
+# Options of `no_option` that stand for the values cpu and nvme of the key `offload`.
+VALUES_OF_OFFLOAD = ("offload_cpu", "offload_nvme")
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a combination of options is refused.
@@ -40,11 +44,15 @@ def no_option(options: str, reason: str, instead: str) -> tuple[Refusal, ...]:
     """Return a refusal of each option that a strategy has no key for, because it cannot have it.
 
     Args:
-        options: Names with spaces between them. offload_cpu and offload_nvme stand for the values
-            of `offload`.
+        options: Keys of `strategy`, or values of its key `offload` (VALUES_OF_OFFLOAD), with
+            spaces between them.
         reason: Why the strategy cannot have them.
         instead: What to use in their place.
     """
-    return tuple(
-        Refusal(option, reason, instead, f"strategy.{option}") for option in options.split()
-    )
+    refusals = []
+    for option in options.split():
+        key = option
+        if option in VALUES_OF_OFFLOAD:
+            key = "offload"
+        refusals.append(Refusal(option, reason, instead, f"strategy.{key}"))
+    return tuple(refusals)

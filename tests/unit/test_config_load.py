@@ -44,6 +44,11 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         ["unknown key 'bucket_cap_mb' of kind auto", "kind ddp has it"],
     ),
     (
+        DATA + "strategy: {kind: ddp, offload: cpu}\n",
+        [],
+        ["strategy.offload: ddp has no offload: each rank's part stays", "use fsdp2 with offload"],
+    ),
+    (
         "data: {train: [{kind: file, path: x, name: y}]}",
         [],
         ["data.train.0.name", "kind hub has it"],
