@@ -64,7 +64,9 @@ class Resume:
         if self.place is None or checkpoint == NEWEST:
             return False
         if is_url(self.place):
-            return checkpoint.startswith(self.place) or Path(checkpoint).parent.name == FETCHED
+            folder = self.place.rstrip("/")
+            is_at_url = checkpoint == self.place or checkpoint.startswith(f"{folder}/")
+            return is_at_url or Path(checkpoint).parent.name == FETCHED
         return Path(checkpoint).is_relative_to(self.place)
 
 
