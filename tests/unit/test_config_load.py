@@ -73,9 +73,9 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         ["cluster.links.fast.gb: unknown key 'gb'", "did you mean 'gb_s'?", "(and 1 more mistake)"],
     ),
     (
-        DATA + "adapter: {kind: lora, more: {a: {memory: 3, alpha: null}}}\n",
+        DATA + "cluster: {devices: {x: {memory: 3, bandwidth_gb_s: 3, fp32_tflops: 2}}}\n",
         [],
-        ["adapter.more.a.memory", "known here: alpha, dropout"],
+        ["cluster.devices.x.memory", "did you mean 'memory_gb'?", "(and 1 more mistake)"],
     ),
     (DATA + "zzz: 3\n", [], ["unknown key 'zzz'", "known here: adapter, algorithm"]),
     (DATA + "run: {foo: 1, bar: 2}\n", [], ["and 1 more mistake)"]),
