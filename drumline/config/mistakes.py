@@ -600,17 +600,27 @@ def fix_large_number(place: Place) -> str | None:
     limits = _upper_limits(field)
     if not limits:
         return None
-    return f"the largest is {max(limits)}"
+    highest = max(limits, key=lambda limit: limit.number)
+    if highest.is_exclusive:
+        return f"it must be below {highest.number}"
+    return f"the largest is {highest.number}"
 
 
-def _upper_limits(field: FieldInfo) -> list[Any]:
+class UpperLimit(NamedTuple):
+    """An upper limit of a number. An exclusive limit is above each number that is allowed."""
+
+    number: Any
+    is_exclusive: bool
+
+
+def _upper_limits(field: FieldInfo) -> list[UpperLimit]:
     """Return the upper limits of the numbers that a key takes, of each of its types."""
-    limits: list[Any] = []
+    limits: list[UpperLimit] = []
     for part in field.metadata:
         if isinstance(part, Le):
-            limits.append(part.le)
+            limits.append(UpperLimit(part.le, is_exclusive=False))
         elif isinstance(part, Lt):
-            limits.append(part.lt)
+            limits.append(UpperLimit(part.lt, is_exclusive=True))
     left: list[Any] = [field.annotation]
     while left:
         part = left.pop()
