@@ -387,7 +387,7 @@ class RolloutSpec(ChunkedSpec):
 
         Then the rollout's log-probabilities are those of the step's own forward pass.
         """
-        return self.steps_in_turn == 1
+        return self.steps_in_turn == 1 and self.lookahead == 0
 
     @property
     def rounds(self) -> int:
