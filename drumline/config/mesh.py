@@ -11,6 +11,7 @@ from typing import Literal
 
 from drumline.config.section import Frozen
 from drumline.errors import PlanError
+from drumline.system.output import plural
 
 Dimension = Literal["pp", "replicate", "shard", "ep", "cp", "tp"]
 # Descriptions of process groups whose collectives have their own limit of seconds.
@@ -91,16 +92,27 @@ def divisors(number: int) -> list[int]:
     return small + large
 
 
-def divide(world: int, by: int, what: str, where: str) -> int:
-    """Return `world` / `by`. Raises PlanError if that is no whole number.
+def divide(number: int, by: int, divisor: str, where: str, noun: str = "rank") -> int:
+    """Return `number` / `by`.
 
-    `what`: the divisor in words. `where`: its key.
+    Args:
+        number: Number of ranks.
+        by: The divisor.
+        divisor: The divisor in words, for the error.
+        where: Key of the YAML that sets the divisor.
+        noun: The word for one of the ranks.
+
+    Raises:
+        PlanError: The quotient is no whole number.
     """
-    quotient, rest = divmod(world, by)
+    quotient, rest = divmod(number, by)
     if rest or not quotient:
-        processes = "process" if world == 1 else "processes"
-        fix = f"one of {', '.join(map(str, divisors(world)))}"
-        raise PlanError(f"{world} {processes} do not divide into {what}", where=where, fix=fix)
+        verb = "do"
+        if number == 1:
+            verb = "does"
+        what = f"{plural(number, noun)} {verb} not divide into {divisor}"
+        fix = f"one of {', '.join(map(str, divisors(number)))}"
+        raise PlanError(what, where=where, fix=fix)
     return quotient
 
 

@@ -321,7 +321,8 @@ class Degrees(SequenceParallel, StrategyConfig):
             f"tp {self.tp} × cp {self.cp} × pp {self.pp}",
             "strategy",
         )
-        return divide(data, self.ep, f"groups of ep {self.ep}", "strategy.ep"), degrees
+        groups = divide(data, self.ep, f"groups of ep {self.ep}", "strategy.ep", "data rank")
+        return groups, degrees
 
     def mesh(self, world: int) -> Mesh:
         rest, degrees = self.rest(world)

@@ -227,6 +227,11 @@ def test_auto_picks_and_says_why() -> None:
         (CPU, {"run": {"device": "cuda"}}, ["no GPU was found"]),
         (CPU, {"strategy": "single", "launch": {"nproc": 2}}, ["single runs one process", "ddp"]),
         (CPU, {"strategy": "dp", "launch": {"nproc": 2}}, ["dp runs one process", "ddp"]),
+        (
+            CPU,
+            {"strategy": {"kind": "ddp", "tp": 2, "ep": 3}, "launch": {"nproc": 8}},
+            ["4 data ranks do not divide into groups of ep 3", "one of 1, 2, 4"],
+        ),
         (CPU, {"strategy": "dp", "compile": {"enabled": True}}, ["dp × compile", "strategy=ddp"]),
         (
             CPU,

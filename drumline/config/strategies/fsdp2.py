@@ -74,7 +74,8 @@ class FSDP2Strategy(Degrees):
 
     def mesh(self, world: int) -> Mesh:
         rest, degrees = self.rest(world)
-        shard = divide(rest, self.replicate, f"{self.replicate} copies", "strategy.replicate")
+        copies = f"{self.replicate} copies"
+        shard = divide(rest, self.replicate, copies, "strategy.replicate", "data rank")
         return Mesh(replicate=self.replicate, shard=shard, **degrees)
 
     def gathers_ends_apart(self, mesh: Mesh, is_own_module: bool) -> bool:
