@@ -689,12 +689,7 @@ def saved_config(values: Any, now: Config, allow: tuple[str, ...], where: str) -
         mixed = deepcopy(values)
     current = now.model_dump(mode="json")
     for key in (*FREE, *allow):
-        section, _, rest = key.partition(".")
-        if not rest:
-            if section in current:
-                mixed[section] = current[section]
-        elif rest in current.get(section, {}) and isinstance(mixed.get(section), dict):
-            mixed[section][rest] = current[section][rest]
+        _copy_key(key, current, mixed)
     if "all" in allow:
         return now
     try:
@@ -706,6 +701,20 @@ def saved_config(values: Any, now: Config, allow: tuple[str, ...], where: str) -
             where=where,
             fix="install or put back what it names, or accept another with --allow SECTION",
         ) from None
+
+
+def _copy_key(key: str, source: dict[str, Any], target: dict[str, Any]) -> None:
+    """Copy the value of a dotted key between two nested dictionaries, if both have its section."""
+    *sections, name = key.split(".")
+    source_section: Any = source
+    target_section: Any = target
+    for section in sections:
+        source_section = source_section.get(section)
+        target_section = target_section.get(section)
+        if not isinstance(source_section, dict) or not isinstance(target_section, dict):
+            return
+    if name in source_section:
+        target_section[name] = source_section[name]
 
 
 def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list[str]]:
