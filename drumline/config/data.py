@@ -583,7 +583,7 @@ class DataConfig(Section):
         return self.temperature is not None or any(source.mixes for source in self.train)
 
     @property
-    def ordered(self) -> str:
+    def first_ordering_key(self) -> str:
         """The first key that determines which samples come when; empty if none is set."""
         for key in ("temperature", "curriculum", "stream"):
             if getattr(self, key) is not None:
@@ -595,7 +595,7 @@ class DataConfig(Section):
         return ""
 
     @property
-    def chosen(self) -> str:
+    def first_filter_key(self) -> str:
         """The first key that leaves rows out; empty if none is set."""
         for key in ("where", "duplicates", "decontaminate"):
             if getattr(self, key) is not None:

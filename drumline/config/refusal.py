@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from drumline.errors import PlanError
 
-
 # Options of `no_option` that stand for the values cpu and nvme of the key `offload`.
 VALUES_OF_OFFLOAD = ("offload_cpu", "offload_nvme")
 

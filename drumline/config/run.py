@@ -119,7 +119,7 @@ class EvalConfig(Section):
         return self
 
     @property
-    def steps(self) -> int | None:
+    def every_steps(self) -> int | None:
         """`every` of a plan, in which epochs have become steps."""
         return self.every if isinstance(self.every, int) else None
 

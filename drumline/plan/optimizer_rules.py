@@ -76,7 +76,7 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
             f"use {', '.join(kinds)}",
             where,
         )
-    if strategy.engine(mesh) != "native" or strategy.exchange is not None or config.plain:
+    if strategy.engine(mesh) != "native" or strategy.exchange is not None or config.has_own_module:
         reason = "it is proven for Drumline's own engine, where ranks are in step"
         yield Refusal(
             f"{name} × the strategy",
@@ -155,7 +155,12 @@ def _pure(case: Case, where: str) -> Iterator[Refusal]:
     if case.strategy.copies().compression.kind != "none":
         reason = "gradients travel in bf16 already"
         yield Refusal("master=bf16 × compression", reason, "take strategy.compression out", where)
-    if config.algorithm.rollout is not None or config.images_alone or config.plain or sees(case):
+    if (
+        config.algorithm.rollout is not None
+        or config.images_alone
+        or config.has_own_module
+        or sees(case)
+    ):
         reason = "it is proven for texts that are given"
         yield Refusal(
             "master=bf16 × the model or the algorithm", reason, "use precision.master=fp32", where

@@ -171,7 +171,7 @@ def request_maker(
         if requeued():
             run_dir = Path(loaded.config.run.dir or default_run_dir(loaded.path))
             chosen_resume = resume_of_restart(
-                chosen_resume, run_dir, loaded.config.checkpoint.apart
+                chosen_resume, run_dir, loaded.config.checkpoint.allows_separate_folders
             )
         notes(loaded.notes)
         processes = world_size or loaded.config.launch.processes()
@@ -339,7 +339,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
 
     loaded = load(config_path, overrides)
     config = loaded.config
-    if config.plain:
+    if config.has_own_module:
         what = "a module of your own takes samples as they are: there is nothing to prepare"
         raise UserError(what, where="model.kind", fix="`drumline preview` shows the samples")
     with bars(Console(stderr=True)) as on_progress:

@@ -165,7 +165,7 @@ class Reference:
         """
         config = self.plan.config
         is_another_model = getattr(config.algorithm, "reference_model", None) is not None
-        if not is_another_model and (self.is_untrained or config.adapter.switches):
+        if not is_another_model and (self.is_untrained or config.adapter.is_reference_if_disabled):
             return self.engine
         return build_engine(self.plan, self.device, role="reference")
 
@@ -185,7 +185,7 @@ class Reference:
             scores_of_micro_batches = engine.infer(
                 batch.micro_batches,
                 self.algorithm.score,
-                adapter=not self.plan.config.adapter.switches,
+                adapter=not self.plan.config.adapter.is_reference_if_disabled,
             )
             scored = zip(batch.micro_batches, scores_of_micro_batches, strict=True)
             for micro_batch, scores_B in scored:

@@ -215,7 +215,7 @@ def _newest_on_disk(plan: Plan) -> FoundCheckpoint:
     """
     options = plan.config.checkpoint
     root = Path(plan.run_dir) / CHECKPOINTS
-    is_on_shared_folder = not options.apart
+    is_on_shared_folder = not options.allows_separate_folders
     if is_on_shared_folder:
         return newest(root, options.verify, to_train=True)
     ranks = RankGroup.all(error_type=CheckpointError)
@@ -236,7 +236,7 @@ def _check_named(plan: Plan, path: Path) -> Path:
     to it, and not to a checkpoint of the branch that the run leaves here.
     """
     check(path, plan.config.checkpoint.verify)
-    is_on_shared_folder = not plan.config.checkpoint.apart
+    is_on_shared_folder = not plan.config.checkpoint.allows_separate_folders
     if plan.saves and is_on_shared_folder and is_own_checkpoint(path, Path(plan.run_dir)):
         RankGroup.all(error_type=CheckpointError).first(partial(make_newest, path))
     return path

@@ -133,7 +133,7 @@ def claim_run_folder(
     # torchrun, or `drumline launch`, has started the script once more.
     is_restart = Ranks.from_environment().attempt > 0 or os.environ.get(ATTEMPT, "0") != "0"
     if is_restart:
-        resume = resume_of_restart(resume, run_dir, plan.config.checkpoint.apart)
+        resume = resume_of_restart(resume, run_dir, plan.config.checkpoint.allows_separate_folders)
     checkpoints = run_dir / "checkpoints"
     recover(checkpoints)
     if resume is None and run_dir.is_dir() and any(run_dir.glob("*.jsonl")):

@@ -91,7 +91,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     config = request.loaded.config
     base_dir = request.loaded.base_dir
     _check_request(request)
-    if config.plain:
+    if config.has_own_module:
         return plan_own_module(request, dry_run, on_progress)
     rollout = config.algorithm.rollout
     if config.adapter.kind == "lora":
