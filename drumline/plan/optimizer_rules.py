@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.config.optimizer import FORMATS
+from drumline.config.optimizer import QUANTISED_STATES
 from drumline.config.refusal import Refusal
 from drumline.plan.rule import Case, plain, sees
 
@@ -29,7 +29,7 @@ def refusals(case: Case) -> Iterator[Refusal]:
             "use strategy=fsdp2, or take the groups out",
             "optimizer.groups",
         )
-    if case.strategy.exchange is not None and not options.does.drifts:
+    if case.strategy.exchange is not None and not options.traits.allows_local_steps:
         reason = "a checkpoint has the mean of the copies' moments, which is taken of fp32 moments with one step in common"
         yield Refusal(
             f"{options.kind} × copies that drift apart",
@@ -68,7 +68,7 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
         )
     kinds: tuple[str, ...] = ("adamw", "sgd", "lion")
     if options.in_backward:
-        kinds = (*kinds, *FORMATS)
+        kinds = (*kinds, *QUANTISED_STATES)
     if options.kind not in kinds:
         yield Refusal(
             f"{name} × {options.kind}",

@@ -336,7 +336,7 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     parts = mesh.tp * mesh.pp * strategy.optimizer_shards(mesh)
     # Parameters that a rank updates, of all trainable models.
     trainable = sum(model.trainable for _, model in layout.trainable(facts)) / parts
-    moved_fused, moved_unfused = options.does.moved
+    moved_fused, moved_unfused = options.traits.moved
     moved_by_step = moved_unfused
     if options.fused:
         moved_by_step = moved_fused
