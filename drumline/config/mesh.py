@@ -24,8 +24,16 @@ DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "ep", "cp", "tp
 class Mesh(Frozen):
     """The degree of each dimension, outermost first. Their product is the world size.
 
-    A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline
-    stages furthest apart. `ep`: data ranks that each hold some of a mixture's experts.
+    Ranks are numbered in row-major order: tensor-parallel peers are neighbours, pipeline stages
+    furthest apart.
+
+    Attributes:
+        pp: Pipeline stages.
+        replicate: Copies of the model.
+        shard: Ranks over which each copy is sharded.
+        ep: Data ranks that each hold some experts of a mixture.
+        cp: Ranks over which each sequence is cut.
+        tp: Ranks over which each matrix is cut.
     """
 
     pp: int = 1
@@ -44,7 +52,7 @@ class Mesh(Frozen):
         """Number of ranks that see different samples."""
         return self.replicate * self.shard * self.ep
 
-    def place(self, rank: int) -> dict[Dimension, int]:
+    def coordinates(self, rank: int) -> dict[Dimension, int]:
         """Return the coordinate of a rank in each dimension."""
         coordinates: dict[Dimension, int] = {}
         for name in reversed(DIMENSIONS):
@@ -56,30 +64,30 @@ class Mesh(Frozen):
 
         Ranks that share samples have the same number, and differ in pp, cp or tp.
         """
-        place = self.place(rank)
-        replica_and_shard = place["replicate"] * self.shard + place["shard"]
-        return replica_and_shard * self.ep + place["ep"]
+        at = self.coordinates(rank)
+        replica_and_shard = at["replicate"] * self.shard + at["shard"]
+        return replica_and_shard * self.ep + at["ep"]
 
-    def counts(self, rank: int) -> bool:
-        """Return whether a rank's sums count in a sum over all ranks.
+    def is_counted(self, rank: int) -> bool:
+        """Return whether sums over all ranks, such as of losses, take in the sums of this rank.
 
-        Exactly one of the ranks that share samples counts. It is in the last stage, which has the
-        loss.
+        Of the ranks that share samples exactly one is counted, so that no sample counts twice. It
+        is in the last stage, which has the loss.
         """
-        place = self.place(rank)
-        is_last_stage = place["pp"] == self.pp - 1
-        return is_last_stage and place["cp"] == 0 and place["tp"] == 0
+        at = self.coordinates(rank)
+        is_last_stage = at["pp"] == self.pp - 1
+        return is_last_stage and at["cp"] == 0 and at["tp"] == 0
 
-    def stream(self, rank: int) -> tuple[int, ...]:
-        """Return the numbers that a rank's random numbers depend on.
+    def rng_coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return the integers that `dist.seeds.seed_step` mixes into the seed of a rank.
 
-        Tensor-parallel peers draw the same numbers, so that tensors that each holds whole stay
+        Tensor-parallel peers have the same ones, so that tensors that each of them holds whole stay
         equal.
         """
         if self.pp * self.cp == 1:
             return (self.data_rank(rank),)
-        place = self.place(rank)
-        return (self.data_rank(rank), place["pp"], place["cp"])
+        at = self.coordinates(rank)
+        return (self.data_rank(rank), at["pp"], at["cp"])
 
 
 def divisors(number: int) -> list[int]:
@@ -117,9 +125,10 @@ def divide(number: int, by: int, divisor: str, where: str, noun: str = "rank") -
 
 
 def share(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return name → rank that takes it whole: the largest first, each to the least loaded rank.
+    """Return the rank that owns each name.
 
-    Every rank computes the same.
+    Names are assigned from the largest size to the smallest, each to the rank with the smallest sum
+    so far. Every rank computes the same.
     """
     loads = [0] * ranks
     owners = {}

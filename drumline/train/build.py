@@ -91,7 +91,7 @@ def build(
     plan = going_on(plan, state.step, state.position)
 
     # The algorithm and the data.
-    gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
+    gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.is_counted(ranks.rank))
     is_new = checkpoint is None
     training = _build_training(plan, ranks, engine, state, is_new, gather, emit, stop_flag)
     eval_generators = _build_eval_generators(plan, engine, training.rollouts, device, emit)

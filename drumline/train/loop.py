@@ -344,7 +344,7 @@ class Loop:
         weight, tokens = batch.totals or self._sum_weight_and_tokens(batch)
         denominator = weight or 1.0
         # A step draws the same numbers whether the run was resumed before it or not.
-        rng_coordinates = self.plan.mesh.stream(self.gather.rank)
+        rng_coordinates = self.plan.mesh.rng_coordinates(self.gather.rank)
         seed_step(self.plan.config.run.seed, step, *rng_coordinates)
 
         heartbeat.beat("forward")

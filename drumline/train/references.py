@@ -193,7 +193,7 @@ class Reference:
                 scores_PR = scores_B.view(rows, -1).T
                 is_real_P = micro_batch.real_P > 0
                 table[micro_batch.samples_P[is_real_P]] = scores_PR[is_real_P]
-        if not self.plan.mesh.counts(self.ranks.rank):
+        if not self.plan.mesh.is_counted(self.ranks.rank):
             # Another rank has the same pairs, and their scores are to be added once.
             table.zero_()
         return add_up(table)
