@@ -64,9 +64,9 @@ class Mesh(Frozen):
 
         Ranks that share samples have the same number, and differ in pp, cp or tp.
         """
-        at = self.coordinates(rank)
-        replica_and_shard = at["replicate"] * self.shard + at["shard"]
-        return replica_and_shard * self.ep + at["ep"]
+        coordinates = self.coordinates(rank)
+        replica_and_shard = coordinates["replicate"] * self.shard + coordinates["shard"]
+        return replica_and_shard * self.ep + coordinates["ep"]
 
     def is_counted(self, rank: int) -> bool:
         """Return whether sums over all ranks, such as of losses, take in the sums of this rank.
@@ -74,9 +74,9 @@ class Mesh(Frozen):
         Of the ranks that share samples exactly one is counted, so that no sample counts twice. It
         is in the last stage, which has the loss.
         """
-        at = self.coordinates(rank)
-        is_last_stage = at["pp"] == self.pp - 1
-        return is_last_stage and at["cp"] == 0 and at["tp"] == 0
+        coordinates = self.coordinates(rank)
+        is_last_stage = coordinates["pp"] == self.pp - 1
+        return is_last_stage and coordinates["cp"] == 0 and coordinates["tp"] == 0
 
     def rng_coordinates(self, rank: int) -> tuple[int, ...]:
         """Return the integers that `dist.seeds.seed_step` mixes into the seed of a rank.
@@ -86,8 +86,8 @@ class Mesh(Frozen):
         """
         if self.pp * self.cp == 1:
             return (self.data_rank(rank),)
-        at = self.coordinates(rank)
-        return (self.data_rank(rank), at["pp"], at["cp"])
+        coordinates = self.coordinates(rank)
+        return (self.data_rank(rank), coordinates["pp"], coordinates["cp"])
 
 
 def divisors(number: int) -> list[int]:
