@@ -99,11 +99,11 @@ class SourceSpec(Spec, Mixed):
 
     @classmethod
     def long(cls, value: Any, base_dir: Path | None) -> Any:
-        """Return a source in full; another value is returned as it is.
+        """Return the section that a short form of a source stands for.
 
         A text is a file, folder, glob or URL; OWNER/NAME of the hub if no such path exists; or
         hub:OWNER/NAME, modelscope:OWNER/NAME, tasks:NAME,NAME, digits. In a section without kind,
-        `path` is such a text.
+        `path` is such a text. Any other value is returned as it is, for the schema to refuse.
         """
         if isinstance(value, str):
             return _source_of_text(value, base_dir)
@@ -160,10 +160,16 @@ class SourceSpec(Spec, Mixed):
         return self.kind
 
     def rows(self, base_dir: Path) -> Iterator[Any]:
-        """Yield rows as dictionaries of columns, always in the same order. Raises DataError.
+        """Yield rows as dictionaries of columns, always in the same order.
 
-        Paths are relative to the YAML's folder, `base_dir`. Rows of the built-in kinds are read by
-        `data.sources`, which a kind of your own does not need.
+        A kind of your own overrides this. The rows of the built-in kinds are read by `data.sources`,
+        except those of kind python.
+
+        Args:
+            base_dir: The YAML's folder, which paths are relative to.
+
+        Raises:
+            DataError: The rows cannot be read.
         """
         raise ConfigError(
             f"{type(self).__name__} gives no rows",
@@ -172,17 +178,22 @@ class SourceSpec(Spec, Mixed):
         )
 
     @property
-    def is_built_in(self) -> bool:
-        """Whether `data.sources` reads the rows; other kinds have a method `rows` of their own."""
+    def is_read_by_sources(self) -> bool:
+        """Whether `data.sources` reads the rows.
+
+        Otherwise the kind overrides `rows`, as kind python and those of a user's own do.
+        """
         return type(self).rows is SourceSpec.rows
 
     def content(self, base_dir: Path) -> str:
-        """Return a text that identifies these rows for the token cache.
+        """Return a text that identifies the rows for the token cache, for a kind with `rows`.
 
-        By default it is a hash of all rows that may be read. With a condition `limit` counts the
-        rows that meet it, so all rows may be read.
+        By default it is a hash of all rows that may be read: at most `limit`, or all if there is a
+        condition `where`, since `limit` then counts only rows that meet it.
         """
-        most = None if self.where else self.limit
+        most = self.limit
+        if self.where:
+            most = None
         digest = hashlib.sha256()
         for row in islice(self.rows(base_dir), most):
             digest.update(json.dumps(row, sort_keys=True, default=content_of).encode())
@@ -441,8 +452,12 @@ SETS = Short(_sources_of_sets, {"type": ["string", "object"]})
 RESERVED = ("reward", "tasks")
 
 
-def is_own(values: Mapping[Any, Any]) -> bool:
-    """Return whether a YAML is Drumline's own, and not another tool's, by its `data.train`."""
+def is_surely_own(values: Mapping[Any, Any]) -> bool:
+    """Return whether a YAML is Drumline's own for sure: `data.train` has a source in full.
+
+    False means that `data.train` does not tell: it may be another tool's, or a short form such as
+    `data: rows.jsonl`.
+    """
     data = values.get("data")
     train = data.get("train") if isinstance(data, dict) else None
     if not isinstance(train, list):
@@ -574,9 +589,9 @@ class DataConfig(Section):
 
     @property
     def mixed(self) -> bool:
-        """Whether an epoch has another number of samples of some source than the source has.
+        """Whether keys set how many samples an epoch has of each source.
 
-        Then no pack holds rows of two sources.
+        Otherwise an epoch has each sample once. In a mix no pack holds rows of two sources.
         """
         if self.stream is not None:
             return False
@@ -584,7 +599,10 @@ class DataConfig(Section):
 
     @property
     def first_ordering_key(self) -> str:
-        """The first key that determines which samples come when; empty if none is set."""
+        """The first key that is set of those that mix or order the samples of an epoch.
+
+        It is written without `data.`, and empty if none is set.
+        """
         for key in ("temperature", "curriculum", "stream"):
             if getattr(self, key) is not None:
                 return key
@@ -596,7 +614,10 @@ class DataConfig(Section):
 
     @property
     def first_filter_key(self) -> str:
-        """The first key that leaves rows out; empty if none is set."""
+        """The first key that is set of those that leave rows out by what they hold.
+
+        It is written without `data.`, and empty if none is set.
+        """
         for key in ("where", "duplicates", "decontaminate"):
             if getattr(self, key) is not None:
                 return key

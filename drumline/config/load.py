@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from drumline.config.config import Config
-from drumline.config.data import in_full, is_own
+from drumline.config.data import in_full, is_surely_own
 from drumline.config.mistakes import (
     check_numbers,
     first_mistake,
@@ -318,7 +318,7 @@ def drafted(
     """
     values, lines = _read_values(text, name)
     draft = Draft(name, values, lines)
-    if not is_own(values):
+    if not is_surely_own(values):
         from drumline.compat import translate
 
         new = translate(values, lines, name, base, folder or base, lenient)
