@@ -253,7 +253,7 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
         )
     # The number in another tool's file is only a default, as it is for that tool: it does not have
     # to agree.
-    is_from_another_tool = request.loaded.old
+    is_from_another_tool = request.loaded.is_translated
     if is_from_another_tool or launch.nproc is None:
         return
     ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))

@@ -13,7 +13,15 @@ import pytest
 
 from drumline import cli
 from drumline.config.config import Config
-from drumline.config.load import changed_values, load, load_text, override, refused, schema, to_yaml
+from drumline.config.load import (
+    changed_values,
+    load,
+    load_text,
+    override,
+    refused_changes,
+    schema,
+    to_yaml,
+)
 from drumline.config.mistakes import SYNONYMS, field_at, kinds_at
 from drumline.config.model import ModelConfig
 from drumline.errors import ConfigError
@@ -444,12 +452,12 @@ def test_differences_tell_what_matters() -> None:
             "launch.nproc=2",
         ],
     )
-    line, keys = refused(old, new, ())
+    keys, line = refused_changes(old, new, ())
     assert keys == ["data.max_length", "optimizer.lr", "run.seed"] and line.endswith(
         "run.seed 0 → 3"
     )
-    assert refused(old, new, ("optimizer", "run.seed"))[1] == ["data.max_length"]
-    assert refused(old, new, ("all",)) == refused(old, old, ()) == ("", [])
+    assert refused_changes(old, new, ("optimizer", "run.seed")).keys == ["data.max_length"]
+    assert refused_changes(old, new, ("all",)) == refused_changes(old, old, ()) == ([], "")
 
 
 def test_templates_are_found_from_anywhere(tmp_path: Path) -> None:
