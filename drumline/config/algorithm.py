@@ -88,8 +88,8 @@ class AlgorithmSpec(Spec):
     """
 
     group: ClassVar[str] = "algorithms"
-    modules: ClassVar[str] = "drumline.algorithms.{}.spec"
-    thing: ClassVar[str] = "algorithm"
+    module_pattern: ClassVar[str] = "drumline.algorithms.{}.spec"
+    noun: ClassVar[str] = "algorithm"
     yaml_key: ClassVar[str] = "algorithm"
 
     # ---- what `init` and the YAML need to know

@@ -84,11 +84,11 @@ class SourceSpec(Spec, Mixed):
     """A kind of data source. One of your own overrides `rows`, and adds keys of its own."""
 
     group: ClassVar[str] = "sources"
-    thing: ClassVar[str] = "data source"
+    noun: ClassVar[str] = "data source"
     yaml_key: ClassVar[str] = "data.train"
-    module: ClassVar[str] = "drumline.config.data"
-    short: ClassVar[bool] = False
-    texts: ClassVar[bool] = True
+    extra_module: ClassVar[str] = "drumline.config.data"
+    allows_kind_alone: ClassVar[bool] = False
+    allows_any_text: ClassVar[bool] = True
 
     @classmethod
     def kind_key(cls, field: str | None = None) -> str:

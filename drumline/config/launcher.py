@@ -89,10 +89,10 @@ class LauncherSpec(Spec):
     """
 
     group: ClassVar[str] = "launchers"
-    modules: ClassVar[str] = "drumline.launch.{}.spec"
-    thing: ClassVar[str] = "launcher"
+    module_pattern: ClassVar[str] = "drumline.launch.{}.spec"
+    noun: ClassVar[str] = "launcher"
     yaml_key: ClassVar[str] = "launch"
-    module: ClassVar[str] = "drumline.launch.spec"
+    extra_module: ClassVar[str] = "drumline.launch.spec"
     default: ClassVar[str] = "local"
     # Whether the lease of the run folder is held on another host, by the program that starts the
     # ranks there, and not by this process. Only one process at a time holds the lease of a run

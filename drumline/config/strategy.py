@@ -102,11 +102,11 @@ class StrategyConfig(Spec):
     """The base of all strategies: the fields of the YAML, and the mesh that follows from them."""
 
     group: ClassVar[str] = "strategies"
-    modules: ClassVar[str] = "drumline.config.strategies.{}"
+    module_pattern: ClassVar[str] = "drumline.config.strategies.{}"
     # The two other parts, as module:Name, or the classes themselves.
     cost_class: ClassVar[str | type] = "drumline.planner.strategies.base:StrategyCost"
     engine_class: ClassVar[str | type] = "drumline.plan.strategy_engine:EngineSpec"
-    thing: ClassVar[str] = "strategy"
+    noun: ClassVar[str] = "strategy"
     yaml_key: ClassVar[str] = "strategy"
     # If two strategies are equally fast, the planner takes the one with the smaller number.
     simplicity: ClassVar[int] = MIXED
