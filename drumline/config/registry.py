@@ -302,9 +302,7 @@ def _checked(base: type[S], spec: Any, kind: str, where: str) -> type[S]:
     Raises ConfigError, which names the key `where`, if it is no spec of this group.
     """
     if not isinstance(spec, type) or not issubclass(spec, base):
-        what = (
-            f"{kind} is no {base.noun}: it is not derived from {base.__module__}.{base.__name__}"
-        )
+        what = f"{kind} is no {base.noun}: it is not derived from {base.__module__}.{base.__name__}"
         raise ConfigError(what, where=where, fix="name a class that is")
     if literal_kinds(spec) == [kind]:
         return spec
