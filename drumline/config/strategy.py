@@ -324,8 +324,8 @@ class Degrees(SequenceParallel, StrategyConfig):
         default_factory=PipelineConfig, description="The schedule, where pp > 1."
     )
 
-    def data_ranks_and_degrees(self, world: int) -> tuple[int, dict[str, int]]:
-        """Return the number of data ranks (of groups of `ep`, if there are any), and the degrees.
+    def remaining_ranks_and_degrees(self, world: int) -> tuple[int, dict[str, int]]:
+        """Return how many ranks the degrees leave for copies or shards, and the degrees by name.
 
         `world`: the number of processes. Raises PlanError if the degrees do not divide it.
         """
@@ -340,8 +340,8 @@ class Degrees(SequenceParallel, StrategyConfig):
         return groups, degrees
 
     def mesh(self, world: int) -> Mesh:
-        data_ranks, degrees = self.data_ranks_and_degrees(world)
-        return Mesh(replicate=data_ranks, **degrees)
+        remaining, degrees = self.remaining_ranks_and_degrees(world)
+        return Mesh(replicate=remaining, **degrees)
 
     def context_method(self) -> Literal["ulysses", "ring"]:
         return self.cp_method

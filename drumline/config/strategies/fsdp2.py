@@ -73,9 +73,9 @@ class FSDP2Strategy(Degrees):
     )
 
     def mesh(self, world: int) -> Mesh:
-        data_ranks, degrees = self.data_ranks_and_degrees(world)
+        remaining, degrees = self.remaining_ranks_and_degrees(world)
         copies = f"{self.replicate} copies"
-        shard = divide(data_ranks, self.replicate, copies, "strategy.replicate", "data rank")
+        shard = divide(remaining, self.replicate, copies, "strategy.replicate", "data rank")
         return Mesh(replicate=self.replicate, shard=shard, **degrees)
 
     def gathers_ends_apart(self, mesh: Mesh, is_own_module: bool) -> bool:
