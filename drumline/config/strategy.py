@@ -121,7 +121,7 @@ class StrategyConfig(Spec):
     package: ClassVar[str | None] = None
     # Whether it is synchronous data parallelism with one process for each rank, if it is used without
     # tp, cp and pp: in each step all ranks run forward and backward on samples of their own, and
-    # then apply the same update.
+    # then apply the same update. Batch norms may share their statistics only then.
     in_step: ClassVar[bool] = False
     # The collective by which ranks exchange weights once in several steps; None if gradients are
     # averaged in each step instead.
