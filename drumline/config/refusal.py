@@ -15,7 +15,8 @@ class Refusal:
     """Why a combination of options is refused.
 
     Attributes:
-        name: The combination as an error line names it: `first × second`.
+        name: The combination as an error line names it: `first × second`. For an option that a
+            strategy has no key for, it is the option (see `no_option`).
         reason: Why it is refused.
         instead: What to use in its place.
         where: Key of the YAML that the error names.
