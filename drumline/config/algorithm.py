@@ -301,11 +301,9 @@ class ReferencedSpec(AlgorithmSpec):
     def reference_of(self, config: Trained) -> ReferenceKind:
         if self.reference != "auto":
             return self.reference
-        return (
-            "adapter"
-            if config.adapter.is_reference_if_disabled and self.reference_model is None
-            else "precomputed"
-        )
+        if config.adapter.is_reference_if_disabled and self.reference_model is None:
+            return "adapter"
+        return "precomputed"
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         if self.reference_of(config) == "adapter":
@@ -437,22 +435,24 @@ class RolloutSpec(ChunkedSpec):
         raise NotImplementedError
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
-        found, other = dict[str, AuxiliaryModel](), self.kl.reference_model
-        if self.kl.coefficient > 0 and (
-            other is not None or not config.adapter.is_reference_if_disabled
-        ):
-            found["reference"] = AuxiliaryModel(
+        models: dict[str, AuxiliaryModel] = {}
+        other = self.kl.reference_model
+        needs_model = other is not None or not config.adapter.is_reference_if_disabled
+        if self.kl.coefficient > 0 and needs_model:
+            models["reference"] = AuxiliaryModel(
                 other or config.model, "algorithm.kl.reference_model"
             )
-        judges = [
-            (index, reward.model)
-            for index, reward in enumerate(self.rewards)
-            if isinstance(reward, ModelReward)
-        ]
-        for number, (index, model) in enumerate(judges, start=1):
-            name = "reward" if number == 1 else f"reward{number}"
-            found[name] = AuxiliaryModel(model, f"algorithm.rewards.{index}.model", "score")
-        return found
+        number = 0
+        for index, reward in enumerate(self.rewards):
+            if not isinstance(reward, ModelReward):
+                continue
+            number += 1
+            name = "reward"
+            if number > 1:
+                name = f"reward{number}"
+            where = f"algorithm.rewards.{index}.model"
+            models[name] = AuxiliaryModel(reward.model, where, "score")
+        return models
 
 
 Algorithm = Annotated[AlgorithmSpec, Registered(AlgorithmSpec)]

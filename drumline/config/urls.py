@@ -52,7 +52,10 @@ def secret_mistake(text: str) -> str | None:
     host = match[2].split("/")[0]
     if "@" not in host and "?" not in match[2]:
         return None
-    return "it holds a user, a password or options: credentials come from the environment and the usual files of s3fs"
+    return (
+        "it holds a user, a password or options: credentials come from the environment and the usual"
+        " files of s3fs, and a glob is written with * instead of ?"
+    )
 
 
 def _checked_url(text: str) -> str:
