@@ -455,4 +455,4 @@ class RolloutSpec(ChunkedSpec):
         return models
 
 
-Algorithm = Annotated[AlgorithmSpec, Registered(AlgorithmSpec)]
+AlgorithmField = Annotated[AlgorithmSpec, Registered(AlgorithmSpec)]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from drumline.config.algorithm import Algorithm, AlgorithmSpec
+from drumline.config.algorithm import AlgorithmField, AlgorithmSpec
 from drumline.config.cluster import CLUSTER_ALONE, ClusterConfig
 from drumline.config.data import DATA_ALONE, DataConfig, Source
 from drumline.config.launcher import Launcher, LauncherSpec
@@ -373,7 +373,7 @@ class Config(Section):
     """The whole YAML."""
 
     model: Model = Field(default_factory=ModelConfig)
-    algorithm: Algorithm = Field(default_factory=lambda: make(AlgorithmSpec, "sft"))
+    algorithm: AlgorithmField = Field(default_factory=lambda: make(AlgorithmSpec, "sft"))
     data: Annotated[DataConfig, DATA_ALONE]
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
