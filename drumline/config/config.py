@@ -398,8 +398,11 @@ class Config(Section):
     @classmethod
     def _best_by(cls, values: Any, info: ValidationInfo) -> Any:
         """Fill in the algorithm's metric for the best checkpoint, unless the config names one."""
-        algorithm = values.get("algorithm") if isinstance(values, dict) else None
-        kind = algorithm.get("kind") if isinstance(algorithm, dict) else algorithm
+        if not isinstance(values, dict):
+            return values
+        kind = values.get("algorithm")
+        if isinstance(kind, dict):
+            kind = kind.get("kind")
         if not isinstance(kind, str):
             return values
         spec = find(AlgorithmSpec, kind, **(info.context or {}))

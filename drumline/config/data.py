@@ -578,7 +578,7 @@ class DataConfig(Section):
 
     @property
     def eval_sets(self) -> dict[str, list[Source]]:
-        """Name → sources of each evaluation set, in order.
+        """The sources of each evaluation set by the name of the set, in the order of `eval`.
 
         The name is empty for sources without one.
         """

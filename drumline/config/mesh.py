@@ -14,10 +14,10 @@ from drumline.errors import PlanError
 from drumline.system.output import plural
 
 Dimension = Literal["pp", "replicate", "shard", "ep", "cp", "tp"]
-# Descriptions of process groups whose collectives have their own limit of seconds.
+# Descriptions (`group_desc`) of process groups whose collectives have a time limit of their own.
 GROUP_OF_SAVES = "saves"
 GROUP_BESIDE_STEPS = "beside steps"
-GROUPS_APART = (GROUP_OF_SAVES, GROUP_BESIDE_STEPS)
+GROUPS_WITH_OWN_LIMIT = (GROUP_OF_SAVES, GROUP_BESIDE_STEPS)
 DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "ep", "cp", "tp")
 
 

@@ -288,7 +288,9 @@ class PipelineConfig(Section):
                 where="strategy.stages_per_rank",
                 fix="use schedule: interleaved, or leave it out",
             )
-        return self.schedule, (self.stages_per_rank or 2) if interleaves else 1
+        if interleaves:
+            return self.schedule, self.stages_per_rank or 2
+        return self.schedule, 1
 
 
 class SequenceParallel(Section):
@@ -427,4 +429,6 @@ class OneDegree(StrategyConfig):
 
     def title(self, data_parallel: str, mesh: Mesh) -> str:
         degree = f"{self.kind} {getattr(mesh, self.dimension)}"
-        return degree if mesh.data_ranks == 1 else f"{data_parallel} × {degree}"
+        if mesh.data_ranks == 1:
+            return degree
+        return f"{data_parallel} × {degree}"
