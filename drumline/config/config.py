@@ -448,13 +448,13 @@ class Config(Section):
         if not self.has_own_module:
             return
         if self.data.holdout:
-            raise ValueError("model.kind python has no data.holdout: give data.eval")
+            raise ValueError(f"model.kind {self.model.kind} has no data.holdout: give data.eval")
         if self.adapter.kind != "none":
-            raise ValueError("model.kind python has no adapter")
+            raise ValueError(f"model.kind {self.model.kind} has no adapter")
         key = self.data.first_filter_key or self.data.first_ordering_key
         if key:
             raise ValueError(
-                f"data.{key} is of rows with columns, and model.kind python takes samples as they are: leave it out"
+                f"data.{key} is of rows with columns, and model.kind {self.model.kind} takes samples as they are: leave it out"
             )
         self._require_unmapped("train", self.data.train)
         self._require_unmapped("eval", self.data.eval)
@@ -485,7 +485,7 @@ class Config(Section):
                 field = type(source).model_fields[key]
                 if getattr(source, key) != field.get_default(call_default_factory=True):
                     raise ValueError(
-                        f"data.{role}[{index}].{key} is for models of text, and model.kind python takes rows as they are:"
+                        f"data.{role}[{index}].{key} is for models of text, and model.kind {self.model.kind} takes rows as they are:"
                         " leave it out"
                     )
 
