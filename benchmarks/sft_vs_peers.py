@@ -171,7 +171,7 @@ def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 def _configuration(options: argparse.Namespace, work: Path) -> Any:
     import yaml
 
-    from drumline.config.load import lay_over, load
+    from drumline.config.load import apply_override, load
 
     rows = options.micro_batch * options.steps
     words = [
@@ -230,7 +230,7 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
         }
     path = work / "bench.yaml"
     for override in options.set:
-        lay_over(config, override)
+        apply_override(config, override)
     path.write_text(yaml.safe_dump(config))
     return load(path, [])
 

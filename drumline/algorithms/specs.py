@@ -132,7 +132,7 @@ class JudgedSpec(ChunkedSpec):
     def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[..., Any]]:
         from drumline.data.collators import judged_collator
 
-        return judged_collator(plan, width, has_mismatched=self.pairs_with_previous)
+        return judged_collator(plan, width, has_mismatched=self.needs_mismatched_pairs)
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
         return random_pair(random_text, length)

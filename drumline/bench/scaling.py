@@ -335,7 +335,7 @@ def _overrides_of_short_run(config: Config, case: BenchCase, samples: int, steps
             micro_batch -= 1
         batch += f", micro_batch: {micro_batch}"
     # Algorithms that sample train several steps on one rollout, and end with a whole one.
-    turn = config.algorithm.steps_in_turn
+    turn = config.algorithm.steps_per_rollout
     turns = math.ceil((WARM_UP_STEPS + steps) / turn)
     return [
         f"batch={{{batch}}}",

@@ -422,7 +422,7 @@ def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
 
     Of a module of the user's own they are the arguments that are named like one.
     """
-    if config.plain:
+    if config.has_own_module:
         section = "options"
         values = config.model.options
     else:

@@ -33,7 +33,7 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import AUTO, OldKey, Sheet, take_waiting, translation_error
-from drumline.config.mistakes import by_word
+from drumline.config.mistakes import split_synonyms
 
 WHAT = "an accelerate config"
 DEVICES = "Drumline runs on GPUs that torch calls cuda (NVIDIA, AMD) and on CPUs"
@@ -258,7 +258,7 @@ def _set_sequence_parallel(sheet: Sheet, old: OldKey) -> None:
 
 
 PREFETCH = {"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0}
-FSDP: dict[str, Rule] = by_word(
+FSDP: dict[str, Rule] = split_synonyms(
     {
         "version sharding_strategy reshard_after_forward mixed_precision": postpone(),
         "cpu_offload offload_params": set_key("strategy.offload", choose_by_flag("cpu", "none")),
@@ -290,7 +290,7 @@ FSDP: dict[str, Rule] = by_word(
     }
 )
 
-PARALLELISM: dict[str, Rule] = by_word(
+PARALLELISM: dict[str, Rule] = split_synonyms(
     {
         "dp_replicate_size": set_key("strategy.replicate", read_integer),
         "dp_shard_size": drop("shards go over all processes that tp, cp and replicate leave"),
@@ -337,7 +337,7 @@ def _set_offload(sheet: Sheet, kind: str, name: str, prefix: str) -> None:
         put_offload(sheet, kind, name, inner["device"], inner)
 
 
-DEEPSPEED: dict[str, Rule] = by_word(
+DEEPSPEED: dict[str, Rule] = split_synonyms(
     {
         "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path": postpone(),
         "deepspeed_config_file": do_nothing,  # read first
@@ -381,7 +381,7 @@ def _set_recomputation(sheet: Sheet, old: OldKey) -> None:
 
 
 NOT_MEGATRON = drop("the model is transformers' own, not Megatron's")
-MEGATRON: dict[str, Rule] = by_word(
+MEGATRON: dict[str, Rule] = split_synonyms(
     {
         "tp_degree": set_key("strategy.tp", read_integer),
         "pp_degree": set_key("strategy.pp", read_integer),
@@ -485,7 +485,7 @@ def _note_mpirun(sheet: Sheet, old: OldKey) -> None:
         sheet.note(old, "under mpirun, start one launcher a machine")
 
 
-TABLE: dict[str, Rule] = by_word(
+TABLE: dict[str, Rule] = split_synonyms(
     {
         "compute_environment": _check_machine,
         "distributed_type num_processes num_machines machine_rank main_process_ip main_process_port": postpone(),

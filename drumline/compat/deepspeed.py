@@ -34,7 +34,7 @@ from drumline.compat.sheet import (
     take_waiting,
     translation_error,
 )
-from drumline.config.mistakes import by_word
+from drumline.config.mistakes import split_synonyms
 from drumline.errors import ConfigError
 from drumline.foreign import expanded, read_text
 from drumline.system.yaml_lines import read_yaml
@@ -239,7 +239,7 @@ def _set_profiler(sheet: Sheet, old: OldKey) -> None:
     sheet.put("strategy.flops_profiler", True, old)
 
 
-OPTIMIZER: dict[str, Rule] = by_word(
+OPTIMIZER: dict[str, Rule] = split_synonyms(
     {
         "lr": set_key("optimizer.lr", read_number),
         "betas": set_key("optimizer.betas"),
@@ -260,7 +260,7 @@ OPTIMIZER: dict[str, Rule] = by_word(
     }
 )
 
-SCHEDULER: dict[str, Rule] = by_word(
+SCHEDULER: dict[str, Rule] = split_synonyms(
     {
         "warmup_min_lr warmup_min_ratio": reject(
             0, 0.0, why="warm-up begins at 0", fix="set it to 0"
@@ -276,7 +276,7 @@ SCHEDULER: dict[str, Rule] = by_word(
 
 EXPORT = "`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"
 ZERO_OPTION = keep_as_option(".zero_optimization")
-ZERO: dict[str, Rule] = by_word(
+ZERO: dict[str, Rule] = split_synonyms(
     {
         "stage": do_nothing,  # read before the others: it decides what they mean
         "offload_optimizer cpu_offload": postpone("offload_optimizer"),
@@ -307,7 +307,7 @@ ZERO: dict[str, Rule] = by_word(
 )
 
 # The keys of the top level that have a meaning here.
-TABLE: dict[str, Rule] = by_word(
+TABLE: dict[str, Rule] = split_synonyms(
     {
         "train_batch_size": set_key("batch.global_samples", read_integer),
         "train_micro_batch_size_per_gpu": set_key("batch.micro_batch", read_integer),
@@ -365,7 +365,7 @@ PLANNED = {
     "scheduler",
 }
 ENGINE_OPTION = keep_as_option()
-ENGINE_ONLY: dict[str, Rule] = by_word(
+ENGINE_ONLY: dict[str, Rule] = split_synonyms(
     {
         "communication_data_type seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor": ENGINE_OPTION,
         "gradient_allreduce_op sparse_gradients disable_allgather aio data_types checkpoint comms_logger": ENGINE_OPTION,

@@ -14,7 +14,7 @@ from typing import Any
 
 from drumline.compat.sheet import OldKey, Sheet
 from drumline.compat.signs import TITLES, has_only_own_keys, launcher_by_signs, tool_by_signs
-from drumline.config.data import is_own
+from drumline.config.data import is_surely_own
 from drumline.config.registry import DISTRIBUTIONS, entry_points, package_of, run_user_code
 from drumline.errors import ConfigError
 
@@ -40,7 +40,7 @@ def recognise(values: Mapping[Any, Any]) -> str | None:
 
     A config with `data.train` in Drumline's form is always its own.
     """
-    if is_own(values) or has_only_own_keys(values):
+    if is_surely_own(values) or has_only_own_keys(values):
         return None
     installed = entry_points(GROUP)
     for tool in installed:

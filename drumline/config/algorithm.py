@@ -4,7 +4,8 @@ This module does not import torch.
 
 A spec is the section `algorithm` of the YAML itself. Its fields are the keys that a user may set;
 its methods and class variables are what data, planner, training and export read. Whatever needs
-torch or the tokenizer is imported inside the method that needs it. `drumline.algorithms.specs` has
+torch or the tokenizer is imported inside the method that needs it. The loss itself is another
+class, an `algorithms.base.Algorithm`, which `build` makes. `drumline.algorithms.specs` has
 bases for text, pairs and prompts: an algorithm of one's own overrides only what differs.
 
 Terms: a *pair* is a chosen and a rejected answer; an *episode* one sampled completion of a prompt
@@ -59,11 +60,11 @@ class AuxiliaryModel:
     lr_ratio: float = 1.0
 
 
-class Switchable(Protocol):
-    """The section of an adapter. `switches` says whether the model can also run without it."""
+class AdapterSection(Protocol):
+    """The section `adapter`, of which an algorithm reads this property alone."""
 
     @property
-    def switches(self) -> bool: ...
+    def is_reference_if_disabled(self) -> bool: ...
 
 
 class Trained(Protocol):
@@ -73,7 +74,7 @@ class Trained(Protocol):
     def model(self) -> ModelConfig: ...
 
     @property
-    def adapter(self) -> Switchable: ...
+    def adapter(self) -> AdapterSection: ...
 
     @property
     def optimizer(self) -> OptimizerConfig: ...
@@ -87,26 +88,30 @@ class AlgorithmSpec(Spec):
     """
 
     group: ClassVar[str] = "algorithms"
-    modules: ClassVar[str] = "drumline.algorithms.{}.spec"
-    thing: ClassVar[str] = "algorithm"
+    module_pattern: ClassVar[str] = "drumline.algorithms.{}.spec"
+    noun: ClassVar[str] = "algorithm"
     yaml_key: ClassVar[str] = "algorithm"
 
     # ---- what `init` and the YAML need to know
     # The columns of a row, as text for people.
     columns: ClassVar[str] = "`messages`, or `prompt` and `completion`, or `text`"
-    rate: ClassVar[float] = 2e-5  # a usual peak learning rate to begin with
-    metrics: ClassVar[tuple[str, ...]] = ("loss",)  # of the eval event, for `eval.metric`
+    # A usual peak learning rate to begin with.
+    rate: ClassVar[float] = 2e-5
+    # The metrics of an evaluation, which `eval.metric` may name.
+    metrics: ClassVar[tuple[str, ...]] = ("loss",)
     # Defaults of `eval.metric` and `eval.mode`, if the metric is not the loss.
     best_by: ClassVar[dict[str, str]] = {}
 
     # ---- rows and samples
-    # Whether it learns from any samples by any module (model.kind python).
-    plain: ClassVar[bool] = False
-    # Whether rows may share a sequence.
+    # Whether it trains torch modules of the user's own, and no Hugging Face models. Then samples
+    # may be of any type.
+    is_for_own_modules: ClassVar[bool] = False
+    # Whether several short rows may be packed into one sequence.
     packs: ClassVar[bool] = False
     # Whether the rows of a sample have a prompt in common.
     shares_prompts: ClassVar[bool] = False
-    # Whether packs are cut from a stream of tokens, so that a row may continue in the next pack.
+    # Whether all rows are joined to a stream of tokens, which is cut into packs of data.max_length.
+    # A row may then continue in the next pack.
     cuts: ClassVar[bool] = False
     # Number of sequences, each of up to data.max_length tokens, that make a sample.
     rows_per_sample: ClassVar[int] = 1
@@ -114,15 +119,16 @@ class AlgorithmSpec(Spec):
     sees_images: ClassVar[bool] = False
     # Whether a row is a prompt with its answer, which a generated answer can be compared with.
     has_answers: ClassVar[bool] = False
-    # Whether the trained model writes text; otherwise it gives numbers.
+    # Whether the trained model can generate text. Otherwise it gives scores or classes.
     writes: ClassVar[bool] = True
+    # What the objective reads of the logits. Memory and communication of the head follow from it.
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"cross_entropy"})
     # The class or function, as module:name, that `build` calls with the spec.
     objective: ClassVar[str] = ""
 
     @property
     def forms(self) -> Forms:
-        """The columns that a row may have, see data.sources."""
+        """The forms that a row may have, each a tuple of columns; `data.sources` reads them."""
         return TEXT_FORMS
 
     @property
@@ -131,22 +137,27 @@ class AlgorithmSpec(Spec):
         return "lm"
 
     @property
-    def pairs_with_previous(self) -> bool:
-        """Whether `collator` also gets, for each sample, the previous sample with another prompt.
+    def needs_mismatched_pairs(self) -> bool:
+        """Whether the loss needs prompts with answers to other prompts, as KTO's KL estimate does.
 
-        It is the nearest earlier one of the global batch, or of the whole evaluation set; before
-        the first sample comes the last one. The meta of a cached sample has its prompt in `prompt`.
+        The collator then also gets, for each sample, the id of the nearest earlier sample with
+        another prompt. In training it is looked for in the global batch, in an evaluation in the
+        whole set, and the last sample counts as earlier than the first. Prompts are compared by the
+        key `prompt` in the metadata of cached samples.
         """
         return False
 
     @property
-    def samples_in_turn(self) -> int:
-        """Number of samples that a global batch has to be a multiple of."""
+    def batch_multiple(self) -> int:
+        """The number of samples of a global batch must be a multiple of this number."""
         return 1
 
     @property
-    def steps_in_turn(self) -> int:
-        """Number of optimizer steps on the same samples, between which a run cannot stop."""
+    def steps_per_rollout(self) -> int:
+        """Number of optimizer steps that learn from one rollout; 1 without rollouts.
+
+        A run saves and stops only between rollouts.
+        """
         return 1
 
     @property
@@ -196,19 +207,20 @@ class AlgorithmSpec(Spec):
         return ()
 
     def measures(self, labels: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of `metrics` that an evaluation has if these are the classes."""
+        """Return the `metrics` that an evaluation computes if samples have the classes `labels`."""
         return self.metrics
 
     def collator(self, plan: Any, width: int | None) -> Callable[[Any], Callable[..., Any]]:
-        """Return a function that makes the collator of a token cache.
+        """Return a function that takes a token cache and returns a collator for its samples.
 
-        A collator takes sample ids (-1 for a filler) and returns a `data.batches.Batch`. If
-        `pairs_with_previous`, its second argument has the ids of the previous samples, -1 if all
-        samples have the same prompt.
+        A collator takes a list of sample ids, -1 for a filler, and returns a `data.batches.Batch`.
+        If `needs_mismatched_pairs`, it also takes a list with the id of the previous sample of
+        another prompt for each of them, -1 if all samples have the same prompt.
 
         Args:
             plan: The plan.
-            width: Number of tokens that all rows are padded to; None for those of the longest row.
+            width: Number of tokens that all rows are padded to; None: the longest row of the batch
+                decides.
         """
         raise NotImplementedError
 
@@ -220,9 +232,15 @@ class AlgorithmSpec(Spec):
         return None
 
     def traced_batch(self, plan: Any, rows: int, length: int, channels: int) -> Any:
-        """Return a micro-batch whose rows have the full length and a loss at every token.
+        """Return the micro-batch with which `planner.trace` traces a step, to count its memory.
 
-        `channels` is the number of channels of images.
+        It is the largest there may be: its rows have the full length, and a loss at every token.
+
+        Args:
+            plan: The plan.
+            rows: Number of rows.
+            length: Tokens of each row.
+            channels: Channels of an image.
         """
         raise NotImplementedError
 
@@ -233,14 +251,18 @@ class AlgorithmSpec(Spec):
 
     @property
     def extra_forwards(self) -> int:
-        """Number of the policy's forward passes before that of the loss (`Algorithm.first_pass`)."""
+        """Number of forward passes of the policy over a batch before the one of the loss.
+
+        It is 1 if the objective has a `first_pass` (see `algorithms.base.Algorithm`).
+        """
         return 0
 
     @property
     def reference_forwards(self) -> int:
         """Number of forward passes of the reference over a batch in a step.
 
-        It is 2 if `Algorithm.first_pass` needs other rows than the loss.
+        It is 2 if the objective's `first_pass` (see `algorithms.base.Algorithm`) needs other rows
+        than the loss.
         """
         return 1
 
@@ -279,9 +301,9 @@ class ReferencedSpec(AlgorithmSpec):
     def reference_of(self, config: Trained) -> ReferenceKind:
         if self.reference != "auto":
             return self.reference
-        return (
-            "adapter" if config.adapter.switches and self.reference_model is None else "precomputed"
-        )
+        if config.adapter.is_reference_if_disabled and self.reference_model is None:
+            return "adapter"
+        return "precomputed"
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         if self.reference_of(config) == "adapter":
@@ -373,54 +395,64 @@ class RolloutSpec(ChunkedSpec):
         return self.generator.max_new_tokens
 
     @property
-    def samples_in_turn(self) -> int:
-        """Number of samples that a global batch is a multiple of, for whole groups in a rollout."""
+    def batch_multiple(self) -> int:
+        """The number of samples of a global batch must be a multiple of this number.
+
+        A rollout, which has `minibatches` global batches, then holds whole groups.
+        """
         return self.group_size // math.gcd(self.group_size, self.minibatches)
 
     @property
-    def steps_in_turn(self) -> int:
+    def steps_per_rollout(self) -> int:
         return self.epochs * self.minibatches
 
     @property
     def on_policy(self) -> bool:
-        """Whether the weights are the same in a rollout and in the step that learns from it.
+        """Whether the weights that sample a rollout are those of the step that learns from it.
 
-        Then the rollout's log-probabilities are those of the step's own forward pass.
+        Then the rollout's log-probabilities are those of the step's own forward pass. They are not
+        if several steps learn from a rollout, or if it was sampled ahead.
         """
-        return self.steps_in_turn == 1
+        return self.steps_per_rollout == 1 and self.lookahead == 0
 
     @property
     def rounds(self) -> int:
-        """How often a rollout may sample, until it has as many groups to learn from as it wants."""
+        """Most times that a rollout samples, until it has enough groups to learn from."""
         return 1
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        """Return `data.batches.Episodes` with advantages and the weights of tokens.
+        """Return the episodes with advantages and with the weight of each token in the loss.
 
-        They also have returns if a value model is trained.
+        They also get returns if a value model is trained. N is the number of episodes, and M the
+        number of tokens of the longest completion.
 
         Args:
-            episodes: The episodes.
+            episodes: The `data.batches.Episodes` of a rollout.
             rewards_N: fp32, NaN for an episode without a reward, from which nothing is learned.
-            cost_NM: fp32, the divergence of each token times its weight.
+            cost_NM: fp32, the cost of the divergence from the reference at each token: the KL
+                estimate times the coefficient.
         """
         raise NotImplementedError
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
-        found, other = dict[str, AuxiliaryModel](), self.kl.reference_model
-        if self.kl.coefficient > 0 and (other is not None or not config.adapter.switches):
-            found["reference"] = AuxiliaryModel(
+        models: dict[str, AuxiliaryModel] = {}
+        other = self.kl.reference_model
+        needs_model = other is not None or not config.adapter.is_reference_if_disabled
+        if self.kl.coefficient > 0 and needs_model:
+            models["reference"] = AuxiliaryModel(
                 other or config.model, "algorithm.kl.reference_model"
             )
-        judges = [
-            (index, reward.model)
-            for index, reward in enumerate(self.rewards)
-            if isinstance(reward, ModelReward)
-        ]
-        for number, (index, model) in enumerate(judges, start=1):
-            name = "reward" if number == 1 else f"reward{number}"
-            found[name] = AuxiliaryModel(model, f"algorithm.rewards.{index}.model", "score")
-        return found
+        number = 0
+        for index, reward in enumerate(self.rewards):
+            if not isinstance(reward, ModelReward):
+                continue
+            number += 1
+            name = "reward"
+            if number > 1:
+                name = f"reward{number}"
+            where = f"algorithm.rewards.{index}.model"
+            models[name] = AuxiliaryModel(reward.model, where, "score")
+        return models
 
 
-Algorithm = Annotated[AlgorithmSpec, Registered(AlgorithmSpec)]
+AlgorithmField = Annotated[AlgorithmSpec, Registered(AlgorithmSpec)]

@@ -195,7 +195,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> ClusterConfig:
-        """Refuse hosts that do not exist, and a network without an end."""
+        """Refuse more devices than a host holds, pods without a size, and a link of other devices."""
         if self.oversubscription > 1 and self.pod is None:
             raise ValueError("oversubscription counts between pods — set pod, the hosts of one")
         spec = self.spec()

@@ -11,17 +11,21 @@ from drumline.config.load import schema
 def keys(incomplete: str) -> list[str]:
     """Return the dotted keys that begin with `incomplete`.
 
-    A single key comes with `=` and again with its default, so that the shell adds no space.
+    A single key comes with `=` and, if it has a default, again with that. The shell then adds no
+    space.
     """
     whole = schema()
-    defaults = {}
-    for key, default in _leaves(whole, whole["$defs"], ()):
+    leaves = {}
+    for key, leaf in _leaves(whole, whole["$defs"], ()):
         if key.startswith(incomplete):
-            defaults[key] = default
-    if len(defaults) != 1:
-        return sorted(defaults)
-    ((key, default),) = defaults.items()
-    return [f"{key}=", f"{key}={_as_yaml(default)}"]
+            leaves[key] = leaf
+    if len(leaves) != 1:
+        return sorted(leaves)
+    ((key, leaf),) = leaves.items()
+    words = [f"{key}="]
+    if "default" in leaf:
+        words.append(f"{key}={_as_yaml(leaf['default'])}")
+    return words
 
 
 def _as_yaml(value: Any) -> str:
@@ -34,23 +38,29 @@ def _as_yaml(value: Any) -> str:
 
 
 def _leaves(
-    node: dict[str, Any], sections: dict[str, Any], place: tuple[str, ...]
-) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the default of each leaf below a node of the schema.
+    node: dict[str, Any], definitions: dict[str, Any], place: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dotted key and the schema of each key below a node that is no section itself.
 
-    `sections`: the schema's definitions. A node that is a union yields the leaves of all members.
+    Args:
+        node: A node of the schema. If it is a union, the keys of all its members are yielded.
+        definitions: The schema's `$defs`, by name.
+        place: The keys that lead to the node.
     """
     for member in (node, *node.get("anyOf", ()), *node.get("oneOf", ())):
-        inside = member
+        resolved = member
         if "$ref" in member:
             name = member["$ref"].rpartition("/")[2]
-            inside = sections[name]
-        if inside is not node and ("anyOf" in inside or "oneOf" in inside):
-            yield from _leaves(inside, sections, place)
-        for name, value in inside.get("properties", {}).items():
+            resolved = definitions[name]
+        # A member, or the definition it refers to, may be a union again. The node's own members
+        # are already gone through.
+        is_inner_union = resolved is not node and ("anyOf" in resolved or "oneOf" in resolved)
+        if is_inner_union:
+            yield from _leaves(resolved, definitions, place)
+        for name, value in resolved.get("properties", {}).items():
             path = (*place, name)
-            below = list(_leaves(value, sections, path))
+            below = list(_leaves(value, definitions, path))
             if below:
                 yield from below
             else:
-                yield ".".join(path), value.get("default")
+                yield ".".join(path), value

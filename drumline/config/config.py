@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from drumline.config.algorithm import Algorithm, AlgorithmSpec
+from drumline.config.algorithm import AlgorithmField, AlgorithmSpec
 from drumline.config.cluster import CLUSTER_ALONE, ClusterConfig
 from drumline.config.data import DATA_ALONE, DataConfig, Source
 from drumline.config.launcher import Launcher, LauncherSpec
@@ -41,10 +41,11 @@ class NoAdapter(Section):
     kind: Literal["none"] = "none"
 
     @property
-    def switches(self) -> bool:
-        """Whether the model without the adapter is the one that training starts from.
+    def is_reference_if_disabled(self) -> bool:
+        """Whether disabling the adapter gives the model that training starts from, as in TRL.
 
-        A reference model then costs nothing.
+        The reference model is then this model with its adapter disabled, and takes no memory of its
+        own. Without an adapter nothing can be disabled.
         """
         return False
 
@@ -110,7 +111,7 @@ class LoRAConfig(LoRAFactors):
         return self
 
     @property
-    def switches(self) -> bool:
+    def is_reference_if_disabled(self) -> bool:
         return self.init == "zero" and not self.modules_to_save
 
 
@@ -118,9 +119,11 @@ Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), KIND_AL
 
 
 class BatchConfig(Section):
-    """The sizes of a batch: global_samples = micro_batch × accumulation × data ranks.
+    """The sizes of a batch.
 
-    Set the left side or the right side. All keys that are set must agree.
+    global_samples = micro_batch × accumulation × data ranks, and global_tokens = global_samples ×
+    data.max_length. Set the global batch, or the keys of each rank, or both. `plan.batch` fills in
+    the others, and refuses keys that do not agree.
     """
 
     global_samples: Count | None = Field(
@@ -175,8 +178,8 @@ class ScheduleConfig(Section):
         Warm-up rises linearly, from 0 or from one step above it, and reaches the peak at step
         `warmup`. Then the rate is constant; or falls linearly to `min_ratio`; or as a cosine to
         `min_ratio` (Loshchilov & Hutter 2017, one half period); or is constant and falls linearly
-        to `min_ratio` over the last `decay_ratio` of all steps (wsd, Hu et al. 2024). The last step
-        still trains: it gets the rate just above the end of the course.
+        to `min_ratio` over the last `decay_ratio` of all steps (wsd, Hu et al. 2024). The schedule
+        would reach `min_ratio` one step after the last, so the last step still trains.
         """
         if step < warmup:
             if self.warmup_from_zero:
@@ -251,15 +254,15 @@ class MemoryConfig(Section):
     )
 
 
-def _open(enabled: Any) -> Any:
-    """Return null for `auto`, which leaves it to the planner."""
+def _none_for_auto(enabled: Any) -> Any:
+    """Return None for `auto`, so that the planner decides. Another value is returned as it is."""
     if enabled == "auto":
         return None
     return enabled
 
 
 class CompileConfig(Section):
-    enabled: Annotated[bool | None, Short(_open, {"const": "auto"})] = Field(
+    enabled: Annotated[bool | None, Short(_none_for_auto, {"const": "auto"})] = Field(
         None,
         description="torch.compile each block. auto, the same as null: on GPUs where the planner expects the run to save more seconds than"
         " compiling takes; not on a CPU.",
@@ -347,15 +350,22 @@ class CheckpointConfig(Section):
         return 2
 
     @property
-    def steps(self) -> int | None:
-        """`every` of a plan, in which auto and epochs are resolved to a number; None if not set."""
+    def every_steps(self) -> int | None:
+        """Number of steps between two checkpoints; None if `every` is not set.
+
+        It is None also before planning if `every` is auto or in epochs. A plan has resolved both to
+        steps.
+        """
         if isinstance(self.every, int):
             return self.every
         return None
 
     @property
-    def apart(self) -> bool:
-        """Whether hosts may have separate run folders, because checkpoints have a copy elsewhere."""
+    def allows_separate_folders(self) -> bool:
+        """Whether each host may have a run folder of its own, and no disk is shared.
+
+        It may if checkpoints are copied to a URL or to the disks of other hosts.
+        """
         return self.url is not None or self.replicas > 0
 
 
@@ -363,7 +373,7 @@ class Config(Section):
     """The whole YAML."""
 
     model: Model = Field(default_factory=ModelConfig)
-    algorithm: Algorithm = Field(default_factory=lambda: make(AlgorithmSpec, "sft"))
+    algorithm: AlgorithmField = Field(default_factory=lambda: make(AlgorithmSpec, "sft"))
     data: Annotated[DataConfig, DATA_ALONE]
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -388,8 +398,11 @@ class Config(Section):
     @classmethod
     def _best_by(cls, values: Any, info: ValidationInfo) -> Any:
         """Fill in the algorithm's metric for the best checkpoint, unless the config names one."""
-        algorithm = values.get("algorithm") if isinstance(values, dict) else None
-        kind = algorithm.get("kind") if isinstance(algorithm, dict) else algorithm
+        if not isinstance(values, dict):
+            return values
+        kind = values.get("algorithm")
+        if isinstance(kind, dict):
+            kind = kind.get("kind")
         if not isinstance(kind, str):
             return values
         spec = find(AlgorithmSpec, kind, **(info.context or {}))
@@ -402,35 +415,46 @@ class Config(Section):
         return {**values, "eval": {**spec.best_by, **given}}
 
     @model_validator(mode="after")
-    def _plain_together(self) -> Config:
+    def _sections_agree(self) -> Config:
         """Raise ValueError for sections that contradict each other."""
-        self._check_plain()
-        if self.algorithm.rollout is not None and self.data.ordered:
+        self._check_own_module()
+        ordering_key = self.data.first_ordering_key
+        if self.algorithm.rollout is not None and ordering_key:
+            fix = "use its weights"
+            if ordering_key == "stream":
+                fix = "leave it out"
             raise ValueError(
-                f"data.{self.data.ordered} orders samples, and prompts are dealt by algorithm.curriculum: use its weights"
+                f"data.{ordering_key} orders samples, and prompts are dealt by algorithm.curriculum: {fix}"
             )
         if self.data.stream:
             self._check_stream()
         return self
 
-    def _check_plain(self) -> None:
+    def _check_own_module(self) -> None:
         """Raise ValueError for what does not go with a module of the user's own."""
-        if self.algorithm.plain != self.plain:
-            one, other = ("model", "algorithm") if self.plain else ("algorithm", "model")
+        if self.algorithm.is_for_own_modules != self.has_own_module:
+            model = f"model.kind {self.model.kind}"
+            algorithm = f"algorithm.kind {self.algorithm.kind}"
+            if self.has_own_module:
+                what = f"{model} makes a module of your own, and {algorithm} is for Hugging Face models"
+            else:
+                what = (
+                    f"{algorithm} is for modules of your own, and {model} is a Hugging Face model"
+                )
             raise ValueError(
-                f"{one}.kind is python, and {other}.kind is not: a module of your own needs an objective of your own, and the other way"
-                " round. For a Hugging Face model derive the objective from drumline.config.algorithm.AlgorithmSpec: algorithm mine.py:Name"
+                f"{what}: a module of your own needs an objective of your own, and the other way round. For a Hugging Face model derive"
+                " the objective from drumline.config.algorithm.AlgorithmSpec: algorithm mine.py:Name"
             )
-        if not self.plain:
+        if not self.has_own_module:
             return
         if self.data.holdout:
-            raise ValueError("model.kind python has no data.holdout: give data.eval")
+            raise ValueError(f"model.kind {self.model.kind} has no data.holdout: give data.eval")
         if self.adapter.kind != "none":
-            raise ValueError("model.kind python has no adapter")
-        key = self.data.chosen or self.data.ordered
+            raise ValueError(f"model.kind {self.model.kind} has no adapter")
+        key = self.data.first_filter_key or self.data.first_ordering_key
         if key:
             raise ValueError(
-                f"data.{key} is of rows with columns, and model.kind python takes samples as they are: leave it out"
+                f"data.{key} is of rows with columns, and model.kind {self.model.kind} takes samples as they are: leave it out"
             )
         self._require_unmapped("train", self.data.train)
         self._require_unmapped("eval", self.data.eval)
@@ -461,15 +485,15 @@ class Config(Section):
                 field = type(source).model_fields[key]
                 if getattr(source, key) != field.get_default(call_default_factory=True):
                     raise ValueError(
-                        f"data.{role}[{index}].{key} is for models of text, and model.kind python takes rows as they are:"
+                        f"data.{role}[{index}].{key} is for models of text, and model.kind {self.model.kind} takes rows as they are:"
                         " leave it out"
                     )
 
     @property
-    def plain(self) -> bool:
-        """Whether a module of the user's own is trained, on samples as they are.
+    def has_own_module(self) -> bool:
+        """Whether a torch module of the user's own is trained, and no Hugging Face model.
 
-        There are no tokens then, and no files of a model.
+        Its samples are used as they are: there is no tokenizer, and there are no model files.
         """
         return self.model.builder is not None
 

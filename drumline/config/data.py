@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from drumline.config.mixing import CurriculumKey, DecontaminateKey, DuplicatesKey, Mixed, StreamKey
-from drumline.config.registry import Registered, Spec, find_object, run_user_code
+from drumline.config.registry import Registered, Spec, find_object, nearest, run_user_code
 from drumline.config.section import MOST_SEED, Amount, Part, PathText, Section, Short, Steps
 from drumline.config.urls import is_url, secret_mistake
 from drumline.errors import ConfigError
@@ -84,11 +84,11 @@ class SourceSpec(Spec, Mixed):
     """A kind of data source. One of your own overrides `rows`, and adds keys of its own."""
 
     group: ClassVar[str] = "sources"
-    thing: ClassVar[str] = "data source"
+    noun: ClassVar[str] = "data source"
     yaml_key: ClassVar[str] = "data.train"
-    module: ClassVar[str] = "drumline.config.data"
-    short: ClassVar[bool] = False
-    texts: ClassVar[bool] = True
+    extra_module: ClassVar[str] = "drumline.config.data"
+    allows_kind_alone: ClassVar[bool] = False
+    allows_any_text: ClassVar[bool] = True
 
     @classmethod
     def kind_key(cls, field: str | None = None) -> str:
@@ -99,11 +99,11 @@ class SourceSpec(Spec, Mixed):
 
     @classmethod
     def long(cls, value: Any, base_dir: Path | None) -> Any:
-        """Return a source in full; another value is returned as it is.
+        """Return the section that a short form of a source stands for.
 
         A text is a file, folder, glob or URL; OWNER/NAME of the hub if no such path exists; or
         hub:OWNER/NAME, modelscope:OWNER/NAME, tasks:NAME,NAME, digits. In a section without kind,
-        `path` is such a text.
+        `path` is such a text. Any other value is returned as it is, for the schema to refuse.
         """
         if isinstance(value, str):
             return _source_of_text(value, base_dir)
@@ -114,7 +114,9 @@ class SourceSpec(Spec, Mixed):
                 return {**value, "kind": kind}
         path = value.get("path")
         if isinstance(path, str):
-            return {**value, **_source_of_text(path, base_dir)}
+            # The text may stand for a source that has no path, such as a dataset of the hub.
+            other_keys = {key: inner for key, inner in value.items() if key != "path"}
+            return {**other_keys, **_source_of_text(path, base_dir)}
         if path:
             return {**value, "kind": "file"}
         return {**value}
@@ -158,10 +160,16 @@ class SourceSpec(Spec, Mixed):
         return self.kind
 
     def rows(self, base_dir: Path) -> Iterator[Any]:
-        """Yield rows as dictionaries of columns, always in the same order. Raises DataError.
+        """Yield rows as dictionaries of columns, always in the same order.
 
-        Paths are relative to the YAML's folder, `base_dir`. Rows of the built-in kinds are read by
-        `data.sources`, which a kind of your own does not need.
+        A kind of your own overrides this. The rows of the built-in kinds are read by `data.sources`,
+        except those of kind python.
+
+        Args:
+            base_dir: The YAML's folder, which paths are relative to.
+
+        Raises:
+            DataError: The rows cannot be read.
         """
         raise ConfigError(
             f"{type(self).__name__} gives no rows",
@@ -170,17 +178,22 @@ class SourceSpec(Spec, Mixed):
         )
 
     @property
-    def is_built_in(self) -> bool:
-        """Whether `data.sources` reads the rows; other kinds have a method `rows` of their own."""
+    def is_read_by_sources(self) -> bool:
+        """Whether `data.sources` reads the rows.
+
+        Otherwise the kind overrides `rows`, as kind python and those of a user's own do.
+        """
         return type(self).rows is SourceSpec.rows
 
     def content(self, base_dir: Path) -> str:
-        """Return a text that identifies these rows for the token cache.
+        """Return a text that identifies the rows for the token cache, for a kind with `rows`.
 
-        By default it is a hash of all rows that may be read. With a condition `limit` counts the
-        rows that meet it, so all rows may be read.
+        By default it is a hash of all rows that may be read: at most `limit`, or all if there is a
+        condition `where`, since `limit` then counts only rows that meet it.
         """
-        most = None if self.where else self.limit
+        most = self.limit
+        if self.where:
+            most = None
         digest = hashlib.sha256()
         for row in islice(self.rows(base_dir), most):
             digest.update(json.dumps(row, sort_keys=True, default=content_of).encode())
@@ -400,11 +413,9 @@ DATA_ALONE = Short(
 def _sources_of_sets(value: Any, base_dir: Path | None = None) -> Any:
     """Return the sources of `data.eval` as one list.
 
-    Of {NAME: sources} each source gets the name of its evaluation set. A section that is itself one
-    source has one of a source's keys.
+    Of {NAME: sources} each source gets the name of its evaluation set.
     """
-    is_one_source = isinstance(value, Mapping) and value.keys() & {"kind", "path", *KIND_OF_KEY}
-    if not isinstance(value, Mapping) or is_one_source:
+    if not isinstance(value, Mapping) or _is_one_source(value):
         return _as_list(value)
     named_sources = list[Any]()
     for name, sources in value.items():
@@ -421,13 +432,32 @@ def _sources_of_sets(value: Any, base_dir: Path | None = None) -> Any:
     return named_sources
 
 
+def _is_one_source(section: Mapping[Any, Any]) -> bool:
+    """Return whether `data.eval` is the section of one source, and not {NAME: sources}.
+
+    A source has a kind, a path, or a key that only one kind has. An evaluation set may have the
+    name of such a key, as in {id: id.jsonl, ood: ood.jsonl}. Then the names of other sets beside it
+    are not keys of a source, not even misspelt ones.
+    """
+    if "kind" in section or "path" in section:
+        return True
+    if not section.keys() & KIND_OF_KEY.keys():
+        return False
+    known = {*HubSource.model_fields, *SqlSource.model_fields, *TasksSource.model_fields}
+    return all(nearest(str(key), known) is not None for key in section)
+
+
 SETS = Short(_sources_of_sets, {"type": ["string", "object"]})
 # Metrics have these before a slash, so no evaluation set may.
 RESERVED = ("reward", "tasks")
 
 
-def is_own(values: Mapping[Any, Any]) -> bool:
-    """Return whether a YAML is Drumline's own, and not another tool's, by its `data.train`."""
+def is_surely_own(values: Mapping[Any, Any]) -> bool:
+    """Return whether a YAML is Drumline's own for sure: `data.train` has a source in full.
+
+    False means that `data.train` does not tell: it may be another tool's, or a short form such as
+    `data: rows.jsonl`.
+    """
     data = values.get("data")
     train = data.get("train") if isinstance(data, dict) else None
     if not isinstance(train, list):
@@ -548,7 +578,7 @@ class DataConfig(Section):
 
     @property
     def eval_sets(self) -> dict[str, list[Source]]:
-        """Name → sources of each evaluation set, in order.
+        """The sources of each evaluation set by the name of the set, in the order of `eval`.
 
         The name is empty for sources without one.
         """
@@ -559,17 +589,20 @@ class DataConfig(Section):
 
     @property
     def mixed(self) -> bool:
-        """Whether an epoch has another number of samples of some source than the source has.
+        """Whether keys set how many samples an epoch has of each source.
 
-        Then no pack holds rows of two sources.
+        Otherwise an epoch has each sample once. In a mix no pack holds rows of two sources.
         """
         if self.stream is not None:
             return False
         return self.temperature is not None or any(source.mixes for source in self.train)
 
     @property
-    def ordered(self) -> str:
-        """The first key that determines which samples come when; empty if none is set."""
+    def first_ordering_key(self) -> str:
+        """The first key that is set of those that mix or order the samples of an epoch.
+
+        It is written without `data.`, and empty if none is set.
+        """
         for key in ("temperature", "curriculum", "stream"):
             if getattr(self, key) is not None:
                 return key
@@ -580,8 +613,11 @@ class DataConfig(Section):
         return ""
 
     @property
-    def chosen(self) -> str:
-        """The first key that leaves rows out; empty if none is set."""
+    def first_filter_key(self) -> str:
+        """The first key that is set of those that leave rows out by what they hold.
+
+        It is written without `data.`, and empty if none is set.
+        """
         for key in ("where", "duplicates", "decontaminate"):
             if getattr(self, key) is not None:
                 return key

@@ -22,7 +22,9 @@ from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Machine
 from drumline.system.network import LONG_SECONDS, START_SECONDS, STEP_SECONDS
 
-# As system.process.run_module: module, stdin, seconds.
+# Runs a Python module on a host, as `system.process.run_module` does on this one. Arguments: the name
+# of the module, its standard input, and the limit in seconds. Result: the exit code (None if time
+# ran out), the standard output and the standard error.
 RunModule = Callable[[str, str, float], tuple[int | None, str, str]]
 
 
@@ -87,13 +89,15 @@ class LauncherSpec(Spec):
     """
 
     group: ClassVar[str] = "launchers"
-    modules: ClassVar[str] = "drumline.launch.{}.spec"
-    thing: ClassVar[str] = "launcher"
+    module_pattern: ClassVar[str] = "drumline.launch.{}.spec"
+    noun: ClassVar[str] = "launcher"
     yaml_key: ClassVar[str] = "launch"
-    module: ClassVar[str] = "drumline.launch.spec"
+    extra_module: ClassVar[str] = "drumline.launch.spec"
     default: ClassVar[str] = "local"
-    # Whether the program that starts the ranks on other hosts holds the lease of the run folder.
-    elsewhere: ClassVar[bool] = False
+    # Whether the lease of the run folder is held on another host, by the program that starts the
+    # ranks there, and not by this process. Only one process at a time holds the lease of a run
+    # folder and may write to it (`launch.lease`).
+    is_lease_remote: ClassVar[bool] = False
     # Whether hosts may come and go, so that `nodes` may be {min, max}.
     elastic: ClassVar[bool] = False
 
@@ -239,10 +243,11 @@ class LauncherSpec(Spec):
             EnvironmentFault: They could not.
         """
 
-    def compare(self, plan: Any, early: Any) -> None:
-        """Check that all hosts have what the plan needs.
+    def check_hosts(self, plan: Any, early: Any) -> None:
+        """Check that all hosts have what the plan needs, such as the same files of the model.
 
-        This is called while the lease of the run folder is held and nothing else is in the folder.
+        This is called when this process holds the lease of the run folder and has not yet written
+        anything else into it, so that a failed check leaves no run behind.
 
         Args:
             plan: The Plan.

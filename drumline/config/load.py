@@ -1,5 +1,10 @@
 """Load a Config from YAML and overrides, and compare the configs of two runs.
 
+`load` takes a file, `load_values` a dictionary, and `load_text` the text of a YAML. Each of them
+makes a `Draft` of the values (`make_draft`), lays the overrides over it and checks the whole
+(`validate_draft`). `drumline train` and the other commands call `load`; the functions of Python call
+`reader`, which chooses between `load` and `load_values`.
+
 Each mistake is one line that names the place and a fix. This module does not import torch.
 """
 
@@ -15,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
 from drumline.config.config import Config
-from drumline.config.data import in_full, is_own
+from drumline.config.data import in_full, is_surely_own
 from drumline.config.mistakes import (
     check_numbers,
     first_mistake,
@@ -61,9 +66,9 @@ class Loaded:
     Paths of data files are relative to `base_dir`, and run.dir is relative to the current folder.
 
     Attributes:
-        old: Whether the config is another tool's, or has the strategy of another tool's launcher.
-        notes: For an old config, what became of its keys.
-        resume: For an old config, what it resumes from.
+        is_translated: Whether keys were translated from the config of another tool or launcher.
+        notes: For a translated config, what became of its keys.
+        resume: For a translated config, what it resumes from.
     """
 
     config: Config
@@ -71,7 +76,7 @@ class Loaded:
     base_dir: Path
     notes: tuple[str, ...] = ()
     resume: Resume | None = None
-    old: bool = False
+    is_translated: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,14 +99,15 @@ class Request:
 
 
 def load(
-    path: Path, overrides: list[str], over: Sheet | None = None, trusted: bool = True
+    path: Path, overrides: list[str], launcher_defaults: Sheet | None = None, trusted: bool = True
 ) -> Loaded:
     """Load the config of a YAML file, which may be another tool's (see `compat`).
 
     Args:
         path: The file.
         overrides: Overrides such as `optimizer.lr=1e-4`, which come last.
-        over: Strategy of a launcher, for keys that the file leaves open.
+        launcher_defaults: Keys from the config of a launcher, such as accelerate's or DeepSpeed's,
+            for what the file leaves open.
         trusted: Whether the file may allow a model's own code (trust_remote_code). In a file that
             may be a stranger's, only an override can.
 
@@ -109,8 +115,8 @@ def load(
         ConfigError: The file cannot be read, or has a mistake.
     """
     base = _base_of(path)
-    draft = drafted(read_text(path), str(path), base, over)
-    return _loaded(draft, path, base, overrides, trusted, over is not None)
+    draft = make_draft(read_text(path), str(path), base, launcher_defaults)
+    return _load_draft(draft, path, base, overrides, trusted, launcher_defaults is not None)
 
 
 def _base_of(path: Path) -> Path:
@@ -129,7 +135,10 @@ def _base_of(path: Path) -> Path:
 
 
 def load_values(
-    values: Mapping[str, Any], overrides: list[str], over: Sheet | None = None, trusted: bool = True
+    values: Mapping[str, Any],
+    overrides: list[str],
+    launcher_defaults: Sheet | None = None,
+    trusted: bool = True,
 ) -> Loaded:
     """Load a config from a dictionary, otherwise as `load` does.
 
@@ -142,10 +151,12 @@ def load_values(
         raise ConfigError(
             f"cannot be written as YAML: {first_line(error)}", where="config", fix=fix
         ) from None
-    draft = drafted(text, "config", Path(), over)
+    draft = make_draft(text, "config", Path(), launcher_defaults)
     # The lines are those of `text`, which the user never sees.
     draft = replace(draft, lines={})
-    return _loaded(draft, _script_name(), Path(), overrides, trusted, over is not None)
+    return _load_draft(
+        draft, _script_name(), Path(), overrides, trusted, launcher_defaults is not None
+    )
 
 
 def _script_name() -> Path:
@@ -185,18 +196,24 @@ def overrides_of(given: Overrides | None) -> list[str]:
     return overrides
 
 
-def _loaded(
-    draft: Draft, path: Path, base: Path, overrides: list[str], trusted: bool, laid_over: bool
+def _load_draft(
+    draft: Draft,
+    path: Path,
+    base: Path,
+    overrides: list[str],
+    trusted: bool,
+    has_launcher_defaults: bool,
 ) -> Loaded:
     """Return the checked config of a draft, with paths that do not depend on where the YAML is."""
-    config = validated(draft, overrides, trusted, base)
+    config = validate_draft(draft, overrides, trusted, base)
     update: dict[str, Any] = {"strategy": config.strategy.with_files(base)}
     for name, key in (("model", "chat_template"), ("cluster", "calibration")):
         section = getattr(config, name)
         file = getattr(section, key, None)
         if file is None or file in TEMPLATES:
             continue
-        # Ranks read the file's path from the plan, and no longer know where the YAML was.
+        # Whoever reads these two files gets their paths alone. Other paths of the config are
+        # resolved against the `base_dir` of the plan.
         absolute = (base / expanded(file)).absolute()
         update[name] = section.model_copy(update={key: str(absolute)})
     return Loaded(
@@ -205,19 +222,28 @@ def _loaded(
         base,
         notes=tuple(draft.notes),
         resume=draft.resume,
-        old=draft.old or laid_over,
+        is_translated=draft.is_translated or has_launcher_defaults,
     )
 
 
 def load_text(text: str, overrides: list[str], name: str = "config") -> Config:
-    """Return the config of a YAML text, which error lines call `name`. Raises ConfigError."""
-    return validated(drafted(text, name, Path(), None), overrides)
+    """Return the Config of a YAML text, which error lines call `name`. Raises ConfigError.
+
+    Unlike in what `load_lines` returns, its paths are as they stand in the text.
+    """
+    return validate_draft(make_draft(text, name, Path(), None), overrides)
 
 
 def load_lines(text: str, overrides: list[str], name: str) -> Loaded:
-    """Load a config from a YAML text, whose paths are relative to the current folder."""
-    draft = drafted(text, name, Path(), None)
-    return _loaded(draft, Path(name), Path(), overrides, trusted=True, laid_over=False)
+    """Load a config from a YAML text, otherwise as `load` does.
+
+    Paths in it are relative to the current folder, and error lines call it `name`. Raises
+    ConfigError.
+    """
+    draft = make_draft(text, name, Path(), None)
+    return _load_draft(
+        draft, Path(name), Path(), overrides, trusted=True, has_launcher_defaults=False
+    )
 
 
 def read_text(path: Path) -> str:
@@ -258,7 +284,9 @@ class Draft:
         lines: Line in the file of each value.
         set_at: Origin of values that come from another tool's keys.
         overrides: The overrides, by the value that they set.
-        old: Whether the values come from another tool's file.
+        notes: For another tool's file, what became of its keys.
+        resume: For another tool's file, what it resumes from.
+        is_translated: Whether the values were translated from another tool's file.
     """
 
     name: str
@@ -268,7 +296,7 @@ class Draft:
     overrides: dict[Place, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     resume: Resume | None = None
-    old: bool = False
+    is_translated: bool = False
 
     def where(self, place: Place) -> str:
         """Return the override or the line that a value came from, with the value's dotted key.
@@ -295,22 +323,25 @@ class Draft:
         return self.name
 
 
-def drafted(
+def make_draft(
     text: str,
     name: str,
     base: Path,
-    over: Sheet | None = None,
+    launcher_defaults: Sheet | None = None,
     folder: Path | None = None,
     lenient: bool = False,
 ) -> Draft:
-    """Return the values of a config, which is Drumline's own or another tool's.
+    """Return the draft of a config, which is Drumline's own or another tool's.
+
+    Its values are not checked yet: `validate_draft` does that.
 
     Args:
         text: Text of the config.
         name: Name of the file in error lines.
         base: Folder of the config.
-        over: Strategy of a launcher, for keys that the config leaves open.
-        folder: Folder of the new config if the old one is another tool's; None for `base`.
+        launcher_defaults: Keys from the config of a launcher, such as accelerate's or DeepSpeed's,
+            for what the config leaves open.
+        folder: Folder of the translated config if the config is another tool's; None for `base`.
         lenient: Whether a key of another tool that Drumline lacks gets a note and no error.
 
     Raises:
@@ -318,28 +349,28 @@ def drafted(
     """
     values, lines = _read_values(text, name)
     draft = Draft(name, values, lines)
-    if not is_own(values):
+    if not is_surely_own(values):
         from drumline.compat import translate
 
-        new = translate(values, lines, name, base, folder or base, lenient)
-        if new is not None:
+        translated = translate(values, lines, name, base, folder or base, lenient)
+        if translated is not None:
             draft = Draft(
                 name,
-                new.values,
+                translated.values,
                 lines={},
-                set_at=new.set_at,
-                notes=new.notes,
-                resume=new.resume,
-                old=True,
+                set_at=translated.set_at,
+                notes=translated.notes,
+                resume=translated.resume,
+                is_translated=True,
             )
     if "data" in draft.values:
         draft.values["data"] = in_full(draft.values["data"], base)
-    if over is not None:
+    if launcher_defaults is not None:
         from drumline.compat.overlay import merge_overlay
 
-        set_by_launcher = merge_overlay(draft.values, over, draft.where)
+        set_by_launcher = merge_overlay(draft.values, launcher_defaults, draft.where)
         draft.set_at = {**set_by_launcher, **draft.set_at}
-        draft.notes += over.notes
+        draft.notes += launcher_defaults.notes
     return draft
 
 
@@ -371,22 +402,31 @@ def has_data(values: dict[str, Any]) -> bool:
     return bool(data)
 
 
-def validated(
+def validate_draft(
     draft: Draft, overrides: list[str], trusted: bool = True, base_dir: Path | None = None
 ) -> Config:
-    """Return the Config of a draft with overrides laid over it.
+    """Return the Config of a draft with overrides.
 
-    `base_dir`: the folder that files of the user's own code are relative to. Raises ConfigError.
+    The overrides are set in the values of the draft, which is changed.
+
+    Args:
+        draft: The draft.
+        overrides: Overrides such as `optimizer.lr=1e-4`.
+        trusted: As for `load`.
+        base_dir: The folder that files of the user's own code are relative to.
+
+    Raises:
+        ConfigError: There is a mistake.
     """
     values = draft.values
     draft.overrides = {}
     for override in overrides:
-        place = lay_over(values, override)
+        place = apply_override(values, override)
         draft.overrides[place] = override
         if "data" in values:
             # In full, so that the next override finds the keys of its sources.
             values["data"] = in_full(values["data"], base_dir or Path())
-    if draft.old and not has_data(values):
+    if draft.is_translated and not has_data(values):
         fix = "add it on the command line: data=rows.jsonl, or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
     values = _without_nulls(values)
@@ -495,7 +535,7 @@ def _without_trust(value: Any, overrides: tuple[Place, ...], place: Place = ()) 
     return False
 
 
-def lay_over(values: dict[str, Any], override: str) -> Place:
+def apply_override(values: dict[str, Any], override: str) -> Place:
     """Set `a.b.0.c=value` in nested values, and return the place of the key.
 
     Sections on the way to it are made. Raises ConfigError that names the override.
@@ -658,8 +698,8 @@ def _with_kinds(changed: Any, full: Any) -> Any:
     return values
 
 
-# Keys that may change when a run goes on. All others decide the numbers. eval.metric and eval.mode
-# are not among these keys, because they have rated which checkpoint is the best so far.
+# Keys that may change when a run resumes. Training results depend on all others. eval.metric and
+# eval.mode are not among these keys, because the best checkpoint so far was chosen by them.
 FREE = (
     "strategy", "launch", "cluster", "checkpoint", "health", "memory", "compile",
     *(f"eval.{name}" for name in EvalConfig.model_fields if name not in ("metric", "mode")),
@@ -677,11 +717,19 @@ def allowed(key: str, allow: tuple[str, ...]) -> bool:
 
 
 def saved_config(values: Any, now: Config, allow: tuple[str, ...], where: str) -> Config:
-    """Return the config of a checkpoint, made from the values in its state.
+    """Return the config of a checkpoint.
 
-    If the values cannot be read, because they name a plug-in that is gone or a file that was moved,
+    If its values cannot be read, because they name a plug-in that is gone or a file that was moved,
     the keys that may change are taken from `now`.
-    `where`: how the error calls the checkpoint. Raises CheckpointError if the rest cannot be read.
+
+    Args:
+        values: The config in the state of the checkpoint.
+        now: The config of the run that resumes.
+        allow: Keys or sections that may change besides those in FREE; all: each of them.
+        where: Name of the checkpoint in errors.
+
+    Raises:
+        CheckpointError: The keys that may not change cannot be read.
     """
     try:
         return Config.model_validate(values)
@@ -689,12 +737,7 @@ def saved_config(values: Any, now: Config, allow: tuple[str, ...], where: str) -
         mixed = deepcopy(values)
     current = now.model_dump(mode="json")
     for key in (*FREE, *allow):
-        section, _, rest = key.partition(".")
-        if not rest:
-            if section in current:
-                mixed[section] = current[section]
-        elif rest in current.get(section, {}) and isinstance(mixed.get(section), dict):
-            mixed[section][rest] = current[section][rest]
+        _copy_key(key, current, mixed)
     if "all" in allow:
         return now
     try:
@@ -708,13 +751,38 @@ def saved_config(values: Any, now: Config, allow: tuple[str, ...], where: str) -
         ) from None
 
 
-def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Return the keys that differ, decide the numbers, and are not in `allow`.
+def _copy_key(key: str, source: dict[str, Any], target: dict[str, Any]) -> None:
+    """Copy the value of a dotted key between two nested dictionaries, if both have its section."""
+    *sections, name = key.split(".")
+    source_section: Any = source
+    target_section: Any = target
+    for section in sections:
+        source_section = source_section.get(section)
+        target_section = target_section.get(section)
+        if not isinstance(source_section, dict) or not isinstance(target_section, dict):
+            return
+    if name in source_section:
+        target_section[name] = source_section[name]
 
-    The first value is a line with the keys and their values; the second is the list of the keys, in
-    the order of the config.
-    If a global batch is set, how it is cut up may change too. For the same metric, eval.mode may
-    become what the metric's name implies: older versions took min for each metric.
+
+class RefusedChanges(NamedTuple):
+    """Changes between two configs that a run which resumes may not make; empty if there are none.
+
+    Attributes:
+        keys: The dotted keys, in the order of the config.
+        description: One line with each key and its two values.
+    """
+
+    keys: list[str]
+    description: str
+
+
+def refused_changes(old: Config, new: Config, allow: tuple[str, ...]) -> RefusedChanges:
+    """Return the keys that differ, although training results depend on them.
+
+    Keys in FREE and in `allow` may differ. If a global batch is set, so may how it is divided into
+    micro-batches. For the same metric, eval.mode may become what the metric's name implies, since
+    older versions took min for each metric.
     """
     before = flat(old.model_dump(mode="json"))
     after = flat(new.model_dump(mode="json"))
@@ -731,7 +799,7 @@ def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list
             continue
         keys.append(key)
         changes.append(f"{key} {plain(before.get(key))!r} → {plain(after.get(key))!r}")
-    return "; ".join(changes), keys
+    return RefusedChanges(keys, "; ".join(changes))
 
 
 def _has_same_global_batch(before: dict[str, Any], after: dict[str, Any]) -> bool:

@@ -11,20 +11,29 @@ from typing import Literal
 
 from drumline.config.section import Frozen
 from drumline.errors import PlanError
+from drumline.system.output import plural
 
 Dimension = Literal["pp", "replicate", "shard", "ep", "cp", "tp"]
-# Descriptions of process groups whose collectives have their own limit of seconds.
+# Descriptions (`group_desc`) of process groups whose collectives have a time limit of their own.
 GROUP_OF_SAVES = "saves"
 GROUP_BESIDE_STEPS = "beside steps"
-GROUPS_APART = (GROUP_OF_SAVES, GROUP_BESIDE_STEPS)
+GROUPS_WITH_OWN_LIMIT = (GROUP_OF_SAVES, GROUP_BESIDE_STEPS)
 DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "ep", "cp", "tp")
 
 
 class Mesh(Frozen):
     """The degree of each dimension, outermost first. Their product is the world size.
 
-    A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline
-    stages furthest apart. `ep`: data ranks that each hold some of a mixture's experts.
+    Ranks are numbered in row-major order: tensor-parallel peers are neighbours, pipeline stages
+    furthest apart.
+
+    Attributes:
+        pp: Pipeline stages.
+        replicate: Copies of the model.
+        shard: Ranks over which each copy is sharded.
+        ep: Data ranks that each hold some experts of a mixture.
+        cp: Ranks over which each sequence is cut.
+        tp: Ranks over which each matrix is cut.
     """
 
     pp: int = 1
@@ -43,7 +52,7 @@ class Mesh(Frozen):
         """Number of ranks that see different samples."""
         return self.replicate * self.shard * self.ep
 
-    def place(self, rank: int) -> dict[Dimension, int]:
+    def coordinates(self, rank: int) -> dict[Dimension, int]:
         """Return the coordinate of a rank in each dimension."""
         coordinates: dict[Dimension, int] = {}
         for name in reversed(DIMENSIONS):
@@ -55,30 +64,30 @@ class Mesh(Frozen):
 
         Ranks that share samples have the same number, and differ in pp, cp or tp.
         """
-        place = self.place(rank)
-        replica_and_shard = place["replicate"] * self.shard + place["shard"]
-        return replica_and_shard * self.ep + place["ep"]
+        coordinates = self.coordinates(rank)
+        replica_and_shard = coordinates["replicate"] * self.shard + coordinates["shard"]
+        return replica_and_shard * self.ep + coordinates["ep"]
 
-    def counts(self, rank: int) -> bool:
-        """Return whether a rank's sums count in a sum over all ranks.
+    def is_counted(self, rank: int) -> bool:
+        """Return whether sums over all ranks, such as of losses, take in the sums of this rank.
 
-        Exactly one of the ranks that share samples counts. It is in the last stage, which has the
-        loss.
+        Of the ranks that share samples exactly one is counted, so that no sample counts twice. It
+        is in the last stage, which has the loss.
         """
-        place = self.place(rank)
-        is_last_stage = place["pp"] == self.pp - 1
-        return is_last_stage and place["cp"] == 0 and place["tp"] == 0
+        coordinates = self.coordinates(rank)
+        is_last_stage = coordinates["pp"] == self.pp - 1
+        return is_last_stage and coordinates["cp"] == 0 and coordinates["tp"] == 0
 
-    def stream(self, rank: int) -> tuple[int, ...]:
-        """Return the numbers that a rank's random numbers depend on.
+    def rng_coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return the integers that `dist.seeds.seed_step` mixes into the seed of a rank.
 
-        Tensor-parallel peers draw the same numbers, so that tensors that each holds whole stay
+        Tensor-parallel peers have the same ones, so that tensors that each of them holds whole stay
         equal.
         """
         if self.pp * self.cp == 1:
             return (self.data_rank(rank),)
-        place = self.place(rank)
-        return (self.data_rank(rank), place["pp"], place["cp"])
+        coordinates = self.coordinates(rank)
+        return (self.data_rank(rank), coordinates["pp"], coordinates["cp"])
 
 
 def divisors(number: int) -> list[int]:
@@ -91,23 +100,35 @@ def divisors(number: int) -> list[int]:
     return small + large
 
 
-def divide(world: int, by: int, what: str, where: str) -> int:
-    """Return `world` / `by`. Raises PlanError if that is no whole number.
+def divide(number: int, by: int, divisor: str, where: str, noun: str = "rank") -> int:
+    """Return `number` / `by`.
 
-    `what`: the divisor in words. `where`: its key.
+    Args:
+        number: Number of ranks.
+        by: The divisor.
+        divisor: The divisor in words, for the error.
+        where: Key of the YAML that sets the divisor.
+        noun: The word for one of the ranks.
+
+    Raises:
+        PlanError: The quotient is no whole number.
     """
-    quotient, rest = divmod(world, by)
+    quotient, rest = divmod(number, by)
     if rest or not quotient:
-        processes = "process" if world == 1 else "processes"
-        fix = f"one of {', '.join(map(str, divisors(world)))}"
-        raise PlanError(f"{world} {processes} do not divide into {what}", where=where, fix=fix)
+        verb = "do"
+        if number == 1:
+            verb = "does"
+        what = f"{plural(number, noun)} {verb} not divide into {divisor}"
+        fix = f"one of {', '.join(map(str, divisors(number)))}"
+        raise PlanError(what, where=where, fix=fix)
     return quotient
 
 
 def share(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return name → rank that takes it whole: the largest first, each to the least loaded rank.
+    """Return the rank that owns each name.
 
-    Every rank computes the same.
+    Names are assigned from the largest size to the smallest, each to the rank with the smallest sum
+    so far. Every rank computes the same.
     """
     loads = [0] * ranks
     owners = {}

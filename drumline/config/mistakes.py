@@ -52,6 +52,8 @@ MOST_GUESSES = 3
 MOST_CHARACTERS = 60
 # How similar a key must be to a name of another tool (difflib's ratio) to be taken for it.
 SIMILARITY = 0.85
+# Parts of the place of a section that lies deep inside of others, such as cluster.devices.NAME.
+DEEP = 3
 # How pydantic names a member of a union.
 TYPE = re.compile(r"(constrained-)?(str|int|float|bool|none)|[\w-]+\[.*\]")
 
@@ -91,7 +93,7 @@ def first_mistake(error: ValidationError, where: Where = dotted) -> ConfigError:
     # Everything above a mistake. A list whose item is wrong also counts as too short.
     sections: set[Place] = set()
     for detail in details:
-        place, kind = _place(detail["loc"])
+        place, kind = _place_and_kind(detail["loc"])
         by_place.setdefault(place, []).append(detail)
         kinds_by_place.setdefault(place, kind)
         for length in range(len(place)):
@@ -159,14 +161,17 @@ def check_numbers(given: Any, made: Any, where: Where, place: Place = ()) -> Non
         )
 
 
-def _place(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
+def _place_and_kind(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
     """Return pydantic's location without its union tags, and the kind of the last key's section.
 
-    pydantic puts the `kind` of a section, or the name of a type, between the keys.
+    pydantic puts the `kind` of a section of a union, or the name of a type, between the keys:
+    ("data", "train", 0, "hub", "idd") becomes ("data", "train", "0", "idd") and "hub". The kind is
+    None if the section is of no union.
     """
     place: Place = ()
+    # The tag since the last key, which is the kind of the section that the next key is in.
     tag: str | None = None
-    owner: str | None = None
+    kind_around: str | None = None
     for part in map(str, loc):
         if tag is None and _selects_section(part, place):
             tag = part
@@ -175,9 +180,9 @@ def _place(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
         if part == "[key]" or is_type:
             continue
         place = (*place, part)
-        owner = tag
+        kind_around = tag
         tag = None
-    return place, owner
+    return place, kind_around
 
 
 def _selects_section(part: str, place: Place) -> bool:
@@ -406,7 +411,7 @@ def _unknown_key(place: Place, kind: str | None) -> Mistake:
         fix = f"it is a source's, which stands under `train`: data: {{train: {{{key}: …}}}}"
         return Mistake(what, fix)
     known = keys_at(section, kind)
-    guesses = meant(key, section, kind)
+    guesses = guess_keys(key, section, kind)
     if not guesses:
         return Mistake(what, f"known here: {', '.join(known)}")
     best = guesses[0]
@@ -418,11 +423,12 @@ def _unknown_key(place: Place, kind: str | None) -> Mistake:
 
 def _refusal_of_key(key: str, section: Place, kind: str | None) -> Any:
     """Return why a kind of section has no such key, if the kind gives a reason; else None."""
+    place = dotted((*section, key))
     for model in models_at(section):
         if kind_of(model) != kind:
             continue
         for refusal in getattr(model, "lacks", ()):
-            if refusal.name == key:
+            if place == refusal.where:
                 return refusal
     return None
 
@@ -449,10 +455,10 @@ def _shown(value: Any) -> str:
     return short.repr(value)
 
 
-def by_word(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table with a row for each word, of one whose keys are words with spaces between.
+def split_synonyms(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table with a row for each word of the keys of `table`, which are lists of synonyms.
 
-    The words of a key mean the same.
+    {"optim optimizer": x} becomes {"optim": x, "optimizer": x}.
     """
     rows = {}
     for synonyms, value in table.items():
@@ -462,7 +468,7 @@ def by_word(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # The key for each name of other tools: a dotted key, or a bare one that more than one section has.
-SYNONYMS = by_word(
+SYNONYMS = split_synonyms(
     {
         "learning_rate": "optimizer.lr",
         "adam_epsilon": "optimizer.eps",
@@ -503,13 +509,21 @@ SYNONYMS = by_word(
 def models_at(place: Place) -> list[type[BaseModel]]:
     """Return the sections that may stand at a place, each once; more than one for a union."""
     models: list[type[BaseModel]] = [Config]
+    # The sections one level below, if there the user gives the names: cluster.devices.NAME.
+    named_models: list[type[BaseModel]] = []
     for key in place:
+        if named_models:
+            models = named_models
+            named_models = []
+            continue
         if key.isdigit():
             continue
         inner: list[type[BaseModel]] = []
         for model in models:
             if key in model.model_fields:
-                inner += _sections(model.model_fields[key].annotation)
+                annotation = model.model_fields[key].annotation
+                inner += _sections(annotation)
+                named_models += _named_sections(annotation)
         models = list(dict.fromkeys(inner))
     return models
 
@@ -529,6 +543,14 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     for part in get_args(annotation):
         sections += _sections(part)
     return sections
+
+
+def _named_sections(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a dictionary has as values; none for any other type of a key."""
+    if get_origin(annotation) is not dict:
+        return []
+    _, value_type = get_args(annotation)
+    return _sections(value_type)
 
 
 def kind_of(model: type[BaseModel]) -> str | None:
@@ -581,17 +603,27 @@ def fix_large_number(place: Place) -> str | None:
     limits = _upper_limits(field)
     if not limits:
         return None
-    return f"the largest is {max(limits)}"
+    highest = max(limits, key=lambda limit: limit.number)
+    if highest.is_exclusive:
+        return f"it must be below {highest.number}"
+    return f"the largest is {highest.number}"
 
 
-def _upper_limits(field: FieldInfo) -> list[Any]:
+class UpperLimit(NamedTuple):
+    """An upper limit of a number. An exclusive limit is above each number that is allowed."""
+
+    number: Any
+    is_exclusive: bool
+
+
+def _upper_limits(field: FieldInfo) -> list[UpperLimit]:
     """Return the upper limits of the numbers that a key takes, of each of its types."""
-    limits: list[Any] = []
+    limits: list[UpperLimit] = []
     for part in field.metadata:
         if isinstance(part, Le):
-            limits.append(part.le)
+            limits.append(UpperLimit(part.le, is_exclusive=False))
         elif isinstance(part, Lt):
-            limits.append(part.lt)
+            limits.append(UpperLimit(part.lt, is_exclusive=True))
     left: list[Any] = [field.annotation]
     while left:
         part = left.pop()
@@ -635,21 +667,35 @@ def short_at(place: Place) -> Short | None:
     return None
 
 
-def meant(key: str, place: Place, kind: str | None = None) -> list[str]:
-    """Return what an unknown key of the section at a place was probably meant to be.
+def guess_keys(key: str, place: Place, kind: str | None = None) -> list[str]:
+    """Return the keys that an unknown key of the section at a place may stand for, the likeliest first.
 
-    The likeliest comes first. A key of that section is bare, one of another section is dotted.
+    A key of that section is bare, one of another section is dotted. The first of these that there
+    is decides:
+    1. a key of the same name in a section below,
+    2. the key that has this name in another tool,
+    3. a section of this name at the top of the config,
+    4. a similar key of the section itself,
+    5. keys of the same name in other sections,
+    6. the key that has a similar name in another tool.
+
+    Args:
+        key: The unknown key.
+        place: The place of its section.
+        kind: The kind of its section; None for any.
     """
     known = keys_at(place, kind)
     word = key.lower().replace("-", "_")
-    known_elsewhere = elsewhere(word)
-    below = _below(place, known_elsewhere)
+    known_elsewhere = find_keys(word)
+    below = _keys_below(place, known_elsewhere)
     if below:
         return below
-    synonym = _synonym(word, place, known)
+    synonym = _keys_of_synonym(word, place, known)
     if synonym:
         return synonym
-    if word in Config.model_fields:
+    # Nobody puts a section of the top so far inside of another one.
+    is_deep = len(place) >= DEEP
+    if word in Config.model_fields and not is_deep:
         return [word]
     close = nearest(word, known)
     if close:
@@ -658,23 +704,22 @@ def meant(key: str, place: Place, kind: str | None = None) -> list[str]:
         return known_elsewhere
     similar = difflib.get_close_matches(word, SYNONYMS, n=1, cutoff=SIMILARITY)
     if similar:
-        return _synonym(similar[0], place, known)
+        return _keys_of_synonym(similar[0], place, known)
     return []
 
 
-def _below(place: Place, keys: list[str]) -> list[str]:
-    """Return the dotted keys that stand below a place; none for the top of a config."""
+def _keys_below(place: Place, keys: list[str]) -> list[str]:
+    """Return those of some dotted keys that stand below a place; none for the top of a config."""
     if not place:
         return []
     prefix = dotted(place) + "."
     return [key for key in keys if key.startswith(prefix)]
 
 
-def _synonym(word: str, place: Place, known: list[str]) -> list[str]:
-    """Return the key that a name of another tool stands for.
+def _keys_of_synonym(word: str, place: Place, known: list[str]) -> list[str]:
+    """Return a list with the key that a name of another tool stands for; empty if there is none.
 
-    It is bare if it is one of the `known` keys of the section at `place`, else dotted. The list is
-    empty for an unknown name.
+    The key is bare if it is one of the `known` keys of the section at `place`, else dotted.
     """
     key = SYNONYMS.get(word, "")
     section, _, last = key.rpartition(".")
@@ -685,15 +730,20 @@ def _synonym(word: str, place: Place, known: list[str]) -> list[str]:
     return []
 
 
-def elsewhere(key: str, model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+def find_keys(key: str, model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Return the dotted keys whose last part is `key`, those near the top first.
 
-    `model` and `prefix`: the section in which to look, and its place.
+    The top of the config itself is left out.
+
+    Args:
+        key: The last part.
+        model: The section to look in, with all sections below it.
+        prefix: Place of that section, with a dot at the end; empty for the whole config.
     """
     found = []
     for name, field in model.model_fields.items():
         if name == key and prefix:
             found.append(f"{prefix}{name}")
         for section in _sections(field.annotation):
-            found += elsewhere(key, section, f"{prefix}{name}.")
+            found += find_keys(key, section, f"{prefix}{name}.")
     return sorted(set(found), key=lambda dotted_key: (dotted_key.count("."), dotted_key))

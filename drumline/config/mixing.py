@@ -138,10 +138,10 @@ def epoch_counts(
             counts.append(0)
         else:
             counts.append(_repeated(source, size))
-    places = sum(sizes[i] for i in shared)
+    samples_to_share = sum(sizes[i] for i in shared)
     relative = {i: shares[i] / largest for i in shared if shares[i] > 0}
     caps = {i: _cap(sources[i]) for i in shared}
-    for i, count in _share_out(places, relative, caps).items():
+    for i, count in _share_out(samples_to_share, relative, caps).items():
         counts[i] = count
     return counts
 

@@ -139,7 +139,7 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__dict__.update({name: getattr(source, name) for name in names})
         if has_strategies:
             plugins = importlib.import_module("drumline.config.old_plugins")
-            module.__dict__.update(plugins.with_old_answers(module))
+            module.__dict__.update(plugins.legacy_strategies(module))
         if old == "core.strategy":
             module.__dict__["StrategySpec"] = module.__dict__["StrategyConfig"]
 

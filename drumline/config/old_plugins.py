@@ -1,7 +1,13 @@
 """Load strategies written before 0.6.0, whose three parts are in one class, `StrategySpec`.
 
-Under the old names of modules (`config.old_names`) the strategies of Drumline still have all
-answers, and the parts of such a strategy ask the section, so they call what a subclass overrides.
+Today a strategy is a section with two parts, a cost and an engine, and its methods are spread over
+the three. Before, one class had all methods, and a plug-in's subclass may override any of them.
+Under the old names of modules (`config.old_names`) each strategy of Drumline is therefore a section
+with all methods (`LegacyMethods`), and both its parts are `ForwardingPart`.
+
+Example: the planner calls `kept_bytes` of the cost part of such a strategy. The ForwardingPart calls
+`kept_bytes` of the section. If the plug-in overrides it, that runs. If not, the method of
+LegacyMethods runs, which makes the cost part of today for the section and calls its `kept_bytes`.
 """
 
 from __future__ import annotations
@@ -14,30 +20,30 @@ from drumline.config.registry import part_class
 from drumline.config.strategy import StrategyConfig
 
 
-def with_old_answers(module: ModuleType) -> dict[str, type[StrategyConfig]]:
-    """Return the strategies of a module as classes that have the answers of all three parts."""
+def legacy_strategies(module: ModuleType) -> dict[str, type[StrategyConfig]]:
+    """Return the strategies of a module by name, as classes with the methods of all three parts."""
     found = {}
     for name, value in vars(module).items():
         is_strategy = isinstance(value, type) and issubclass(value, StrategyConfig)
-        if is_strategy and not issubclass(value, OldAnswers):
-            found[name] = old_strategy(value)
+        if is_strategy and not issubclass(value, LegacyMethods):
+            found[name] = add_legacy_methods(value)
     return found
 
 
-def old_strategy(new: type[StrategyConfig]) -> type[StrategyConfig]:
-    """Return a strategy's class with the answers of all three parts, as it was before 0.6.0."""
+def add_legacy_methods(new: type[StrategyConfig]) -> type[StrategyConfig]:
+    """Return a subclass of a strategy that has the methods of all three parts, as before 0.6.0."""
     members = {
         "__module__": new.__module__,
         "__doc__": new.__doc__,
-        "new_cost": new.cost_class,
-        "new_engine": new.engine_class,
-        "cost_class": OldPart,
-        "engine_class": OldPart,
+        "current_cost": new.cost_class,
+        "current_engine": new.engine_class,
+        "cost_class": ForwardingPart,
+        "engine_class": ForwardingPart,
         "__annotations__": dict.fromkeys(
-            ("new_cost", "new_engine", "cost_class", "engine_class"), ClassVar[Any]
+            ("current_cost", "current_engine", "cost_class", "engine_class"), ClassVar[Any]
         ),
     }
-    return type(new.__name__, (OldAnswers, new), members)
+    return type(new.__name__, (LegacyMethods, new), members)
 
 
 COST = (
@@ -47,20 +53,20 @@ COST = (
 ENGINE = ("refusals", "adopted", "engine_options", "require", "prepare", "spread")
 
 
-class OldAnswers:
-    """The answers of a strategy's cost and of its engine, as methods of its section."""
+class LegacyMethods:
+    """The methods of a strategy's cost and of its engine, for the section of an old strategy."""
 
-    new_cost: ClassVar[str | type]
-    new_engine: ClassVar[str | type]
+    current_cost: ClassVar[str | type]
+    current_engine: ClassVar[str | type]
 
     @classmethod
     def candidates(cls, space: Any) -> Iterator[Any]:
         """Yield what the search tries of this kind."""
-        yield from part_class(cls.new_cost).candidates(cls, space)
+        yield from part_class(cls.current_cost).candidates(cls, space)
 
 
-class OldPart:
-    """A part of an old strategy: what it is asked, the section answers itself."""
+class ForwardingPart:
+    """The cost or engine part of an old strategy. It forwards each call to the section."""
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
@@ -77,18 +83,21 @@ class OldPart:
         return getattr(self.strategy, name)
 
 
-def _answer_by(part: str, name: str) -> Any:
-    """Return a method of the section that asks its new part."""
+def _method_of_part(part: str, name: str) -> Any:
+    """Return a method for the section that calls the method `name` of its part of today.
+
+    `part`: the attribute of the section with the class of the part.
+    """
 
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
-        new_part = part_class(getattr(self, part))(self)
-        return getattr(new_part, name)(*arguments, **options)
+        current_part = part_class(getattr(self, part))(self)
+        return getattr(current_part, name)(*arguments, **options)
 
     method.__name__ = name
     return method
 
 
 for _name in COST:
-    setattr(OldAnswers, _name, _answer_by("new_cost", _name))
+    setattr(LegacyMethods, _name, _method_of_part("current_cost", _name))
 for _name in ENGINE:
-    setattr(OldAnswers, _name, _answer_by("new_engine", _name))
+    setattr(LegacyMethods, _name, _method_of_part("current_engine", _name))

@@ -1,8 +1,8 @@
 """The section `optimizer`, and the memory and traffic of each kind of optimizer.
 
-This module does not import torch; `engine.optimizer` makes the optimizers. A new kind is a row of
-KINDS and a function there. What it keeps is counted in `planner.cost.optimizers`, what it is not
-combined with is in `plan.optimizer_rules`.
+This module does not import torch; `engine.optimizer` makes the optimizers. A new kind is a value of
+`OptimizerConfig.kind`, a row of KINDS, and a function in `engine.optimizer`. What it keeps is
+counted in `planner.cost.optimizers`, what it is not combined with is in `plan.optimizer_rules`.
 """
 
 from __future__ import annotations
@@ -19,47 +19,49 @@ from drumline.errors import PlanError
 from drumline.foreign import require_package
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-# Bits of an entry of a moment, entries that share an fp32 scale.
-FORMATS = {
+# Kinds whose states are quantised → bits of a value, and number of values that share an fp32 scale.
+QUANTISED_STATES = {
     "adamw_8bit": (8, 256),
     "adamw_4bit": (4, 128),
 }
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The properties of a kind of optimizer. An entry is one number of a weight.
+class OptimizerTraits:
+    """The memory and traffic of a kind of optimizer. A parameter is one number of a weight here.
 
     Attributes:
-        slots: Most fp32 numbers that it keeps for an entry.
-        moved: Bytes that a step reads and writes for an entry: fused, and not fused.
+        states_per_parameter: Number of state tensors with the shape of the weight, of any type.
+            It is the largest number of any weight: Adafactor and Muon keep less for some.
+        moved: Bytes that a step reads and writes for each parameter, fused and not fused.
         copies: Number of fp32 copies of the largest tensor that a step makes.
         package: Package that it needs besides torch; empty for none.
-        drifts: Whether copies of the model that exchange weights only now and then may each have
-            an optimizer of their own.
-        sends: Whether a step needs more of a weight than the shard that a rank may have.
+        allows_local_steps: Whether ranks may each step an optimizer of their own and exchange
+            weights only now and then, as in Local SGD and DiLoCo.
+        needs_full_matrix: Whether a step of a sharded weight communicates, because it needs more of
+            the weight than a rank's own shard.
     """
 
-    slots: int
+    states_per_parameter: int
     moved: tuple[int, int]
     copies: int
     package: str = ""
-    drifts: bool = False
-    sends: bool = False
+    allows_local_steps: bool = False
+    needs_full_matrix: bool = False
 
 
-# Bytes moved by one kernel: AdamW reads weight, gradient and both moments and writes three; SGD
+# Bytes that one fused kernel moves: AdamW reads weight, gradient and both moments and writes three; SGD
 # with momentum reads three and writes two. Not fused, as counted in torch's _multi_tensor_adamw (18
 # passes), in Lion's and in torchao's step run without compiling.
 KINDS = {
-    "adamw": Kind(2, (28, 72), 3, drifts=True),
-    "sgd": Kind(1, (20, 32), 3, drifts=True),
-    "lion": Kind(1, (32, 32), 1, drifts=True),
-    "adamw_8bit": Kind(2, (16, 60), 6, "torchao"),
-    "adamw_4bit": Kind(2, (14, 60), 6, "torchao"),
-    "adafactor": Kind(1, (40, 40), 3, sends=True),
-    "muon": Kind(2, (40, 40), 3, sends=True),
-    "schedule_free": Kind(2, (60, 60), 2, "schedulefree"),
+    "adamw": OptimizerTraits(2, (28, 72), 3, allows_local_steps=True),
+    "sgd": OptimizerTraits(1, (20, 32), 3, allows_local_steps=True),
+    "lion": OptimizerTraits(1, (32, 32), 1, allows_local_steps=True),
+    "adamw_8bit": OptimizerTraits(2, (16, 60), 6, "torchao"),
+    "adamw_4bit": OptimizerTraits(2, (14, 60), 6, "torchao"),
+    "adafactor": OptimizerTraits(1, (40, 40), 3, needs_full_matrix=True),
+    "muon": OptimizerTraits(2, (40, 40), 3, needs_full_matrix=True),
+    "schedule_free": OptimizerTraits(2, (60, 60), 2, "schedulefree"),
 }
 
 
@@ -127,13 +129,16 @@ class OptimizerConfig(Section):
     )
 
     @property
-    def does(self) -> Kind:
+    def traits(self) -> OptimizerTraits:
+        """The row of KINDS for this kind."""
         return KINDS[self.kind]
 
     @property
-    def slots(self) -> int:
-        """Number of fp32 numbers that it keeps for an entry, and writes into a checkpoint."""
-        return self.does.slots if self.kind != "sgd" or self.momentum else 0
+    def states_per_parameter(self) -> int:
+        """Number of state tensors with the shape of a weight, which a checkpoint has, too."""
+        if self.kind == "sgd" and not self.momentum:
+            return 0
+        return self.traits.states_per_parameter
 
     def group_of(self, name: str) -> OptimizerGroup | None:
         """Return the group of a parameter; None if it has none."""
@@ -160,5 +165,5 @@ class OptimizerConfig(Section):
 
     def require(self) -> None:
         """Raise EnvironmentFault if the package of the optimizer is missing. It is not imported."""
-        if self.does.package:
-            require_package(self.does.package, "optimizer.kind")
+        if self.traits.package:
+            require_package(self.traits.package, "optimizer.kind")

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from drumline.errors import PlanError
 
+# Options of `no_option` that stand for the values cpu and nvme of the key `offload`.
+VALUES_OF_OFFLOAD = ("offload_cpu", "offload_nvme")
+
 
 @dataclass(frozen=True)
 class Refusal:
     """Why a combination of options is refused.
 
     Attributes:
-        name: The combination as an error line names it: `first × second`.
+        name: The combination as an error line names it: `first × second`. For an option that a
+            strategy has no key for, it is the option (see `no_option`).
         reason: Why it is refused.
         instead: What to use in its place.
         where: Key of the YAML that the error names.
@@ -40,11 +44,15 @@ def no_option(options: str, reason: str, instead: str) -> tuple[Refusal, ...]:
     """Return a refusal of each option that a strategy has no key for, because it cannot have it.
 
     Args:
-        options: Names with spaces between them. offload_cpu and offload_nvme stand for the values
-            of `offload`.
+        options: Keys of `strategy`, or values of its key `offload` (VALUES_OF_OFFLOAD), with
+            spaces between them.
         reason: Why the strategy cannot have them.
         instead: What to use in their place.
     """
-    return tuple(
-        Refusal(option, reason, instead, f"strategy.{option}") for option in options.split()
-    )
+    refusals = []
+    for option in options.split():
+        key = option
+        if option in VALUES_OF_OFFLOAD:
+            key = "offload"
+        refusals.append(Refusal(option, reason, instead, f"strategy.{key}"))
+    return tuple(refusals)

@@ -4,7 +4,7 @@ It also finds any code of the user's own by its name: `module:name`, `file.py:na
 point of an installed package.
 
 A kind is a spec: a `Section` whose fields are its part of the YAML, and whose methods answer the
-rest of the code. Specs of this package are found by the names of their modules (`Spec.modules`).
+rest of the code. Specs of this package are found by the names of their modules (`Spec.module_pattern`).
 Those of another package are entry points of `drumline.GROUP`. A user's own is written `kind:
 path.py:Name` (relative to the YAML) or `kind: package.module:Name`.
 
@@ -45,26 +45,27 @@ from drumline.foreign import class_and_line, expanded
 
 
 class Spec(Section):
-    """The base of all specs. The base class of a group sets `group`, `thing` and `yaml_key`."""
+    """The base of all specs. The base class of a group sets `group`, `noun` and `yaml_key`."""
 
     # Name of the group, such as "strategies" for the entry points drumline.strategies.
     group: ClassVar[str]
-    # The modules of this package's kinds, with {} for a name, such as drumline.algorithms.{}.spec.
-    # Empty for none.
-    modules: ClassVar[str] = ""
-    # The word for one of the group in errors.
-    thing: ClassVar[str]
-    # The key of the YAML whose `kind` errors name, which need not be the `thing`: launch, not
+    # Names of the modules that hold this package's specs, with {} for any name, such as
+    # drumline.algorithms.{}.spec. Empty if all are in `extra_module`.
+    module_pattern: ClassVar[str] = ""
+    # The word for one of the group in errors: algorithm.
+    noun: ClassVar[str]
+    # The key of the YAML whose `kind` errors name, which need not be the `noun`: launch, not
     # launcher.
     yaml_key: ClassVar[str]
-    # Module of this package's specs that have no folder of their own.
-    module: ClassVar[str] = ""
+    # A module with further specs of this package, beside those of `module_pattern`; empty for none.
+    extra_module: ClassVar[str] = ""
     # The kind of a section that names none; empty if it must name one.
     default: ClassVar[str] = ""
-    # Whether the kind alone may stand for a section without further keys.
-    short: ClassVar[bool] = True
-    # Whether any text may stand for a section, and the kind may be left out; see `long`.
-    texts: ClassVar[bool] = False
+    # Whether a kind as text is short for a section without further keys: `strategy: ddp`.
+    allows_kind_alone: ClassVar[bool] = True
+    # Whether any text is short for a section, which `long` makes of it, as `rows.jsonl` is for a data
+    # source. Then a section may also leave its kind out.
+    allows_any_text: ClassVar[bool] = False
     # Order in tables and lists: the smallest comes first.
     position: ClassVar[int] = 1000
     kind: str = ""
@@ -80,7 +81,7 @@ class Spec(Section):
 
         `base_dir` is the folder that paths are relative to.
         """
-        if isinstance(value, str) and cls.short:
+        if isinstance(value, str) and cls.allows_kind_alone:
             return {"kind": value}
         if isinstance(value, Mapping) and cls.default:
             return {"kind": cls.default, **value}
@@ -252,16 +253,16 @@ def _built_in(base: type[S]) -> dict[str, type[S]]:
 def _spec_modules(base: type[Spec]) -> list[str]:
     """Return the names of this package's modules that hold specs of a group."""
     names = []
-    if base.module:
-        names.append(base.module)
-    room, has_names, below = base.modules.partition(".{}")
+    if base.extra_module:
+        names.append(base.extra_module)
+    room, has_names, below = base.module_pattern.partition(".{}")
     if not has_names:
         return names
     for module in pkgutil.iter_modules(importlib.import_module(room).__path__):
         # A plain module holds no module `below` it.
         if below and not module.ispkg:
             continue
-        name = base.modules.format(module.name)
+        name = base.module_pattern.format(module.name)
         if importlib.util.find_spec(name):
             names.append(name)
     return names
@@ -282,7 +283,7 @@ def _extension(base: type[S], kind: str) -> type[S]:
     """
     point = entry_points(f"extended_{base.group}")[kind]
     package = package_of(point)
-    spec = run_user_code(point.load, f"the {base.thing} {kind!r} of {package}", package)
+    spec = run_user_code(point.load, f"the {base.noun} {kind!r} of {package}", package)
     return _checked(_built_in(base)[kind], spec, kind, base.kind_key())
 
 
@@ -291,7 +292,7 @@ def _spec_of_package(base: type[S], name: str) -> type[S]:
     """Return the spec that an installed package offers under a name."""
     point = entry_points(base.group)[name]
     package = package_of(point)
-    spec = run_user_code(point.load, f"the {base.thing} {name!r} of {package}", package)
+    spec = run_user_code(point.load, f"the {base.noun} {name!r} of {package}", package)
     return _checked(base, spec, name, base.kind_key())
 
 
@@ -301,9 +302,7 @@ def _checked(base: type[S], spec: Any, kind: str, where: str) -> type[S]:
     Raises ConfigError, which names the key `where`, if it is no spec of this group.
     """
     if not isinstance(spec, type) or not issubclass(spec, base):
-        what = (
-            f"{kind} is no {base.thing}: it is not derived from {base.__module__}.{base.__name__}"
-        )
+        what = f"{kind} is no {base.noun}: it is not derived from {base.__module__}.{base.__name__}"
         raise ConfigError(what, where=where, fix="name a class that is")
     if literal_kinds(spec) == [kind]:
         return spec
@@ -339,9 +338,9 @@ class Registered:
         schemas = {kind: spec.__pydantic_core_schema__ for kind, spec in kinds(self.base).items()}
         full = handler(_union(schemas))
         choices: list[dict[str, Any]] = []
-        if self.base.short:
+        if self.base.allows_kind_alone:
             choices += [{"enum": sorted(kinds_without_keys(full, handler))}, USERS_OWN_KIND]
-        if self.base.texts:
+        if self.base.allows_any_text:
             choices += [{"type": "string"}, {"type": "object", "not": {"required": ["kind"]}}]
         own = {"type": "object", "properties": {"kind": USERS_OWN_KIND}, "required": ["kind"]}
         return {"anyOf": [*choices, full, own]}
@@ -450,10 +449,10 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     return by_lower[matches[0]]
 
 
-def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> Any:
+def find_object(path: str, base_dir: Path, where: str, noun: str = "class") -> Any:
     """Return the object of `module:name` or `file.py:name`. Modules may also be beside the YAML.
 
-    `thing`: what an error calls it; a "function" must be callable.
+    `noun`: the word for the object in errors; a "function" must be callable.
     Raises ConfigError for what cannot be found or imported.
     """
     place, _, name = path.rpartition(":")
@@ -464,13 +463,13 @@ def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> 
         found = _file(base_dir / expanded(place), where)
     else:
         found = _module(place, base_dir, where)
-    found = _member(found, name, place, where, thing)
-    if thing == "function":
+    found = _member(found, name, place, where, noun)
+    if noun == "function":
         return _callable(found, path, where)
     return found
 
 
-def _member(module: Any, name: str, place: str, where: str, thing: str = "class") -> Any:
+def _member(module: Any, name: str, place: str, where: str, noun: str = "class") -> Any:
     """Return a module's object by its name, which may have dots. Raises ConfigError if it has none.
 
     `place`: what an error calls the module.
@@ -480,7 +479,7 @@ def _member(module: Any, name: str, place: str, where: str, thing: str = "class"
         if not hasattr(found, part):
             names = _public_callables(found)
             fix = f"it has {', '.join(sorted(names)[:MOST_NAMES])}" if names else None
-            what = f"{place} has no {thing} {name!r}{perhaps(part, names)}"
+            what = f"{place} has no {noun} {name!r}{perhaps(part, names)}"
             raise ConfigError(what, where=where, fix=fix)
         found = getattr(found, part)
     return found
@@ -547,23 +546,23 @@ def package_of(point: importlib.metadata.EntryPoint) -> str:
 
 
 def find_function(
-    name: str, group: str, base_dir: Path, where: str, thing: str, fix: str
+    name: str, group: str, base_dir: Path, where: str, noun: str, fix: str
 ) -> Callable[..., Any]:
     """Return a function by its name.
 
     It is `module:function`, `file.py:function`, or what an installed package calls it in
     drumline.GROUP.
-    `thing`: what an error calls it.
+    `noun`: the word for it in errors.
     Raises ConfigError for what cannot be found or imported, or is no function.
     """
     if ":" in name:
         return find_object(name, base_dir, where, "function")
     points = entry_points(group)
     if name not in points:
-        what = f"no installed package offers {thing} {name!r}{perhaps(name, points)}"
+        what = f"no installed package offers {noun} {name!r}{perhaps(name, points)}"
         raise ConfigError(what, where=where, fix=fix)
     point = points[name]
-    function = run_user_code(point.load, f"{thing} {name!r} of {package_of(point)}", where)
+    function = run_user_code(point.load, f"{noun} {name!r} of {package_of(point)}", where)
     return _callable(function, name, where)
 
 

@@ -31,7 +31,9 @@ class Resume:
         """Return what a value of `--resume` stands for; None without one."""
         if not option:
             return None
-        return cls.newest_of_run() if option == NEWEST else cls(option)
+        if option == NEWEST:
+            return cls.newest_of_run()
+        return cls(option)
 
     @classmethod
     def from_argument(cls, argument: bool | str | Path | None) -> Resume | None:
@@ -44,7 +46,9 @@ class Resume:
 
     def __str__(self) -> str:
         """Return the value of `--resume`."""
-        return NEWEST if self.place is None else self.place
+        if self.place is None:
+            return NEWEST
+        return self.place
 
     @property
     def is_newest_of_run(self) -> bool:
@@ -64,7 +68,9 @@ class Resume:
         if self.place is None or checkpoint == NEWEST:
             return False
         if is_url(self.place):
-            return checkpoint.startswith(self.place) or Path(checkpoint).parent.name == FETCHED
+            folder = self.place.rstrip("/")
+            is_at_url = checkpoint == self.place or checkpoint.startswith(f"{folder}/")
+            return is_at_url or Path(checkpoint).parent.name == FETCHED
         return Path(checkpoint).is_relative_to(self.place)
 
 

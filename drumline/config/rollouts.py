@@ -264,11 +264,10 @@ class CurriculumConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_weights(cls, values: Any) -> Any:
-        return (
-            {"kind": "weights", **values}
-            if isinstance(values, dict) and values.get("weights")
-            else values
-        )
+        """Set the kind to weights if there are weights and no kind."""
+        if isinstance(values, dict) and values.get("weights"):
+            return {"kind": "weights", **values}
+        return values
 
     @model_validator(mode="after")
     def _reads_its_keys(self) -> CurriculumConfig:
@@ -312,7 +311,7 @@ class RewardFailureConfig(Section):
 
 
 def require_room(new: int, max_length: int) -> None:
-    """Raises DataError where completions of `new` tokens leave none of a row for its prompt."""
+    """Raise DataError if completions of `new` tokens leave no room in a row for a prompt."""
     if new >= max_length:
         what = (
             f"data.max_length {max_length} leaves no room for a prompt before max_new_tokens {new}"

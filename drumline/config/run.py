@@ -24,8 +24,9 @@ from drumline.config.section import (
 from drumline.config.urls import LocalPath
 from drumline.system.heartbeat import LIMITS
 
-MOST_NEW = 64  # tokens of a sample, unless set
-# Words in the name of a metric that say which way is better; those of LOWER go before.
+# Tokens of a sample, unless eval.max_new_tokens is set.
+MOST_NEW = 64
+# Words in the name of a metric that say that higher is better. A word of LOWER overrules them.
 HIGHER = {
     "accuracy",
     "acc",
@@ -50,11 +51,16 @@ def direction(metric: str) -> Literal["min", "max"]:
     """Return whether a lower (min) or a higher (max) value of a metric is better, by its name.
 
     A name that tells nothing means lower. Names that users give do not count: that of a set or task
-    before the metric, and that of a domain after `reward/`.
+    before the metric, and that of a domain after `reward/`. A metric of lm-eval is called NAME or
+    `NAME FILTER`, not NAME,FILTER as there (see `train.tasks.metrics_of`).
     """
     *before, last = metric.split("/")
-    found = {"reward"} if "reward" in before and before[0] != "tasks" else {*re.split("[_ ]", last)}
-    return "max" if found & HIGHER and not found & LOWER else "min"
+    words = set(re.split("[_ ]", last))
+    if "reward" in before and before[0] != "tasks":
+        words = {"reward"}
+    if words & HIGHER and not words & LOWER:
+        return "max"
+    return "min"
 
 
 class EvalConfig(Section):
@@ -119,12 +125,17 @@ class EvalConfig(Section):
         return self
 
     @property
-    def steps(self) -> int | None:
-        """`every` of a plan, in which epochs have become steps."""
-        return self.every if isinstance(self.every, int) else None
+    def every_steps(self) -> int | None:
+        """Number of steps between two evaluations; None if `every` is not set.
+
+        It is None also before planning if `every` is in epochs. A plan has resolved them to steps.
+        """
+        if isinstance(self.every, int):
+            return self.every
+        return None
 
     def of_metrics(self) -> EvalConfig:
-        """The same without samples and tasks."""
+        """Return this section without samples and tasks, so that only metrics are computed."""
         return self.model_copy(
             update={
                 "samples": 0,
@@ -199,7 +210,7 @@ class HealthConfig(Section):
     )
 
     def limits(self) -> dict[str, float]:
-        """Seconds, as `system.heartbeat.LIMITS` names them."""
+        """Return the limit in seconds of each phase, by its name in `system.heartbeat.LIMITS`."""
         return {name: getattr(self, f"{name}_seconds") for name in LIMITS}
 
 

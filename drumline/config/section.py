@@ -21,8 +21,9 @@ from pydantic_core import CoreSchema, core_schema
 
 from drumline.foreign import path_mistake
 
-# Limits of what a person may mean: more is a slip of the keyboard, and would end in an overflow, or
-# never. Rows, tokens, samples of a step.
+# The largest numbers that are accepted. A larger one is a typing error, and would overflow somewhere
+# or make a run that never ends.
+# Rows, tokens or samples of a step.
 MOST_SAMPLES = 10**9
 MOST_STEPS = 10**12
 MOST_RANKS = 2**20
@@ -43,14 +44,24 @@ def _possible(path: str) -> str:
 
 # A path, or an id of a hub.
 PathText = Annotated[str, AfterValidator(_possible)]
+# Types of numbers by their range. Plug-ins use these names, too.
+# A positive integer.
 Count = Annotated[int, Field(gt=0, le=MOST_SAMPLES)]
+# An integer that may be 0.
 Amount = Annotated[int, Field(ge=0, le=MOST_SAMPLES)]
+# A fraction of a whole, neither none nor all of it.
 Part = Annotated[float, Field(gt=0, lt=1)]
+# A positive number with a unit, such as hours, GB or epochs.
 Rate = Annotated[float, Field(gt=0, le=MOST_SAMPLES)]
+# A positive number of ranks.
 Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
+# A positive number of steps.
 Steps = Annotated[int, Field(gt=0, le=MOST_STEPS)]
+# A positive number of seconds.
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+# A coefficient of a term of a loss or reward, which may be 0.
 Weight = Annotated[float, Field(ge=0, le=MOST_WEIGHT)]
+# A positive coefficient.
 Above0 = Annotated[float, Field(gt=0, le=MOST_WEIGHT)]
 
 

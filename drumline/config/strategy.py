@@ -30,8 +30,10 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_paralle
 Precision = Literal["fp32", "bf16", "fp16"]
 # If two strategies are equally fast, the planner takes the simpler one, with the lower number.
 # Each degree of pp, ep, cp or tp above 1 adds MIXED, and offloading adds OFFLOADED.
-MIXED, OFFLOADED = 10, 5
-WITH_MEMORY = ("powersgd", "topk")  # compressions that keep on each rank what they have not sent
+MIXED = 10
+OFFLOADED = 5
+# Compressions that keep on each rank what they have not sent yet.
+WITH_MEMORY = ("powersgd", "topk")
 
 
 class Compression(Section):
@@ -54,7 +56,7 @@ class Compression(Section):
     )
 
     def compresses(self, step: int) -> bool:
-        """Whether gradients are compressed in the step after `step` steps."""
+        """Return whether gradients are compressed in step `step`, counted from 0."""
         return self.kind != "none" and (self.kind not in WITH_MEMORY or step >= self.start_step)
 
 
@@ -102,11 +104,11 @@ class StrategyConfig(Spec):
     """The base of all strategies: the fields of the YAML, and the mesh that follows from them."""
 
     group: ClassVar[str] = "strategies"
-    modules: ClassVar[str] = "drumline.config.strategies.{}"
+    module_pattern: ClassVar[str] = "drumline.config.strategies.{}"
     # The two other parts, as module:Name, or the classes themselves.
     cost_class: ClassVar[str | type] = "drumline.planner.strategies.base:StrategyCost"
     engine_class: ClassVar[str | type] = "drumline.plan.strategy_engine:EngineSpec"
-    thing: ClassVar[str] = "strategy"
+    noun: ClassVar[str] = "strategy"
     yaml_key: ClassVar[str] = "strategy"
     # If two strategies are equally fast, the planner takes the one with the smaller number.
     simplicity: ClassVar[int] = MIXED
@@ -117,17 +119,19 @@ class StrategyConfig(Spec):
     one_process: ClassVar[bool] = False
     # A package that it needs beside Drumline's dependencies; None for none.
     package: ClassVar[str | None] = None
-    # Without tp, cp and pp: whether ranks take each forward together, on whole samples of their
-    # own.
+    # Whether it is synchronous data parallelism with one process for each rank, if it is used without
+    # tp, cp and pp: in each step all ranks run forward and backward on samples of their own, and
+    # then apply the same update. Batch norms may share their statistics only then.
     in_step: ClassVar[bool] = False
-    # How ranks exchange weights now and then; None if gradients are averaged in each step instead.
+    # The collective by which ranks exchange weights once in several steps; None if gradients are
+    # averaged in each step instead.
     exchange: ClassVar[Collective | None] = None
     # Whether it works with the packed weights of QLoRA, without tp.
     takes_packed: ClassVar[bool] = False
     # Without tp, cp and pp: whether each rank holds all weights.
     whole_weights: ClassVar[bool] = True
-    # Whether weights are kept in the type that they compute in, with fp32 weights for the step
-    # besides.
+    # Whether the weights of the model have the low type of the precision, and the optimizer keeps a
+    # copy of them in fp32.
     keeps_low: ClassVar[bool] = False
     # Whether its engine gathers the weights of each module by hooks in Python.
     hooked: ClassVar[bool] = False
@@ -136,9 +140,11 @@ class StrategyConfig(Spec):
 
     @classmethod
     def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the section as a user writes it with some options.
+        """Return a section `strategy` as a user writes it, for the matrix of `drumline strategies`.
 
-        `options`: of tp, cp, pp, replicate, compression and offload (cpu or nvme).
+        Args:
+            kind: The kind of the strategy.
+            options: Keys to set, of tp, cp, pp, replicate, compression and offload (cpu or nvme).
         """
         return {"kind": kind, **options}
 
@@ -199,9 +205,11 @@ class StrategyConfig(Spec):
         return COPIES
 
     def gathered_in(self, precision: Precision, images: bool) -> Precision | None:
-        """Return the low type that weights are gathered in; None: they are used as they are kept.
+        """Return the low type that weights are gathered in; None if they are used as they are kept.
 
-        `images`: whether the model is one of images.
+        Args:
+            precision: The compute type.
+            images: Whether the model takes images.
         """
         return None
 
@@ -214,11 +222,15 @@ class StrategyConfig(Spec):
         return self
 
     def step_kind(self, step: int) -> str:
-        """Return the kind of the step after `step` steps. Steps of one kind send the same."""
+        """Return the kind of step `step`, counted from 0. Steps of one kind send the same.
+
+        It is whole (gradients, uncompressed), compressed (gradients), apart (nothing, each rank by
+        itself) or together (weights are exchanged).
+        """
         return "whole"
 
     def step_shares(self) -> dict[str, float]:
-        """Return the share of each kind of step in a long run."""
+        """Return what fraction of the steps of a long run is of each kind (see `step_kind`)."""
         return {"whole": 1.0}
 
     def names(self, world: int) -> Names:
@@ -276,7 +288,9 @@ class PipelineConfig(Section):
                 where="strategy.stages_per_rank",
                 fix="use schedule: interleaved, or leave it out",
             )
-        return self.schedule, (self.stages_per_rank or 2) if interleaves else 1
+        if interleaves:
+            return self.schedule, self.stages_per_rank or 2
+        return self.schedule, 1
 
 
 class SequenceParallel(Section):
@@ -312,8 +326,11 @@ class Degrees(SequenceParallel, StrategyConfig):
         default_factory=PipelineConfig, description="The schedule, where pp > 1."
     )
 
-    def rest(self, world: int) -> tuple[int, dict[str, int]]:
-        """Ranks that the degrees leave, and the degrees."""
+    def remaining_ranks_and_degrees(self, world: int) -> tuple[int, dict[str, int]]:
+        """Return how many ranks the degrees leave for copies or shards, and the degrees by name.
+
+        `world`: the number of processes. Raises PlanError if the degrees do not divide it.
+        """
         degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
         data = divide(
             world,
@@ -321,11 +338,12 @@ class Degrees(SequenceParallel, StrategyConfig):
             f"tp {self.tp} × cp {self.cp} × pp {self.pp}",
             "strategy",
         )
-        return divide(data, self.ep, f"groups of ep {self.ep}", "strategy.ep"), degrees
+        groups = divide(data, self.ep, f"groups of ep {self.ep}", "strategy.ep", "data rank")
+        return groups, degrees
 
     def mesh(self, world: int) -> Mesh:
-        rest, degrees = self.rest(world)
-        return Mesh(replicate=rest, **degrees)
+        remaining, degrees = self.remaining_ranks_and_degrees(world)
+        return Mesh(replicate=remaining, **degrees)
 
     def context_method(self) -> Literal["ulysses", "ring"]:
         return self.cp_method
@@ -334,16 +352,17 @@ class Degrees(SequenceParallel, StrategyConfig):
         return self.pipeline.stages()
 
     def names(self, world: int) -> Names:
-        degrees = {
-            name: getattr(self, name)
-            for name in ("pp", "ep", "cp", "tp")
-            if getattr(self, name) > 1
-        }
-        numbered = [f"{name} {degree}" for name, degree in degrees.items()]
+        degrees = []
+        numbered = []
+        for name in ("pp", "ep", "cp", "tp"):
+            degree = getattr(self, name)
+            if degree > 1:
+                degrees.append(name)
+                numbered.append(f"{name} {degree}")
         if self.pp > 1 and self.pipeline.schedule != "1f1b":
             numbered[0] += f" {self.pipeline.schedule}"
         family, name = self.describe(bool(degrees), world // (self.tp * self.cp * self.pp))
-        simple = self.simplicity + MIXED * len(degrees) + self.unusual()
+        simple = self.simplicity + MIXED * len(degrees) + self.complexity()
         return Names(
             " × ".join(filter(None, [family, *degrees])),
             " × ".join(filter(None, [name, *numbered])),
@@ -351,11 +370,20 @@ class Degrees(SequenceParallel, StrategyConfig):
         )
 
     def describe(self, mixed: bool, data: int) -> tuple[str, str]:
-        """What stands before the degrees in family and name. `data`: ranks that these leave."""
-        return ("", "") if mixed and data == 1 else (self.kind, self.kind)
+        """Return the strategy's words in a table: family and name, as in `Names`, without degrees.
 
-    def unusual(self) -> int:
-        """What makes it less simple, besides degrees."""
+        Both are empty if the degrees alone name the strategy.
+
+        Args:
+            mixed: Whether a degree is above 1.
+            data: Number of ranks that the degrees leave for data parallelism.
+        """
+        if mixed and data == 1:
+            return "", ""
+        return self.kind, self.kind
+
+    def complexity(self) -> int:
+        """Return by how much its options, without the degrees, raise the number `Names.simple`."""
         return int(self.pp > 1 and self.pipeline.schedule != "1f1b")
 
 
@@ -375,6 +403,7 @@ class OneDegree(StrategyConfig):
 
     @classmethod
     def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the section of ddp with this degree: only there it goes with other options."""
         return {"kind": "ddp", cls.dimension: 2, **options}
 
     def mesh(self, world: int) -> Mesh:
@@ -388,11 +417,18 @@ class OneDegree(StrategyConfig):
 
     def names(self, world: int) -> Names:
         degree = self.degree or world
-        copies = ["ddp"] if degree < world else []
+        copies = []
+        if degree < world:
+            copies.append("ddp")
+        name = f"{self.kind} {degree}"
+        # Only pp has this key.
         schedule = getattr(self, "schedule", "1f1b")
-        name = f"{self.kind} {degree}" + (f" {schedule}" if schedule != "1f1b" else "")
+        if schedule != "1f1b":
+            name += f" {schedule}"
         return Names(" × ".join([*copies, self.kind]), " × ".join([*copies, name]), self.simplicity)
 
     def title(self, data_parallel: str, mesh: Mesh) -> str:
         degree = f"{self.kind} {getattr(mesh, self.dimension)}"
-        return degree if mesh.data_ranks == 1 else f"{data_parallel} × {degree}"
+        if mesh.data_ranks == 1:
+            return degree
+        return f"{data_parallel} × {degree}"

@@ -41,11 +41,21 @@ def url_mistake(text: str) -> str | None:
 
 
 def secret_mistake(text: str) -> str | None:
-    """Return why a text may be a URL with a secret, which is not repeated; None if it cannot be."""
+    """Return why a text is refused as a URL that may hold a secret; None if it is not refused.
+
+    The reason does not repeat the URL. A URL may hold a secret if it has a user before an `@`, or
+    options after a `?`.
+    """
     match = _URL.fullmatch(text)
-    if match is None or not ("@" in match[2].split("/")[0] or "?" in match[2]):
+    if match is None:
         return None
-    return "it holds a user, a password or options: credentials come from the environment and the usual files of s3fs"
+    host = match[2].split("/")[0]
+    if "@" not in host and "?" not in match[2]:
+        return None
+    return (
+        "it holds a user, a password or options: credentials come from the environment and the usual"
+        " files of s3fs, and a glob is written with * instead of ?"
+    )
 
 
 def _checked_url(text: str) -> str:

@@ -111,7 +111,7 @@ def read_samples(
         if count == 0:
             raise DataError("has no samples", where=describe(source))
         parts.append(dataset)
-    are_rows = all(source.is_built_in for source in sources)
+    are_rows = all(source.is_read_by_sources for source in sources)
     return Samples(parts, are_rows)
 
 
@@ -139,7 +139,7 @@ def _open(source: Source, base_dir: Path) -> Any:
 
     Raises DataError if ranks might disagree on the order of its samples.
     """
-    if not source.is_built_in:
+    if not source.is_read_by_sources:
         return source.rows(base_dir)
     if isinstance(source, SqlSource) and source.path is None:
         is_ordered = re.search(r"\border\s+by\b", source.query, re.IGNORECASE)

@@ -25,7 +25,8 @@ def derive(*parts: int | str) -> int:
 def seed_step(seed: int, step: int, *stream: int) -> None:
     """Seed python, numpy and torch (all devices) for one step.
 
-    `stream`: of random numbers, one for each rank that draws its own (`plan.mesh.Mesh.stream`).
+    `stream`: the integers that tell apart ranks with random numbers of their own
+    (`config.mesh.Mesh.rng_coordinates`).
     """
     value = derive(seed, step, *stream)
     random.seed(value)

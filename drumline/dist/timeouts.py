@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from drumline.config.mesh import GROUPS_APART
+from drumline.config.mesh import GROUPS_WITH_OWN_LIMIT
 from drumline.system.network import LONG_SECONDS
 from drumline.vendor.torch import groups_of_process, set_group_timeout
 
@@ -47,7 +47,7 @@ def set_timeout(seconds: float) -> None:
 
 
 def share_timeout() -> None:
-    """Give the limit to all groups of this rank, except those that have their own (`GROUPS_APART`).
+    """Give the limit to all groups of this rank, except those that have their own (`GROUPS_WITH_OWN_LIMIT`).
 
     It is called after each split, too: torch passes the limit only to the NCCL half of the new
     group. Its gloo half, for tensors on the host, begins with gloo's default.
@@ -56,7 +56,7 @@ def share_timeout() -> None:
         return
     timeout = timedelta(seconds=_seconds)
     for group in list(groups_of_process.pg_map):
-        if group.group_desc not in GROUPS_APART:
+        if group.group_desc not in GROUPS_WITH_OWN_LIMIT:
             set_group_timeout(timeout, group)
 
 

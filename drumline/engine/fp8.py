@@ -70,7 +70,7 @@ def has_only_token_inputs(model: Any, plan: Plan) -> bool:
     They are not in models of images, which also compute on patches, and may not be in a user's
     module.
     """
-    if plan.config.plain or plan.config.images_alone:
+    if plan.config.has_own_module or plan.config.images_alone:
         return False
     return not is_vision_language(model.config)
 

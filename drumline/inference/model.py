@@ -77,7 +77,7 @@ def load(
     path = Path(where) / "plan.json"
     if path.is_file():
         plan = Plan.load(path, trust_remote_code)
-        if plan.config.plain:
+        if plan.config.has_own_module:
             return _load_own_module(plan, path.parent, str(where), trust_remote_code)
     with stderr_bars(display) as on_progress:
         return open_model(os.fspath(where), on_progress, trust_remote_code)

@@ -43,7 +43,7 @@ class EarlyRanks:
         self.waiting: list[Early] = []
         if sys.platform != "linux" or threading.active_count() > 1 or "torch" in sys.modules:
             return
-        if config.plain:
+        if config.has_own_module:
             module = "drumline.train.build"
         else:
             module = "drumline.train.preload"

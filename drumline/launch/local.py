@@ -174,7 +174,10 @@ def launch(
             if code is not None:
                 return code
             start = resume_of_restart(
-                start, judge.run_dir, plan.config.checkpoint.apart, judge.events_before_launch
+                start,
+                judge.run_dir,
+                plan.config.checkpoint.allows_separate_folders,
+                judge.events_before_launch,
             )
 
 

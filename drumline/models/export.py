@@ -473,7 +473,7 @@ def plan_of(run_dir: Path, trust: bool) -> Plan:
         fix = "name the folder that `drumline train` printed"
         raise CheckpointError(what, where=str(run_dir), fix=fix)
     plan = Plan.load(path, trust)
-    if plan.config.plain:
+    if plan.config.has_own_module:
         what = "a module of your own is no Hugging Face model"
         fix = (
             "its weights are in export/model.safetensors of the run,"

@@ -135,7 +135,7 @@ def _reference(case: Case) -> Iterator[Refusal]:
             "use adapter=lora, or algorithm.reference=precomputed",
             key,
         )
-    elif not case.config.adapter.switches:
+    elif not case.config.adapter.is_reference_if_disabled:
         yield Refusal(
             "reference=adapter × PiSSA, modules_to_save",
             "without it the model is not what training starts from: PiSSA and modules_to_save change its weights",

@@ -162,7 +162,7 @@ def _largest_fitting_micro_batch(
 
 def _require_another_prompt(total: int, algorithm: AlgorithmSpec) -> None:
     """Raise PlanError if the loss compares two samples, and the global batch has only one."""
-    if total == 1 and algorithm.pairs_with_previous:
+    if total == 1 and algorithm.needs_mismatched_pairs:
         what = "a global batch of 1 sample has no answer to another prompt, which this loss compares with"
         raise PlanError(what, where="batch", fix="use batch.global_samples=2 or more")
 
@@ -215,9 +215,9 @@ def default_rounds(algorithm: AlgorithmSpec, samples: int, least: int = 1) -> in
 
     It is `least` times or more.
     """
-    if samples == 1 and algorithm.pairs_with_previous:
+    if samples == 1 and algorithm.needs_mismatched_pairs:
         least = max(least, 2)
-    return repetitions_to_multiple(samples, algorithm.samples_in_turn, least)
+    return repetitions_to_multiple(samples, algorithm.batch_multiple, least)
 
 
 def repetitions_to_multiple(samples: int, multiple: int, least: int = 1) -> int:
@@ -290,7 +290,7 @@ def _steps_of_epoch(config: Config, batch: BatchPlan, data: DataPlan) -> float:
         return data.epoch / batch.global_samples
     episodes_of_epoch = data.epoch * rollout.group_size
     episodes_of_rollout = rollout.minibatches * batch.global_samples
-    return rollout.steps_in_turn * episodes_of_epoch / episodes_of_rollout
+    return rollout.steps_per_rollout * episodes_of_epoch / episodes_of_rollout
 
 
 def steps_of_rollouts(
@@ -307,7 +307,7 @@ def steps_of_rollouts(
     what = f"a rollout of {minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}"
     fix = "choose batch.global_samples × algorithm.minibatches as {}"
     prompts = _divide_exactly(episodes, group, what, "algorithm.group_size", fix)
-    steps_of_rollout = algorithm.steps_in_turn
+    steps_of_rollout = algorithm.steps_per_rollout
     why.append(
         f"a rollout: {prompts} prompts × {group} = {episodes} episodes, learned from in {algorithm.epochs} epochs × {minibatches}"
         f" minibatches = {steps_of_rollout} steps"

@@ -26,7 +26,7 @@ def same_weights(strategy: StrategyConfig, mesh: Mesh) -> list[list[int]]:
     # Ranks of a set have the same place along all other dimensions.
     sets: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
-        place = mesh.place(rank)
+        place = mesh.coordinates(rank)
         key = tuple(place[name] for name in DIMENSIONS if name not in copied)
         sets.setdefault(key, []).append(rank)
     return list(sets.values())

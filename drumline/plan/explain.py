@@ -40,7 +40,7 @@ def strategy_name(plan: Plan) -> str:
 def way_to_export(plan: Plan) -> str:
     """Say how to get the model of a finished run after its export has failed."""
     config = plan.config
-    if config.plain:
+    if config.has_own_module:
         return "drumline train with --resume exports again, and trains nothing"
     command = f"drumline export {shlex.quote(plan.run_dir)} --to FOLDER"
     is_merged = isinstance(config.adapter, LoRAConfig) and not config.checkpoint.export_adapter

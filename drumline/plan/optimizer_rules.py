@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.config.optimizer import FORMATS
+from drumline.config.optimizer import QUANTISED_STATES
 from drumline.config.refusal import Refusal
 from drumline.plan.rule import Case, plain, sees
 
@@ -29,7 +29,7 @@ def refusals(case: Case) -> Iterator[Refusal]:
             "use strategy=fsdp2, or take the groups out",
             "optimizer.groups",
         )
-    if case.strategy.exchange is not None and not options.does.drifts:
+    if case.strategy.exchange is not None and not options.traits.allows_local_steps:
         reason = "a checkpoint has the mean of the copies' moments, which is taken of fp32 moments with one step in common"
         yield Refusal(
             f"{options.kind} × copies that drift apart",
@@ -68,7 +68,7 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
         )
     kinds: tuple[str, ...] = ("adamw", "sgd", "lion")
     if options.in_backward:
-        kinds = (*kinds, *FORMATS)
+        kinds = (*kinds, *QUANTISED_STATES)
     if options.kind not in kinds:
         yield Refusal(
             f"{name} × {options.kind}",
@@ -76,7 +76,7 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
             f"use {', '.join(kinds)}",
             where,
         )
-    if strategy.engine(mesh) != "native" or strategy.exchange is not None or config.plain:
+    if strategy.engine(mesh) != "native" or strategy.exchange is not None or config.has_own_module:
         reason = "it is proven for Drumline's own engine, where ranks are in step"
         yield Refusal(
             f"{name} × the strategy",
@@ -155,7 +155,12 @@ def _pure(case: Case, where: str) -> Iterator[Refusal]:
     if case.strategy.copies().compression.kind != "none":
         reason = "gradients travel in bf16 already"
         yield Refusal("master=bf16 × compression", reason, "take strategy.compression out", where)
-    if config.algorithm.rollout is not None or config.images_alone or config.plain or sees(case):
+    if (
+        config.algorithm.rollout is not None
+        or config.images_alone
+        or config.has_own_module
+        or sees(case)
+    ):
         reason = "it is proven for texts that are given"
         yield Refusal(
             "master=bf16 × the model or the algorithm", reason, "use precision.master=fp32", where

@@ -395,7 +395,7 @@ def total_samples(
     if config.run.steps is not None:
         return position + max(0, config.run.steps - step) * batch.global_samples
     samples = max(1, round(config.run.epochs * data.epoch))
-    ends_on_full_batch = config.images_alone or config.plain
+    ends_on_full_batch = config.images_alone or config.has_own_module
     if not ends_on_full_batch:
         return samples
     batches = math.ceil((samples - position) / batch.global_samples)

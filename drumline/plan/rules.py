@@ -236,7 +236,7 @@ def _generated(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
     key = "eval.tasks"
     if options.samples:
         key = "eval.samples"
-    if config.plain or not config.algorithm.writes or config.head not in ("lm", "valued"):
+    if config.has_own_module or not config.algorithm.writes or config.head not in ("lm", "valued"):
         yield Refusal(
             f"{key} × a model without text", "it gives numbers, not text", f"take {key} out", key
         )
@@ -281,7 +281,7 @@ def _memory(case: Case) -> Iterator[Refusal]:
     memory = config.memory
     checkpointing = memory.activation_checkpointing
 
-    if memory.budget_gb is not None and config.plain:
+    if memory.budget_gb is not None and config.has_own_module:
         yield _memory_refusal(
             "budget_gb",
             "a module of your own",
@@ -369,7 +369,7 @@ def _kernels(case: Case) -> Iterator[Refusal]:
     """Yield refusals of model.kernels: liger."""
     if case.config.model.kernels != "liger":
         return
-    if case.device == "cpu" or not _is_native(case) or case.config.plain:
+    if case.device == "cpu" or not _is_native(case) or case.config.has_own_module:
         yield replace(
             NO_LIGER,
             name="kernels=liger × cpu, tp, cp, pp, ep, zero, a module of your own",

@@ -203,7 +203,7 @@ def _with_batch(question: Question) -> Question:
     """
     if question.config.batch.model_fields_set:
         return question
-    shared = math.lcm(question.cluster.world_size, question.config.algorithm.samples_in_turn)
+    shared = math.lcm(question.cluster.world_size, question.config.algorithm.batch_multiple)
     samples = math.ceil(BATCH / shared) * shared
     return question.with_values("batch", global_samples=samples)
 

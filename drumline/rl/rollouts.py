@@ -209,7 +209,7 @@ class Rollouts:
         while step < self.plan.steps:
             self.seconds = {}
             first_position = position
-            next_step = step + self.algorithm.steps_in_turn
+            next_step = step + self.algorithm.steps_per_rollout
             sampled, position = self._sample_groups(step, position, drawn)
             prompts_drawn = position - first_position
             self._check_rewards(step, sampled, prompts_drawn)
@@ -374,7 +374,7 @@ class Rollouts:
             self.failures_in_a_row += 1
         else:
             self.failures_in_a_row = 0
-        next_step = step + self.algorithm.steps_in_turn
+        next_step = step + self.algorithm.steps_per_rollout
         is_last = next_step >= (self.plan.steps or 0)
         has_learned_nothing = is_last and not self.has_rewards
         has_failed_too_often = self.failures_in_a_row >= limit.rollouts and limit.action == "stop"

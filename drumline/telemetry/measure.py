@@ -337,7 +337,7 @@ class Measure:
         if "peak" in memory:
             peaks = memory["peak"]
             fullest_rank = peaks.index(max(peaks))
-        stages = [self.plan.mesh.place(rank)["pp"] for rank in ranks]
+        stages = [self.plan.mesh.coordinates(rank)["pp"] for rank in ranks]
         fullest_stage = stages[fullest_rank]
         return [rank for rank in ranks if stages[rank] == fullest_stage]
 

@@ -91,7 +91,7 @@ def build(
     plan = going_on(plan, state.step, state.position)
 
     # The algorithm and the data.
-    gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
+    gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.is_counted(ranks.rank))
     is_new = checkpoint is None
     training = _build_training(plan, ranks, engine, state, is_new, gather, emit, stop_flag)
     eval_generators = _build_eval_generators(plan, engine, training.rollouts, device, emit)
@@ -308,7 +308,7 @@ def _build_meter(plan: Plan, ranks: Ranks) -> Meter:
 
 def _build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> Engine:
     """Return the engine of the policy. `checkpoint_keys`: weights that a checkpoint will fill."""
-    if not plan.config.plain:
+    if not plan.config.has_own_module:
         return build_engine(plan, device, checkpoint_keys)
     model = plan.config.model
     parts = ModuleParts(model.units, model.tp_plan)
@@ -318,7 +318,7 @@ def _build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> E
 def _verify_caches(plan: Plan, ranks: Ranks) -> Future[None]:
     """Begin to verify the token caches, shared out to the ranks, while the model is loaded."""
     folders: list[str] = []
-    if plan.data is not None and plan.config.data.verify and not plan.config.plain:
+    if plan.data is not None and plan.config.data.verify and not plan.config.has_own_module:
         if not plan.data.stream:
             folders.append(plan.data.train_cache)
         folders += plan.data.eval_caches.values()

@@ -59,7 +59,7 @@ def build_rollouts(
     episode_reader = EpisodeReader(
         plan,
         plan.mesh.data_rank(ranks.rank),
-        plan.mesh.counts(ranks.rank),
+        plan.mesh.is_counted(ranks.rank),
         device,
         pad_token_id(tokenizer),
         plan.fixed_width,

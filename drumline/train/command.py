@@ -171,7 +171,7 @@ def request_maker(
         if requeued():
             run_dir = Path(loaded.config.run.dir or default_run_dir(loaded.path))
             chosen_resume = resume_of_restart(
-                chosen_resume, run_dir, loaded.config.checkpoint.apart
+                chosen_resume, run_dir, loaded.config.checkpoint.allows_separate_folders
             )
         notes(loaded.notes)
         processes = world_size or loaded.config.launch.processes()
@@ -289,11 +289,11 @@ def launch_ranks(
             print(f"watch: {address}", flush=True)
         with ExitStack() as claim:
             # A job elsewhere takes the lease itself, so this process releases it before.
-            holder = claim if launcher.elsewhere else stack
+            holder = claim if launcher.is_lease_remote else stack
             holder.enter_context(Lease(run_dir))
             plan = keep_learning_rate(plan, request)
             # Raises EnvironmentFault if hosts differ in what the plan needs.
-            launcher.compare(plan, early_ranks)
+            launcher.check_hosts(plan, early_ranks)
             plan_path, resume = claim_run_dir(plan, request)
         on_event: Callable[[Event], None] = _ignore
         progress: Progress | None = None
@@ -313,7 +313,7 @@ def launch_ranks(
         code = launcher.start(
             plan, plan_path, resume_option(resume), on_event, replanner, early_ranks
         )
-        if not launcher.elsewhere:
+        if not launcher.is_lease_remote:
             page = at_end(plan)
             if progress is not None:
                 progress.page = page
@@ -339,7 +339,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
 
     loaded = load(config_path, overrides)
     config = loaded.config
-    if config.plain:
+    if config.has_own_module:
         what = "a module of your own takes samples as they are: there is nothing to prepare"
         raise UserError(what, where="model.kind", fix="`drumline preview` shows the samples")
     with bars(Console(stderr=True)) as on_progress:

@@ -56,7 +56,7 @@ def open_samples(plan: Plan, folder: str) -> Any:
     For a module of the user's own there is no cache. Then `folder` is "train" or "eval/SET", and
     the samples of those sources are returned.
     """
-    if not plan.config.plain:
+    if not plan.config.has_own_module:
         return TokenCache.open(Path(folder))
     section, _, name = folder.partition("/")
     if section == "train":
@@ -254,7 +254,7 @@ class DataLoaderBuilder:
         last one of the set.
         """
         predecessor_scope: Literal["none", "batch", "all"] = "none"
-        if self.plan.config.algorithm.pairs_with_previous:
+        if self.plan.config.algorithm.needs_mismatched_pairs:
             predecessor_scope = pairs_within
         return BatchStream(
             cache,

@@ -192,7 +192,7 @@ def run_start(plan: Plan, resume: Resume | None) -> RunStart:
         resumed_from=resume_option(resume),
         plan_line=plan_line(plan),
         left_out=list(plan.data.left_out) if plan.data else [],
-        writes=plan.config.algorithm.writes and not plan.config.plain,
+        writes=plan.config.algorithm.writes and not plan.config.has_own_module,
         unadapted=list(plan.predicted.unadapted),
         environment=_environment(plan),
     )
@@ -326,7 +326,7 @@ class MainReporter(Reporter):
         which = config.checkpoint.export
         assert which != "none", "the caller has looked"
         run_dir = Path(self.plan.run_dir)
-        if config.plain:
+        if config.has_own_module:
             from drumline.models.own import export_weights
 
             export_weights(self.plan, which)

@@ -137,7 +137,7 @@ def _plan_and_publish(
         _require_no_stop(plan)
     if ranks.attempt or _is_restart(run_dir / LAUNCH, record):
         # Whether hosts have run folders of their own, so that rank 0's may lack the checkpoints.
-        has_folder_per_host = plan.config.checkpoint.apart
+        has_folder_per_host = plan.config.checkpoint.allows_separate_folders
         resume_again = resume_of_restart(request.resume, run_dir, has_folder_per_host)
         request = replace(request, resume=resume_again)
     plan = keep_learning_rate(plan, request)
@@ -185,7 +185,7 @@ def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, Resume | No
     reply = ""
     if not has_lease(answer["lease"], run_dir, SHARED_SECONDS):
         reply = socket.gethostname()
-        if plan.config.checkpoint.apart and ranks.local_rank == 0:
+        if plan.config.checkpoint.allows_separate_folders and ranks.local_rank == 0:
             try:
                 # This host has a run folder of its own.
                 stack.enter_context(Lease(run_dir))
@@ -222,12 +222,12 @@ def _require_shared(plan: Plan, ranks: Ranks) -> None:
     """Raise EnvironmentFault if another host does not share this run folder.
 
     What its ranks save would be lost with it. If checkpoints are copied to other hosts or to a URL
-    (`checkpoint.apart`), each host may have a folder of its own, unless it reports a mistake.
+    (`checkpoint.allows_separate_folders`), each host may have a folder of its own, unless it reports a mistake.
     """
     replies = [receive(f"shared-{rank}") for rank in range(1, ranks.world_size)]
     # A rank replies "" if all is well, its host if that lacks the folder, or the line of an error.
     complaints = sorted({reply for reply in replies if reply})
-    if plan.config.checkpoint.apart:
+    if plan.config.checkpoint.allows_separate_folders:
         mistakes = [complaint for complaint in complaints if ": " in complaint]
         if mistakes:
             raise EnvironmentFault(mistakes[0])
@@ -253,7 +253,7 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
         )
     # The number in another tool's file is only a default, as it is for that tool: it does not have
     # to agree.
-    is_from_another_tool = request.loaded.old
+    is_from_another_tool = request.loaded.is_translated
     if is_from_another_tool or launch.nproc is None:
         return
     ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))

@@ -205,7 +205,7 @@ class Loop:
             if config.eval.at_start:
                 self.evaluate()
         evaluation_was_interrupted = self.state.evaluated >= 0 and is_due(
-            config.eval.steps, self.state.evaluated, self.state.step
+            config.eval.every_steps, self.state.evaluated, self.state.step
         )
         if evaluation_was_interrupted:
             is_best = self.evaluate()
@@ -214,7 +214,7 @@ class Loop:
 
     def _needs_last_evaluation(self) -> bool:
         """Whether the last step has not been evaluated yet."""
-        every = self.plan.config.eval.steps
+        every = self.plan.config.eval.every_steps
         if not every:
             return True
         is_multiple = self.state.step % every == 0
@@ -284,10 +284,14 @@ class Loop:
         config = self.plan.config
         self._exit_if_signal_known()
         is_best = False
-        if self._is_due(config.eval.steps):
+        if self._is_due(config.eval.every_steps):
             is_best = self.evaluate()
         should_save_best = is_best and config.checkpoint.keep_best
-        if self._is_due(config.checkpoint.steps) or should_save_best or self.should_retry_save:
+        if (
+            self._is_due(config.checkpoint.every_steps)
+            or should_save_best
+            or self.should_retry_save
+        ):
             self.save()
         elif self.saver.memory_checkpoints is not None and self._is_due(
             config.checkpoint.in_memory_every
@@ -340,7 +344,7 @@ class Loop:
         weight, tokens = batch.totals or self._sum_weight_and_tokens(batch)
         denominator = weight or 1.0
         # A step draws the same numbers whether the run was resumed before it or not.
-        rng_coordinates = self.plan.mesh.stream(self.gather.rank)
+        rng_coordinates = self.plan.mesh.rng_coordinates(self.gather.rank)
         seed_step(self.plan.config.run.seed, step, *rng_coordinates)
 
         heartbeat.beat("forward")

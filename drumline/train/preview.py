@@ -140,7 +140,7 @@ def preview(config_path: Path, overrides: list[str], options: Options) -> None:
     console = _make_console(options)
     view = View(console, options)
     error: UserError | None = None
-    if loaded.config.plain:
+    if loaded.config.has_own_module:
         folder = loaded.base_dir.absolute()
         view.show_samples(read_samples(loaded.config.data.train, folder, Draws(0).used))
     else:

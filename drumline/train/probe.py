@@ -124,7 +124,7 @@ def short_config(candidate: Candidate, run_dir: Path, rows: Path | None) -> Conf
     """Return the candidate's config for a few steps that leave nothing behind."""
     config = candidate.config
     # Steps that share a rollout are taken together.
-    steps_of_rollout = config.algorithm.steps_in_turn
+    steps_of_rollout = config.algorithm.steps_per_rollout
     steps = steps_of_rollout * math.ceil(STEPS / steps_of_rollout)
     run = {
         "dir": str(run_dir),

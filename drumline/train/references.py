@@ -165,7 +165,7 @@ class Reference:
         """
         config = self.plan.config
         is_another_model = getattr(config.algorithm, "reference_model", None) is not None
-        if not is_another_model and (self.is_untrained or config.adapter.switches):
+        if not is_another_model and (self.is_untrained or config.adapter.is_reference_if_disabled):
             return self.engine
         return build_engine(self.plan, self.device, role="reference")
 
@@ -185,7 +185,7 @@ class Reference:
             scores_of_micro_batches = engine.infer(
                 batch.micro_batches,
                 self.algorithm.score,
-                adapter=not self.plan.config.adapter.switches,
+                adapter=not self.plan.config.adapter.is_reference_if_disabled,
             )
             scored = zip(batch.micro_batches, scores_of_micro_batches, strict=True)
             for micro_batch, scores_B in scored:
@@ -193,7 +193,7 @@ class Reference:
                 scores_PR = scores_B.view(rows, -1).T
                 is_real_P = micro_batch.real_P > 0
                 table[micro_batch.samples_P[is_real_P]] = scores_PR[is_real_P]
-        if not self.plan.mesh.counts(self.ranks.rank):
+        if not self.plan.mesh.is_counted(self.ranks.rank):
             # Another rank has the same pairs, and their scores are to be added once.
             table.zero_()
         return add_up(table)

@@ -276,7 +276,7 @@ class Replanner:
         old = self.plan
         # The sizes of a module of the user's own are not known.
         question: Question | None = None
-        if not old.config.plain:
+        if not old.config.has_own_module:
             question = planning_question(old, ranks)
         for micro_batch in range(self.micro_batch, 0, -1):
             batch = BatchConfig(global_samples=old.batch.global_samples, micro_batch=micro_batch)

@@ -30,7 +30,7 @@ from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.remote import Store
 from drumline.checkpoint.retention import best_checkpoint, recover
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.load import refused, saved_config
+from drumline.config.load import refused_changes, saved_config
 from drumline.config.resume import CHECKPOINTS, Resume
 from drumline.config.run import EvalConfig
 from drumline.config.urls import FETCHED, is_url
@@ -215,7 +215,7 @@ def _newest_on_disk(plan: Plan) -> FoundCheckpoint:
     """
     options = plan.config.checkpoint
     root = Path(plan.run_dir) / CHECKPOINTS
-    is_on_shared_folder = not options.apart
+    is_on_shared_folder = not options.allows_separate_folders
     if is_on_shared_folder:
         return newest(root, options.verify, to_train=True)
     ranks = RankGroup.all(error_type=CheckpointError)
@@ -236,7 +236,7 @@ def _check_named(plan: Plan, path: Path) -> Path:
     to it, and not to a checkpoint of the branch that the run leaves here.
     """
     check(path, plan.config.checkpoint.verify)
-    is_on_shared_folder = not plan.config.checkpoint.apart
+    is_on_shared_folder = not plan.config.checkpoint.allows_separate_folders
     if plan.saves and is_on_shared_folder and is_own_checkpoint(path, Path(plan.run_dir)):
         RankGroup.all(error_type=CheckpointError).first(partial(make_newest, path))
     return path
@@ -248,9 +248,9 @@ def _misfit(plan: Plan, state: dict[str, Any]) -> str | None:
     The launcher has compared checkpoints on disk with the plan, but not the states in memory.
     """
     saved = saved_config(state["config"], plan.config, (), "memory")
-    changes, keys = refused(saved, plan.config, ())
-    if keys:
-        return f"made with another config: {changes}"
+    changes = refused_changes(saved, plan.config, ())
+    if changes.keys:
+        return f"made with another config: {changes.description}"
     identity: dict[str, Any] | None = None
     if plan.data and plan.data.identity:
         identity = plan.data.identity.model_dump()

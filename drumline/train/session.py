@@ -168,7 +168,7 @@ class Session:
         if plan.device == "cuda":
             self.device = f"cuda:{gpu(self.ranks)}"
         # Of the ranks that share samples, exactly one contributes to sums over all ranks.
-        contributes = plan.mesh.counts(self.ranks.rank)
+        contributes = plan.mesh.is_counted(self.ranks.rank)
         self.gather = Gather(
             self.ranks.rank, self.ranks.world_size, self.device, counts=contributes
         )
@@ -409,7 +409,7 @@ class Session:
                 Draws(derive(seed, "rows")).used,
             )
         )
-        rng_coordinates = self.plan.mesh.stream(self.ranks.rank)
+        rng_coordinates = self.plan.mesh.rng_coordinates(self.ranks.rank)
         while steps is None or self.steps < steps:
             seed_step(seed, self.steps, *rng_coordinates)
             micro_batches = next(rows, None)

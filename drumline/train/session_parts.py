@@ -17,7 +17,13 @@ from drumline.checkpoint.load import read_state, state_to_resume
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import require_unused
 from drumline.checkpoint.retention import recover
-from drumline.config.load import Draft, refused, saved_config, strategy_change, validated
+from drumline.config.load import (
+    Draft,
+    refused_changes,
+    saved_config,
+    strategy_change,
+    validate_draft,
+)
 from drumline.config.resume import Resume
 from drumline.data.samples import has_index
 from drumline.dist.seeds import derive
@@ -106,7 +112,7 @@ def make_plan(
         sections["strategy"] = dict(strategy)
     else:
         sections["strategy"] = {"kind": strategy}
-    config = validated(Draft("session", sections, {}), [])
+    config = validate_draft(Draft("session", sections, {}), [])
     return resolve(
         config,
         run_dir=run_dir,
@@ -133,7 +139,7 @@ def claim_run_folder(
     # torchrun, or `drumline launch`, has started the script once more.
     is_restart = Ranks.from_environment().attempt > 0 or os.environ.get(ATTEMPT, "0") != "0"
     if is_restart:
-        resume = resume_of_restart(resume, run_dir, plan.config.checkpoint.apart)
+        resume = resume_of_restart(resume, run_dir, plan.config.checkpoint.allows_separate_folders)
     checkpoints = run_dir / "checkpoints"
     recover(checkpoints)
     if resume is None and run_dir.is_dir() and any(run_dir.glob("*.jsonl")):
@@ -168,12 +174,12 @@ def _require_same_run(plan: Plan, allow: tuple[str, ...], path: str, state: dict
     `state`: of the checkpoint at `path`.
     """
     saved = saved_config(state["config"], plan.config, allow, path)
-    changes, keys = refused(saved, plan.config, allow)
-    if keys:
+    changes = refused_changes(saved, plan.config, allow)
+    if changes.keys:
         raise CheckpointError(
-            f"the session differs in what the run depends on: {changes}",
+            f"the session differs in what the run depends on: {changes.description}",
             where=path,
-            fix=f"take it back, or accept it with allow={tuple(keys)}",
+            fix=f"take it back, or accept it with allow={tuple(changes.keys)}",
         )
     strategy_line = strategy_change(saved, plan.config, path)
     if strategy_line is not None:

@@ -21,7 +21,15 @@ from drumline.checkpoint.remote import Store, require_unused
 from drumline.checkpoint.retention import recover
 from drumline.config.algorithm import RolloutSpec
 from drumline.config.config import Config, ScheduleConfig
-from drumline.config.load import Request, allowed, refused, saved_config, strategy_change, to_yaml
+from drumline.config.load import (
+    RefusedChanges,
+    Request,
+    allowed,
+    refused_changes,
+    saved_config,
+    strategy_change,
+    to_yaml,
+)
 from drumline.config.model import Head, ModelConfig
 from drumline.config.resume import CHECKPOINTS, Resume
 from drumline.data import prepare as data_prepare
@@ -91,7 +99,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     config = request.loaded.config
     base_dir = request.loaded.base_dir
     _check_request(request)
-    if config.plain:
+    if config.has_own_module:
         return plan_own_module(request, dry_run, on_progress)
     rollout = config.algorithm.rollout
     if config.adapter.kind == "lora":
@@ -644,8 +652,8 @@ def keep_learning_rate(plan: Plan, request: Request) -> Plan:
     if why is None:
         return plan
     saved = saved_config(state["config"], plan.config, request.allow, path)
-    _, refused_keys = _changed_keys(saved, state, plan, request.allow)
-    if refused_keys:
+    changes = _refused_changes(saved, state, plan, request.allow)
+    if changes.keys:
         # `claim_run_dir` is going to refuse this start, so a note about the rate would be in the way.
         return plan
     notes([why])
@@ -726,17 +734,16 @@ def _saved_state(resume: Resume, plan: Plan) -> tuple[str, dict[str, Any]] | Non
     return state_to_resume(resume, root, plan.config.checkpoint.url)
 
 
-def _changed_keys(
+def _refused_changes(
     saved: Config, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]
-) -> tuple[str, list[str]]:
-    """Return (description of the refused changes since a checkpoint, keys that were changed so).
+) -> RefusedChanges:
+    """Return the changes of the config since a checkpoint that a run may not make.
 
-    Both are empty if nothing was changed that must stay. Keys of the batch may change as long as
-    the global batch is the same.
+    Keys of the batch may change as long as the global batch is the same.
     """
     if state.get("global_samples") == plan.batch.global_samples:
         allow = (*allow, "batch")
-    return refused(saved, plan.config, allow)
+    return refused_changes(saved, plan.config, allow)
 
 
 def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
@@ -747,12 +754,12 @@ def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[s
     `state`: of the checkpoint at `path`.
     """
     saved = saved_config(state["config"], plan.config, allow, path)
-    changes, keys = _changed_keys(saved, state, plan, allow)
-    if keys:
+    changes = _refused_changes(saved, state, plan, allow)
+    if changes.keys:
         raise CheckpointError(
-            f"the config differs in what the run depends on: {changes}",
+            f"the config differs in what the run depends on: {changes.description}",
             where=path,
-            fix=f"take the change back, or accept it with --allow {','.join(keys)}",
+            fix=f"take the change back, or accept it with --allow {','.join(changes.keys)}",
         )
     strategy_line = strategy_change(saved, plan.config, path)
     if strategy_line is not None:

@@ -76,7 +76,7 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
         sums = engine.forward_backward(batches, objective, weight / shared)
         norm = engine.grad_norm()
         engine.step(RATE, norm, torch.isfinite(norm))
-        gather = Gather(rank, plan.mesh.world_size, "cpu", plan.mesh.counts(rank))
+        gather = Gather(rank, plan.mesh.world_size, "cpu", plan.mesh.is_counted(rank))
         whole, _ = gather.start(sums).read()
         told["steps"].append({**whole, "norm": float(norm)})
     told["weights"] = copies(engine)

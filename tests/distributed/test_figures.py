@@ -30,7 +30,7 @@ def last_step(degrees: dict[str, int], devices: int) -> dict[str, float]:
         predicted = Predicted(flops_per_token=RATE, peak_flops_per_device=PEAK)
         changes = {"mesh": mesh, "predicted": predicted, "devices_per_rank": devices}
         built.plan = built.plan.model_copy(update=changes)
-        built.gather = Gather(rank, dist.get_world_size(), "cpu", counts=mesh.counts(rank))
+        built.gather = Gather(rank, dist.get_world_size(), "cpu", counts=mesh.is_counted(rank))
         built.save = lambda: None  # type: ignore[method-assign]
         built._save_last = lambda *_: None  # type: ignore[method-assign]
         built.run()

@@ -264,7 +264,7 @@ def test_what_lies_between_steps_is_exact(measured: dict[str, Measured], name: s
     for stage, state in enumerate(states_of(plan, facts)):
         there = []
         for rank, told in enumerate(ranks):
-            if plan.mesh.place(rank)["pp"] == stage:
+            if plan.mesh.coordinates(rank)["pp"] == stage:
                 there.append(told["held"])
         largest = [max(each) for each in zip(*there, strict=True)]
         assert largest == [state.parameters, state.gradients, state.optimizer]

@@ -38,7 +38,7 @@ def asked(
             continue
 
         tree = ast.parse(path.read_text())
-        lines = set(_lines(tree, base.thing, classes))
+        lines = set(_lines(tree, base.noun, classes))
         for line in sorted(lines):
             found.append(f"{place}:{line}")
 

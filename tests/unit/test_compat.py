@@ -15,7 +15,7 @@ from drumline.compat.deepspeed import ENGINE_ONLY, OPTIMIZER, ZERO
 from drumline.compat.deepspeed import TABLE as JSON_TABLE
 from drumline.compat.readers import recognise
 from drumline.compat.signs import has_only_own_keys
-from drumline.config.load import drafted, load_text
+from drumline.config.load import load_text, make_draft
 from drumline.config.registry import DISTRIBUTIONS
 from drumline.errors import ConfigError
 
@@ -24,8 +24,8 @@ OWN = "data: {train: [{kind: file, path: x.jsonl}]}\n"
 
 
 def translated(text: str) -> dict[str, Any]:
-    draft = drafted(text, "old.yaml", Path())
-    assert draft.old
+    draft = make_draft(text, "old.yaml", Path())
+    assert draft.is_translated
     return draft.values
 
 
@@ -328,7 +328,7 @@ def test_no_reader_is_looked_for_beside_own_keys(
         raise AssertionError(f"looked for drumline.{group}")
 
     monkeypatch.setattr(readers, "entry_points", entry_points)
-    assert not drafted(text, "own.yaml", Path()).old
+    assert not make_draft(text, "own.yaml", Path()).is_translated
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_keys_are_those_of_the_schema() -> None:
         "data.train",
     } <= set(every)
     assert keys("optimizer.lr_sc") == ["optimizer.lr_scaling=", "optimizer.lr_scaling=none"]
+    assert keys("data.tra") == ["data.train="], "it has no default"
     assert keys("nothing") == [] and keys("health.on_sp")[0] == "health.on_spike="
     values = {"data": {"train": [{"kind": "digits"}]}}
     defaults = [

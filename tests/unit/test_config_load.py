@@ -13,7 +13,15 @@ import pytest
 
 from drumline import cli
 from drumline.config.config import Config
-from drumline.config.load import changed_values, load, load_text, override, refused, schema, to_yaml
+from drumline.config.load import (
+    changed_values,
+    load,
+    load_text,
+    override,
+    refused_changes,
+    schema,
+    to_yaml,
+)
 from drumline.config.mistakes import SYNONYMS, field_at, kinds_at
 from drumline.config.model import ModelConfig
 from drumline.errors import ConfigError
@@ -44,6 +52,11 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         ["unknown key 'bucket_cap_mb' of kind auto", "kind ddp has it"],
     ),
     (
+        DATA + "strategy: {kind: ddp, offload: cpu}\n",
+        [],
+        ["strategy.offload: ddp has no offload: each rank's part stays", "use fsdp2 with offload"],
+    ),
+    (
         "data: {train: [{kind: file, path: x, name: y}]}",
         [],
         ["data.train.0.name", "kind hub has it"],
@@ -62,6 +75,16 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ),
     (DATA + "adapter: {kind: lora, rank: 8}\n", [], ["adapter.rank", "did you mean 'r'?"]),
     (DATA + "strategy: {kind: ddp, rank: 8}\n", [], ["did you mean 'strategy.compression.rank'?"]),
+    (
+        DATA + "cluster: {links: {fast: {gb: 3}}}\n",
+        [],
+        ["cluster.links.fast.gb: unknown key 'gb'", "did you mean 'gb_s'?", "(and 1 more mistake)"],
+    ),
+    (
+        DATA + "cluster: {devices: {x: {memory: 3, bandwidth_gb_s: 3, fp32_tflops: 2}}}\n",
+        [],
+        ["cluster.devices.x.memory", "did you mean 'memory_gb'?", "(and 1 more mistake)"],
+    ),
     (DATA + "zzz: 3\n", [], ["unknown key 'zzz'", "known here: adapter, algorithm"]),
     (DATA + "run: {foo: 1, bar: 2}\n", [], ["and 1 more mistake)"]),
     (DATA + "1: 2\n", [], ["c.yaml:2: 1", "the key 1 is no text"]),
@@ -429,12 +452,12 @@ def test_differences_tell_what_matters() -> None:
             "launch.nproc=2",
         ],
     )
-    line, keys = refused(old, new, ())
+    keys, line = refused_changes(old, new, ())
     assert keys == ["data.max_length", "optimizer.lr", "run.seed"] and line.endswith(
         "run.seed 0 → 3"
     )
-    assert refused(old, new, ("optimizer", "run.seed"))[1] == ["data.max_length"]
-    assert refused(old, new, ("all",)) == refused(old, old, ()) == ("", [])
+    assert refused_changes(old, new, ("optimizer", "run.seed")).keys == ["data.max_length"]
+    assert refused_changes(old, new, ("all",)) == refused_changes(old, old, ()) == ([], "")
 
 
 def test_templates_are_found_from_anywhere(tmp_path: Path) -> None:
@@ -511,6 +534,14 @@ def test_an_override_goes_into_a_short_form(tmp_path: Path) -> None:
             [{"kind": "file", "path": "sub/rows", "set": "x"}],
         ),
         (
+            ["data.eval={id: a.jsonl, ood: b.jsonl}"],
+            "eval",
+            [
+                {"kind": "file", "path": "a.jsonl", "set": "id"},
+                {"kind": "file", "path": "b.jsonl", "set": "ood"},
+            ],
+        ),
+        (
             ["data=b.jsonl", "data.train.0.limit=3"],
             "train",
             [{"kind": "file", "path": "b.jsonl", "limit": 3}],
@@ -522,6 +553,11 @@ def test_an_override_goes_into_a_short_form(tmp_path: Path) -> None:
         ),
         (
             ["data.train=no/such", "data.train.0.limit=3"],
+            "train",
+            [{"kind": "hub", "id": "no/such", "limit": 3}],
+        ),
+        (
+            ["data.train=[{path: no/such, limit: 3}]"],
             "train",
             [{"kind": "hub", "id": "no/such", "limit": 3}],
         ),
@@ -550,7 +586,8 @@ DIGITS_SHOWN = f"{'1' * 20}…{'1' * 8} (330 characters)"
         ("", f"run.seed={DIGITS}", f"override run.seed={DIGITS_SHOWN}: {TOO_LARGE} — the largest is {2**63 - 1}"),
         (f"run: {{seed: {2**64}}}", "", f"c.yaml:2: run.seed: {TOO_LARGE} — the largest is {2**63 - 1}"),
         ("", f"eval.every={DIGITS}", "the largest is 1000000000000"),
-        ("", f"optimizer.betas=[0.9, {DIGITS}]", "the largest is 1"),
+        ("", f"optimizer.betas=[0.9, {DIGITS}]", "it must be below 1"),
+        ("", f"launch.port={DIGITS}", "it must be below 65536"),
         ("", f"model.id={DIGITS}", "put the value in quotes"),
         (f"{DIGITS}a: 3", "", f"c.yaml:2: {'1' * 20}…{'1' * 7}a (331 characters): unknown key"),
     ],

@@ -38,7 +38,8 @@ def short_places(
         ]
         here = (*place, name)
         if any(
-            isinstance(part, Short) or (isinstance(part, Registered) and part.base.short)
+            isinstance(part, Short)
+            or (isinstance(part, Registered) and part.base.allows_kind_alone)
             for part in parts
         ):
             yield (

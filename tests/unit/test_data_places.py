@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from drumline.config.config import Config
 from drumline.config.data import Source, kind_of_file
-from drumline.config.load import drafted, load, load_text, validated
+from drumline.config.load import load, load_text, make_draft, validate_draft
 from drumline.data.file_locations import locate
 from drumline.data.fingerprint import cache_key
 from drumline.data.sources import read_rows
@@ -382,7 +382,7 @@ def test_rows_of_a_query(database: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("ROWS_URL", f"sqlite:///{database}/rows.db")
     assert values({"query": "t", "url_env": "ROWS_URL"}, database) == ROWS
     config, key = (
-        validated(drafted("data: {train: {query: t, path: rows.db}}", "c", database), []),
+        validate_draft(make_draft("data: {train: {query: t, path: rows.db}}", "c", database), []),
         [],
     )
     for number in range(2):

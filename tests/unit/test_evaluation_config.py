@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drumline.cli import look
-from drumline.config.load import load, refused, to_yaml
+from drumline.config.load import load, refused_changes, to_yaml
 from drumline.config.run import EvalConfig, direction
 from drumline.errors import ConfigError, DataError, EnvironmentFault, PlanError, UserError
 from drumline.train.setup import Request, make_plan
@@ -103,11 +103,9 @@ def test_a_run_of_an_older_version_goes_on_by_the_name(config: Path) -> None:
         load(config, [f"eval={{{each}}}"]).config
         for each in ("", "metric: exact_match", "metric: exact_match, mode: min")
     )
-    assert refused(lowest, by_name, ()) == ("", [])
-    assert refused(by_name, lowest, ())[1] == ["eval.mode"] and refused(loss, by_name, ())[1] == [
-        "eval.metric",
-        "eval.mode",
-    ]
+    assert refused_changes(lowest, by_name, ()).keys == []
+    assert refused_changes(by_name, lowest, ()).keys == ["eval.mode"]
+    assert refused_changes(loss, by_name, ()).keys == ["eval.metric", "eval.mode"]
 
 
 def plan(config: Path, *overrides: str, dry_run: bool = True) -> Any:

@@ -201,7 +201,7 @@ def test_losses_figures_and_gradients_are_trls(name: str, cuts: list[list[int]])
 def test_a_first_pass_is_planned(spec: AlgorithmSpec) -> None:
     assert (spec.build().first_pass is not None) == bool(spec.extra_forwards)
     is_kto = isinstance(spec, KTOConfig) and spec.loss == "kto"
-    assert spec.pairs_with_previous == is_kto
+    assert spec.needs_mismatched_pairs == is_kto
 
 
 def test_a_traced_batch_is_one_of_the_objective() -> None:

@@ -319,6 +319,12 @@ def test_a_run_goes_on_where_it_was_to_begin_until_it_has_saved(
     assert again(named, tmp_path, False) == "newest"
 
 
+def test_a_url_includes_what_lies_below_it() -> None:
+    resume = Resume("s3://b/run")
+    assert resume.includes("s3://b/run") and resume.includes("s3://b/run/checkpoints/step-00000004")
+    assert not resume.includes("s3://b/run2/checkpoints/step-00000004")
+
+
 def test_one_of_its_own_is_the_newest_once_it_was_read(tmp_path: Path) -> None:
     own = str(tmp_path / "checkpoints" / "step-00000002")
     assert again(own, tmp_path, False) == own

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from drumline.algorithms.python.objective import FIELDS, OURS, PythonObjective
 from drumline.algorithms.python.spec import PythonConfig
 from drumline.config.data import FileSource, PythonSource
-from drumline.config.load import Loaded, load, saved_config
+from drumline.config.load import Loaded, load, load_text, saved_config
 from drumline.config.registry import _users_specs, find_object
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import (
@@ -422,6 +422,13 @@ def test_a_config_whose_plug_in_is_gone(tmp_path: Path) -> None:
     ):
         saved_config(old, now, (), "there")
     assert saved_config(old, now, ("algorithm",), "there") == now
+
+
+def test_a_key_of_an_inner_section_is_accepted_as_it_is_now() -> None:
+    now = load_text("data: a.jsonl", ["algorithm=grpo", "batch.global_samples=8"])
+    old = now.model_dump(mode="json")
+    old["algorithm"]["kl"]["estimator"] = "gone"
+    assert saved_config(old, now, ("algorithm.kl.estimator",), "there") == now
 
 
 def test_a_kind_beside_the_yaml_is_found_from_everywhere(

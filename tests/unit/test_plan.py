@@ -186,8 +186,8 @@ def test_steps_cover_every_sample_of_the_epochs() -> None:
 def test_every_in_epochs_becomes_steps() -> None:
     each_half = {"every": "0.5 epochs"}
     resolved = plan(batch={"global_samples": 16}, checkpoint={"every": "2 epochs"}, eval=each_half)
-    assert resolved.config.checkpoint.steps == round(200 / 16)
-    assert resolved.config.eval.steps == round(50 / 16)
+    assert resolved.config.checkpoint.every_steps == round(200 / 16)
+    assert resolved.config.eval.every_steps == round(50 / 16)
     assert "eval.every 0.5 epochs: 3 steps" in resolved.why
 
     unprepared = plan(data=None, eval=each_half)
@@ -227,6 +227,11 @@ def test_auto_picks_and_says_why() -> None:
         (CPU, {"run": {"device": "cuda"}}, ["no GPU was found"]),
         (CPU, {"strategy": "single", "launch": {"nproc": 2}}, ["single runs one process", "ddp"]),
         (CPU, {"strategy": "dp", "launch": {"nproc": 2}}, ["dp runs one process", "ddp"]),
+        (
+            CPU,
+            {"strategy": {"kind": "ddp", "tp": 2, "ep": 3}, "launch": {"nproc": 8}},
+            ["4 data ranks do not divide into groups of ep 3", "one of 1, 2, 4"],
+        ),
         (CPU, {"strategy": "dp", "compile": {"enabled": True}}, ["dp × compile", "strategy=ddp"]),
         (
             CPU,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 
 from drumline.algorithms.policy import KLController
+from drumline.config.algorithm import RolloutSpec
 from drumline.config.load import load_values
 from drumline.errors import ConfigError
 
@@ -55,6 +56,14 @@ def test_a_value_of_its_own_is_asked_for(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is of a value model of its own: set value: separate"):
         algorithm("ppo", **options)
     assert algorithm("ppo", value="separate", **options).value == "separate"
+
+
+def test_a_rollout_that_is_sampled_ahead_is_not_on_policy() -> None:
+    class OneAhead(RolloutSpec):
+        kind: Literal["one_ahead"] = "one_ahead"
+        lookahead: ClassVar[int] = 1
+
+    assert RolloutSpec().on_policy and not OneAhead().on_policy
 
 
 def test_shares_are_a_kind_of_curriculum() -> None:

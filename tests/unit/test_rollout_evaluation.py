@@ -123,7 +123,7 @@ class Unreported(Rollouts):
 def failing_rollout(left_out: int, failed: int, rewarded: int) -> str:
     """Return why a run stops at such a rollout; empty if it goes on."""
     nothing = {field.name: None for field in fields(Rollouts)}
-    algorithm = SimpleNamespace(reward_failure=RewardFailureConfig(rollouts=1), steps_in_turn=1)
+    algorithm = SimpleNamespace(reward_failure=RewardFailureConfig(rollouts=1), steps_per_rollout=1)
     values: dict[str, Any] = {**nothing, "plan": SimpleNamespace(steps=9), "algorithm": algorithm}
     rollouts = Unreported(**values)
     episode = ([1], Completion([2], [-1.0], True))
@@ -192,7 +192,7 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
     events: list[Any] = []
     nothing = {field.name: None for field in fields(Rollouts)}
     algorithm = SimpleNamespace(
-        reward_failure=RewardFailureConfig(rollouts=1), steps_in_turn=2, group_size=2
+        reward_failure=RewardFailureConfig(rollouts=1), steps_per_rollout=2, group_size=2
     )
     values: dict[str, Any] = {
         **nothing,

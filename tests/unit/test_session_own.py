@@ -127,7 +127,7 @@ def test_samples_that_are_kept_are_the_same_in_each_process(tmp_path: Path) -> N
     class Given:
         limit = None
         label = "mine"
-        is_built_in = False
+        is_read_by_sources = False
 
         def rows(self, _: Path) -> Any:
             return iter(Shuffled())

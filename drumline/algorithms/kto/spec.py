@@ -57,8 +57,8 @@ class KTOConfig(JudgedSpec, ReferencedSpec):
         return self
 
     @property
-    def pairs_with_previous(self) -> bool:
-        """The KL is estimated from prompts with the answers of other samples."""
+    def needs_mismatched_pairs(self) -> bool:
+        """Whether the KL is estimated, which takes prompts with the answers of other samples."""
         return self.loss == "kto"
 
     @property

@@ -24,7 +24,7 @@ class PythonConfig(AlgorithmSpec):
 
     position: ClassVar[int] = 50
     columns: ClassVar[str] = "what your objective takes"
-    plain: ClassVar[bool] = True
+    is_for_own_modules: ClassVar[bool] = True
     writes: ClassVar[bool] = False
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
     kind: Literal["python"] = "python"

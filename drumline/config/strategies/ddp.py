@@ -45,7 +45,7 @@ class DDPStrategy(Degrees, CopyOptions):
         return 1
 
     def describe(self, mixed: bool, data: int) -> tuple[str, str]:
-        """Return the strategy's words for a table; `mixed`: there is other parallelism inside."""
+        """Return the strategy's words in a table, as `Degrees.describe` does."""
         word: str = self.kind
         if self.shard_optimizer:
             word += " zero1"

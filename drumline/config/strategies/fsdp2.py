@@ -73,8 +73,9 @@ class FSDP2Strategy(Degrees):
     )
 
     def mesh(self, world: int) -> Mesh:
-        rest, degrees = self.rest(world)
-        shard = divide(rest, self.replicate, f"{self.replicate} copies", "strategy.replicate")
+        remaining, degrees = self.remaining_ranks_and_degrees(world)
+        copies = f"{self.replicate} copies"
+        shard = divide(remaining, self.replicate, copies, "strategy.replicate", "data rank")
         return Mesh(replicate=self.replicate, shard=shard, **degrees)
 
     def gathers_ends_apart(self, mesh: Mesh, is_own_module: bool) -> bool:
@@ -125,7 +126,7 @@ class FSDP2Strategy(Degrees):
         return ["fsdp2 in a pipeline reduces gradients once a step, after the last micro-batch"]
 
     def describe(self, mixed: bool, data: int) -> tuple[str, str]:
-        """Return the strategy's words for a table; `mixed`: there is other parallelism inside."""
+        """Return the strategy's words in a table, as `Degrees.describe` does."""
         word: str = self.kind
         if not self.reshards:
             word += " grad-op"
@@ -140,12 +141,12 @@ class FSDP2Strategy(Degrees):
             return self.kind, name
         return word, name
 
-    def unusual(self) -> int:
-        # Hybrids are as unusual as any mix of parallelism; offloading is more so.
-        unusual = int(self.replicate > 1 or super().unusual() > 0)
+    def complexity(self) -> int:
+        # A hybrid and an unusual schedule count once; offloading counts for more.
+        complexity = int(self.replicate > 1 or super().complexity() > 0)
         if self.offload != "none":
-            unusual += OFFLOADED
-        return unusual
+            complexity += OFFLOADED
+        return complexity
 
     def shards(self, mesh: Mesh) -> int:
         """Context and expert parallel ranks shard with the data ranks, copies do not."""

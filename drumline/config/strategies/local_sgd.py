@@ -13,7 +13,10 @@ from drumline.config.strategy import DataParallel, StrategyConfig
 
 
 class Apart(StrategyConfig):
-    """The base of strategies whose ranks train their own copies, and exchange every `period` steps."""
+    """The base of strategies whose ranks train apart: each steps a copy of the model by itself.
+
+    They exchange weights every `period` steps.
+    """
 
     lacks = (
         *no_option(
@@ -43,7 +46,7 @@ class Apart(StrategyConfig):
         return "local_sgd"
 
     def averages(self, step: int) -> bool:
-        """Return whether the ranks average at the end of the step after `step` steps."""
+        """Return whether the ranks average at the end of step `step`, counted from 0."""
         return (step + 1) % self.period == 0
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:

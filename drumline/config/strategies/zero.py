@@ -132,15 +132,23 @@ class Zero(StrategyConfig):
 
     def names(self, world: int) -> Names:
         """Return the strategy's name for a table: its stage, and what is offloaded."""
-        places = self.places()
-        name = " ".join([self.kind, *places])
+        offload_words = self.offload_words()
+        name = " ".join([self.kind, *offload_words])
         simplicity = self.simplicity
-        if places:
+        if offload_words:
             simplicity += OFFLOADED
         return Names(name, name, simplicity)
 
-    def places(self) -> list[str]:
-        """Return the words of a table for offloading: one or none."""
+    def offload_words(self) -> list[str]:
+        """Return the words of a table for what is offloaded; none if nothing is.
+
+        | optimizer | parameters | words |
+        |---|---|---|
+        | cpu | none | `offload`, for ZeRO-3 `offload optimizer` |
+        | cpu or none | cpu | `offload` |
+        | nvme | none or cpu | `nvme`, for ZeRO-3 `nvme optimizer` |
+        | any | nvme | `nvme` |
+        """
         optimizer, parameters = self.offloads()
         for kind, word in (("nvme", "nvme"), ("cpu", "offload")):
             if kind not in (optimizer, parameters):

@@ -251,7 +251,9 @@ def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, 
     ranks = StepRanks(options)
     step_before = furthest_step(run_dir)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-        again = resume_of_restart(Resume.parse(resume), run_dir, plan.config.checkpoint.apart)
+        again = resume_of_restart(
+            Resume.parse(resume), run_dir, plan.config.checkpoint.allows_separate_folders
+        )
         resume = str(again)
     try:
         with Lease(run_dir):

@@ -34,7 +34,7 @@ class SlurmLauncher(SlurmOptions):
     The job is requeued, and the run goes on, when its time is up or another job takes its nodes.
     """
 
-    elsewhere: ClassVar[bool] = True
+    is_lease_remote: ClassVar[bool] = True
 
     kind: Literal["slurm"] = "slurm"
 

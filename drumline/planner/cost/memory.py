@@ -854,7 +854,8 @@ def checkpoint_bytes(layout: Layout, facts: ModelFacts) -> int:
     also in fp32.
     """
     per_entry = (
-        FP32_BYTES * (1 + layout.config.optimizer.slots) + cost_of(layout.strategy).outer_bytes()
+        FP32_BYTES * (1 + layout.config.optimizer.states_per_parameter)
+        + cost_of(layout.strategy).outer_bytes()
     )
     return per_entry * sum(model.trainable for _, model in layout.trainable(facts))
 

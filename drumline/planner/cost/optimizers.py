@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from drumline.config.optimizer import FORMATS, OptimizerConfig
+from drumline.config.optimizer import QUANTISED_STATES, OptimizerConfig
 from drumline.hardware.cluster import Collective
 from drumline.plan.facts import Weight
 
@@ -29,13 +29,13 @@ def moment_bytes(options: OptimizerConfig, weight: Weight, here: int, low: int =
     if options.kind == "adafactor" and len(weight.shape) > 1:
         *ahead, rows, columns = weight.shape
         return FP32_BYTES * math.prod(ahead) * (rows + columns)
-    bits, block = FORMATS.get(options.kind, (0, 1))
+    bits, block = QUANTISED_STATES.get(options.kind, (0, 1))
     if not bits or here < SMALLEST_QUANTIZED or here % block:
-        return FP32_BYTES * options.slots * here
+        return FP32_BYTES * options.states_per_parameter * here
     codes = here * bits // 8
     scales = FP32_BYTES * (here // block)
     table = FP32_BYTES * 2**bits
-    return options.slots * (codes + scales + table)
+    return options.states_per_parameter * (codes + scales + table)
 
 
 def optimizer_exchange(

@@ -367,7 +367,7 @@ def step_buffer_bytes(layout: Layout, here: Sizes, sharded: bool) -> float:
     if layout.pure:
         return FP32_BYTES * PURE_STEP_COPIES * here.largest
     if options.kind not in ("adamw", "sgd"):
-        return FP32_BYTES * options.does.copies * here.largest
+        return FP32_BYTES * options.traits.copies * here.largest
     if options.fused and (options.kind == "adamw" or not sharded):
         return 0.0
     if layout.device != "cuda" or sharded:

@@ -336,7 +336,7 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     parts = mesh.tp * mesh.pp * strategy.optimizer_shards(mesh)
     # Parameters that a rank updates, of all trainable models.
     trainable = sum(model.trainable for _, model in layout.trainable(facts)) / parts
-    moved_fused, moved_unfused = options.does.moved
+    moved_fused, moved_unfused = options.traits.moved
     moved_by_step = moved_unfused
     if options.fused:
         moved_by_step = moved_fused
@@ -405,7 +405,7 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     batches = math.ceil(episodes_of_rank / batch)
     sampling = batches * generator.max_new_tokens * token
     forwards = [forward_flops(model) for model in facts.roles.values()]
-    if rollout.steps_in_turn > 1:
+    if rollout.steps_per_rollout > 1:
         # The old log-probabilities, which otherwise the forward of the step gives.
         forwards.append(forward_flops(facts))
     if layout.config.head == "valued":
@@ -413,7 +413,7 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
         forwards.append(forward_flops(facts))
     scoring = sum(forwards) * episodes * layout.length / world / rate
     refreshing = _refresh_seconds(layout, facts, cluster, generator)
-    return (sampling + scoring + refreshing) / rollout.steps_in_turn
+    return (sampling + scoring + refreshing) / rollout.steps_per_rollout
 
 
 def _token_seconds(

@@ -146,7 +146,7 @@ def optimizer(volume: CommunicationVolume, layout: Layout, facts: ModelFacts) ->
     They go along each axis of the mesh along which a weight is cut, one axis after the other.
     """
     options = layout.config.optimizer
-    if not options.does.sends:
+    if not options.traits.needs_full_matrix:
         return
     mesh = layout.mesh
     shards = layout.strategy.optimizer_shards(mesh)

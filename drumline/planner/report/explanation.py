@@ -237,7 +237,7 @@ def _state_sources(question: Question, candidate: Candidate) -> dict[str, str]:
     # Bytes of an entry of a weight, of its gradient, and of all its optimizer states.
     weight_bytes = entry_bytes(layout)
     gradient_bytes = weight_bytes
-    moment_bytes = FP32_BYTES * layout.config.optimizer.slots
+    moment_bytes = FP32_BYTES * layout.config.optimizer.states_per_parameter
     if layout.engine == "deepspeed" and layout.precision != "fp32":
         # DeepSpeed computes in 16 bits, and keeps an fp32 copy of each weight.
         weight_bytes = LOW_BYTES

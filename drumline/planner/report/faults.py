@@ -118,7 +118,7 @@ def _show_saves(answer: Answer, run: RunUnderFaults, console: Console) -> None:
     best = f"checkpoint.every={run.every}"
     if run.memory:
         best += f" checkpoint.in_memory_every={run.in_memory_every}"
-    given = answer.question.config.checkpoint.steps
+    given = answer.question.config.checkpoint.every_steps
     yours = ""
     if given:
         yours = f" (yours, {given}: {run.goodput(given):.2%})"

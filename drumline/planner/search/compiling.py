@@ -34,7 +34,7 @@ def reason_against(config: Config, facts: ModelFacts, cluster: Cluster) -> str:
     """Return why `compile: auto` leaves a run eager, whatever its seconds; empty if there is no reason."""
     if cluster.device.kind == "cpu":
         return "on a CPU compiling takes minutes, and what it gains is not known"
-    if config.images_alone or config.plain or facts.vision_language:
+    if config.images_alone or config.has_own_module or facts.vision_language:
         return "what it gains is known for blocks of texts alone"
     if config.algorithm.rollout is not None or config.eval.generates:
         return "the blocks also sample, and each new length would be compiled anew"

@@ -206,7 +206,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
                 whole_backward=0,
                 backward_block=block,
             )
-        if self.strategy.gathers_ends_apart(layout.mesh, layout.config.plain):
+        if self.strategy.gathers_ends_apart(layout.mesh, layout.config.has_own_module):
             # The embedding is freed when the first block runs, and backward does not read it.
             _, head_sizes, rest = ends_by_unit(facts, model_part, tp)
             head: float = _gathered_bytes(layout, head_sizes)

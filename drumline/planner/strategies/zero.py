@@ -183,7 +183,7 @@ class ZeroCost(StrategyCost[Zero]):
         share = cut.flat // ranks
         weights = PRECISION_BYTES[layout.precision] * (cut.flat + cut.frozen)
         # Of each entry of the share: an fp32 weight, and the optimizer's states.
-        masters = FP32_BYTES * share * (1 + layout.config.optimizer.slots)
+        masters = FP32_BYTES * share * (1 + layout.config.optimizer.states_per_parameter)
         # Stage 1 keeps whole gradients until they are reduced.
         unsharded = 0
         if self.strategy.stage == 1:
@@ -221,7 +221,7 @@ class ZeroCost(StrategyCost[Zero]):
         """Return the bytes of weights, gradients and moments between two steps of stage 3."""
         optimizer, parameters = self.strategy.offloads()
         weights = PRECISION_BYTES[layout.precision] * (cut.pieces + cut.frozen_pieces)
-        masters = FP32_BYTES * cut.pieces * (layout.config.optimizer.slots + 1)
+        masters = FP32_BYTES * cut.pieces * (layout.config.optimizer.states_per_parameter + 1)
         gradients = self._gradient_bytes(layout, facts).accumulated * cut.pieces
         device_weights = weights
         host_weights = 0

@@ -11,7 +11,7 @@ import pytest
 
 from drumline.compat.accelerate import TABLE as ACCELERATE
 from drumline.compat.readers import recognise
-from drumline.config.load import drafted, load, load_text
+from drumline.config.load import load, load_text, make_draft
 from drumline.config.resume import Resume
 from drumline.errors import ConfigError
 from drumline.plan.resolve import warmup_steps
@@ -23,7 +23,7 @@ DATA = "train_file: x.jsonl\n"
 
 
 def notes(text: str) -> list[str]:
-    return drafted(text, "old.yaml", Path()).notes
+    return make_draft(text, "old.yaml", Path()).notes
 
 
 # (old text, dotted key → what it must be)
@@ -546,9 +546,10 @@ def test_a_tabbed_json_and_its_own_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("said", ["latest", "out/checkpoint-latest", "out/checkpoint-last/", True])
 def test_the_newest_checkpoint_by_a_guides_names(said: Any) -> None:
     assert (
-        drafted(DATA + f"resume_from_checkpoint: {said}\n", "old.yaml", Path()).resume == Resume()
+        make_draft(DATA + f"resume_from_checkpoint: {said}\n", "old.yaml", Path()).resume
+        == Resume()
     )
-    assert drafted(
+    assert make_draft(
         DATA + "resume_from_checkpoint: out/checkpoint-500\n", "old.yaml", Path()
     ).resume == Resume("out/checkpoint-500")
 
@@ -636,7 +637,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_dataset_is_found_as_its_library_does(
     text: str, wanted: dict[str, Any], folder: Path
 ) -> None:
-    draft = drafted("learning_rate: 1e-4\n" + text, "old.yaml", folder)
+    draft = make_draft("learning_rate: 1e-4\n" + text, "old.yaml", folder)
     data = draft.values["data"]
     for part in ("train", "eval"):
         assert data.get(part) == wanted.get(part)
@@ -645,18 +646,18 @@ def test_a_dataset_is_found_as_its_library_does(
 def test_a_split_that_a_file_does_not_have_is_no_data(folder: Path) -> None:
     text = "learning_rate: 1e-4\ndataset_name: rows.jsonl\ndataset_test_split: test\n"
     with pytest.raises(ConfigError, match="dataset_test_split: 'test' given: files are one split"):
-        drafted(text, "old.yaml", folder)
-    draft = drafted(text, "old.yaml", folder, lenient=True)
+        make_draft(text, "old.yaml", folder)
+    draft = make_draft(text, "old.yaml", folder, lenient=True)
     assert "eval" not in draft.values["data"]
     assert "dataset_test_split: 'test': left out" in "\n".join(draft.notes)
 
 
 def test_what_an_entry_of_a_mixture_has_besides_is_said(folder: Path) -> None:
     text = "learning_rate: 1e-4\ndatasets: [{path: a/b, columns: [x]}]\n"
-    draft = drafted(text, "old.yaml", folder)
+    draft = make_draft(text, "old.yaml", folder)
     assert "datasets.0.columns: a list: unknown here" in "\n".join(draft.notes)
     text = "learning_rate: 1e-4\ndataset_mixture: {datasets: [{path: a/b}], streaming: true}\n"
-    draft = drafted(text, "old.yaml", folder)
+    draft = make_draft(text, "old.yaml", folder)
     assert "dataset_mixture.streaming: true: unknown here" in "\n".join(draft.notes)
 
 
@@ -678,7 +679,7 @@ def test_what_an_entry_of_a_mixture_has_besides_is_said(folder: Path) -> None:
     ],
 )
 def test_what_has_no_effect_on_files_is_said(text: str, note: str, folder: Path) -> None:
-    draft = drafted("learning_rate: 1e-4\n" + text, "old.yaml", folder)
+    draft = make_draft("learning_rate: 1e-4\n" + text, "old.yaml", folder)
     assert note in "\n".join(draft.notes)
 
 
@@ -690,6 +691,6 @@ def test_what_has_no_effect_on_files_is_said(text: str, note: str, folder: Path)
     ],
 )
 def test_a_list_without_sources_is_left_out_with_its_note(text: str, folder: Path) -> None:
-    draft = drafted(text, "old.yaml", folder, lenient=True)
+    draft = make_draft(text, "old.yaml", folder, lenient=True)
     assert "train" not in draft.values.get("data", {})
     assert "split: 'test': left out: files are one split" in "\n".join(draft.notes)

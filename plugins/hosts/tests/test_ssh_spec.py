@@ -190,7 +190,7 @@ def test_of_hosts_that_come_and_go_those_that_are_there_are_compared(
     spec = SSHLauncher(hosts=("a", "b", "c"), nodes={"min": 1})
     for there in (["a", "c"], ["a"]):
         hosts: Any = SimpleNamespace(connected_hosts=lambda there=there: there)
-        spec.compare(None, hosts)
+        spec.check_hosts(None, hosts)
     assert compared == [["a", "c"]]
 
 

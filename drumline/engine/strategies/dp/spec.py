@@ -28,7 +28,7 @@ class DPSpec(EngineSpec[DPStrategy]):
                 "nn.DataParallel cuts a batch into runs of rows, and the two answers of a pair would land on two GPUs",
                 "use strategy=ddp",
             )
-        if case.device == "cuda" and algorithm.pairs_with_previous:
+        if case.device == "cuda" and algorithm.needs_mismatched_pairs:
             yield Refusal(
                 "dp × a mean over the global batch",
                 "nn.DataParallel cuts a batch into runs of rows, and the loss of each takes a mean over the whole global batch",

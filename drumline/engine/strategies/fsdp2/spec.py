@@ -33,7 +33,7 @@ class FSDP2Spec(EngineSpec[FSDP2Strategy]):
                 "gradients in fp16 fall to zero without the loss scale of precision=fp16",
                 "use precision=fp16, or bf16 for the two types",
             )
-        has_images_or_own_module = case.config.images_alone or case.config.plain
+        has_images_or_own_module = case.config.images_alone or case.config.has_own_module
         if has_images_or_own_module and self.strategy.param_dtype in ("bf16", "fp16"):
             yield Refusal(
                 "low-precision weights of images or of a module of your own",

@@ -34,7 +34,7 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import AUTO, OldKey, Sheet, Unsupported, translation_error
-from drumline.config.mistakes import by_word
+from drumline.config.mistakes import split_synonyms
 from drumline.config.resume import Resume
 from drumline.config.section import MOST_SECONDS
 from drumline_convert import groups
@@ -245,7 +245,7 @@ SUMS = "evaluation sums the loss over all held-out rows"
 AS_TRAINING = "evaluation runs in the precision of training"
 WHOLE = "a checkpoint has all that is needed to go on, and any strategy reads it"
 
-TABLE: dict[str, Rule] = by_word(
+TABLE: dict[str, Rule] = split_synonyms(
     {
         # model
         "model_name_or_path model_name base_model pretrained_model_name_or_path": set_key(
@@ -481,11 +481,11 @@ TABLE: dict[str, Rule] = by_word(
 
 
 # Sections that guides sort the same arguments into, and what they call things there.
-SECTIONS: dict[str, dict[str, str]] = by_word(
+SECTIONS: dict[str, dict[str, str]] = split_synonyms(
     {
         "training train training_args training_arguments trainer args general logging hardware memory performance run environment": {},
         "model_args": {},
-        "model": by_word(
+        "model": split_synonyms(
             {
                 "name path id name_or_path": "model_name_or_path",
                 "revision": "model_revision",
@@ -493,7 +493,7 @@ SECTIONS: dict[str, dict[str, str]] = by_word(
                 "attention": "attn_implementation",
             }
         ),
-        "data dataset data_args": by_word(
+        "data dataset data_args": split_synonyms(
             {
                 "train train_path path file": "train_file",
                 "eval eval_path validation val_file val_path": "validation_file",
@@ -511,7 +511,7 @@ SECTIONS: dict[str, dict[str, str]] = by_word(
                 "streaming": "dataset_streaming",
             }
         ),
-        "optimizer": by_word(
+        "optimizer": split_synonyms(
             {
                 "type name kind": "optim",
                 "betas": "adam_betas",
@@ -520,10 +520,10 @@ SECTIONS: dict[str, dict[str, str]] = by_word(
                 "beta2": "adam_beta2",
             }
         ),
-        "scheduler lr_scheduler": by_word(
+        "scheduler lr_scheduler": split_synonyms(
             {"type name kind": "lr_scheduler_type", "num_warmup_steps": "warmup_steps"}
         ),
-        "distributed parallelism": by_word(
+        "distributed parallelism": split_synonyms(
             {
                 "strategy type": "distributed_strategy",
                 "backend": "distributed_backend",
@@ -538,7 +538,7 @@ SECTIONS: dict[str, dict[str, str]] = by_word(
             "timeout": "ddp_timeout",
             "broadcast_buffers": "ddp_broadcast_buffers",
         },
-        "lora peft": by_word(
+        "lora peft": split_synonyms(
             {
                 "r rank": "lora_r",
                 "alpha": "lora_alpha",

@@ -26,7 +26,7 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import AUTO, OldKey, Sheet, take_waiting, translation_error
-from drumline.config.mistakes import by_word
+from drumline.config.mistakes import split_synonyms
 from drumline_convert.arguments import (
     CHECKPOINTING,
     LENGTHS,
@@ -123,7 +123,7 @@ def _is_grpo(old: OldKey) -> bool:
     return old.key == "rl" and str(old.value).lower() == "grpo"
 
 
-TABLE: dict[str, Rule] = LORA_PLUS | by_word(
+TABLE: dict[str, Rule] = LORA_PLUS | split_synonyms(
     {
         "datasets test_datasets pretraining_dataset val_set_size rl reward_model adapter": postpone(),
         "model_type tokenizer_type base_model_config tokenizer_use_fast tokenizer_legacy processor_type cls_model_config": drop(

@@ -8,7 +8,7 @@ from typing import Any
 
 from drumline.compat.sheet import Sheet
 from drumline.config.config import Config
-from drumline.config.load import Draft, drafted, has_data, read_text, validated
+from drumline.config.load import Draft, has_data, make_draft, read_text, validate_draft
 from drumline.errors import ConfigError
 from drumline.system.yaml_lines import write_yaml
 from drumline_convert.trl import command_in, trl_command
@@ -35,7 +35,7 @@ def convert(old: Path | list[str], new: Path | None = None) -> tuple[str, list[s
     else:
         name = old.name
         draft = _draft_of_file(old, new)
-    if not draft.old:
+    if not draft.is_translated:
         raise ConfigError(
             f"is no config of {TOOLS}", where=str(old), fix="Drumline's own need no conversion"
         )
@@ -44,7 +44,7 @@ def convert(old: Path | list[str], new: Path | None = None) -> tuple[str, list[s
     if not names_data:
         data = {**ROWS, **data}
         draft.values["data"] = data
-    validated(draft, [])
+    validate_draft(draft, [])
     text = f"# {name}, by `drumline convert`\n" + _comments(draft, name)
     text += _sections(draft, with_data=names_data)
     notes = draft.notes
@@ -62,7 +62,7 @@ def _draft_of_file(old: Path, new: Path | None) -> Draft:
     if old.suffix not in (".yaml", ".yml", ".json"):
         return _draft_of_command(text, str(old), old.parent, new)
     folder = new.parent if new else old.parent
-    return drafted(text, str(old), old.parent, folder=folder, lenient=True)
+    return make_draft(text, str(old), old.parent, folder=folder, lenient=True)
 
 
 def _draft_of_command(text: str, name: str, base: Path, new: Path | None) -> Draft:
@@ -76,7 +76,13 @@ def _draft_of_command(text: str, name: str, base: Path, new: Path | None) -> Dra
     sheet = Sheet(base, new.parent if new else base, lenient=True)
     trl_command(sheet, command, name)
     return Draft(
-        name, sheet.values, {}, sheet.set_at, notes=sheet.notes, resume=sheet.resume, old=True
+        name,
+        sheet.values,
+        {},
+        sheet.set_at,
+        notes=sheet.notes,
+        resume=sheet.resume,
+        is_translated=True,
     )
 
 

@@ -28,7 +28,7 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import AUTO, OldKey, Sheet, format_value, take_waiting, translation_error
-from drumline.config.mistakes import by_word
+from drumline.config.mistakes import split_synonyms
 from drumline.config.registry import nearest
 from drumline.foreign import expanded
 from drumline_convert.arguments import (
@@ -98,7 +98,7 @@ def _adapter_targets(old: OldKey) -> Any:
     return old.value
 
 
-TABLE: dict[str, Rule] = LORA_PLUS | by_word(
+TABLE: dict[str, Rule] = LORA_PLUS | split_synonyms(
     {
         "stage finetuning_type dataset eval_dataset dataset_dir val_size max_samples": postpone(),
         "template": note_template,

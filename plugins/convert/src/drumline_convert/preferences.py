@@ -20,7 +20,7 @@ from drumline.compat.rules import (
 )
 from drumline.compat.sheet import OldKey, Sheet, contradiction, take_waiting, translation_error
 from drumline.config.algorithm import AlgorithmSpec
-from drumline.config.mistakes import by_word
+from drumline.config.mistakes import split_synonyms
 from drumline.config.registry import find
 from drumline_convert.defaults import Defaults, fill_defaults
 
@@ -39,7 +39,7 @@ SIMPO: Defaults = {
     "algorithm.beta": (0.1, "beta"),
     "algorithm.gamma": (0.5, "simpo_gamma"),
 }
-PREFERENCES: dict[str, Rule] = by_word(
+PREFERENCES: dict[str, Rule] = split_synonyms(
     {
         "loss_type pref_loss loss_weights cpo_alpha pref_ftx": postpone(),
         "beta pref_beta": set_key("algorithm.beta", read_number),

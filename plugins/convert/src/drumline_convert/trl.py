@@ -26,7 +26,7 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import OldKey, Sheet, Source, take_waiting
-from drumline.config.mistakes import by_word
+from drumline.config.mistakes import split_synonyms
 from drumline.config.model import TEMPLATES
 from drumline.errors import ConfigError
 from drumline.system.redact import redact
@@ -98,7 +98,7 @@ _RATES = {"sft": 2e-5, "reward": 1e-4, "ppo": 3e-6}
 _USUAL_RATE = 1e-6
 # The arguments of trainers with rollouts. Axolotl's section `trl` and LLaMA-Factory's ppo have some
 # of them, too.
-ROLLOUT: dict[str, Rule] = by_word(
+ROLLOUT: dict[str, Rule] = split_synonyms(
     {
         "num_generations": set_key("algorithm.group_size", read_integer),
         "max_completion_length response_length": set_key(
@@ -157,7 +157,7 @@ IDLE: dict[str, Rule] = {
     ),
 }
 # The arguments that other trainers add.
-MORE: dict[str, Rule] = by_word(
+MORE: dict[str, Rule] = split_synonyms(
     {
         "desirable_weight undesirable_weight": put_same_name,
         "center_rewards_coefficient": set_key("algorithm.center", read_number),

@@ -80,7 +80,7 @@ def compare(plan: Plan, hosts: Hosts, only: str | None = None) -> None:
     own_digests = {path: digest(Path(path)) for path in _paths(plan)}
     may_be_apart = False
     if isinstance(hosts, ElasticHosts):
-        may_be_apart = bool(hosts.own) and plan.config.checkpoint.apart
+        may_be_apart = bool(hosts.own) and plan.config.checkpoint.allows_separate_folders
     order = {
         "do": "check",
         "lease": lease.token_of(run_dir),
@@ -112,7 +112,7 @@ def _paths(plan: Plan) -> list[str]:
     for role in plan.roles.values():
         paths.append(role.model_path)
     data = plan.data
-    if data and not plan.config.plain:
+    if data and not plan.config.has_own_module:
         # Of streamed data each host makes its own blocks.
         if not data.stream:
             paths.append(data.train_cache)

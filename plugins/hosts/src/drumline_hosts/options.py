@@ -28,7 +28,7 @@ HostPath = Annotated[PathText, AfterValidator(_without_tilde)]
 class HostsOptions(LauncherSpec):
     """The keys of launchers that have an agent on each host."""
 
-    short: ClassVar[bool] = False
+    allows_kind_alone: ClassVar[bool] = False
     workdir: HostPath | None = Field(
         None,
         description="The folder on the hosts that relative paths begin in; null: the path of this one.",

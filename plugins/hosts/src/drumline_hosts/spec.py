@@ -42,7 +42,7 @@ class HostsLauncher(HostsOptions):
         machines = [machine_of(hosts.remotes[name].facts) for name in hosts.connected_hosts()]
         return min(machines, key=room)
 
-    def compare(self, plan: Plan, early: Hosts) -> None:
+    def check_hosts(self, plan: Plan, early: Hosts) -> None:
         """Check that all hosts have the run folder, models and data of the plan."""
         from drumline_hosts.gathered import compare
 

@@ -68,7 +68,7 @@ def take_over(known: dict[str, Any]) -> int:
         plan = Plan.load(path)
         hosts.await_agents()
         first = Resume.parse(known["resume"])
-        resume = resume_of_restart(first, run_dir, plan.config.checkpoint.apart)
+        resume = resume_of_restart(first, run_dir, plan.config.checkpoint.allows_separate_folders)
         code = launcher.start(
             plan, path, str(resume), lambda event: None, Replanner(plan, path), hosts
         )

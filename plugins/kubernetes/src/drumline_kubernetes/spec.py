@@ -20,7 +20,7 @@ class KubernetesLauncher(KubernetesOptions):
     It makes a Kubeflow TrainJob, a JobSet or an Indexed Job.
     """
 
-    short: ClassVar[bool] = False
+    allows_kind_alone: ClassVar[bool] = False
     kind: Literal["kubernetes"] = "kubernetes"
 
     def early(self, config: Config, plan_path: Path) -> NoReturn:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from drumline.bench.pages import claim
 from drumline.config.config import Config
-from drumline.config.load import Loaded, refused
+from drumline.config.load import Loaded, refused_changes
 from drumline.config.run import EvalConfig
 from drumline.errors import ConfigError, EnvironmentFault, UserError
 from drumline.foreign import read_object, translate_exceptions
@@ -161,10 +161,10 @@ class Sweep:
 
     def _refuse_other_config(self, earlier: Config) -> None:
         """Raise ConfigError if the earlier sweep in the folder is of another config."""
-        changes, keys = refused(earlier, self.loaded.config, ())
-        if keys:
+        changes = refused_changes(earlier, self.loaded.config, ())
+        if changes.keys:
             raise ConfigError(
-                f"the sweep there is of another config: {changes}",
+                f"the sweep there is of another config: {changes.description}",
                 where=str(self.folder),
                 fix=FIX,
             )

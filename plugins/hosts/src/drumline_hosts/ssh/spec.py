@@ -33,10 +33,10 @@ class SSHLauncher(SSHOptions):
 
         return submission(self, plan, plan_path, resume)
 
-    def compare(self, plan: Plan, early: Hosts) -> None:
+    def check_hosts(self, plan: Plan, early: Hosts) -> None:
         from drumline.launch.preflight import check_hosts
 
-        super().compare(plan, early)
+        super().check_hosts(plan, early)
         if self.preflight and len(self.hosts) > 1:
             # If hosts come and go, some may not be up.
             there = early.connected_hosts()

@@ -296,7 +296,7 @@ def set_elastic_run(
     hosts.run["token"] = lease.token_of(run_dir)
     # An identifier that the run already has stays.
     create_whole(run_dir / RUN_ID, secrets.token_hex(8).encode())
-    if plan.config.checkpoint.steps:
+    if plan.config.checkpoint.every_steps:
         hosts.joins_at = Save
     else:
         hosts.joins_at = Step
