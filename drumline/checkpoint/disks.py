@@ -223,6 +223,11 @@ def _receive(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
                     file.write(piece.numpy().data)
             except OSError as error:
                 mistakes.append(error)
+        # The end of the file is written only now, and all of it is flushed to the device.
+        try:
+            stack.close()
+        except OSError as error:
+            mistakes.append(error)
     if not mistakes and file.record() != copy.record:
         error_text = f"did not arrive whole from rank {copy.source} (sha256 differs)"
         mistakes.append(CheckpointError(error_text, where=str(file.path)))

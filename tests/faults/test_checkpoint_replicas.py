@@ -3,16 +3,23 @@ nothing, also after kills at random."""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from drumline.checkpoint.disks import Copy, transfer_files
 from drumline.checkpoint.load import check, newest, newest_state, read_state
-from drumline.checkpoint.manifest import read_part
+from drumline.checkpoint.manifest import FileRecord, read_part
+from drumline.checkpoint.ranks import Ranks
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
 from tests.checkpoint_ranks import content, run
@@ -142,6 +149,26 @@ def test_two_hosts_lost_are_one_too_many_and_damage_is_made_up_for(tmp_path: Pat
 
     # Of step 2 a file is nowhere: the one before is used.
     assert run(HOSTS, resume, tmp_path) == [1] * HOSTS
+
+
+def test_a_disk_that_is_full_when_a_file_is_closed_keeps_no_sender_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = []
+
+    def receive(piece: torch.Tensor, **_: Any) -> None:
+        received.append(len(piece))
+
+    monkeypatch.setattr(dist, "recv", receive)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+    record = FileRecord(bytes=1000, sha256="")
+    copies = [Copy(1, 0, "one", record), Copy(1, 0, "two", record)]
+    ranks = Ranks(None, CheckpointError)
+
+    with pytest.raises(CheckpointError, match=r"no space left on the disk \(.*/one\)"):
+        transfer_files(copies, None, tmp_path, ranks)
+
+    assert received == [1000, 1000]
 
 
 def save_for_ever(folder: Path, asynchronous: bool) -> None:
