@@ -144,6 +144,7 @@ class Gathered:
         self.work = work
         # How many scalars `fetch` has put behind the sums.
         self.more = 0
+        self.is_fetched = False
         self.arrived: torch.cuda.Event | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -159,6 +160,7 @@ class Gathered:
         if self.work is not None:
             self.work.wait()
             self.work = None
+        self.is_fetched = True
         self.more = len(more)
         scalars = [value.to(self.whole).reshape(1) for value in more]
         self.whole = torch.cat((self.whole, *scalars))
@@ -174,7 +176,7 @@ class Gathered:
         The sum of a key `max_…` is the largest of all ranks. The lists have the values of each
         number of a rank, by rank, and then each scalar of `fetch`.
         """
-        if self.arrived is None:
+        if not self.is_fetched:
             self.fetch()
         if self.arrived is not None:
             self.arrived.synchronize()

@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 import pytest
+import torch
 
 from drumline.dist.reduce import Gather
 from drumline.telemetry.events import Event
@@ -36,6 +37,14 @@ def named(*windows: Times, steps: int = WINDOW, scale: float = 1.0) -> list[dict
             stragglers.add(step, scale, 100, waited, sent)
 
     return said
+
+
+def test_sums_are_the_same_each_time_they_are_read() -> None:
+    sums = {"loss": torch.tensor(3.0).double(), "max_norm": torch.tensor(2.0).double()}
+    gathered = Gather(1, 3, "cpu").start(sums, 5.0)
+    gathered.fetch(torch.tensor(7.0), torch.tensor(8.0))
+    for _ in range(2):
+        assert gathered.read() == ({"loss": 3.0, "max_norm": 2.0}, [[0.0, 5.0, 0.0], [7.0], [8.0]])
 
 
 EVEN = ([0.0] * 3, [0.1] * 3)
