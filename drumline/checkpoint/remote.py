@@ -124,25 +124,36 @@ class Store:
     def get(self, name: str, to: Path, manifest: Manifest) -> None:
         """Copy a file of a checkpoint to a new file.
 
-        Raises CheckpointError if it is not what the manifest says.
+        Raises CheckpointError if it is not what the manifest says, or if this disk is full.
         """
 
-        def copy() -> None:
-            to.unlink(missing_ok=True)
-            with (
-                self.fs.open(self._path(name), "rb", block_size=PART_BYTES) as source,
-                HashingFile(to) as target,
-            ):
-                while True:
-                    piece = source.read(PART_BYTES)
-                    if not piece:
-                        break
-                    target.write(piece)
+        def copy() -> OSError | None:
+            """Copy once. Returns an error of this disk: the store need not be asked again."""
+            disk_failures: list[OSError] = []
+            try:
+                to.unlink(missing_ok=True)
+                with (
+                    self.fs.open(self._path(name), "rb", block_size=PART_BYTES) as source,
+                    HashingFile(to, disk_failures) as target,
+                ):
+                    while True:
+                        piece = source.read(PART_BYTES)
+                        if not piece:
+                            break
+                        target.write(piece)
+            except OSError:
+                if disk_failures:
+                    return disk_failures[0]
+                raise
             if target.record() != manifest.files[to.name]:
                 raise OSError("its content is not what was written (sha256 differs)")
+            return None
 
         with disk_errors("cannot be read", f"{self.url}/{name}", CheckpointError):
-            self._repeat(name, copy)
+            disk_failure = self._repeat(name, copy)
+        if disk_failure is not None:
+            with disk_errors("cannot be written", str(to), CheckpointError, "free some space"):
+                raise disk_failure
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return file → bytes of the files right in a folder; empty if there is no folder."""

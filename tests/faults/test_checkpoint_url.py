@@ -3,12 +3,16 @@ cut off, full of other things."""
 
 from __future__ import annotations
 
+import errno
+import math
+import os
 import random
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -208,6 +212,17 @@ def test_damage_there_is_noticed_and_the_one_before_used(
     _, _, manifest = choose(url)
     assert manifest.step == 3
     assert list(read_remote_manifests(store)) == ["step-00000001", "step-00000003"]
+
+
+def test_a_full_disk_is_not_taken_for_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/store"
+    save(checkpointer_at(url, tmp_path / CHECKPOINTS, keep=1), 1)
+    monkeypatch.setattr(remote_module, "PAUSES", [math.inf])
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+    with pytest.raises(CheckpointError, match=r"fetched/\S+: cannot be written: no space"):
+        fetch(url, tmp_path / "fetched")
 
 
 def test_a_store_that_comes_and_goes(
