@@ -527,9 +527,14 @@ def copy_run_files_within(url: str, run_dir: Path, seconds: float) -> None:
 def require_owner(store: Store) -> None:
     """Raise OSError if another start of the run has become the owner of the URL.
 
-    That happens if this process was cut off from the network, or taken for dead.
+    That happens if this process was cut off from the network, or taken for dead. OSError is also
+    raised for an owner.json that cannot be read.
     """
-    owner = json.loads(store.read(OWNER))
+    try:
+        owner = dict(json.loads(store.read(OWNER)))
+    except (ValueError, TypeError) as error:
+        what = "damaged: it does not say which run writes here"
+        raise OSError(errno.EIO, what, f"{store.url}/{OWNER}") from error
     if owner.get("token") != this_process().name:
         host = str(owner.get("host"))[:MOST_HOST_CHARACTERS]
         what = f"taken over by pid {owner.get('pid')} on host {host}"

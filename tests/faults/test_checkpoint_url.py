@@ -225,6 +225,13 @@ def test_a_full_disk_is_not_taken_for_an_error_of_the_store(
         fetch(url, tmp_path / "fetched")
 
 
+def test_a_damaged_owner_is_an_error_of_the_last_copy(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    Store(url).put_bytes(b'{"token": ', "owner.json")
+    with pytest.raises(OSError, match="damaged: it does not say which run writes here"):
+        copy_run_files_within(url, tmp_path, 60)
+
+
 def test_a_store_that_comes_and_goes(
     tmp_path: Path, url: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
