@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -37,6 +37,13 @@ NAME = "memory.json"  # the file in the run folder
 OWNER = "owner"  # the file that names the process of the run's launcher
 PREFIX = "drumline-"  # of the name of a run's folder in HOST_MEMORY
 _TOKEN = re.compile(r"[0-9a-f]{32}")
+
+
+class _Tokens(NamedTuple):
+    """The random names in memory.json: the one of this start, and an earlier one that is given up."""
+
+    own: str
+    to_remove: str | None
 
 
 class Memory:
@@ -57,19 +64,23 @@ class Memory:
         disks = Disks.find(run_dir, self.ranks)
         path = run_dir / NAME
 
-        def draw_name() -> None:
+        def choose_token() -> _Tokens | None:
             if not disks.is_leader:
-                return
+                return None
             old = _token(path)
             if resumes_newest and old is not None:
-                return
-            write_whole(path, json.dumps({"token": secrets.token_hex(16)}), private=True)
-            if old is not None:
-                shutil.rmtree(HOST_MEMORY / f"{PREFIX}{old}", ignore_errors=True)
+                return _Tokens(old, None)
+            new = secrets.token_hex(16)
+            write_whole(path, json.dumps({"token": new}), private=True)
+            return _Tokens(new, old)
 
-        self.ranks.each(draw_name)
-        # If hosts have run folders of their own, each host has drawn a name for itself.
-        self.folder = HOST_MEMORY / f"{PREFIX}{_token(path)}"
+        # If hosts have run folders of their own, each host has a name of its own.
+        tokens = self.ranks.each(choose_token)[disks.my_group[0]]
+        assert tokens is not None, "the first rank leads its disk"
+        if tokens.to_remove is not None:
+            # Hosts that share the run folder have memory of their own each.
+            shutil.rmtree(HOST_MEMORY / f"{PREFIX}{tokens.to_remove}", ignore_errors=True)
+        self.folder = HOST_MEMORY / f"{PREFIX}{tokens.own}"
         self.root = self.folder / "checkpoints"
         self.ranks.each(self._claim)
 

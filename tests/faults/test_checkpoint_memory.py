@@ -168,6 +168,19 @@ def test_memory_is_of_one_run_from_one_start_on(folder: Path) -> None:
     assert not first.folder.exists()
 
 
+def start_twice(folder: Path) -> list[str]:
+    """Return what this rank's host has in memory after a start that resumes nothing."""
+    memory_module.HOST_MEMORY = folder / f"memory-{Ranks.all().rank}"
+    memory_module.HOST_MEMORY.mkdir()
+    open_memory(folder)
+    memory = open_memory(folder, resumes_newest=False)
+    return [path.name for path in memory_module.HOST_MEMORY.iterdir() if path != memory.folder]
+
+
+def test_each_host_removes_what_is_given_up(folder: Path) -> None:
+    assert run(2, start_twice, folder) == [[], []]
+
+
 def test_what_a_launcher_left_that_is_gone_is_removed_by_the_next_run(
     folder: Path, foreign: tuple[Path, Path]
 ) -> None:
