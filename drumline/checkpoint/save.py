@@ -511,9 +511,10 @@ class Checkpointer:
             step = step_of(path.name)
             if step is None or path.parent.absolute() != self.root.absolute():
                 return False
-            if self.remote is None:
-                return True
-            return self.remote.known.get(step) == self.retention.known.get(step)
+            manifest = self.retention.known.get(step)
+            if manifest is None:
+                return False
+            return self.remote is None or self.remote.known.get(step) == manifest
 
         return self.ranks.first(is_known)
 

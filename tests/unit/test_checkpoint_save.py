@@ -220,6 +220,15 @@ def test_the_best_is_of_the_branch_that_the_run_is_on(
     assert steps(tmp_path) == sorted([10, 20, 30, then])
 
 
+def test_a_checkpoint_that_nobody_saved_is_not_kept(tmp_path: Path) -> None:
+    for url in (None, f"file://{tmp_path}/store"):
+        checkpointer = Checkpointer(tmp_path / "root", 2, True, "min", False, url=url)
+        path = save(checkpointer, 1).path
+        assert path
+        assert checkpointer.is_kept(path)
+        assert not checkpointer.is_kept(path.with_name("step-00000002"))
+
+
 def test_what_a_dead_run_left_is_removed_at_the_start(tmp_path: Path) -> None:
     save(checkpoints(tmp_path), 1)
     for name in (".tmp-step-00000002-aa", ".trash-step-00000000-bb"):
