@@ -94,14 +94,19 @@ class Retention:
         self.known[step] = manifest
         return manifest
 
-    def tidy_up(self, newest: Manifest) -> None:
-        """Move the pointers, then remove the checkpoints that are not kept. Raises OSError.
+    def tidy_up(self) -> None:
+        """Move the pointers `latest` and `best`, then remove the checkpoints that are not kept.
 
-        `newest` is the manifest of the newest checkpoint, which is committed.
+        Checkpoints that somebody else has removed are forgotten. If no checkpoint has a value of
+        the present metric, but some have one of another metric, `best` names the newest. If none
+        has any metric, `best` stays as it is. Raises OSError.
         """
         self.known = {step: known for step, known in self.known.items() if self.has(step)}
-        self.write_pointer(LATEST, newest.step)
+        if not self.known:
+            return
         by_age = sorted(self.known.values(), key=lambda manifest: manifest.serial)
+        newest = by_age[-1]
+        self.write_pointer(LATEST, newest.step)
         steps_to_keep = {manifest.step for manifest in by_age[-self.keep :]}
         if self.keep_best:
             best = best_checkpoint(self.known.values(), self.mode)

@@ -264,9 +264,9 @@ class Checkpointer:
             if remote is not None:
                 self.ranks.first(lambda: remote.replace_manifest(manifest))
             # Nothing is removed before all have the metric.
-            self._each_disk(lambda: self.retention.tidy_up(manifest))
+            self._each_disk(self.retention.tidy_up)
             if remote is not None:
-                self.ranks.first(lambda: remote.tidy_up(manifest))
+                self.ranks.first(remote.tidy_up)
         # The checkpoint itself is whole; the caller may save it anew.
         except Exception as failure:  # noqa: BLE001
             return describe_error(failure)
@@ -374,7 +374,7 @@ class Checkpointer:
         manifest = committed.manifest
         errors = []
         try:
-            self._each_disk(lambda: self.retention.tidy_up(manifest))
+            self._each_disk(self.retention.tidy_up)
         except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
             errors.append(describe_error(failure))
         try:
@@ -502,7 +502,7 @@ class Checkpointer:
             self.ranks.first(lambda: remote.finish(folder, manifest))
         except RanksError as failure:
             raise _NotUploaded(failure) from failure
-        self.ranks.first(lambda: remote.tidy_up(manifest))
+        self.ranks.first(remote.tidy_up)
 
     def is_kept(self, path: Path) -> bool:
         """Return whether a checkpoint lies under this root, and at the URL if there is one. Collective."""

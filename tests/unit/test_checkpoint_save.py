@@ -220,6 +220,15 @@ def test_the_best_is_of_the_branch_that_the_run_is_on(
     assert steps(tmp_path) == sorted([10, 20, 30, then])
 
 
+def test_a_metric_of_an_older_checkpoint_leaves_latest(tmp_path: Path) -> None:
+    checkpointer = checkpoints(tmp_path)
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+    assert checkpointer.write_metric(1, 0.5) is None
+    assert read_pointer(tmp_path, "latest") == tmp_path / "step-00000002"
+    assert read_pointer(tmp_path, "best") == tmp_path / "step-00000001"
+
+
 def test_a_checkpoint_that_nobody_saved_is_not_kept(tmp_path: Path) -> None:
     for url in (None, f"file://{tmp_path}/store"):
         checkpointer = Checkpointer(tmp_path / "root", 2, True, "min", False, url=url)
