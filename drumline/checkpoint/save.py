@@ -79,8 +79,12 @@ class SaveResult:
     It is the same on every rank, apart from the seconds, and from the path if hosts have folders of
     their own.
 
-    `path`: the checkpoint; None if nothing was committed.
+    `step`: the training step of the checkpoint.
+    `path`: the checkpoint; None if it was not committed, or did not reach its URL.
+    `seconds`: from the call of `save` until the save had succeeded or failed.
+    `bytes`: of all files of the checkpoint, from all ranks; 0 without a `path`.
     `error`: why the save failed. With a `path` the checkpoint is whole, and tidying up failed.
+    `blocked_seconds`: for how long training waited: all `seconds` unless the save is asynchronous.
     `begun`: False if the disk had too little space, so nothing was written.
     `lasting`: trying again would fail for the same reason.
     """
@@ -99,7 +103,11 @@ T = TypeVar("T")
 
 
 class _NotUploaded(Exception):
-    """A checkpoint on disk did not reach the URL."""
+    """A checkpoint on disk did not reach the URL. `cause`: what failed, on which ranks."""
+
+    def __init__(self, cause: RanksError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 @dataclass
@@ -381,8 +389,11 @@ class Checkpointer:
             if self.remote is not None:
                 self._upload(self.remote, committed)
         except _NotUploaded as failure:
-            error = f"it is whole in {committed.path}, and did not reach its URL: {failure}"
-            self._ended = _result(job, None, 0, error)
+            errors.insert(
+                0, f"it is whole in {committed.path}, and did not reach its URL: {failure}"
+            )
+            result = _result(job, None, 0, "; ".join(errors))
+            self._ended = replace(result, lasting=is_lasting(failure.cause))
             return
         except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
             errors.append(describe_error(failure))

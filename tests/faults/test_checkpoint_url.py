@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -230,6 +230,16 @@ def test_a_damaged_owner_is_an_error_of_the_last_copy(tmp_path: Path) -> None:
     Store(url).put_bytes(b'{"token": ', "owner.json")
     with pytest.raises(OSError, match="damaged: it does not say which run writes here"):
         copy_run_files_within(url, tmp_path, 60)
+
+
+def test_an_upload_that_fails_whenever_it_is_tried_is_not_tried_again(tmp_path: Path) -> None:
+    checkpointer = checkpointer_at(f"file://{tmp_path}/store", tmp_path / CHECKPOINTS, keep=1)
+    mistake = TypeError("a mistake in the program")
+    with patch.object(checkpointer.remote, "finish", side_effect=mistake):
+        checkpointer.save(1, content(1), {"step": 1}, None)
+        (result,) = checkpointer.wait()
+    assert result.path is None
+    assert result.lasting
 
 
 def test_a_store_that_comes_and_goes(
