@@ -272,10 +272,13 @@ class Offer:
 
 
 class Inspection(NamedTuple):
-    """What a rank has found in a checkpoint's folder: the good files, and what is wrong with others."""
+    """What a rank has found in a checkpoint's folder: the good files, and what is wrong with others.
+
+    `mistakes`: by the name of the file.
+    """
 
     good: set[str]
-    mistakes: list[str]
+    mistakes: dict[str, str]
 
 
 class Transfers(NamedTuple):
@@ -469,10 +472,10 @@ class Gatherer:
         try:
             manifest_here, present = read_part(folder)
         except CheckpointError:
-            return Inspection(set(), [])
+            return Inspection(set(), {})
         is_older_save = _identity_of_save(manifest_here) != _identity_of_save(manifest)
         if is_older_save:
-            return Inspection(set(), [])
+            return Inspection(set(), {})
         group = self.disks.my_group
         sizes = {name: manifest.files[name].bytes for name in sorted(present)}
         owners = share(sizes, len(group))
@@ -481,10 +484,10 @@ class Gatherer:
             reasons = pool.map(
                 lambda name: self._mistake(folder / name, manifest.files[name]), names
             )
-            inspection = Inspection(set(), [])
+            inspection = Inspection(set(), {})
             for name, reason in zip(names, reasons, strict=True):
                 if reason:
-                    inspection.mistakes.append(reason)
+                    inspection.mistakes[name] = reason
                 else:
                     inspection.good.add(name)
         return inspection
@@ -510,13 +513,19 @@ class Gatherer:
 
 
 def _reasons_of_loss(folder: Path, lost: list[str], inspections: list[Inspection]) -> list[str]:
-    """Return why files of a checkpoint are on no disk and not at the store."""
-    damaged = []
-    for inspection in inspections:
-        damaged += inspection.mistakes
-    if damaged:
-        return damaged
-    return [f"{folder}: {first_and_count(lost)} on no host that is here"]
+    """Return why the files `lost` of a checkpoint are good on no disk, and not at the store."""
+    reasons = []
+    absent = []
+    for name in lost:
+        mistakes = [
+            inspection.mistakes[name] for inspection in inspections if name in inspection.mistakes
+        ]
+        reasons += mistakes
+        if not mistakes:
+            absent.append(name)
+    if absent:
+        reasons.append(f"{folder}: {first_and_count(absent)} on no host that is here")
+    return reasons
 
 
 def _identity_of_save(manifest: Manifest) -> str:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drumline.checkpoint.disks import Copy, transfer_files
+from drumline.checkpoint.disks import Copy, Inspection, _reasons_of_loss, transfer_files
 from drumline.checkpoint.load import check, newest, newest_state, read_state
 from drumline.checkpoint.manifest import FileRecord, read_part
 from drumline.checkpoint.ranks import Ranks
@@ -149,6 +149,14 @@ def test_two_hosts_lost_are_one_too_many_and_damage_is_made_up_for(tmp_path: Pat
 
     # Of step 2 a file is nowhere: the one before is used.
     assert run(HOSTS, resume, tmp_path) == [1] * HOSTS
+
+
+def test_damage_that_another_disk_makes_up_for_is_no_reason_of_a_loss() -> None:
+    inspections = [Inspection(set(), {"a": "a: damaged", "b": "b: damaged"}), Inspection({"a"}, {})]
+    assert _reasons_of_loss(Path("step-1"), ["b", "c"], inspections) == [
+        "b: damaged",
+        "step-1: c on no host that is here",
+    ]
 
 
 def test_a_disk_that_is_full_when_a_file_is_closed_keeps_no_sender_waiting(
