@@ -552,11 +552,15 @@ def _require_space(root: Path, manifest: Manifest, present: set[str]) -> None:
 
 
 def _link_files(fresh: Path, folder: Path, names: set[str]) -> None:
-    """Make the folder `fresh` with files of `folder`, as hard links if the file system has them."""
+    """Make the folder `fresh` with files of `folder`, as hard links if the file system has them.
+
+    Raises OSError.
+    """
     fresh.mkdir()
     for name in names:
         try:
             os.link(folder / name, fresh / name, follow_symlinks=False)
         # The file system may have no hard links.
         except OSError:
-            shutil.copyfile(folder / name, fresh / name, follow_symlinks=False)
+            with open_regular(folder / name) as source, HashingFile(fresh / name) as target:
+                shutil.copyfileobj(source, target)

@@ -16,7 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drumline.checkpoint.disks import Copy, Inspection, _reasons_of_loss, transfer_files
+from drumline.checkpoint.disks import (
+    Copy,
+    Inspection,
+    _link_files,
+    _reasons_of_loss,
+    transfer_files,
+)
 from drumline.checkpoint.load import check, newest, newest_state, read_state
 from drumline.checkpoint.manifest import FileRecord, read_part
 from drumline.checkpoint.ranks import Ranks
@@ -157,6 +163,23 @@ def test_damage_that_another_disk_makes_up_for_is_no_reason_of_a_loss() -> None:
         "b: damaged",
         "step-1: c on no host that is here",
     ]
+
+
+def test_files_of_a_disk_without_hard_links_are_copied_durably(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no links")))
+    flushed: list[Path] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda file: flushed.append(Path(f"/proc/self/fd/{file}").resolve())
+    )
+    fresh = tmp_path / "fresh"
+
+    _link_files(fresh, tmp_path, {"one"})
+
+    assert (fresh / "one").read_bytes() == b"x" * 1000
+    assert flushed == [fresh / "one"]
 
 
 def test_a_disk_that_is_full_when_a_file_is_closed_keeps_no_sender_waiting(
