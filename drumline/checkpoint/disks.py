@@ -26,6 +26,7 @@ from drumline.checkpoint.load import HASHING_THREADS, FoundCheckpoint, first_and
 from drumline.checkpoint.manifest import (
     INDEX,
     MANIFEST,
+    MARK,
     STATE,
     TRASH,
     UNFINISHED,
@@ -51,7 +52,6 @@ from drumline.foreign import disk_errors
 from drumline.system.files import rename_over, sync
 
 PIECE_BYTES = 16 << 20  # of a file on its way to another disk
-HERE = ".here-"  # the prefix of the file that a rank makes to find out who sees it
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Disks:
         Each rank makes a file there, and looks for the files of the others.
         """
         nonce = ranks.first(lambda: secrets.token_hex(8))
-        marks = [root / f"{HERE}{nonce}-{rank}" for rank in range(ranks.size)]
+        marks = [root / f"{MARK}{nonce}-{rank}" for rank in range(ranks.size)]
         own_mark = marks[ranks.rank]
 
         def write_mark() -> None:

@@ -41,6 +41,8 @@ PART = "part.json"  # {"sha256": of the rest, "manifest": Part}
 UNFINISHED = ".tmp-"
 TRASH = ".trash-"
 TEMP = (UNFINISHED, TRASH)  # prefixes of folders that are not checkpoints
+# The prefix of the empty file by which a rank finds out which ranks share its disk (disks.py).
+MARK = ".here-"
 SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from drumline.checkpoint.manifest import (
+    MARK,
     TEMP,
     TRASH,
     Manifest,
@@ -52,13 +53,13 @@ class Retention:
         self.known: dict[int, Manifest] = {}
 
     def open(self) -> None:
-        """Make `root`, remove unfinished folders that a killed run left there, and read the manifests.
+        """Make `root`, remove what a killed run left unfinished there, and read the manifests.
 
         Raises OSError.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         for entry in list(self.root.iterdir()):
-            if entry.name.startswith(TEMP):
+            if entry.name.startswith((*TEMP, MARK)):
                 remove(entry)
             elif step_of(entry.name) is not None:
                 # A checkpoint that cannot be read is not deleted: `load.newest` reports it, and a

@@ -246,6 +246,7 @@ def test_what_a_dead_run_left_is_removed_at_the_start(tmp_path: Path) -> None:
         (folder / "__0_0.distcp").write_bytes(b"half")
 
     (tmp_path / ".tmp-latest-cc").write_text("step")
+    (tmp_path / ".here-dd-0").touch()
     (tmp_path / "notes.txt").write_text("mine")
     checkpoints(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
