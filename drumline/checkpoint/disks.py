@@ -108,6 +108,17 @@ class Disks:
         """Whether this rank acts for its disk."""
         return self.my_group[0] == self.ranks.rank
 
+    def share_of_files(self, replicas: int) -> float:
+        """Return the part of a checkpoint's files that this disk gets, its replicas of others included.
+
+        Ranks are taken to write equally much. `replicas`: see `copies`.
+        """
+        count = min(replicas, len(self.groups) - 1)
+        ranks_before = 0
+        for offset in range(count + 1):
+            ranks_before += len(self.groups[self.mine - offset])
+        return ranks_before / self.ranks.size
+
     def copies(self, written: list[dict[str, FileRecord]], replicas: int) -> list[Copy]:
         """Return the copies that bring each rank's files to the `replicas` disks that follow its own.
 

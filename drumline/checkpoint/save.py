@@ -407,8 +407,7 @@ class Checkpointer:
         """Return the error if the disk lacks space for this save, else None. Raises OSError."""
         # Somebody may have removed the folder since the last save.
         self.root.mkdir(parents=True, exist_ok=True)
-        # The part of all files that this disk gets: those of its own ranks, and replicas.
-        share = min(1.0, (1 + self.replicas) / len(self.disks.groups))
+        share = self.disks.share_of_files(self.replicas)
         needed = int(HEADROOM * (share * job.estimate + len(job.state)))
         free = free_bytes(self.root)
         if free < needed:

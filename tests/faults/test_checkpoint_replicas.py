@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from drumline.checkpoint.disks import (
     Copy,
+    Disks,
     Inspection,
     _link_files,
     _reasons_of_loss,
@@ -155,6 +156,14 @@ def test_two_hosts_lost_are_one_too_many_and_damage_is_made_up_for(tmp_path: Pat
 
     # Of step 2 a file is nowhere: the one before is used.
     assert run(HOSTS, resume, tmp_path) == [1] * HOSTS
+
+
+def test_a_disk_of_more_ranks_needs_more_space() -> None:
+    ranks = Ranks(None)
+    ranks.size = 4
+    disks = Disks(ranks, ((0, 1, 2), (3,)))
+    assert disks.share_of_files(0) == 0.75
+    assert disks.share_of_files(2) == 1.0
 
 
 def test_damage_that_another_disk_makes_up_for_is_no_reason_of_a_loss() -> None:
