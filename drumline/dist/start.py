@@ -45,6 +45,8 @@ LEAVE_SECONDS = 2.0
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 LARGE = 2**31 - 1
+# The largest threshold that older versions of glibc accept. They ignore a larger one.
+MOST_OF_OLD_GLIBC = 32 << 20
 # A pipeline sends one tensor at a time between stages, on communicators that are made at the start.
 # NCCL's group would warn on each rank that such sends wait for each other, which a pipeline's do by
 # their order.
@@ -385,9 +387,12 @@ def keep_freed_memory() -> None:
     (docs/explanations/benchmarks.md has what that costs). Other C libraries have no such call.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE)
-        mallopt(M_TRIM_THRESHOLD, LARGE)
+    if mallopt is None:
+        return
+    is_accepted = mallopt(M_MMAP_THRESHOLD, LARGE)
+    if not is_accepted:
+        mallopt(M_MMAP_THRESHOLD, MOST_OF_OLD_GLIBC)
+    mallopt(M_TRIM_THRESHOLD, LARGE)
 
 
 def gpu(ranks: Ranks) -> int:
