@@ -11,6 +11,9 @@ from drumline.config.mesh import GROUPS_APART
 from drumline.system.network import LONG_SECONDS
 from drumline.vendor.torch import groups_of_process, set_group_timeout
 
+# The limits that torch gives to groups that are made without one.
+_TORCH_LIMIT = c10d.default_pg_timeout
+_TORCH_NCCL_LIMIT = c10d.default_pg_nccl_timeout
 # None: there are no groups, or another program has made them.
 _seconds: float | None = None
 # The user has set launch.timeout_seconds.
@@ -68,7 +71,12 @@ def limit_between_steps() -> timedelta:
 
 
 def forget_timeouts() -> None:
-    """Forget the groups of a run that is over; a process may train several."""
+    """Forget the limit of a run that is over, and restore those of torch.
+
+    The process may train again, or make process groups of its own.
+    """
     global _seconds, _is_fixed
     _seconds = None
     _is_fixed = False
+    c10d.default_pg_timeout = _TORCH_LIMIT
+    c10d.default_pg_nccl_timeout = _TORCH_NCCL_LIMIT
