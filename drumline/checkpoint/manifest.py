@@ -271,6 +271,9 @@ class HashingFile(io.BufferedWriter):
             self.failures = failures
         with self._noting_failure():
             super().__init__(io.FileIO(path, "x"), WRITE_BUFFER)
+            if path.name == STATE:
+                # It has options of the user, so only its owner may read it.
+                os.fchmod(self.fileno(), 0o600)
         self._hash = hashlib.sha256()
         self._bytes = 0
 
@@ -309,14 +312,9 @@ class HashingFile(io.BufferedWriter):
             raise
 
 
-def write_durable(path: Path, data: bytes, private: bool = False) -> FileRecord:
-    """Write a new file, flush it to the device, and return its size and checksum.
-
-    With `private` only its owner may read it. Raises OSError.
-    """
+def write_durable(path: Path, data: bytes) -> FileRecord:
+    """Write a new file, flush it to the device, and return its size and checksum. Raises OSError."""
     with HashingFile(path) as file:
-        if private:
-            os.fchmod(file.fileno(), 0o600)
         file.write(data)
     return file.record()
 

@@ -444,8 +444,7 @@ class Checkpointer:
             files = {}
             for records in written:
                 files.update(records)
-            # The state has options of the user.
-            files[STATE] = write_durable(folder / STATE, state, private=True)
+            files[STATE] = write_durable(folder / STATE, state)
             manifest = self._manifest(job, serial, files, folder)
             group = self.disks.my_group
             present = {INDEX, STATE}

@@ -214,6 +214,13 @@ def test_damage_there_is_noticed_and_the_one_before_used(
     assert list(read_remote_manifests(store)) == ["step-00000001", "step-00000003"]
 
 
+def test_only_its_owner_may_read_a_downloaded_state(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    save(checkpointer_at(url, tmp_path / CHECKPOINTS, keep=1), 1)
+    state = fetch(url, tmp_path / "fetched") / "state.json"
+    assert state.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_full_disk_is_not_taken_for_an_error_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
