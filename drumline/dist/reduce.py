@@ -71,8 +71,8 @@ class Gather:
         self.device = device
         self.counts = counts
         self.exact_on = exact_on(device)
-        # Names of sums that all ranks are known to have.
-        self.known: set[tuple[str, ...]] = set()
+        # The names of each set of sums that all ranks have given together.
+        self.known_names: set[tuple[str, ...]] = set()
 
     def __call__(
         self, sums: dict[str, float], *per_rank: float
@@ -85,10 +85,15 @@ class Gather:
         """Begin to sum over all samples.
 
         `sums`: fp64 scalars on the device, with the same keys on all ranks. `per_rank`: numbers of
-        this rank. Raises UserError if names that are new here differ between ranks, as a user's own
-        sums may.
+        this rank.
+
+        Names that were not summed before are compared between the ranks, because those of a user's
+        own sums may differ. Raises UserError if they do. A rank whose names are known would not
+        take part: then call `require_same_names` first.
         """
-        self._require_same(tuple(sums))
+        names = tuple(sums)
+        if names not in self.known_names:
+            self.require_same_names(names)
         # A maximum, or a number of one rank, has a slot for each rank: [numbers, ranks].
         largest = [key for key in sums if key.startswith("max_")]
         slots = torch.zeros(len(largest) + len(per_rank), self.world_size, dtype=torch.float64)
@@ -108,9 +113,8 @@ class Gather:
             work = dist.all_reduce(whole, async_op=True)
         return Gathered(list(sums), largest, self.world_size, whole, work)
 
-    def _require_same(self, names: tuple[str, ...]) -> None:
-        if names in self.known:
-            return
+    def require_same_names(self, names: tuple[str, ...]) -> None:
+        """Raise UserError on all ranks if the names of sums differ between them. Collective."""
         for rank, theirs in enumerate(from_all(names)):
             if theirs != names:
                 own_list = ", ".join(names) or "nothing"
@@ -120,7 +124,7 @@ class Gather:
                     where="sums",
                     fix="give the same sums for each batch, 0 where there is nothing to add",
                 )
-        self.known.add(names)
+        self.known_names.add(names)
 
 
 class Gathered:

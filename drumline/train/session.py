@@ -603,6 +603,8 @@ class Session:
                 where="session.evaluate",
                 fix="give a list, or one whose iter() starts again",
             )
+        # One rank's share of a dataset may have names that only other datasets have on the others.
+        self.gather.require_same_names(tuple(sums))
         total, _ = self.gather.start(sums).read()
         weight = total.pop("weight", 0.0) or 1.0
         means = {name: value / weight for name, value in total.items()}

@@ -14,6 +14,7 @@ from torch import nn
 
 import drumline
 from drumline.data.samples import evaluation_batches, global_batches
+from drumline.dist import reduce
 from drumline.dist.reduce import Gather, Gathered
 from drumline.errors import (
     CheckpointError,
@@ -337,6 +338,20 @@ def test_a_global_batch_whose_gradients_are_left(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"call s\.step"), prepared_session(tmp_path) as (s, model):
         for batch in s.batches(ROWS, collate, steps=2):
             s.backward(*loss_of(model, batch))
+
+
+def test_names_of_an_evaluation_are_compared_also_if_they_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with prepared_session(tmp_path) as (s, model):
+
+        def measure(batch: Any) -> Any:
+            return loss_of(model, batch)
+
+        s.evaluate(ROWS, collate, measure)
+        monkeypatch.setattr(reduce, "from_all", lambda names: [names, (*names, "accuracy")])
+        with pytest.raises(UserError, match="rank 1 loss, weight, accuracy"):
+            s.evaluate(ROWS, collate, measure)
 
 
 def test_a_step_is_read_when_the_next_is_under_way(
