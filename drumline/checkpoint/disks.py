@@ -43,7 +43,7 @@ from drumline.checkpoint.manifest import (
     write_manifest,
     write_metric,
 )
-from drumline.checkpoint.ranks import Ranks
+from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.remote import Store, choose, download_files, read_remote_manifests
 from drumline.config.mesh import share
 from drumline.config.resume import CHECKPOINTS
@@ -58,16 +58,16 @@ PIECE_BYTES = 16 << 20  # of a file on its way to another disk
 class Disks:
     """Which ranks share a disk. `groups`: the ranks of each disk, in the order of their first rank."""
 
-    ranks: Ranks
+    ranks: RankGroup
     groups: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def find(root: Path, ranks: Ranks) -> Disks:
+    def find(root: Path, ranks: RankGroup) -> Disks:
         """Find out which ranks see the same folder `root`. Collective.
 
         Each rank makes a file there, and looks for the files of the others.
         """
-        nonce = ranks.first(lambda: secrets.token_hex(8))
+        nonce = ranks.run_on_rank_0(lambda: secrets.token_hex(8))
         marks = [root / f"{MARK}{nonce}-{rank}" for rank in range(ranks.size)]
         own_mark = marks[ranks.rank]
 
@@ -78,17 +78,17 @@ class Disks:
         def first_visible() -> int:
             return next(rank for rank, mark in enumerate(marks) if mark.exists())
 
-        ranks.each(write_mark)
+        ranks.run_on_all(write_mark)
         # Ranks that see the same first mark have the same disk.
-        leaders = ranks.each(first_visible)
-        ranks.each(lambda: own_mark.unlink(missing_ok=True))
+        leaders = ranks.run_on_all(first_visible)
+        ranks.run_on_all(lambda: own_mark.unlink(missing_ok=True))
         groups: dict[int, list[int]] = {leader: [] for leader in sorted(leaders)}
         for rank, leader in enumerate(leaders):
             groups[leader].append(rank)
         return Disks(ranks, tuple(tuple(group) for group in groups.values()))
 
     @staticmethod
-    def shared(ranks: Ranks) -> Disks:
+    def shared(ranks: RankGroup) -> Disks:
         """Return one disk that all ranks share."""
         everyone = tuple(range(ranks.size))
         return Disks(ranks, (everyone,))
@@ -149,7 +149,9 @@ class Copy:
     record: FileRecord
 
 
-def transfer_files(copies: list[Copy], here: Path | None, there: Path | None, ranks: Ranks) -> None:
+def transfer_files(
+    copies: list[Copy], here: Path | None, there: Path | None, ranks: RankGroup
+) -> None:
     """Copy files between disks: from this rank's folder `here`, and into its folder `there`.
 
     All ranks are given the same `copies`, in one order. A rank sends in one thread and receives in
@@ -180,7 +182,7 @@ def transfer_files(copies: list[Copy], here: Path | None, there: Path | None, ra
         for error in (*mistakes, *failures):
             raise error
 
-    ranks.each(receive)
+    ranks.run_on_all(receive)
 
 
 def _pieces(size: int) -> Iterator[torch.Tensor]:
@@ -191,7 +193,7 @@ def _pieces(size: int) -> Iterator[torch.Tensor]:
         yield buffer[: min(PIECE_BYTES, left)]
 
 
-def _send(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
+def _send(copy: Copy, folder: Path | None, ranks: RankGroup) -> list[Exception]:
     """Send a file from a folder, and return the errors.
 
     If the file cannot be read, zeros are sent in its place: the receiver waits for as many bytes,
@@ -215,7 +217,7 @@ def _send(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
     return mistakes
 
 
-def _receive(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
+def _receive(copy: Copy, folder: Path | None, ranks: RankGroup) -> list[Exception]:
     """Receive a file into a folder, and return the errors.
 
     If the disk is full, the rest is received all the same: the sender waits until it is taken.
@@ -251,14 +253,14 @@ def fetch(url: str, root: Path) -> Path:
     `url`: of a checkpoint, or of a run, whose newest one is taken. Collective; raises
     CheckpointError.
     """
-    ranks = Ranks.all(error_type=CheckpointError)
+    ranks = RankGroup.all(error_type=CheckpointError)
     disks = Disks.find(root, ranks)
 
     def resolve() -> tuple[str, Manifest]:
         store, folder, manifest = choose(url)
         return f"{store.url}/{folder}", manifest
 
-    place, manifest = ranks.first(resolve)
+    place, manifest = ranks.run_on_rank_0(resolve)
     folder = root / folder_name(manifest.step)
 
     def copy() -> None:
@@ -270,7 +272,7 @@ def fetch(url: str, root: Path) -> Path:
             download_files(Store(place), "", manifest, folder, manifest.files)
             write_manifest(folder, manifest)
 
-    ranks.each(copy)
+    ranks.run_on_all(copy)
     return folder
 
 
@@ -351,10 +353,10 @@ class Gatherer:
 
         Also returns the folders that cannot be read, each with the reason.
         """
-        self.at_store = self.ranks.first(self._manifests_at_store)
+        self.at_store = self.ranks.run_on_rank_0(self._manifests_at_store)
         known = dict(self.at_store)
         skipped = []
-        for manifests_here, unreadable in self.ranks.each(self._manifests_here):
+        for manifests_here, unreadable in self.ranks.run_on_all(self._manifests_here):
             for key, manifest in manifests_here.items():
                 # A kill may have kept the metric from being written on every disk.
                 if key not in known or known[key].metric is None:
@@ -401,7 +403,7 @@ class Gatherer:
         """
         manifest = offer.manifest
         folder = self.root / offer.folder
-        inspections = self.ranks.each(lambda: self._inspect(folder, manifest))
+        inspections = self.ranks.run_on_all(lambda: self._inspect(folder, manifest))
         # For each disk, the good files on it.
         good: list[set[str]] = []
         for group in self.disks.groups:
@@ -431,10 +433,10 @@ class Gatherer:
             if is_wanted:
                 self._write_missing_metric(folder, manifest)
 
-        self.ranks.each(make_folder)
+        self.ranks.run_on_all(make_folder)
         transfer_files(transfers.copies, folder, fresh, self.ranks)
-        self.ranks.each(finish)
-        self.ranks.each(write_missing_metric)
+        self.ranks.run_on_all(finish)
+        self.ranks.run_on_all(write_missing_metric)
         return []
 
     def _plan_transfers(self, manifest: Manifest, good: list[set[str]]) -> Transfers:

@@ -35,7 +35,7 @@ from drumline.checkpoint.manifest import (
     read_part,
     step_of,
 )
-from drumline.checkpoint.ranks import Ranks, describe_error
+from drumline.checkpoint.ranks import RankGroup, describe_error
 from drumline.checkpoint.remote import find_newest_or_none, read_remote_state
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.config.mesh import share
@@ -70,13 +70,13 @@ def newest(
     With `to_train` a checkpoint of the weights alone is skipped. Collective unless `alone`. Raises
     CheckpointError for a `root` that may not be read.
     """
-    ranks = Ranks.all(alone, CheckpointError)
-    candidates, skipped = ranks.first(lambda: _list_newest_first(root))
+    ranks = RankGroup.all(alone, CheckpointError)
+    candidates, skipped = ranks.run_on_rank_0(lambda: _list_newest_first(root))
     for path in candidates:
         try:
             check(path, verify, alone)
             if to_train:
-                ranks.first(partial(_require_state, path))
+                ranks.run_on_rank_0(partial(_require_state, path))
         except CheckpointError as error:
             skipped.append((path, error.line()))
         else:
@@ -171,8 +171,8 @@ def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
     The state and the index are always hashed, with `verify` the shards too. Collective unless
     `alone`. Raises CheckpointError that names the file and the reason.
     """
-    ranks = Ranks.all(alone, CheckpointError)
-    manifest = ranks.first(lambda: _check_files(path))
+    ranks = RankGroup.all(alone, CheckpointError)
+    manifest = ranks.run_on_rank_0(lambda: _check_files(path))
     if verify:
         sizes = {name: record.bytes for name, record in manifest.files.items()}
         owners = share(sizes, ranks.size)
@@ -183,7 +183,7 @@ def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
                 # `list` waits for all files and raises the first error.
                 list(pool.map(lambda name: _require_file(path, name, manifest), mine))
 
-            ranks.each(hash_mine)
+            ranks.run_on_all(hash_mine)
     return manifest
 
 
@@ -220,7 +220,7 @@ def load(
     Collective unless `alone`. Raises CheckpointError on every rank: before it reads anything if
     names, shapes or dtypes differ; if it is raised later, `tensors` must not be used.
     """
-    ranks = Ranks.all(alone, CheckpointError)
+    ranks = RankGroup.all(alone, CheckpointError)
     wanted: dict[str, Tensor] = {}
 
     def match() -> list[str]:
@@ -235,7 +235,7 @@ def load(
         reader = Reader(path, read_index(path, read_manifest(path)))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            # Without dcp's own collectives: `ranks.each` makes the ranks agree on the outcome.
+            # Without dcp's own collectives: `ranks.run_on_all` makes the ranks agree on the outcome.
             dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as failure:
             raise CheckpointError(
@@ -243,11 +243,11 @@ def load(
             ) from failure
 
     names = set()
-    for names_of_rank in ranks.each(match):
+    for names_of_rank in ranks.run_on_all(match):
         names.update(names_of_rank)
     if not partly:
-        ranks.first(lambda: _require_whole_sections(path, names))
-    ranks.each(read)
+        ranks.run_on_rank_0(lambda: _require_whole_sections(path, names))
+    ranks.run_on_all(read)
 
 
 def _match_names(

@@ -26,7 +26,7 @@ from torch import Tensor
 from drumline.checkpoint.disks import Disks, Gatherer
 from drumline.checkpoint.load import FoundCheckpoint, read_state
 from drumline.checkpoint.manifest import step_of
-from drumline.checkpoint.ranks import Ranks
+from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.system.files import write_whole
@@ -60,7 +60,7 @@ class Memory:
         `resumes_newest`: the run goes on from its newest state, in memory or on disk, so what is in
         memory is kept. Otherwise it is removed. Raises CheckpointError.
         """
-        self.ranks = Ranks.all(error_type=CheckpointError)
+        self.ranks = RankGroup.all(error_type=CheckpointError)
         disks = Disks.find(run_dir, self.ranks)
         path = run_dir / NAME
 
@@ -75,14 +75,14 @@ class Memory:
             return _Tokens(new, old)
 
         # If hosts have run folders of their own, each host has a name of its own.
-        tokens = self.ranks.each(choose_token)[disks.my_group[0]]
+        tokens = self.ranks.run_on_all(choose_token)[disks.my_group[0]]
         assert tokens is not None, "the first rank leads its disk"
         if tokens.to_remove is not None:
             # Hosts that share the run folder have memory of their own each.
             shutil.rmtree(HOST_MEMORY / f"{PREFIX}{tokens.to_remove}", ignore_errors=True)
         self.folder = HOST_MEMORY / f"{PREFIX}{tokens.own}"
         self.root = self.folder / "checkpoints"
-        self.ranks.each(self._claim)
+        self.ranks.run_on_all(self._claim)
 
     def _claim(self) -> None:
         """Make the folder, and write which launcher owns it. Raises CheckpointError and OSError."""
@@ -119,7 +119,7 @@ class Memory:
 
         `misfit`: returns why the run cannot go on from a state, or None. Such a state is skipped.
         """
-        if not any(self.ranks.each(self.root.is_dir)):
+        if not any(self.ranks.run_on_all(self.root.is_dir)):
             return FoundCheckpoint(None, [])
         disks = Disks.find(self.root, self.ranks)
         found = Gatherer(self.root, True, None, disks).newest()
@@ -129,7 +129,7 @@ class Memory:
         step = step_of(path.name) or 0
         if step <= beyond:
             return FoundCheckpoint(None, [])
-        reason = self.ranks.first(lambda: misfit(read_state(path)))
+        reason = self.ranks.run_on_rank_0(lambda: misfit(read_state(path)))
         if reason is not None:
             return FoundCheckpoint(None, [(path, f"{path}: {reason}")])
         return found
@@ -147,12 +147,12 @@ class Memory:
             for path in self.root.glob("step-*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-        self.ranks.each(remove)
+        self.ranks.run_on_all(remove)
 
     def clear(self) -> None:
         """Remove the folder. Called when the run has ended, and its last checkpoint is on disk."""
         self.wait()
-        self.ranks.each(lambda: shutil.rmtree(self.folder, ignore_errors=True))
+        self.ranks.run_on_all(lambda: shutil.rmtree(self.folder, ignore_errors=True))
 
 
 def require_room(nbytes: int) -> None:

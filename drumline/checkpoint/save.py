@@ -52,7 +52,7 @@ from drumline.checkpoint.manifest import (
     write_durable,
     write_part,
 )
-from drumline.checkpoint.ranks import Ranks, RanksError, describe_error, is_lasting
+from drumline.checkpoint.ranks import RankGroup, RanksError, describe_error, is_permanent
 from drumline.checkpoint.remote import Remote
 from drumline.checkpoint.retention import Retention, best_checkpoint
 from drumline.checkpoint.staging import Staging
@@ -86,7 +86,7 @@ class SaveResult:
     `error`: why the save failed. With a `path` the checkpoint is whole, and tidying up failed.
     `blocked_seconds`: for how long training waited: all `seconds` unless the save is asynchronous.
     `begun`: False if the disk had too little space, so nothing was written.
-    `lasting`: trying again would fail for the same reason.
+    `is_permanent`: a second attempt would fail for the same reason.
     """
 
     step: int
@@ -96,7 +96,7 @@ class SaveResult:
     error: str | None
     blocked_seconds: float
     begun: bool = True
-    lasting: bool = False
+    is_permanent: bool = False
 
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ class Checkpointer:
         self.root = Path(root)
         self.asynchronous = asynchronous
         self.replicas = replicas
-        self.ranks = Ranks.all_apart()
+        self.ranks = RankGroup.create_separate()
         self.retention = Retention(self.root, keep, keep_best, mode, serial)
         self.remote: Remote | None = None
         if url:
@@ -184,26 +184,26 @@ class Checkpointer:
                 self.disks = Disks.find(self.root, self.ranks)
             else:
                 self.disks = Disks.shared(self.ranks)
-            self._each_disk(self.retention.open)
+            self._run_on_each_disk(self.retention.open)
             if self.remote is not None:
-                self.ranks.first(self.remote.open)
+                self.ranks.run_on_rank_0(self.remote.open)
         except RanksError as failure:
             raise EnvironmentFault(
                 f"checkpoints cannot be kept here: {failure}", where=str(self.root)
             ) from failure
 
-    def _each_disk(self, step: Callable[[], T]) -> list[T | None]:
-        """Run a step on the rank that leads each disk. Returns its results, None for other ranks.
+    def _run_on_each_disk(self, action: Callable[[], T]) -> list[T | None]:
+        """Run `action` on one rank of each disk, its leader.
 
-        Collective; raises RanksError.
+        Returns the results by rank; None for ranks that lead no disk. Collective; raises RanksError.
         """
 
-        def step_of_leader() -> T | None:
+        def run_if_leader() -> T | None:
             if self.disks.is_leader:
-                return step()
+                return action()
             return None
 
-        return self.ranks.each(step_of_leader)
+        return self.ranks.run_on_all(run_if_leader)
 
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None
@@ -243,13 +243,13 @@ class Checkpointer:
         Returns the error if a disk lacks space, else None. Collective; raises RanksError.
         """
         job.tensors, job.estimate = assign_tensors(tensors, self.ranks)
-        for space_error in self.ranks.each(lambda: self._space_error(job)):
+        for space_error in self.ranks.run_on_all(lambda: self._space_error(job)):
             if space_error is not None:
                 return space_error
         if self.asynchronous:
             copies: dict[str, Tensor] = {}
             # A common step: a rank without memory for its copies must not leave the others waiting.
-            self.ranks.each(lambda: copies.update(self.staging.copy(job.tensors)))
+            self.ranks.run_on_all(lambda: copies.update(self.staging.copy(job.tensors)))
             job.tensors = copies
         return None
 
@@ -266,15 +266,15 @@ class Checkpointer:
         if not math.isfinite(metric):
             return None
         try:
-            manifest = self._each_disk(lambda: self.retention.write_metric(step, metric))[0]
+            manifest = self._run_on_each_disk(lambda: self.retention.write_metric(step, metric))[0]
             assert manifest is not None, "rank 0 leads its disk"
             remote = self.remote
             if remote is not None:
-                self.ranks.first(lambda: remote.replace_manifest(manifest))
+                self.ranks.run_on_rank_0(lambda: remote.replace_manifest(manifest))
             # Nothing is removed before all have the metric.
-            self._each_disk(self.retention.tidy_up)
+            self._run_on_each_disk(self.retention.tidy_up)
             if remote is not None:
-                self.ranks.first(remote.tidy_up)
+                self.ranks.run_on_rank_0(remote.tidy_up)
         # The checkpoint itself is whole; the caller may save it anew.
         except Exception as failure:  # noqa: BLE001
             return describe_error(failure)
@@ -327,7 +327,7 @@ class Checkpointer:
         every_disk_has_all_files = len(self.disks.groups) <= copies
         if every_disk_has_all_files:
             return
-        disks = Disks(Ranks(self.ranks.group, CheckpointError), self.disks.groups)
+        disks = Disks(RankGroup(self.ranks.group, CheckpointError), self.disks.groups)
         store = None
         if self.remote is not None:
             store = self.remote.store
@@ -382,7 +382,7 @@ class Checkpointer:
         manifest = committed.manifest
         errors = []
         try:
-            self._each_disk(self.retention.tidy_up)
+            self._run_on_each_disk(self.retention.tidy_up)
         except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
             errors.append(describe_error(failure))
         try:
@@ -393,7 +393,7 @@ class Checkpointer:
                 0, f"it is whole in {committed.path}, and did not reach its URL: {failure}"
             )
             result = _result(job, None, 0, "; ".join(errors))
-            self._ended = replace(result, lasting=is_lasting(failure.cause))
+            self._ended = replace(result, is_permanent=is_permanent(failure.cause))
             return
         except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
             errors.append(describe_error(failure))
@@ -420,8 +420,8 @@ class Checkpointer:
         def make_name() -> str:
             return f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}"
 
-        folder = self.root / self.ranks.first(make_name)
-        self._each_disk(folder.mkdir)
+        folder = self.root / self.ranks.run_on_rank_0(make_name)
+        self._run_on_each_disk(folder.mkdir)
         return folder
 
     def _commit(self, job: _Job, folder: Path) -> _Committed:
@@ -429,7 +429,7 @@ class Checkpointer:
 
         Collective; raises RanksError, or RuntimeError if a rank died.
         """
-        parts = self.ranks.each(
+        parts = self.ranks.run_on_all(
             lambda: _Written(self._write_shards(job, folder), self._next_serial())
         )
         written = [part.records for part in parts]
@@ -457,7 +457,7 @@ class Checkpointer:
             self.retention.commit(folder, manifest)
             return manifest
 
-        manifest = self._each_disk(finish)[0]
+        manifest = self._run_on_each_disk(finish)[0]
         assert manifest is not None, "rank 0 leads its disk"
         path = self.root / folder_name(job.step)
         return _Committed(path, manifest, written[self.ranks.rank])
@@ -469,7 +469,7 @@ class Checkpointer:
         """
         if len(self.disks.groups) == 1:
             return b"", job.state
-        return self.ranks.first(lambda: ((folder / INDEX).read_bytes(), job.state))
+        return self.ranks.run_on_rank_0(lambda: ((folder / INDEX).read_bytes(), job.state))
 
     def _manifest(
         self, job: _Job, serial: int, files: dict[str, FileRecord], folder: Path
@@ -506,12 +506,12 @@ class Checkpointer:
         manifest = committed.manifest
         names = committed.written.keys() - {INDEX, STATE}
         try:
-            self.ranks.first(lambda: remote.make_room(manifest.step))
-            self.ranks.each(lambda: remote.send(folder, names))
-            self.ranks.first(lambda: remote.finish(folder, manifest))
+            self.ranks.run_on_rank_0(lambda: remote.make_room(manifest.step))
+            self.ranks.run_on_all(lambda: remote.send(folder, names))
+            self.ranks.run_on_rank_0(lambda: remote.finish(folder, manifest))
         except RanksError as failure:
             raise _NotUploaded(failure) from failure
-        self.ranks.first(remote.tidy_up)
+        self.ranks.run_on_rank_0(remote.tidy_up)
 
     def is_kept(self, path: Path) -> bool:
         """Return whether a checkpoint lies under this root, and at the URL if there is one. Collective."""
@@ -525,7 +525,7 @@ class Checkpointer:
                 return False
             return self.remote is None or self.remote.known.get(step) == manifest
 
-        return self.ranks.first(is_known)
+        return self.ranks.run_on_rank_0(is_known)
 
     def _write_shards(self, job: _Job, folder: Path) -> dict[str, FileRecord]:
         """Write this rank's shards, and return the record of each file. Raises this rank's error.
@@ -558,7 +558,7 @@ class _Size(NamedTuple):
     is_sharded: bool
 
 
-def assign_tensors(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], int]:
+def assign_tensors(tensors: dict[str, Tensor], ranks: RankGroup) -> tuple[dict[str, Tensor], int]:
     """Return the tensors that this rank stores, and the bytes that all ranks store together.
 
     The bytes are an upper estimate. A plain tensor is whole on every rank that names it, so one of
@@ -572,7 +572,7 @@ def assign_tensors(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, 
     mine = {}
     for name, tensor in tensors.items():
         mine[name] = _Size(tensor.numel() * tensor.element_size(), isinstance(tensor, DTensor))
-    everyone = ranks.each(lambda: mine)
+    everyone = ranks.run_on_all(lambda: mine)
     sizes: dict[str, int] = {}
     for sizes_of_rank in everyone:
         for name, size in sizes_of_rank.items():
@@ -611,7 +611,7 @@ def free_bytes(folder: Path) -> int:
 def _failed(job: _Job, failure: BaseException) -> SaveResult:
     """Return the result of a save that failed."""
     result = _result(job, None, 0, describe_error(failure))
-    return replace(result, lasting=is_lasting(failure))
+    return replace(result, is_permanent=is_permanent(failure))
 
 
 def _result(job: _Job, path: Path | None, nbytes: int, error: str | None) -> SaveResult:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from drumline.algorithms.base import Algorithm
-from drumline.checkpoint.ranks import Ranks as RankGroup
+from drumline.checkpoint.ranks import RankGroup
 from drumline.config.resume import Resume
 from drumline.data.cache import TokenCache, verify_in_background
 from drumline.data.order import GlobalBatch
@@ -96,7 +96,7 @@ def build(
     training = _build_training(plan, ranks, engine, state, is_new, gather, emit, stop_flag)
     eval_generators = _build_eval_generators(plan, engine, training.rollouts, device, emit)
     # Raises on all ranks if any rank has found damage to a cache.
-    RankGroup.all(error_type=DataError).each(verification.result)
+    RankGroup.all(error_type=DataError).run_on_all(verification.result)
     goodput.end_part("data")
 
     saved_step = -1

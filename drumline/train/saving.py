@@ -128,7 +128,7 @@ class Saver:
                 has_shortened_limit = True
                 limit = min(limit, waited + self.plan.config.launch.grace_seconds / 2)
             # One rank that has to give up is enough.
-            gives_up = waited >= limit or results[-1].lasting
+            gives_up = waited >= limit or results[-1].is_permanent
             _, (rank_gives_up,) = self.gather({}, float(gives_up))
             if any(rank_gives_up):
                 self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)

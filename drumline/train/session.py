@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from drumline.checkpoint.memory import Memory
-from drumline.checkpoint.ranks import Ranks as RankGroup
+from drumline.checkpoint.ranks import RankGroup
 from drumline.config.resume import Resume
 from drumline.data.samples import evaluation_batches, global_batches
 from drumline.dist.reduce import Gather
@@ -173,7 +173,7 @@ class Session:
             self.ranks.rank, self.ranks.world_size, self.device, counts=contributes
         )
         try:
-            self.resume = RankGroup.all(error_type=EnvironmentFault).first(
+            self.resume = RankGroup.all(error_type=EnvironmentFault).run_on_rank_0(
                 lambda: session_parts.claim_run_folder(plan, self.resume, self.allow, self.stack)
             )
         except EnvironmentFault:

@@ -26,7 +26,7 @@ from drumline.checkpoint.disks import (
 )
 from drumline.checkpoint.load import check, newest, newest_state, read_state
 from drumline.checkpoint.manifest import FileRecord, read_part
-from drumline.checkpoint.ranks import Ranks
+from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
 from tests.checkpoint_ranks import content, run
@@ -159,7 +159,7 @@ def test_two_hosts_lost_are_one_too_many_and_damage_is_made_up_for(tmp_path: Pat
 
 
 def test_a_disk_of_more_ranks_needs_more_space() -> None:
-    ranks = Ranks(None)
+    ranks = RankGroup(None)
     ranks.size = 4
     disks = Disks(ranks, ((0, 1, 2), (3,)))
     assert disks.share_of_files(0) == 0.75
@@ -203,7 +203,7 @@ def test_a_disk_that_is_full_when_a_file_is_closed_keeps_no_sender_waiting(
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
     record = FileRecord(bytes=1000, sha256="")
     copies = [Copy(1, 0, "one", record), Copy(1, 0, "two", record)]
-    ranks = Ranks(None, CheckpointError)
+    ranks = RankGroup(None, CheckpointError)
 
     with pytest.raises(CheckpointError, match=r"no space left on the disk \(.*/one\)"):
         transfer_files(copies, None, tmp_path, ranks)

@@ -246,7 +246,7 @@ def test_an_upload_that_fails_whenever_it_is_tried_is_not_tried_again(tmp_path: 
         checkpointer.save(1, content(1), {"step": 1}, None)
         (result,) = checkpointer.wait()
     assert result.path is None
-    assert result.lasting
+    assert result.is_permanent
 
 
 def test_a_store_that_comes_and_goes(
