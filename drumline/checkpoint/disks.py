@@ -37,7 +37,7 @@ from drumline.checkpoint.manifest import (
     folder_name,
     hash_file,
     open_regular,
-    read_part,
+    read_manifest_or_part,
     require_safe_names,
     step_of,
     write_manifest,
@@ -380,7 +380,7 @@ class Gatherer:
             if step_of(path.name) is None:
                 continue
             try:
-                manifest, _ = read_part(path)
+                manifest, _ = read_manifest_or_part(path)
                 require_safe_names(manifest, str(path))
             except CheckpointError as error:
                 unreadable.append((path, error.line()))
@@ -483,7 +483,7 @@ class Gatherer:
     def _inspect(self, folder: Path, manifest: Manifest) -> Inspection:
         """Check this rank's share of a checkpoint's files on this disk."""
         try:
-            manifest_here, present = read_part(folder)
+            manifest_here, present = read_manifest_or_part(folder)
         except CheckpointError:
             return Inspection(set(), {})
         is_older_save = _identity_of_save(manifest_here) != _identity_of_save(manifest)

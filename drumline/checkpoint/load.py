@@ -32,7 +32,7 @@ from drumline.checkpoint.manifest import (
     hash_file,
     open_regular,
     read_manifest,
-    read_part,
+    read_manifest_or_part,
     step_of,
 )
 from drumline.checkpoint.ranks import RankGroup, describe_error
@@ -95,7 +95,7 @@ def newest_state(root: Path, url: str | None) -> tuple[str, dict[str, Any]] | No
         chosen = find_newest_or_none(url)
         if chosen is not None:
             store, folder, manifest = chosen
-            is_newer = here is None or read_part(here)[0].serial < manifest.serial
+            is_newer = here is None or read_manifest_or_part(here)[0].serial < manifest.serial
             if is_newer:
                 return read_remote_state(f"{store.url}/{folder}")
     if here is None:
@@ -123,7 +123,7 @@ def _newest_here(root: Path) -> Path | None:
     candidates = parts[:1]
     if whole is not None:
         candidates.insert(0, whole)
-    return max(candidates, key=lambda path: read_part(path)[0].serial, default=None)
+    return max(candidates, key=lambda path: read_manifest_or_part(path)[0].serial, default=None)
 
 
 def named_state(place: str) -> tuple[str, dict[str, Any]]:
@@ -192,7 +192,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
     Not collective. Raises CheckpointError.
     """
-    manifest, _ = read_part(path)
+    manifest, _ = read_manifest_or_part(path)
     _require_file(path, STATE, manifest)
     with open_regular(path / STATE) as file:
         state = json.load(file)
@@ -288,7 +288,7 @@ def _list_newest_first(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
         if step_of(path.name) is None:
             continue
         try:
-            manifest, _ = read_part(path)
+            manifest, _ = read_manifest_or_part(path)
         except CheckpointError as error:
             unreadable.append((path, error.line()))
         else:
@@ -338,7 +338,7 @@ def _require_committed(path: Path) -> None:
             fix="convert it first: a pickle can run code when it is read",
         )
     if (path / PART).exists() and step_of(path.name) is not None:
-        manifest, present = read_part(path)
+        manifest, present = read_manifest_or_part(path)
         raise CheckpointError(
             f"holds {len(present)} of the {len(manifest.files)} files of a checkpoint that lies on the "
             "disks of several hosts",

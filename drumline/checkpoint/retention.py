@@ -17,7 +17,7 @@ from drumline.checkpoint.manifest import (
     TRASH,
     Manifest,
     folder_name,
-    read_part,
+    read_manifest_or_part,
     step_of,
     write_metric,
 )
@@ -38,8 +38,10 @@ BEST = "best"
 class Retention:
     """The committed checkpoints under `root`, of which the newest `keep` are kept.
 
+    `keep`: at least 1.
     `keep_best`: the best one by metric is kept besides them.
-    `mode`: how checkpoints are compared: min or max, and the name of the metric ("min loss").
+    `mode`: "min" or "max", a space and the name of the metric ("min loss"): whether a small or a
+    large metric is better. It becomes `Manifest.rated`.
     `serial`: the smallest serial that a new checkpoint may have.
     `known`: the manifest of each checkpoint, by step.
     """
@@ -65,7 +67,7 @@ class Retention:
                 # A checkpoint that cannot be read is not deleted: `load.newest` reports it, and a
                 # later save of the same step replaces it.
                 with suppress(CheckpointError):
-                    manifest, _ = read_part(entry)
+                    manifest, _ = read_manifest_or_part(entry)
                     self.known[manifest.step] = manifest
 
     def next_serial(self) -> int:
@@ -145,7 +147,10 @@ class Retention:
 def recover(root: Path) -> None:
     """Rename folders back that lost their names to a kill between the two renames of `rename_over`.
 
-    The new folder gets the name if it is whole, otherwise the old folder that it was to replace.
+    The new folder gets the name if it is whole, otherwise the old folder that it was to replace. So
+    does any other whole folder of a checkpoint whose name is free: one that was about to get it, and
+    one that was about to be removed, which the next `tidy_up` removes again.
+
     Only a process that holds the lease of the run folder may call this; several of its ranks may
     call it at once.
     """
@@ -163,7 +168,7 @@ def recover(root: Path) -> None:
 def _is_whole(folder: Path, step: int) -> bool:
     """Return whether all files that a folder should have of a step's checkpoint have their size."""
     try:
-        manifest, present = read_part(folder)
+        manifest, present = read_manifest_or_part(folder)
         if manifest.step != step:
             return False
         for name in present:
@@ -177,7 +182,7 @@ def _is_whole(folder: Path, step: int) -> bool:
 def best_checkpoint(known: Iterable[Manifest], mode: str) -> Manifest | None:
     """Return the best checkpoint by the metric of `mode`; None if no checkpoint has it.
 
-    Of equal ones the earlier is the best. Checkpoints of a branch that the run has left do not
+    Among equal ones the earliest is the best. Checkpoints of a branch that the run has left do not
     count (`current_branch`).
     """
     best: Manifest | None = None

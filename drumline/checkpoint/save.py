@@ -50,7 +50,7 @@ from drumline.checkpoint.manifest import (
     folder_name,
     step_of,
     write_durable,
-    write_part,
+    write_manifest_or_part,
 )
 from drumline.checkpoint.ranks import RankGroup, RanksError, describe_error, is_permanent
 from drumline.checkpoint.remote import Remote
@@ -67,8 +67,8 @@ HEADROOM = 1.2
 # Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index);
 # measured 1.6 KB.
 OVERHEAD_BYTES = 2048
-# How long, at least, this rank may wait for a save in the background before the watcher takes the
-# rank for hung.
+# While a rank waits for a save in the background it sends no heartbeats. The process that looks for
+# hung ranks (launch/watch.py) lets it wait for at least so long.
 PATIENCE_SECONDS = 60.0
 
 
@@ -112,7 +112,10 @@ class _NotUploaded(Exception):
 
 @dataclass
 class _Job:
-    """A save that has begun."""
+    """A save, from its preparation on.
+
+    `begun` of its result is False if it lacks space already before anything is written.
+    """
 
     step: int
     state: bytes
@@ -125,7 +128,11 @@ class _Job:
 
 
 class _Written(NamedTuple):
-    """The shards that a rank has written, by file name, and the next serial as far as it knows."""
+    """What a rank has written: a record of each shard, by file name.
+
+    `serial`: the next serial by what this rank's disk and the URL hold. The largest one of all ranks
+    becomes the serial of the save.
+    """
 
     records: dict[str, FileRecord]
     serial: int
@@ -160,9 +167,10 @@ class Checkpointer:
     ) -> None:
         """Open the folder and the URL.
 
-        `serial` is the smallest serial of a save (Manifest). With a `url` or `replicas` hosts may
-        have a `root` of their own each. Raises EnvironmentFault if `root` or the URL cannot be
-        used.
+        All but `asynchronous`, `url` and `replicas` is described at `Retention`. `asynchronous`:
+        training goes on while a thread writes. `url`: a place for copies (`Remote`). `replicas`: to
+        how many further disks each file is copied. With a `url` or `replicas` each host may have a
+        `root` of its own. Collective; raises EnvironmentFault if `root` or the URL cannot be used.
         """
         self.root = Path(root)
         self.asynchronous = asynchronous
@@ -208,11 +216,13 @@ class Checkpointer:
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None
     ) -> None:
-        """Begin to store `tensors` (by canonical name; plain tensors or DTensors) and `state`.
+        """Save a checkpoint of a training step, in the background if `asynchronous`. Collective.
 
-        `state` is JSON; rank 0's is kept. A plain tensor must be equal on all ranks that name it. A
-        `metric` that is not finite counts as none. Waits for a save in flight first. Afterwards
-        training may change the tensors. Collective.
+        Waits first for a save in flight. Training may change the tensors once this returns.
+
+        `tensors`: by canonical name, plain tensors or DTensors. A plain tensor must be equal on all
+        ranks that name it. `state`: of the run, what JSON can hold; rank 0's is saved. `metric`: of
+        these weights; None, or a number that is not finite, if it is not known.
         """
         if metric is not None:
             metric = float(metric)
@@ -240,7 +250,7 @@ class Checkpointer:
     def _prepare(self, job: _Job, tensors: dict[str, Tensor]) -> str | None:
         """Decide what this rank stores, and copy it for the background.
 
-        Returns the error if a disk lacks space, else None. Collective; raises RanksError.
+        Returns the error if a disk lacks space; None if none does. Collective; raises RanksError.
         """
         job.tensors, job.estimate = assign_tensors(tensors, self.ranks)
         for space_error in self.ranks.run_on_all(lambda: self._space_error(job)):
@@ -248,7 +258,8 @@ class Checkpointer:
                 return space_error
         if self.asynchronous:
             copies: dict[str, Tensor] = {}
-            # A common step: a rank without memory for its copies must not leave the others waiting.
+            # On all ranks together: if one lacks memory for its copies, the save fails on all, and
+            # none waits for another.
             self.ranks.run_on_all(lambda: copies.update(self.staging.copy(job.tensors)))
             job.tensors = copies
         return None
@@ -288,10 +299,10 @@ class Checkpointer:
         state: dict[str, Any],
         metric: float | None,
     ) -> tuple[SaveResult, bool]:
-        """Save to another `folder`, after `root` has failed. Collective.
+        """Save to another `folder`, after saves under `root` have failed. Collective.
 
-        If the whole checkpoint does not fit there, only its weights are saved. Returns the result,
-        and whether the whole checkpoint was saved.
+        If the whole checkpoint cannot be saved there, only its weights are saved. Returns (result,
+        whether the whole checkpoint was saved). Nothing was saved if the result has no path.
         """
         try:
             rescuer = Checkpointer(
@@ -321,6 +332,7 @@ class Checkpointer:
     def gather(self) -> None:
         """Make the newest checkpoint and the best one whole on rank 0's disk.
 
+        No save may be in flight (`wait`), because its thread uses the same process group.
         Collective; raises CheckpointError.
         """
         copies = self.replicas + 1
@@ -337,7 +349,7 @@ class Checkpointer:
     def poll(self) -> list[SaveResult]:
         """Return the results of the saves that ended since the last call, oldest first.
 
-        Does not wait.
+        It does not wait and is not collective: ranks may get a result at different steps.
         """
         if self._thread is None or not self._thread.is_alive():
             self._join()
@@ -353,8 +365,7 @@ class Checkpointer:
     def _join(self) -> None:
         """Wait for the save in flight, and keep its result."""
         if self._thread:
-            # The watcher lets the first save take as long as `health` allows, and a later one a
-            # multiple of the longest.
+            # The first save may take as long as it likes; a later one, a multiple of the longest.
             patience = math.inf
             if self._longest_seconds:
                 patience = max(PATIENCE_SECONDS, TIMES * self._longest_seconds)
@@ -368,11 +379,15 @@ class Checkpointer:
             self._ended = None
 
     def _run(self, job: _Job) -> None:
-        """Take all steps of a save after the first; in a thread if asynchronous."""
+        """Do all of a save that follows its preparation, and store its result in `_ended`.
+
+        It runs in a thread if the save is asynchronous.
+        """
         folder: Path | None = None
         try:
             folder = self._make_folder(job)
             committed = self._commit(job, folder)
+        # CheckpointException is no Exception: torch derives it from BaseException.
         except (Exception, CheckpointException) as failure:  # noqa: BLE001 - a failed save is a result
             if folder and self.disks.is_leader:
                 # The rest is removed at the next start; the result reports the failure itself.
@@ -404,7 +419,7 @@ class Checkpointer:
         self._ended = _result(job, committed.path, manifest.bytes, tidying_error)
 
     def _space_error(self, job: _Job) -> str | None:
-        """Return the error if the disk lacks space for this save, else None. Raises OSError."""
+        """Return the error if this disk lacks space for a save; None if it does not. Raises OSError."""
         # Somebody may have removed the folder since the last save.
         self.root.mkdir(parents=True, exist_ok=True)
         share = self.disks.share_of_files(self.replicas)
@@ -453,7 +468,7 @@ class Checkpointer:
             for copy in copies:
                 if copy.target in group:
                     present.add(copy.name)
-            write_part(folder, manifest, present)
+            write_manifest_or_part(folder, manifest, present)
             self.retention.commit(folder, manifest)
             return manifest
 
@@ -463,9 +478,10 @@ class Checkpointer:
         return _Committed(path, manifest, written[self.ranks.rank])
 
     def _index_and_state(self, job: _Job, folder: Path) -> tuple[bytes, bytes]:
-        """Return the index (.metadata) and the run's state of rank 0, which alone has both.
+        """Return (index, state of the run) for the leader of each disk to write. Collective.
 
-        If all ranks share a disk, the index is on it already, and b"" is returned. Collective.
+        Both are rank 0's: torch.distributed.checkpoint has written the index (.metadata) only to
+        its disk. If all ranks share that disk, the index is b"", because it need not be written.
         """
         if len(self.disks.groups) == 1:
             return b"", job.state
@@ -491,7 +507,7 @@ class Checkpointer:
         )
 
     def _next_serial(self) -> int:
-        """Return the serial of the next save: above all on this disk and at the URL."""
+        """Return the serial of the next save: larger than any on this disk and at the URL."""
         serial = self.retention.next_serial()
         if self.remote is not None:
             serial = max(serial, self.remote.next_serial())
@@ -514,7 +530,10 @@ class Checkpointer:
         self.ranks.run_on_rank_0(remote.tidy_up)
 
     def is_kept(self, path: Path) -> bool:
-        """Return whether a checkpoint lies under this root, and at the URL if there is one. Collective."""
+        """Return whether a checkpoint lies under `root`, and at the URL if there is one.
+
+        No save may be in flight (`wait`). Collective.
+        """
 
         def is_known() -> bool:
             step = step_of(path.name)
@@ -566,8 +585,8 @@ def assign_tensors(tensors: dict[str, Tensor], ranks: RankGroup) -> tuple[dict[s
     bytes so far; all ranks compute the same answer. A DTensor stays with every rank: each has its
     shard, and the planner of torch.distributed.checkpoint leaves replicas of a shard out.
 
-    Tensors are assigned before they are copied for the background, so that eight replicas on a host
-    need the memory of one. Collective; raises RanksError.
+    Tensors are assigned before they are copied for the background, so that eight data-parallel ranks
+    of a host keep one copy of the model together. Collective; raises RanksError.
     """
     mine = {}
     for name, tensor in tensors.items():

@@ -486,7 +486,7 @@ class Loop:
         pending.sent_bytes, pending.timing = self.measure.end_step(
             step,
             batch.micro_batches,
-            self.saver.checkpointer.staging.bytes_,
+            self.saver.checkpointer.staging.arena_bytes,
             has_update,
             data=pending.data_s,
             communication=comm_s,

@@ -25,7 +25,7 @@ from drumline.checkpoint.disks import (
     transfer_files,
 )
 from drumline.checkpoint.load import check, newest, newest_state, read_state
-from drumline.checkpoint.manifest import FileRecord, read_part
+from drumline.checkpoint.manifest import FileRecord, read_manifest_or_part
 from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
@@ -93,7 +93,7 @@ def test_a_metric_that_did_not_reach_all_hosts_loses_no_checkpoint(tmp_path: Pat
     assert run(HOSTS, rated, tmp_path) == [None] * HOSTS
 
     for root in roots(tmp_path):
-        manifest, _ = read_part(root / "step-00000001")
+        manifest, _ = read_manifest_or_part(root / "step-00000001")
         assert manifest.metric == 0.5
     for root in roots(tmp_path)[1:]:
         shutil.copyfile(root.parent / "before.json", root / "step-00000001" / "part.json")
@@ -103,7 +103,7 @@ def test_a_metric_that_did_not_reach_all_hosts_loses_no_checkpoint(tmp_path: Pat
     for root in roots(tmp_path):
         path = newest(root, verify=True).path
         assert path is not None
-        manifest, _ = read_part(path)
+        manifest, _ = read_manifest_or_part(path)
         assert manifest.metric == 0.5
 
 
@@ -114,7 +114,7 @@ def test_a_host_that_loses_its_disk_costs_nothing(tmp_path: Path) -> None:
     run(HOSTS, saved, tmp_path, 3)
     for root in roots(tmp_path):
         checkpoint = root / "step-00000003"
-        manifest, present = read_part(checkpoint)
+        manifest, present = read_manifest_or_part(checkpoint)
         assert len(manifest.files) == HOSTS + 2
         # Its own shard and its neighbour's, beside the index and the state.
         assert len(present) == 4

@@ -140,7 +140,7 @@ def test_copies_for_the_background_take_what_their_tensors_take() -> None:
         "d": torch.empty(0, 4),
     }
     staging = Staging()
-    assert staging.bytes_ == 0
+    assert staging.arena_bytes == 0
 
     staging.copy(tensors)
     later = {name: tensor + 1 for name, tensor in tensors.items()}
@@ -148,7 +148,7 @@ def test_copies_for_the_background_take_what_their_tensors_take() -> None:
     torch.testing.assert_close(staged, later)
 
     size = sum(tensor.nbytes for tensor in tensors.values())
-    padding = staging.bytes_ - size
+    padding = staging.arena_bytes - size
     assert 0 <= padding < ALIGNED * len(tensors)
 
     for name in "abc":
@@ -160,7 +160,7 @@ def test_copies_for_the_background_take_what_their_tensors_take() -> None:
 
     other = staging.copy({"a": torch.ones(2)})
     assert other["a"].tolist() == [1, 1]
-    assert staging.bytes_ == ALIGNED
+    assert staging.arena_bytes == ALIGNED
 
 
 def test_newest_and_best_stay(tmp_path: Path) -> None:
