@@ -75,12 +75,12 @@ class RankGroup:
             self.size = dist.get_world_size(group)
 
     @staticmethod
-    def all(alone: bool = False, error_type: type[Exception] = RanksError) -> RankGroup:
+    def all(collective: bool = True, error_type: type[Exception] = RanksError) -> RankGroup:
         """Return all ranks, over the default group.
 
-        Without a process group, or with `alone`, this process acts by itself: nothing is collective.
+        Without a process group, or if not `collective`, this process acts by itself.
         """
-        if alone or not dist.is_initialized():
+        if not collective or not dist.is_initialized():
             return RankGroup(None, error_type)
         return RankGroup(dist.group.WORLD, error_type)
 

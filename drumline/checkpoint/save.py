@@ -67,8 +67,8 @@ HEADROOM = 1.2
 # Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index);
 # measured 1.6 KB.
 OVERHEAD_BYTES = 2048
-# While a rank waits for a save in the background it sends no heartbeats. The process that looks for
-# hung ranks (launch/watch.py) lets it wait for at least so long.
+# A rank that waits for a save in the background counts as hung after TIMES the seconds of the longest
+# save so far (system/heartbeat.py), but not before it has waited so long.
 PATIENCE_SECONDS = 60.0
 
 
@@ -365,7 +365,7 @@ class Checkpointer:
     def _join(self) -> None:
         """Wait for the save in flight, and keep its result."""
         if self._thread:
-            # The first save may take as long as it likes; a later one, a multiple of the longest.
+            # The limit of the first save is that of `health`.
             patience = math.inf
             if self._longest_seconds:
                 patience = max(PATIENCE_SECONDS, TIMES * self._longest_seconds)

@@ -76,7 +76,7 @@ class ResumePoint:
                 raise _all_damaged_error(found, plan.run_dir)
         elif ranks.run_on_rank_0(lambda: resume.is_run_folder):
             verify = plan.config.checkpoint.verify
-            found = newest(Path(resume.place) / CHECKPOINTS, verify, to_train=True)
+            found = newest(Path(resume.place) / CHECKPOINTS, verify, skip_weights_only=True)
             if found.path is None:
                 raise _all_damaged_error(found, resume.place)
         elif is_url(resume.place):
@@ -217,7 +217,7 @@ def _newest_on_disk(plan: Plan) -> FoundCheckpoint:
     root = Path(plan.run_dir) / CHECKPOINTS
     is_on_shared_folder = not options.apart
     if is_on_shared_folder:
-        return newest(root, options.verify, to_train=True)
+        return newest(root, options.verify, skip_weights_only=True)
     ranks = RankGroup.all(error_type=CheckpointError)
     store: Store | None = None
     if options.url:

@@ -199,8 +199,11 @@ def test_a_disk_that_is_full_when_a_file_is_closed_keeps_no_sender_waiting(
     def receive(piece: torch.Tensor, **_: Any) -> None:
         received.append(len(piece))
 
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
     monkeypatch.setattr(dist, "recv", receive)
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+    monkeypatch.setattr(os, "fsync", fail)
     record = FileRecord(bytes=1000, sha256="")
     copies = [Copy(1, 0, "one", record), Copy(1, 0, "two", record)]
     ranks = RankGroup(None, CheckpointError)

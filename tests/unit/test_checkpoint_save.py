@@ -290,7 +290,7 @@ def test_a_run_passes_over_weights_alone_and_a_reader_does_not(tmp_path: Path) -
     home = tmp_path / folder_name(2)
     assert newest(tmp_path, verify=True).path == home
 
-    found = newest(tmp_path, verify=True, to_train=True)
+    found = newest(tmp_path, verify=True, skip_weights_only=True)
     assert found.path == tmp_path / folder_name(1)
 
     _, reason = found.skipped[0]
