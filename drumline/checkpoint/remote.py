@@ -18,7 +18,6 @@ import errno
 import json
 import math
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -197,7 +196,10 @@ class Store:
         return f"{self.root}/{name}"
 
     def _repeat(self, name: str, request: Callable[[], T]) -> T:
-        """Make a request, and repeat it as `Store` says. `name`: the file that errors name."""
+        """Make a request, and repeat it as `Store` says.
+
+        `name`: of the file or folder at the store, for the text of an error. Raises OSError.
+        """
         place = f"{self.url}/{name}"
         for pause in [*PAUSES, math.inf]:
             try:
@@ -223,16 +225,15 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
 
 
-class Remote(Retention):
+class RemoteCheckpoints(Retention):
     """The checkpoints of a run at a URL.
 
-    Rank 0 calls all methods but `send`, which every rank calls for the files that it wrote.
+    Rank 0 calls all methods but `send`, which every rank calls for the files that it wrote. The
+    arguments besides `url` are those of `Retention`.
     """
 
-    def __init__(
-        self, url: str, keep: int = sys.maxsize, keep_best: bool = False, mode: str = "min"
-    ) -> None:
-        super().__init__(Path(), keep, keep_best, mode)
+    def __init__(self, url: str, keep: int, keep_best: bool, mode: str) -> None:
+        super().__init__(keep, keep_best, mode)
         self.store = Store(url)
 
     @property
@@ -241,7 +242,7 @@ class Remote(Retention):
         return self.store.url
 
     def open(self) -> None:
-        """Become the owner of the URL, read the manifests there, and remove unfinished checkpoints.
+        """Become the owner of the URL, read the manifests there, and remove what was not finished.
 
         Raises OSError.
         """
@@ -280,9 +281,11 @@ class Remote(Retention):
             list(pool.map(lambda name: self.store.put(folder / name, f"{place}/{name}"), names))
 
     def finish(self, folder: Path, manifest: Manifest) -> None:
-        """Upload the index, the state and last the manifest, once all shards are there.
+        """Finish the upload of the checkpoint in `folder`, once all ranks have sent their shards.
 
-        Raises OSError.
+        Uploads the index and the state, compares the sizes of all files with the manifest, copies
+        plan, config and events of the run folder (which holds `folder` in `checkpoints`), and
+        uploads the manifest last. Raises OSError. The checkpoint then does not count.
         """
         self.send(folder, [INDEX, STATE])
         place = f"{CHECKPOINTS}/{folder.name}"
@@ -370,11 +373,11 @@ def download_files(
 def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
     """Return (store, folder in it, manifest) of a checkpoint at a URL.
 
-    `url`: of a checkpoint, or of a run. Of a run `which` names the checkpoint: `last`, `best`, a
-    step, or the folder's name. Raises CheckpointError, also for a store that does not answer.
+    `url`: of a checkpoint, or of a run. `which`: names a checkpoint of the run: `last`, `best`, its
+    step, or the name of its folder. Raises CheckpointError, also if the store does not answer.
     """
     mistake = url_mistake(url)
-    if mistake and not url.startswith("memory://"):
+    if mistake:
         raise CheckpointError(
             mistake, where=redact(url), fix="name a checkpoint or a run by its URL alone"
         )
@@ -453,11 +456,11 @@ def read_remote_state(url: str, which: str | int = "last") -> tuple[str, dict[st
 
 @contextmanager
 def local_copy(place: str | Path, which: str | int = "best") -> Iterator[Path]:
-    """Return a context with a local folder that holds what is at `place`.
+    """Yield a local folder with the content of `place`, a folder or a URL.
 
-    For a folder it is `place` itself. For a URL it is a copy, which is deleted when the context
-    ends: of a checkpoint, or of a run its plan, its config and the checkpoint `which`. Raises
-    CheckpointError and EnvironmentFault.
+    A folder is yielded itself. A URL is downloaded to a temporary folder, which is removed at the
+    end of the `with` block: the checkpoint at the URL, or of a run its plan, its config and the
+    checkpoint `which` (see `choose`). Raises CheckpointError and EnvironmentFault.
     """
     if not is_url(str(place)):
         yield Path(place)
@@ -482,6 +485,7 @@ def local_copy(place: str | Path, which: str | int = "best") -> Iterator[Path]:
         if not is_run:
             yield checkpoint
             return
+        # Whichever pointer a reader follows, it finds the only checkpoint of the copy.
         for pointer in (LATEST, BEST):
             (checkpoint.parent / pointer).write_text(checkpoint.name)
         for name in RUN_INPUTS:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -35,8 +36,10 @@ LATEST = "latest"
 BEST = "best"
 
 
-class Retention:
-    """The committed checkpoints under `root`, of which the newest `keep` are kept.
+class Retention(ABC):
+    """The committed checkpoints of a run in one place, of which the newest `keep` are kept.
+
+    `LocalCheckpoints` lie in a folder, `remote.RemoteCheckpoints` at a URL.
 
     `keep`: at least 1.
     `keep_best`: the best one by metric is kept besides them.
@@ -46,29 +49,24 @@ class Retention:
     `known`: the manifest of each checkpoint, by step.
     """
 
-    def __init__(self, root: Path, keep: int, keep_best: bool, mode: str, serial: int = 1) -> None:
-        self.root = root
+    def __init__(self, keep: int, keep_best: bool, mode: str, serial: int = 1) -> None:
         self.keep = keep
         self.keep_best = keep_best
         self.mode = mode
         self.serial = serial
         self.known: dict[int, Manifest] = {}
 
-    def open(self) -> None:
-        """Make `root`, remove what a killed run left unfinished there, and read the manifests.
+    @abstractmethod
+    def has(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is still there. Raises OSError."""
 
-        Raises OSError.
-        """
-        self.root.mkdir(parents=True, exist_ok=True)
-        for entry in list(self.root.iterdir()):
-            if entry.name.startswith((*TEMP, MARK)):
-                remove(entry)
-            elif step_of(entry.name) is not None:
-                # A checkpoint that cannot be read is not deleted: `load.newest` reports it, and a
-                # later save of the same step replaces it.
-                with suppress(CheckpointError):
-                    manifest, _ = read_manifest_or_part(entry)
-                    self.known[manifest.step] = manifest
+    @abstractmethod
+    def write_pointer(self, pointer: str, step: int) -> None:
+        """Let the pointer `latest` or `best` name the checkpoint of a step. Raises OSError."""
+
+    @abstractmethod
+    def remove(self, step: int) -> None:
+        """Remove the checkpoint of a step. Raises OSError."""
 
     def next_serial(self) -> int:
         """Return the serial of the next save."""
@@ -76,26 +74,6 @@ class Retention:
         for manifest in self.known.values():
             serial = max(serial, manifest.serial + 1)
         return serial
-
-    def commit(self, unfinished: Path, manifest: Manifest) -> Path:
-        """Rename a finished folder to its checkpoint's name, durably, and return the new path.
-
-        An older checkpoint of the same step is replaced. Raises OSError.
-        """
-        final = self.root / folder_name(manifest.step)
-        sync(unfinished)
-        rename_over(unfinished, final, self._trash(final), durable=True)
-        self.known[manifest.step] = manifest
-        return final
-
-    def write_metric(self, step: int, metric: float) -> Manifest:
-        """Write the metric that `mode` names into the manifest of a committed checkpoint.
-
-        Raises CheckpointError and OSError.
-        """
-        manifest = write_metric(self.root / folder_name(step), metric, self.mode)
-        self.known[step] = manifest
-        return manifest
 
     def tidy_up(self) -> None:
         """Move the pointers `latest` and `best`, then remove the checkpoints that are not kept.
@@ -126,16 +104,57 @@ class Retention:
             self.remove(step)
             del self.known[step]
 
+
+class LocalCheckpoints(Retention):
+    """The committed checkpoints in the folder `root`. The other arguments are those of `Retention`."""
+
+    def __init__(self, root: Path, keep: int, keep_best: bool, mode: str, serial: int = 1) -> None:
+        super().__init__(keep, keep_best, mode, serial)
+        self.root = root
+
+    def open(self) -> None:
+        """Make `root`, remove what a killed run left unfinished there, and read the manifests.
+
+        Raises OSError.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        for entry in list(self.root.iterdir()):
+            if entry.name.startswith((*TEMP, MARK)):
+                remove(entry)
+            elif step_of(entry.name) is not None:
+                # A checkpoint that cannot be read is not deleted: `load.newest` reports it, and a
+                # later save of the same step replaces it.
+                with suppress(CheckpointError):
+                    manifest, _ = read_manifest_or_part(entry)
+                    self.known[manifest.step] = manifest
+
+    def commit(self, unfinished: Path, manifest: Manifest) -> Path:
+        """Rename a finished folder to its checkpoint's name, durably, and return the new path.
+
+        An older checkpoint of the same step is replaced. Raises OSError.
+        """
+        final = self.root / folder_name(manifest.step)
+        sync(unfinished)
+        rename_over(unfinished, final, self._trash(final), durable=True)
+        self.known[manifest.step] = manifest
+        return final
+
+    def write_metric(self, step: int, metric: float) -> Manifest:
+        """Write the metric that `mode` names into the manifest of a committed checkpoint.
+
+        Raises CheckpointError and OSError.
+        """
+        manifest = write_metric(self.root / folder_name(step), metric, self.mode)
+        self.known[step] = manifest
+        return manifest
+
     def has(self, step: int) -> bool:
-        """Return whether a checkpoint is still there."""
         return (self.root / folder_name(step)).is_dir()
 
     def write_pointer(self, pointer: str, step: int) -> None:
-        """Write which step's checkpoint `latest` or `best` is. Raises OSError."""
         write_whole(self.root / pointer, folder_name(step) + "\n", durable=True)
 
     def remove(self, step: int) -> None:
-        """Remove the checkpoint of a step. Raises OSError."""
         folder = self.root / folder_name(step)
         discard(folder, self._trash(folder))
 

@@ -53,8 +53,8 @@ from drumline.checkpoint.manifest import (
     write_manifest_or_part,
 )
 from drumline.checkpoint.ranks import RankGroup, RanksError, describe_error, is_permanent
-from drumline.checkpoint.remote import Remote
-from drumline.checkpoint.retention import Retention, best_checkpoint
+from drumline.checkpoint.remote import RemoteCheckpoints
+from drumline.checkpoint.retention import LocalCheckpoints, best_checkpoint
 from drumline.checkpoint.staging import Staging
 from drumline.checkpoint.storage import Writer, read_tensor_records
 from drumline.errors import CheckpointError, EnvironmentFault
@@ -168,7 +168,7 @@ class Checkpointer:
         """Open the folder and the URL.
 
         All but `asynchronous`, `url` and `replicas` is described at `Retention`. `asynchronous`:
-        training goes on while a thread writes. `url`: a place for copies (`Remote`). `replicas`: to
+        training goes on while a thread writes. `url`: a place for copies (`RemoteCheckpoints`). `replicas`: to
         how many further disks each file is copied. With a `url` or `replicas` each host may have a
         `root` of its own. Collective; raises EnvironmentFault if `root` or the URL cannot be used.
         """
@@ -176,10 +176,10 @@ class Checkpointer:
         self.asynchronous = asynchronous
         self.replicas = replicas
         self.ranks = RankGroup.create_separate()
-        self.retention = Retention(self.root, keep, keep_best, mode, serial)
-        self.remote: Remote | None = None
+        self.retention = LocalCheckpoints(self.root, keep, keep_best, mode, serial)
+        self.remote: RemoteCheckpoints | None = None
         if url:
-            self.remote = Remote(url, keep, keep_best, mode)
+            self.remote = RemoteCheckpoints(url, keep, keep_best, mode)
         self.staging = Staging()
         self._thread: threading.Thread | None = None
         self._longest_seconds = 0.0  # of any save so far
@@ -513,7 +513,7 @@ class Checkpointer:
             serial = max(serial, self.remote.next_serial())
         return serial
 
-    def _upload(self, remote: Remote, committed: _Committed) -> None:
+    def _upload(self, remote: RemoteCheckpoints, committed: _Committed) -> None:
         """Copy a committed checkpoint to the URL, and tidy up there.
 
         Collective; raises _NotUploaded, then RanksError.
