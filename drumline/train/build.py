@@ -19,7 +19,7 @@ from drumline.data.cache import TokenCache, verify_in_background
 from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
-from drumline.dist.start import Ranks, gpu
+from drumline.dist.start import RankInfo, gpu
 from drumline.engine.build import ModuleParts, build_engine, build_module, stats_with_frozen
 from drumline.engine.engine import Engine
 from drumline.errors import CheckpointError, DataError
@@ -43,7 +43,7 @@ from drumline.train.timeouts import CollectiveTimeout
 
 def build(
     plan: Plan,
-    ranks: Ranks,
+    ranks: RankInfo,
     resume: Resume | None,
     emit: Emit,
     stop_flag: StopFlag,
@@ -165,7 +165,7 @@ class Training:
 
 def _build_training(
     plan: Plan,
-    ranks: Ranks,
+    ranks: RankInfo,
     engine: Engine,
     state: TrainState,
     is_new: bool,
@@ -198,7 +198,7 @@ class DataSource:
     """Builds the data loaders of prepared data, at the start and after each rollback."""
 
     plan: Plan
-    ranks: Ranks
+    ranks: RankInfo
     engine: Engine
     algorithm: Any
     state: TrainState
@@ -292,7 +292,7 @@ def _build_eval_generators(
     return EvalGenerators(answers, tasks)
 
 
-def _build_meter(plan: Plan, ranks: Ranks) -> Meter:
+def _build_meter(plan: Plan, ranks: RankInfo) -> Meter:
     """Return the meter of the devices of this rank.
 
     It reads the GPU that the rank computes on and, on the first rank of a host, the host's CPUs.
@@ -315,7 +315,7 @@ def _build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> E
     return build_module(plan, own_build(plan), device, checkpoint_keys, parts=parts)
 
 
-def _verify_caches(plan: Plan, ranks: Ranks) -> Future[None]:
+def _verify_caches(plan: Plan, ranks: RankInfo) -> Future[None]:
     """Begin to verify the token caches, shared out to the ranks, while the model is loaded."""
     folders: list[str] = []
     if plan.data is not None and plan.config.data.verify and not plan.config.plain:

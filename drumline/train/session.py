@@ -35,7 +35,7 @@ from drumline.config.resume import Resume
 from drumline.data.samples import evaluation_batches, global_batches
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import Draws, derive, deterministic, seed_step
-from drumline.dist.start import Ranks, gpu, start, stop
+from drumline.dist.start import RankInfo, gpu, start, stop
 from drumline.engine.build import ModuleParts, build_module
 from drumline.engine.optimizer import MakeOptimizer
 from drumline.engine.transforms import batch_norms
@@ -117,7 +117,7 @@ class Session:
         install_hook()
         forget_first_error()
         join_tasks()
-        ranks = Ranks.from_environment()
+        ranks = RankInfo.from_environment()
         run_dir = run_dir or default_run_dir(Path(sys.argv[0] or "session"))
         self.plan = session_parts.make_plan(
             strategy,
@@ -160,7 +160,7 @@ class Session:
         if self.owns:
             self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
         else:
-            self.ranks = Ranks.from_environment()
+            self.ranks = RankInfo.from_environment()
         # torch's `init_process_group` has wrapped `print_error`, our excepthook, in its own. Since
         # `print_error` ends the process, torch's would lose what it prints, so ours is set again.
         sys.excepthook = print_error
