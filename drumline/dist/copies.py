@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 
-def copied_to(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_device(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on a device; a copy from the host to a GPU does not block the host."""
     if torch.device(device).type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class LateCopy:
+class AsyncHostCopy:
     """A tensor of a device that is being copied to the host, which reads it later."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

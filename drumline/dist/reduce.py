@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from drumline.dist.copies import copied_to
+from drumline.dist.copies import copy_to_device
 from drumline.errors import UserError
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class Gather:
         largest = [key for key in sums if key.startswith("max_")]
         slots = torch.zeros(len(largest) + len(per_rank), self.world_size, dtype=torch.float64)
         slots[len(largest) :, self.rank] = torch.tensor(per_rank, dtype=torch.float64)
-        slots = copied_to(self.exact_on, slots)
+        slots = copy_to_device(self.exact_on, slots)
         if sums:
             values = torch.stack(list(sums.values()))
         else:

@@ -34,7 +34,7 @@ def seed_step(seed: int, step: int, *stream: int) -> None:
 
 
 @contextlib.contextmanager
-def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
+def use_seed(seed: int | None, device: str = "cpu") -> Iterator[None]:
     """Let what is drawn on `device` inside the block come from `seed`; then restore the generator.
 
     `seed` None: the block draws as it would without this. Other generators are not touched, above
@@ -63,7 +63,7 @@ class Draws:
         self.states: Any = None
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         """Draw from these numbers inside the block, and restore the generators then."""
         before = _states()
         if self.states is None:
@@ -89,12 +89,12 @@ def _restore(states: Any) -> None:
     torch.default_generator.set_state(states[2])
 
 
-def constructing(seed: int) -> contextlib.AbstractContextManager[None]:
+def use_host_seed(seed: int) -> contextlib.AbstractContextManager[None]:
     """Let a constructor inside the block draw from `seed`: by Python, NumPy or torch on the CPU."""
-    return Draws(seed).used()
+    return Draws(seed).use()
 
 
-def deterministic() -> None:
+def use_deterministic_kernels() -> None:
     """Use only kernels that give the same bits each time.
 
     Call it before CUDA starts, which is when cuBLAS reads its variable.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drumline.dist.copies import copied_to
+from drumline.dist.copies import copy_to_device
 from drumline.dist.reduce import exact, exact_on
 from drumline.vendor.torch import foreach_mul_, foreach_norm
 
@@ -84,7 +84,7 @@ def total_norm(
     total = torch.zeros((), device=exact_on(device), dtype=torch.float64)
     for groups, here in found.items():
         # Gradients may be on the host.
-        squares = copied_to(total.device, here)
+        squares = copy_to_device(total.device, here)
         for over in groups:
             dist.all_reduce(squares, group=over)
         total += squares

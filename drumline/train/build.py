@@ -18,7 +18,7 @@ from drumline.config.resume import Resume
 from drumline.data.cache import TokenCache, verify_in_background
 from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import Gather
-from drumline.dist.seeds import deterministic
+from drumline.dist.seeds import use_deterministic_kernels
 from drumline.dist.start import RankInfo, gpu
 from drumline.engine.build import ModuleParts, build_engine, build_module, stats_with_frozen
 from drumline.engine.engine import Engine
@@ -57,7 +57,7 @@ def build(
     config = plan.config
     timeout = CollectiveTimeout(plan)
     if config.run.deterministic:
-        deterministic()
+        use_deterministic_kernels()
     set_kernels(plan)
     device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else plan.place
     verification = _verify_caches(plan, ranks)

@@ -34,7 +34,7 @@ from drumline.checkpoint.ranks import RankGroup
 from drumline.config.resume import Resume
 from drumline.data.samples import evaluation_batches, global_batches
 from drumline.dist.reduce import Gather
-from drumline.dist.seeds import Draws, derive, deterministic, seed_step
+from drumline.dist.seeds import Draws, derive, seed_step, use_deterministic_kernels
 from drumline.dist.start import RankInfo, gpu, start, stop
 from drumline.engine.build import ModuleParts, build_module
 from drumline.engine.optimizer import MakeOptimizer
@@ -151,7 +151,7 @@ class Session:
         die_with_launchers()
         plan = self.plan
         if plan.config.run.deterministic:
-            deterministic()
+            use_deterministic_kernels()
         torch.backends.cuda.matmul.allow_tf32 = plan.config.precision.tf32
         torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
         self.stop_flag = self.stack.enter_context(StopFlag(alone="RANK" not in os.environ))
@@ -406,7 +406,7 @@ class Session:
                 first_position,
                 epochs if steps is None else None,
                 derive(seed, "order") if shuffle else None,
-                Draws(derive(seed, "rows")).used,
+                Draws(derive(seed, "rows")).use,
             )
         )
         rng_coordinates = self.plan.mesh.stream(self.ranks.rank)
@@ -627,7 +627,7 @@ class Session:
         with ExitStack() as contexts:
             for model in self._models.values():
                 contexts.enter_context(model.engine.evaluating())
-            drawn = Draws(derive(self.plan.config.run.seed, "held out")).used
+            drawn = Draws(derive(self.plan.config.run.seed, "held out")).use
             data_rank = mesh.data_rank(self.ranks.rank)
             for samples, contributes in evaluation_batches(
                 dataset, micro_batch, data_rank, mesh.data_ranks, drawn
