@@ -17,7 +17,7 @@ from drumline.checkpoint.ranks import RankGroup
 from drumline.config.resume import Resume
 from drumline.data.cache import TokenCache, verify_in_background
 from drumline.data.order import GlobalBatch
-from drumline.dist.reduce import Gather
+from drumline.dist.reduce import SumReducer
 from drumline.dist.seeds import use_deterministic_kernels
 from drumline.dist.start import RankInfo, gpu
 from drumline.engine.build import ModuleParts, build_engine, build_module, stats_with_frozen
@@ -91,9 +91,11 @@ def build(
     plan = going_on(plan, state.step, state.position)
 
     # The algorithm and the data.
-    gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
+    reducer = SumReducer(
+        ranks.rank, ranks.world_size, device, contributes=plan.mesh.counts(ranks.rank)
+    )
     is_new = checkpoint is None
-    training = _build_training(plan, ranks, engine, state, is_new, gather, emit, stop_flag)
+    training = _build_training(plan, ranks, engine, state, is_new, reducer, emit, stop_flag)
     eval_generators = _build_eval_generators(plan, engine, training.rollouts, device, emit)
     # Raises on all ranks if any rank has found damage to a cache.
     RankGroup.all(error_type=DataError).run_on_all(verification.result)
@@ -108,13 +110,13 @@ def build(
         state,
         checkpointer,
         emit,
-        gather,
+        reducer,
         stop_flag,
         saved_step,
         memory_checkpoints=memory_checkpoints,
     )
     traffic = Traffic(config.strategy.step_kind, device)
-    measure = Measure(plan, lambda: stats_with_frozen(engine), gather, emit, traffic)
+    measure = Measure(plan, lambda: stats_with_frozen(engine), reducer, emit, traffic)
     return Loop(
         plan=plan,
         engine=engine,
@@ -128,7 +130,7 @@ def build(
         tasks=eval_generators.tasks,
         saver=saver,
         emit=emit,
-        gather=gather,
+        reducer=reducer,
         timeout=timeout,
         stop_flag=stop_flag,
         memory_bytes=_gpu_memory if plan.device == "cuda" else _host_memory,
@@ -169,7 +171,7 @@ def _build_training(
     engine: Engine,
     state: TrainState,
     is_new: bool,
-    gather: Gather,
+    reducer: SumReducer,
     emit: Emit,
     stop_flag: StopFlag,
 ) -> Training:
@@ -184,11 +186,11 @@ def _build_training(
         )
 
         algorithm, rollouts, batches = build_rollouts(
-            plan, rollout, ranks, engine, state, gather.device, emit
+            plan, rollout, ranks, engine, state, reducer.device, emit
         )
         return Training(algorithm, batches, {}, rollouts)
     algorithm = plan.config.algorithm.build_in(Path(plan.base_dir))
-    source = DataSource(plan, ranks, engine, algorithm, state, gather, emit, stop_flag)
+    source = DataSource(plan, ranks, engine, algorithm, state, reducer, emit, stop_flag)
     loaders = source.data_loaders_from(state.position, is_new)
     return Training(algorithm, loaders.training, loaders.held_out, rewind=source.rewind)
 
@@ -202,7 +204,7 @@ class DataSource:
     engine: Engine
     algorithm: Any
     state: TrainState
-    gather: Gather
+    reducer: SumReducer
     emit: Emit
     stop_flag: StopFlag
 
@@ -216,7 +218,7 @@ class DataSource:
             self.plan,
             data_rank,
             position,
-            self.gather.device,
+            self.reducer.device,
             self.ranks.local_rank == 0,
             self.state.stream,
             self.state.step,
@@ -225,7 +227,7 @@ class DataSource:
             reference = Reference(
                 self.plan,
                 self.ranks,
-                self.gather.device,
+                self.reducer.device,
                 self.engine,
                 self.algorithm,
                 loaders,
@@ -237,7 +239,7 @@ class DataSource:
         extract = self.algorithm.first_pass
         if extract is not None:
             first_pass = FirstPass(
-                self.algorithm, extract, self.engine, self.gather.counts, self.gather.device
+                self.algorithm, extract, self.engine, self.reducer.contributes, self.reducer.device
             )
             loaders = first_pass.add_to(loaders)
         return loaders

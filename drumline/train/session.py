@@ -33,7 +33,7 @@ from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import RankGroup
 from drumline.config.resume import Resume
 from drumline.data.samples import evaluation_batches, global_batches
-from drumline.dist.reduce import Gather
+from drumline.dist.reduce import SumReducer
 from drumline.dist.seeds import Draws, derive, seed_step, use_deterministic_kernels
 from drumline.dist.start import RankInfo, gpu, start, stop
 from drumline.engine.build import ModuleParts, build_module
@@ -169,8 +169,8 @@ class Session:
             self.device = f"cuda:{gpu(self.ranks)}"
         # Of the ranks that share samples, exactly one contributes to sums over all ranks.
         contributes = plan.mesh.counts(self.ranks.rank)
-        self.gather = Gather(
-            self.ranks.rank, self.ranks.world_size, self.device, counts=contributes
+        self.reducer = SumReducer(
+            self.ranks.rank, self.ranks.world_size, self.device, contributes=contributes
         )
         try:
             self.resume = RankGroup.all(error_type=EnvironmentFault).run_on_rank_0(
@@ -256,7 +256,7 @@ class Session:
             self._state,
             checkpointer,
             self.emit,
-            self.gather,
+            self.reducer,
             self.stop_flag,
             saved_step,
             ResumeHints("resume=True", "resume={!r}"),
@@ -512,7 +512,7 @@ class Session:
         # Leaving the context of the micro-batch reduces the gradients.
         model.contexts.close()
         loss_sum, weight = torch.stack(model.sums).sum(0)
-        gathered = self.gather.start(
+        gathered = self.reducer.start(
             {"loss": loss_sum, "weight": weight}, float(self.stop_flag.requested)
         )
         total_weight = gathered["weight"]
@@ -604,8 +604,8 @@ class Session:
                 fix="give a list, or one whose iter() starts again",
             )
         # One rank's share of a dataset may have names that only other datasets have on the others.
-        self.gather.require_same_names(tuple(sums))
-        total, _ = self.gather.start(sums).read()
+        self.reducer.require_same_names(tuple(sums))
+        total, _ = self.reducer.start(sums).read()
         weight = total.pop("weight", 0.0) or 1.0
         means = {name: value / weight for name, value in total.items()}
         self.metric = means.get("loss")

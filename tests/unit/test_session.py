@@ -15,7 +15,7 @@ from torch import nn
 import drumline
 from drumline.data.samples import evaluation_batches, global_batches
 from drumline.dist import reduce
-from drumline.dist.reduce import Gather, Gathered
+from drumline.dist.reduce import PendingSums, SumReducer
 from drumline.errors import (
     CheckpointError,
     DataError,
@@ -359,10 +359,10 @@ def test_a_step_is_read_when_the_next_is_under_way(
 ) -> None:
     """No step waits for its own numbers if they are not asked for; what is logged is."""
     order: list[str] = []
-    start = Gather.start
-    read = Gathered.read
+    start = SumReducer.start
+    read = PendingSums.read
 
-    def start_and_note(self: Gather, sums: Any, *more: float) -> Gathered:
+    def start_and_note(self: SumReducer, sums: Any, *more: float) -> PendingSums:
         order.append("start")
         number = order.count("start")
         found = start(self, sums, *more)
@@ -374,7 +374,7 @@ def test_a_step_is_read_when_the_next_is_under_way(
         monkeypatch.setattr(found, "read", read_and_note)
         return found
 
-    monkeypatch.setattr(Gather, "start", start_and_note)
+    monkeypatch.setattr(SumReducer, "start", start_and_note)
 
     with prepared_session(tmp_path) as (s, model):
         order.clear()
