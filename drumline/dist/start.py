@@ -369,6 +369,7 @@ def start(
         device_id=device_id,
     )
     if not is_one_host:
+        # The threads of `system.heartbeat` keep it.
         RollCall(rendezvous())
     return ranks
 
