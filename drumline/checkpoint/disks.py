@@ -56,14 +56,17 @@ PIECE_BYTES = 16 << 20  # of a file on its way to another disk
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks share a disk. `groups`: the ranks of each disk, in the order of their first rank."""
+    """The disks of a run, and the ranks that share each of them.
+
+    `groups`: the ranks of each disk, in ascending order; the disk of rank 0 comes first.
+    """
 
     ranks: RankGroup
     groups: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def find(root: Path, ranks: RankGroup) -> Disks:
-        """Find out which ranks see the same folder `root`. Collective.
+        """Return which ranks see the same folder `root`. Collective.
 
         Each rank makes a file there, and looks for the files of the others.
         """
@@ -100,12 +103,12 @@ class Disks:
 
     @property
     def my_group(self) -> tuple[int, ...]:
-        """The ranks that share this rank's disk, with this one."""
+        """The ranks that share this rank's disk, this one included."""
         return self.groups[self.mine]
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank acts for its disk."""
+        """Whether this rank acts for its disk: the first rank of each disk does."""
         return self.my_group[0] == self.ranks.rank
 
     def share_of_files(self, replicas: int) -> float:
@@ -122,8 +125,8 @@ class Disks:
     def copies(self, written: list[dict[str, FileRecord]], replicas: int) -> list[Copy]:
         """Return the copies that bring each rank's files to the `replicas` disks that follow its own.
 
-        `written`: by rank, the files that it has written. The ranks of a receiving disk share the
-        work.
+        `written`: for each rank, a record of each file that it has written, by name. The ranks of a
+        receiving disk share the work.
         """
         count = min(replicas, len(self.groups) - 1)
         copies = []
@@ -152,11 +155,11 @@ class Copy:
 def transfer_files(
     copies: list[Copy], here: Path | None, there: Path | None, ranks: RankGroup
 ) -> None:
-    """Copy files between disks: from this rank's folder `here`, and into its folder `there`.
+    """Send the files of this rank's folder `here`, and receive files into its folder `there`.
 
-    All ranks are given the same `copies`, in one order. A rank sends in one thread and receives in
-    another, so no two ranks can wait for each other. Collective; raises the ranks' error type on
-    all.
+    `copies`: all copies between ranks, in the same order on all of them. A folder may be None if the
+    rank has nothing to send or to receive. A rank sends in one thread and receives in another, so no
+    two ranks can wait for each other. Collective; raises `ranks.error_type` on all ranks.
     """
     if not copies:
         return
@@ -186,7 +189,7 @@ def transfer_files(
 
 
 def _pieces(size: int) -> Iterator[torch.Tensor]:
-    """Yield a uint8 buffer for each piece of a file of `size` bytes. All share the same memory."""
+    """Yield a uint8 buffer for each piece of a file of `size` bytes. The buffers share their memory."""
     buffer = torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8)
     for start in range(0, size, PIECE_BYTES):
         left = size - start
@@ -220,7 +223,7 @@ def _send(copy: Copy, folder: Path | None, ranks: RankGroup) -> list[Exception]:
 def _receive(copy: Copy, folder: Path | None, ranks: RankGroup) -> list[Exception]:
     """Receive a file into a folder, and return the errors.
 
-    If the disk is full, the rest is received all the same: the sender waits until it is taken.
+    If the disk is full, the rest is received and dropped, because the sender waits until it is taken.
     """
     mistakes: list[Exception] = []
     with ExitStack() as stack:
@@ -248,9 +251,9 @@ def _receive(copy: Copy, folder: Path | None, ranks: RankGroup) -> list[Exceptio
 
 
 def fetch(url: str, root: Path) -> Path:
-    """Download a checkpoint at a URL to `root` on each disk, and return its folder.
+    """Download a checkpoint to the folder `root` on each disk, and return the checkpoint's folder.
 
-    `url`: of a checkpoint, or of a run, whose newest one is taken. Collective; raises
+    `url`: of a checkpoint, or of a run, whose newest checkpoint is taken. Collective; raises
     CheckpointError.
     """
     ranks = RankGroup.all(error_type=CheckpointError)
@@ -285,9 +288,10 @@ class Offer:
 
 
 class Inspection(NamedTuple):
-    """What a rank has found in a checkpoint's folder: the good files, and what is wrong with others.
+    """What a rank has found in a checkpoint's folder.
 
-    `mistakes`: by the name of the file.
+    `good`: the names of the files that are as they were written. `mistakes`: what is wrong with the
+    others, by name.
     """
 
     good: set[str]
@@ -295,7 +299,10 @@ class Inspection(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """How disks get the files that they lack: copies between disks, and downloads to this one."""
+    """How disks get the files that they lack.
+
+    `copies`: between all disks. `downloads`: names of files that this disk gets from the store.
+    """
 
     copies: list[Copy]
     downloads: set[str]
@@ -312,7 +319,11 @@ class Gatherer:
         disks: Disks,
         only_first_disk: bool = False,
     ) -> None:
-        """`verify`: shards are hashed, too. `only_first_disk`: only rank 0's disk gets whole checkpoints."""
+        """Prepare to gather checkpoints under the folder `root` of each disk.
+
+        `verify`: the shards are hashed, too. `store`: the copies of the run at a URL, if there are
+        any. `only_first_disk`: only the disk of rank 0 gets whole checkpoints.
+        """
         self.root = root
         self.verify = verify
         self.store = store
@@ -327,11 +338,11 @@ class Gatherer:
     def newest(
         self, best: Callable[[list[Manifest]], Manifest | None] | None = None
     ) -> FoundCheckpoint:
-        """Make the newest checkpoint whole of which no file is lost, and return it.
+        """Make the newest checkpoint of which no file is lost whole on the disks, and return it.
 
-        `best`: chooses one more of all known checkpoints, which is made whole too if it can be.
-        Collective. Raises CheckpointError on all ranks if copying fails, or if the store does not
-        answer.
+        `best`: a function that chooses a further one of all known checkpoints, which is made whole
+        too unless files of it are lost. Collective. Raises CheckpointError on all ranks if copying
+        fails, or if the store does not answer.
         """
         offers, skipped = self._offers()
         made: Path | None = None
@@ -349,9 +360,9 @@ class Gatherer:
         return FoundCheckpoint(made, skipped)
 
     def _offers(self) -> tuple[list[Offer], list[tuple[Path, str]]]:
-        """Return all checkpoints of which a disk or the store has some file, newest first.
+        """Return (checkpoints, unreadable folders with the reason).
 
-        Also returns the folders that cannot be read, each with the reason.
+        The checkpoints are all of which a disk or the store has some file, newest first. Collective.
         """
         self.at_store = self.ranks.run_on_rank_0(self._manifests_at_store)
         known = dict(self.at_store)
@@ -368,9 +379,9 @@ class Gatherer:
         return [Offer(manifest, folder_name(manifest.step)) for manifest in ordered], skipped
 
     def _manifests_here(self) -> tuple[dict[str, Manifest], list[tuple[Path, str]]]:
-        """Return the manifests on this disk, and the folders that cannot be read with the reason.
+        """Return (manifests by the identity of the save, unreadable folders with the reason).
 
-        Both are empty on ranks that do not act for their disk.
+        They are those of this disk. Both are empty on ranks that do not act for their disk.
         """
         readable: dict[str, Manifest] = {}
         unreadable: list[tuple[Path, str]] = []
@@ -397,9 +408,9 @@ class Gatherer:
         return {_identity_of_save(manifest): manifest for manifest in known.values()}
 
     def _make_whole(self, offer: Offer) -> list[str]:
-        """Make a checkpoint whole on each disk that wants it, and return [].
+        """Make a checkpoint whole on each disk that wants it. Collective.
 
-        If files are lost, do nothing, and return the reasons.
+        Returns [], or why that is not possible because files are lost. Then nothing is changed.
         """
         manifest = offer.manifest
         folder = self.root / offer.folder
@@ -440,7 +451,7 @@ class Gatherer:
         return []
 
     def _plan_transfers(self, manifest: Manifest, good: list[set[str]]) -> Transfers:
-        """Decide from where each disk that wants a whole checkpoint gets the files that it lacks.
+        """Return from where each disk that wants a whole checkpoint gets the files that it lacks.
 
         `good`: for each disk, the good files on it. A file comes from the next disk that has it, or
         else from the store.
@@ -481,7 +492,7 @@ class Gatherer:
             write_metric(folder, manifest.metric, manifest.rated)
 
     def _inspect(self, folder: Path, manifest: Manifest) -> Inspection:
-        """Check this rank's share of a checkpoint's files on this disk."""
+        """Check this rank's share of the files that this disk has of a checkpoint."""
         try:
             manifest_here, present = read_manifest_or_part(folder)
         except CheckpointError:
@@ -506,9 +517,9 @@ class Gatherer:
         return inspection
 
     def _mistake(self, path: Path, record: FileRecord) -> str:
-        """Return what is wrong with a file; empty if nothing is.
+        """Return what is wrong with a file; "" if nothing is.
 
-        Without `verify` shards are not hashed.
+        Of a shard only the size is checked unless `verify` is set.
         """
         try:
             if self.verify or path.name in (INDEX, STATE):

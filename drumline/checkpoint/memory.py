@@ -98,7 +98,7 @@ class Memory:
         write_whole(self.folder / OWNER, launcher.name, shared=True)
 
     def open_writer(self) -> None:
-        """Let `keep` be called from now on. It keeps states on this host and on the next one."""
+        """Open the checkpointer of `keep`. It keeps each state on this host and on the next one."""
         self.writer = Checkpointer(
             self.root, keep=1, keep_best=False, mode="min", asynchronous=True, replicas=1
         )
@@ -106,7 +106,10 @@ class Memory:
     def keep(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]
     ) -> list[SaveResult]:
-        """Begin to save a state (see `Checkpointer.save`). Returns the results of earlier saves."""
+        """Save a state in the background (see `Checkpointer.save`).
+
+        Waits first for a save in flight. Returns the results of earlier saves.
+        """
         assert self.writer is not None, "open_writer was called"
         ended = self.writer.wait()
         self.writer.save(step, tensors, state, None)
@@ -117,7 +120,8 @@ class Memory:
     ) -> FoundCheckpoint:
         """Return the newest whole state, if it is of a later step than `beyond`.
 
-        `misfit`: returns why the run cannot go on from a state, or None. Such a state is skipped.
+        `misfit`: a function that returns why the run cannot go on from a state, or None if it can.
+        A state with a reason is skipped.
         """
         if not any(self.ranks.run_on_all(self.root.is_dir)):
             return FoundCheckpoint(None, [])
@@ -150,7 +154,7 @@ class Memory:
         self.ranks.run_on_all(remove)
 
     def clear(self) -> None:
-        """Remove the folder. Called when the run has ended, and its last checkpoint is on disk."""
+        """Remove the folder. It is called at the end of a run, when its last checkpoint is on disk."""
         self.wait()
         self.ranks.run_on_all(lambda: shutil.rmtree(self.folder, ignore_errors=True))
 
@@ -184,7 +188,7 @@ def _token(path: Path) -> str | None:
 
 
 def _remove_stale(own: Path) -> None:
-    """Remove the folders of this user whose launchers are dead, but not `own`."""
+    """Remove the memory of other runs of this user whose launchers are dead. `own` stays."""
     for folder in HOST_MEMORY.glob(f"{PREFIX}*"):
         # A run that ends at this moment may remove its folder.
         with suppress(OSError):

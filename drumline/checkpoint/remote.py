@@ -65,8 +65,8 @@ T = TypeVar("T")
 class Store:
     """A folder at a URL.
 
-    A request that fails is repeated after each of `PAUSES`, and then raises OSError. A missing file
-    raises FileNotFoundError at once.
+    The names of files and folders are relative to that folder. A request that fails is repeated
+    after each of `PAUSES`, and then raises OSError. A missing file raises FileNotFoundError at once.
     """
 
     def __init__(self, url: str) -> None:
@@ -89,14 +89,14 @@ class Store:
             raise EnvironmentFault(redact(first_line(error)), where=self.url, fix=fix) from None
 
     def put(self, local: Path, name: str) -> None:
-        """Send a file, a large one in parts."""
+        """Upload a file, in parts if it is large. Raises OSError."""
         options: dict[str, Any] = {}
         if "s3" in self.fs.protocol:
             options["chunksize"] = max(PART_BYTES, local.stat().st_size // MOST_PARTS)
         self._repeat(name, lambda: self.fs.put_file(str(local), self._path(name), **options))
 
     def put_bytes(self, data: bytes, name: str) -> None:
-        """Write a file."""
+        """Write `data` to a file. Raises OSError."""
         self._repeat(name, lambda: self.fs.pipe_file(self._path(name), data))
 
     def replace_bytes(self, data: bytes, name: str) -> None:
@@ -115,7 +115,7 @@ class Store:
         self._repeat(name, lambda: self.fs.mv(self._path(temporary), self._path(name)))
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file."""
+        """Return the content of a file. Raises OSError."""
         content = self._repeat(name, lambda: self.fs.cat_file(self._path(name)))
         assert isinstance(content, bytes)
         return content
@@ -155,7 +155,7 @@ class Store:
                 raise disk_failure
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return file → bytes of the files right in a folder; empty if there is no folder."""
+        """Return the bytes of each file in a folder, by name; {} if there is no such folder."""
         sizes = {}
         for entry in self._entries(name):
             if entry["type"] == "file":
@@ -163,7 +163,7 @@ class Store:
         return sizes
 
     def folders(self, name: str) -> list[str]:
-        """Return the names of the folders right in a folder."""
+        """Return the names of the folders in a folder, sorted."""
         names = []
         for entry in self._entries(name):
             if entry["type"] == "directory":
@@ -171,7 +171,7 @@ class Store:
         return sorted(names)
 
     def _entries(self, name: str) -> list[dict[str, Any]]:
-        """Return fsspec's description of each entry of a folder; [] if there is no folder."""
+        """Return fsspec's description of each entry of a folder; [] if there is no such folder."""
         try:
             return self._repeat(
                 name, lambda: self.fs.ls(self._path(name), detail=True, refresh=True)
@@ -180,12 +180,12 @@ class Store:
             return []
 
     def remove(self, name: str) -> None:
-        """Remove a file that may not be there."""
+        """Remove a file, if it is there. Raises OSError."""
         with suppress(FileNotFoundError):
             self._repeat(name, lambda: self.fs.rm_file(self._path(name)))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder that may not be there, with all in it."""
+        """Remove a folder with its content, if it is there. Raises OSError."""
         with suppress(FileNotFoundError):
             self._repeat(name, lambda: self.fs.rm(self._path(name), recursive=True))
 
@@ -216,7 +216,7 @@ class Store:
 
 
 def _last_part(path: str) -> str:
-    """Return the name of a file or folder in a store."""
+    """Return the last part of a path in a store: the name of the file or folder."""
     return path.rstrip("/").rpartition("/")[2]
 
 
@@ -261,9 +261,9 @@ class RemoteCheckpoints(Retention):
                     self.known[manifest.step] = manifest
 
     def manifest(self, name: str) -> Manifest | None:
-        """Return the manifest of a checkpoint; None if it was not finished.
+        """Return the manifest of the checkpoint in the folder `name`; None if it was not finished.
 
-        Raises CheckpointError for a damaged one, OSError.
+        Raises CheckpointError for a damaged manifest, and OSError.
         """
         return read_remote_manifest(self.store, f"{CHECKPOINTS}/{name}")
 
@@ -326,7 +326,7 @@ class RemoteCheckpoints(Retention):
 def read_remote_manifest(store: Store, folder: str) -> Manifest | None:
     """Return the manifest of a checkpoint's folder; None if there is none.
 
-    Raises CheckpointError for a damaged one, OSError.
+    Raises CheckpointError for a damaged manifest, and OSError.
     """
     name = f"{folder}/{MANIFEST}".lstrip("/")
     place = f"{store.url}/{name}"
@@ -339,7 +339,7 @@ def read_remote_manifest(store: Store, folder: str) -> Manifest | None:
 
 
 def read_remote_manifests(store: Store) -> dict[str, Manifest]:
-    """Return the manifest of each finished checkpoint of a run at a URL, by the folder's name.
+    """Return the manifest of each finished checkpoint of a run at a URL, by the name of its folder.
 
     Checkpoints with a damaged manifest are left out. Raises OSError.
     """
@@ -444,7 +444,10 @@ def require_unused(url: str) -> None:
 
 
 def read_remote_state(url: str, which: str | int = "last") -> tuple[str, dict[str, Any]]:
-    """Return (its own URL, the run's state) of a checkpoint at a URL. Raises CheckpointError."""
+    """Return (URL of the checkpoint, state of the run) of a checkpoint at a URL.
+
+    `url` and `which`: see `choose`. Raises CheckpointError.
+    """
     store, folder, _ = choose(url, which)
     place = f"{store.url}/{folder}"
     with disk_errors("cannot be read", place, CheckpointError):
