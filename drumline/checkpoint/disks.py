@@ -157,9 +157,9 @@ def transfer_files(
 ) -> None:
     """Send the files of this rank's folder `here`, and receive files into its folder `there`.
 
-    `copies`: all copies between ranks, in the same order on all of them. A folder may be None if the
-    rank has nothing to send or to receive. A rank sends in one thread and receives in another, so no
-    two ranks can wait for each other. Collective; raises `ranks.error_type` on all ranks.
+    `copies`: all copies between ranks, in the same order on all of them. A folder may be None if
+    the rank has nothing to send or to receive. A rank sends in one thread and receives in another,
+    so no two ranks can wait for each other. Collective; raises `ranks.error_type` on all ranks.
     """
     if not copies:
         return
@@ -223,7 +223,8 @@ def _send(copy: Copy, folder: Path | None, ranks: RankGroup) -> list[Exception]:
 def _receive(copy: Copy, folder: Path | None, ranks: RankGroup) -> list[Exception]:
     """Receive a file into a folder, and return the errors.
 
-    If the disk is full, the rest is received and dropped, because the sender waits until it is taken.
+    If the disk is full, the rest is received and dropped, because the sender waits until it is
+    taken.
     """
     mistakes: list[Exception] = []
     with ExitStack() as stack:
@@ -362,7 +363,8 @@ class Gatherer:
     def _offers(self) -> tuple[list[Offer], list[tuple[Path, str]]]:
         """Return (checkpoints, unreadable folders with the reason).
 
-        The checkpoints are all of which a disk or the store has some file, newest first. Collective.
+        The checkpoints are all of which a disk or the store has some file, newest first.
+        Collective.
         """
         self.at_store = self.ranks.run_on_rank_0(self._manifests_at_store)
         known = dict(self.at_store)

@@ -236,7 +236,8 @@ def load(
         reader = Reader(path, read_index(path, read_manifest(path)))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            # Without dcp's own collectives: `ranks.run_on_all` makes the ranks agree on the outcome.
+            # Without dcp's own collectives: `ranks.run_on_all` makes the ranks agree on the
+            # outcome.
             dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as failure:
             raise CheckpointError(

@@ -37,8 +37,8 @@ WRITE_BUFFER = 1 << 20  # bytes
 MANIFEST = "manifest.json"
 STATE = "state.json"
 INDEX = ".metadata"
-# {"sha256": of the rest, "manifest": Part}. The key is the one of manifest.json: both are read by one
-# function.
+# {"sha256": of the rest, "manifest": Part}. The key is the one of manifest.json: both are read by
+# one function.
 PART = "part.json"
 UNFINISHED = ".tmp-"
 TRASH = ".trash-"

@@ -60,7 +60,8 @@ class RankGroup:
     """Ranks that act together: a function succeeds on all of them or fails on all of them.
 
     `group`: their process group; None if this process acts by itself.
-    `error_type`: what `run_on_all` and `run_on_rank_0` raise on all ranks if a function fails on one.
+    `error_type`: what `run_on_all` and `run_on_rank_0` raise on all ranks if a function fails on
+    one.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class RankGroup:
         """
         try:
             mine = Outcome(action(), None, False)
-        # The other ranks must hear of any failure. CheckpointException is no Exception: torch derives
-        # it from BaseException.
+        # The other ranks must hear of any failure. CheckpointException is no Exception: torch
+        # derives it from BaseException.
         except (Exception, CheckpointException) as error:  # noqa: BLE001
             mine = Outcome(None, describe_error(error), is_permanent(error))
         outcomes = [mine] * self.size

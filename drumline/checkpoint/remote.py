@@ -66,7 +66,8 @@ class Store:
     """A folder at a URL.
 
     The names of files and folders are relative to that folder. A request that fails is repeated
-    after each of `PAUSES`, and then raises OSError. A missing file raises FileNotFoundError at once.
+    after each of `PAUSES`, and then raises OSError. A missing file raises FileNotFoundError at
+    once.
     """
 
     def __init__(self, url: str) -> None:

@@ -167,8 +167,8 @@ def recover(root: Path) -> None:
     """Rename folders back that lost their names to a kill between the two renames of `rename_over`.
 
     The new folder gets the name if it is whole, otherwise the old folder that it was to replace. So
-    does any other whole folder of a checkpoint whose name is free: one that was about to get it, and
-    one that was about to be removed, which the next `tidy_up` removes again.
+    does any other whole folder of a checkpoint whose name is free: one that was about to get it,
+    and one that was about to be removed, which the next `tidy_up` removes again.
 
     Only a process that holds the lease of the run folder may call this; several of its ranks may
     call it at once.

@@ -67,8 +67,8 @@ HEADROOM = 1.2
 # Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index);
 # measured 1.6 KB.
 OVERHEAD_BYTES = 2048
-# A rank that waits for a save in the background counts as hung after TIMES the seconds of the longest
-# save so far (system/heartbeat.py), but not before it has waited so long.
+# A rank that waits for a save in the background counts as hung after TIMES the seconds of the
+# longest save so far (system/heartbeat.py), but not before it has waited so long.
 PATIENCE_SECONDS = 60.0
 
 
@@ -130,8 +130,8 @@ class _Job:
 class _Written(NamedTuple):
     """What a rank has written: a record of each shard, by file name.
 
-    `serial`: the next serial by what this rank's disk and the URL hold. The largest one of all ranks
-    becomes the serial of the save.
+    `serial`: the next serial by what this rank's disk and the URL hold. The largest one of all
+    ranks becomes the serial of the save.
     """
 
     records: dict[str, FileRecord]
@@ -168,9 +168,10 @@ class Checkpointer:
         """Open the folder and the URL.
 
         All but `asynchronous`, `url` and `replicas` is described at `Retention`. `asynchronous`:
-        training goes on while a thread writes. `url`: a place for copies (`RemoteCheckpoints`). `replicas`: to
-        how many further disks each file is copied. With a `url` or `replicas` each host may have a
-        `root` of its own. Collective; raises EnvironmentFault if `root` or the URL cannot be used.
+        training goes on while a thread writes. `url`: a place for copies (`RemoteCheckpoints`).
+        `replicas`: to how many further disks each file is copied. With a `url` or `replicas` each
+        host may have a `root` of its own. Collective; raises EnvironmentFault if `root` or the URL
+        cannot be used.
         """
         self.root = Path(root)
         self.asynchronous = asynchronous
@@ -203,7 +204,8 @@ class Checkpointer:
     def _run_on_each_disk(self, action: Callable[[], T]) -> list[T | None]:
         """Run `action` on one rank of each disk, its leader.
 
-        Returns the results by rank; None for ranks that lead no disk. Collective; raises RanksError.
+        Returns the results by rank; None for ranks that lead no disk. Collective; raises
+        RanksError.
         """
 
         def run_if_leader() -> T | None:
@@ -585,8 +587,8 @@ def assign_tensors(tensors: dict[str, Tensor], ranks: RankGroup) -> tuple[dict[s
     bytes so far; all ranks compute the same answer. A DTensor stays with every rank: each has its
     shard, and the planner of torch.distributed.checkpoint leaves replicas of a shard out.
 
-    Tensors are assigned before they are copied for the background, so that eight data-parallel ranks
-    of a host keep one copy of the model together. Collective; raises RanksError.
+    Tensors are assigned before they are copied for the background, so that eight data-parallel
+    ranks of a host keep one copy of the model together. Collective; raises RanksError.
     """
     mine = {}
     for name, tensor in tensors.items():

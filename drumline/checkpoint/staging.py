@@ -38,8 +38,8 @@ class Staging:
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy all tensors to the arena, wait for that, and return the copies by name.
 
-        Of a DTensor only the local shard is copied, into a DTensor of the same layout. The next call
-        overwrites the copies.
+        Of a DTensor only the local shard is copied, into a DTensor of the same layout. The next
+        call overwrites the copies.
         """
         shards = {name: _shard_of(tensor) for name, tensor in tensors.items()}
         if not self._fits(shards):

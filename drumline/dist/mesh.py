@@ -16,7 +16,8 @@ def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
     """Return the device mesh of a plan, with all dimensions of `config.mesh.DIMENSIONS` by name.
 
     Dimensions of size one are among them. A single process becomes a process group of one. All
-    models of a run share one mesh, because each group of NCCL takes memory on every GPU. Collective.
+    models of a run share one mesh, because each group of NCCL takes memory on every GPU.
+    Collective.
     """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

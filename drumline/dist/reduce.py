@@ -101,8 +101,9 @@ class SumReducer:
         names = tuple(sums)
         if names not in self.known_names:
             self.require_same_names(names)
-        # Behind the sums, each maximum and each number of `per_rank` has a row with a place for every
-        # rank. A rank fills its own place and leaves 0 in the others, so the sum has all numbers.
+        # Behind the sums, each maximum and each number of `per_rank` has a row with a place for
+        # every rank. A rank fills its own place and leaves 0 in the others, so the sum has all
+        # numbers.
         maximum_names = [name for name in sums if name.startswith("max_")]
         maximum_count = len(maximum_names)
         rows = torch.zeros(maximum_count + len(per_rank), self.world_size, dtype=torch.float64)
@@ -191,8 +192,8 @@ class PendingSums:
         """Wait for the numbers, and return (sums by name, numbers that are not summed).
 
         The sum of a name `max_…` is the largest number of all ranks. The second list has a list for
-        each number of `per_rank`, with the values of all ranks in their order, and then a list of one
-        value for each scalar of `fetch`.
+        each number of `per_rank`, with the values of all ranks in their order, and then a list of
+        one value for each scalar of `fetch`.
         """
         if not self.is_fetched:
             self.fetch()

@@ -19,8 +19,8 @@ import torch
 def derive(*parts: int | str) -> int:
     """Return a 63-bit seed that depends on all `parts`, as if it were drawn for them.
 
-    The parts are joined by "/", so a part that contains one is the same as two parts. The number 1 is
-    the same as the text "1".
+    The parts are joined by "/", so a part that contains one is the same as two parts. The number 1
+    is the same as the text "1".
     """
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

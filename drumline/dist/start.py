@@ -59,7 +59,8 @@ class RankInfo:
     """The place of this process among the ranks of a run.
 
     `rank`: its number among all ranks. `local_rank`: its number among those of its host.
-    `world_size`: the number of all ranks. `attempt`: how often an elastic launcher has restarted it.
+    `world_size`: the number of all ranks. `attempt`: how often an elastic launcher has restarted
+    it.
     """
 
     rank: int = 0
@@ -94,8 +95,8 @@ def rendezvous() -> dist.Store:
 
     The store of rank 0 listens on loopback alone if MASTER_ADDR is a loopback address. Its keys
     belong to this start only: if keys of a killed start were taken for those of this one, restarts
-    under torchrun would hang. Raises EnvironmentFault if there is no store within ten minutes, or if
-    something else answers.
+    under torchrun would hang. Raises EnvironmentFault if there is no store within ten minutes, or
+    if something else answers.
     """
     global _store
     if _store is None:
@@ -280,9 +281,9 @@ def _agree_on_start(store: dist.Store, ranks: RankInfo) -> str:
     2. Rank r reads S, and writes its own nonce to `S-hello-r`.
     3. Rank 0 copies that to `S-answer-r`.
 
-    If rank r reads its own nonce there, S is of the present rank 0. While it waits for that, it looks
-    whether `drumline-round` has changed: then S was of an earlier start, and it begins again at 2.
-    Raises EnvironmentFault after ten minutes.
+    If rank r reads its own nonce there, S is of the present rank 0. While it waits for that, it
+    looks whether `drumline-round` has changed: then S was of an earlier start, and it begins again
+    at 2. Raises EnvironmentFault after ten minutes.
     """
     own_nonce = secrets.token_hex(8)
     until = time.monotonic() + JOIN_TIMEOUT.total_seconds()
@@ -468,8 +469,8 @@ def publish(text: str, name: str = "text") -> None:
 def receive(name: str = "text", seconds: float = PUBLISH_SECONDS) -> str:
     """Wait until another rank has published a text, and return it.
 
-    Raises EnvironmentFault after so many `seconds`. By default that is a day, because the other rank
-    may be preparing data.
+    Raises EnvironmentFault after so many `seconds`. By default that is a day, because the other
+    rank may be preparing data.
     """
     return _await_text(rendezvous(), name, time.monotonic() + seconds)
 
