@@ -95,8 +95,9 @@ class SumReducer:
         this rank, which are not summed; equally many on all ranks.
 
         Names that were not summed before are compared between the ranks, because those of a user's
-        own sums may differ. Raises UserError if they do. A rank whose names are known would not
-        take part: then call `require_same_names` first.
+        own sums may differ. Raises UserError if they do. If the names of a rank may change from call
+        to call, `require_same_names` must be called first: a rank with known names would otherwise
+        not take part in the comparison.
         """
         names = tuple(sums)
         if names not in self.known_names:
